@@ -30,7 +30,7 @@ class Lengths(NamedTuple):
 
 
 class Delays(NamedTuple):
-    """Least numbers of idle time slots between consecutive actions of micro-batch 0."""
+    """Least numbers of idle time cells between consecutive actions of micro-batch 0."""
 
     forward: Sequence[int]
     """Per chunk: before each forward but that of the chunk's first stage."""
@@ -141,7 +141,7 @@ def build_block(
 
 
 def smallest_block(rank_of: Sequence[int], pause: int) -> BuildingBlock:
-    """Return the building block of least memory with 2 chunks per rank in a V, and this delay `pause`.
+    """Return the building block of least memory for a V of 2 chunks; `pause`: a delay between some stages.
 
     Every action takes one cell. `pause` is the delay before the forwards of the second chunk and the input
     gradients of the first: the larger it is, the longer a micro-batch of either chunk stays on a rank, the

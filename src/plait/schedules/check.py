@@ -26,7 +26,7 @@ class Violation(NamedTuple):
 
 
 def check(schedule: Schedule, limit: float | None = None, memory_costs: MemoryCosts | None = None) -> None:
-    """Raise ScheduleError if `schedule` breaks a rule, with the rank, the action and the grid around it.
+    """Raise ScheduleError if `schedule` breaks a rule; the text shows the rank, the action and those near it.
 
     `limit` is the most that a rank may hold, in micro-batches; `memory_costs` is what one micro-batch holds,
     by default its share from the forward to the weight gradient.

@@ -80,7 +80,7 @@ def _lower_action(
 
 
 def _backward(action: Action, schedule: Schedule, spec: LoweringSpec) -> list[Instruction]:
-    """Return the instructions of a backward; of a `B` layer by layer, or all `I` first to send early."""
+    """Return a backward's instructions; `B` is run per layer, or as the `I` of all layers, then all `W`."""
     sends = _sends(action, schedule)
     layerwise = not sends if spec.overlap is None else spec.overlap
     first, *later = [action]
@@ -112,7 +112,7 @@ def _input_of(action: Action, schedule: Schedule) -> list[Instruction]:
 
 
 def _tied_units(schedule: Schedule, spec: LoweringSpec, rank: int) -> Iterator[str]:
-    """Yield the units of `rank` that other ranks of `pp` also use: parameters tied across stages."""
+    """Yield the units (parameters gathered together) that both `rank` and another rank of `pp` use."""
     for unit, layers in spec.units.items():
         owners = {schedule.rank_of[layer.stage] for layer in layers}
         if rank in owners and len(owners) > 1:

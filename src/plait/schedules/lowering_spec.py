@@ -51,7 +51,7 @@ def sharding_of(plan: Plan) -> Sharding:
 
 @dataclass(frozen=True)
 class LoweringSpec:
-    """Layers per stage, units' users, sharding and overlap: the input of `lower` besides the schedule."""
+    """Input of `lower` besides the schedule: layers per stage and per parameter unit, sharding, overlap."""
 
     layers: tuple[int, ...]
     """Number of layers per stage."""

@@ -32,7 +32,7 @@ class MemoryCosts(NamedTuple):
 
 
 def even_memory_costs(schedule: Schedule) -> MemoryCosts:
-    """Return the default memory costs: each stage holds `1 / chunks` of a micro-batch."""
+    """Return the default memory costs: a micro-batch takes the same activation memory on every stage."""
     ones = (1,) * schedule.stages
     return MemoryCosts(Fraction(schedule.ranks, schedule.stages), ones, ones)
 
@@ -55,7 +55,7 @@ def memory_use(actions: Sequence[Action], costs: MemoryCosts) -> Iterator[tuple[
 
 
 def peak_memory(schedule: Schedule, costs: MemoryCosts | None = None) -> tuple[Fraction, ...]:
-    """Return each rank's peak activation memory, in units of one micro-batch's on its stages."""
+    """Return each rank's peak activation memory; 1 is the memory of one micro-batch on all its stages."""
     costs = costs or even_memory_costs(schedule)
     return tuple(
         costs.unit * max((most for most, _ in memory_use(actions, costs)), default=0)

@@ -39,7 +39,7 @@ class RankPosition(NamedTuple):
 
     @property
     def groups(self) -> list[range]:
-        """Groups of micro-batches that pass a chunk together: `ranks` or a few more in each, if possible."""
+        """Groups of micro-batches, `ranks` or more if possible; a rank runs a group chunk by chunk."""
         count = max(self.microbatches // self.ranks, 1)
         firsts = [-(-self.microbatches * number // count) for number in range(count + 1)]
         return [range(first, after) for first, after in pairwise(firsts)]

@@ -141,7 +141,7 @@ class _ReductionBuilder:
 
 
 def _accumulates(kind: Kind, sharding: Sharding) -> bool:
-    """Return whether an action of this kind adds to weight gradients; `I` adds those not left to `W`.
+    """Return whether `kind` adds to weight gradients: `W` and `B` do, `I` unless each micro-batch is reduced.
 
     Where each micro-batch is reduced by itself it leaves all to `W`: sums are then the same in any schedule.
     """
@@ -151,7 +151,7 @@ def _accumulates(kind: Kind, sharding: Sharding) -> bool:
 def _ends(
     program: Program, units: Mapping[LayerIndex, tuple[str, ...]], *, each: bool
 ) -> dict[int, list[tuple[str, bool]]]:
-    """Return by position the units whose gradient is complete there: for the step (True) or a micro-batch."""
+    """Return by position the units to reduce after that instruction; True: for the last time in the step."""
     last: dict[str, dict[int, int]] = defaultdict(dict)
     stages: dict[str, set[int]] = defaultdict(set)
     for position, instruction in enumerate(program):

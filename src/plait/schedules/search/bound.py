@@ -68,7 +68,7 @@ def _drains(problem: Problem) -> list[int]:
 def _most_time(
     stages: Sequence[int], times: Sequence[int], memory: Sequence[int], problem: Problem
 ) -> Fraction:
-    """Return the longest total time of operations of a rank whose summed `memory` is within the limit.
+    """Return the maximum total time of operations on these `stages` that fit together into the memory limit.
 
     Parts of operations count where their sizes differ, so that the bound holds.
     """

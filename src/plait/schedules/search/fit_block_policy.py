@@ -22,7 +22,7 @@ ROUNDS = 6
 
 
 def fit_block_policy(schedule: Schedule, policy: BlockPolicy, costs: Costs) -> Schedule:
-    """Return a building block's `schedule` rescheduled for `costs`: the shortest span in its policy's memory.
+    """Return `schedule` reordered for `costs`: the shortest span found within the memory of its `policy`.
 
     Where rescheduling makes the span longer, return `schedule` itself.
     """

@@ -108,7 +108,7 @@ def _within_limit(problem: Problem, keys: list[int]) -> Orders:
 
 
 def block_for(problem: Problem, parameters: BlockParameters) -> BuildingBlock:
-    """Return the building block with these parameters and the shortest possible period."""
+    """Return the building block with these parameters; its period is lengthened until all actions fit."""
     cells, lengths = parameters.cells, _lengths(problem, parameters.cells)
     work = max(sum(sum(row[stage] for row in lengths) for stage in stages) for stages in problem.stages_of)
     first, second = (cells * pause for pause in parameters.pauses)

@@ -145,7 +145,7 @@ def _perturbed(candidate: Candidate, budget: float) -> Candidate:
 
 
 def _perturb_once(candidate: Candidate, now: TimedOrders, rng: Random) -> TimedOrders:
-    """Return `now` rescheduled backward, then forward, with random rules for all ranks or the last to end."""
+    """Reschedule `now` backward, then forward, by random rules for all ranks or only the one ending last."""
     problem, rule = candidate.problem, candidate.rule
     if rng.random() < FOCUS:
         late = list_schedule(problem.mirrored_tables, now.reversed(), problem.limit, rule)

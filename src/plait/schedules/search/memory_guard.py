@@ -33,7 +33,7 @@ class MemoryGuard:
         return self.fits(operation) and (lane % 3 > 0 or self._is_safe(tables.rank[operation], lane))
 
     def _is_safe(self, rank: int, lane: int) -> bool:
-        """Return whether all micro-batches can finish, one by one, after one more forward (of `lane`)."""
+        """Return whether all micro-batches can finish one by one after a forward on the stage `lane // 3`."""
         alone, stages = self._alone[rank], self.problem.stages_of[rank]
         limit, until_input = self.problem.limit, self.problem.memory_costs.until_input
         if self.inside[rank] + until_input[lane // 3] + alone[0] <= limit:
@@ -75,7 +75,7 @@ def least_memory(problem: Problem, rank: int) -> int:
 
 
 def _microbatch_peaks(problem: Problem, rank: int) -> list[int]:
-    """Return for n = 0, 1, … the memory peak of one micro-batch after n of its input gradients."""
+    """Return a micro-batch's peak memory on `rank` after it has run 0, 1, … of its input gradients there."""
     until_input, until_weight = problem.memory_costs.until_input, problem.memory_costs.until_weight
     inside, most = 0, [0]
     for stage in problem.stages_of[rank]:

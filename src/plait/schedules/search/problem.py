@@ -29,7 +29,7 @@ Orders: TypeAlias = list[list[int]]
 
 
 class OperationTables(NamedTuple):
-    """Integer tables of a problem, or of it reversed in time, by operation unless stated; -1: none."""
+    """Integers of a problem (or of its reversal in time), indexed by operation unless stated; -1: none."""
 
     duration: Sequence[int]
     rank: Sequence[int]

@@ -32,7 +32,7 @@ def write_pictures(
 
 
 def picture(timeline: Timeline, kind: str, *, name: str | None = None) -> str:
-    """Return `timeline` in one of `FORMATS`: SVG, HTML page, Chrome trace, or the order as PyTorch's CSV."""
+    """Return `timeline` in one of `FORMATS`: SVG, HTML, Chrome trace, or the schedule as PyTorch's CSV."""
     if kind == "csv":
         return to_csv(timeline.schedule)
     draw = {"svg": draw_svg, "html": draw_html, "trace": draw_trace}[kind]

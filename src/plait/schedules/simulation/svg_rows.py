@@ -256,7 +256,7 @@ class Bands:
 
 
 def _area(floor: Sequence[float], levels: Sequence[float], frame: Frame, y: float, height: float) -> str:
-    """Return the area between two step curves as an SVG path, with one rectangle per run of equal columns."""
+    """Return the area between two step curves as an SVG path; equal neighbour columns are one rectangle."""
     wide = frame.plot / len(levels)
     steps = [
         (round(low * _STEPS) / _STEPS, round(high * _STEPS) / _STEPS)

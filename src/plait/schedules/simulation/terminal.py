@@ -72,7 +72,7 @@ def _head(rank: int) -> str:
 
 
 def _columns(timeline: Timeline, available: int) -> tuple[int, bool]:
-    """Return how many columns the makespan takes, and whether every label fits, with a space if possible."""
+    """Return the width of the time axis in columns, at most `available`, and whether all labels fit."""
     letters: dict[int, int] = {}
     for action, start, end in (cell for row in timeline.cells for cell in row):
         if end > start:

@@ -30,7 +30,7 @@ class LayerCosts:
         return cls(thirds, thirds, thirds)
 
     def with_messages(self, ranks: int) -> LayerCosts:
-        """Return a copy with estimated message times: `HOP` and `MESSAGE` times a rank's mean work."""
+        """Return a copy whose message times are estimated as fixed fractions of a rank's mean work."""
         work = sum(self.total) / ranks
         return replace(self, comm=HOP * work, message=MESSAGE * work)
 
