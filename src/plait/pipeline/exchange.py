@@ -43,7 +43,7 @@ def buffer_sizes(crossing: Crossing) -> list[list[int]]:
 def receive_buffers(
     action: Action, crossing: Crossing, sizes: Sequence[Sequence[int]]
 ) -> list[tuple[TensorInfo, int]]:
-    """Return the tensors that `action` receives, each with the size of its buffer in bytes.
+    """Return the `TensorInfo` of each tensor that `action` receives, with the size of its buffer in bytes.
 
     A forward receives all that the stage before sends, a backward the gradients of what its own stage has
     sent and is differentiable.

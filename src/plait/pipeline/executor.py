@@ -121,7 +121,7 @@ def _run(calls: _Calls) -> None:
 
 
 def _explain(error: Exception, instruction: Instruction) -> None:
-    """Add the instruction to an error as a note, and its action to messages of communication errors."""
+    """Add the instruction to an error as a note, and its action to the text of a communication error."""
     if isinstance(error, CommunicationError) and isinstance(
         instruction, RunLayer | ComputeLoss | SeedGradient
     ):

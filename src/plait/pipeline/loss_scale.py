@@ -26,7 +26,7 @@ class LossScale:
     """Whether the gradients of the latest step were checked for finite values."""
 
     def begin(self, *, anew: bool) -> None:
-        """Begin a step; PlanError if gradients of the last one were used (`anew`) without an overflow check.
+        """Begin a step; PlanError if the last gradients, cleared since (`anew`), had no overflow check.
 
         With a dynamic scale only: the optimizer may have used values that are not finite.
         """
@@ -37,7 +37,7 @@ class LossScale:
             )
 
     def end(self) -> None:
-        """End a successful step: its gradients are not checked for overflow yet."""
+        """End a successful step: mark its gradients as not yet checked for overflow."""
         self.checked = False
 
     @property

@@ -14,7 +14,7 @@ from plait.pipeline.stage import Gradients
 
 
 class LossLike(Protocol):
-    """Interface of losses: sums over a micro-batch; the engine scales the gradient to the mean loss's."""
+    """Interface of losses: `total` sums over a micro-batch; the engine scales gradients to the mean loss."""
 
     def total(self, output: Any, targets: Any) -> Tensor:
         """Return the summed loss of one micro-batch, 0-d."""
