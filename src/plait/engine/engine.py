@@ -325,7 +325,7 @@ class Engine:
 
     @property
     def shard_plan(self) -> ShardPlan:
-        """The pieces of parameters and the buffers that each rank holds; all names of shared parameters."""
+        """Which parameter pieces and buffers each rank holds; the further names of shared parameters."""
         return self._runtime.blueprint.shard_plan
 
     @property

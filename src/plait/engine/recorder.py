@@ -89,7 +89,7 @@ class Recorder:
 
     @contextmanager
     def recording_step(self) -> Iterator[AroundSegment]:
-        """Context manager that records one step: yields a function that returns the context of a segment.
+        """Context manager of one step; yields a function from a segment to the context that times it.
 
         A step that fails is not recorded.
         """
