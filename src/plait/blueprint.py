@@ -75,7 +75,7 @@ class Blueprint:
 
     @cached_property
     def lowering_spec(self) -> LoweringSpec:
-        """The input of `lower` besides the schedule: layers per stage, units' users, sharding, overlap."""
+        """Input of `lower` besides the schedule: layers per stage and parameter unit, sharding, overlap."""
         users = unit_users(self.sequence, self.layers_per_stage)
         return LoweringSpec(self.layers_per_stage, users, self.plan.overlap, sharding_of(self.plan))
 

@@ -130,7 +130,7 @@ def agreed_source(
 
 
 def loss_stage(loss: Loss, vocabulary: Vocabulary | None) -> LossStage:
-    """Return the stage that computes the loss, of whole logits or of this rank's shard of the vocabulary."""
+    """Return the `LossStage`, for whole logits or for this rank's shard of the vocabulary."""
     if vocabulary is None:
         return LossStage(loss)
     return LossStage(loss_of_pieces(loss, vocabulary), writes_output=True)
@@ -139,7 +139,7 @@ def loss_stage(loss: Loss, vocabulary: Vocabulary | None) -> LossStage:
 def build_units(
     blueprint: Blueprint, spans: Mapping[int, range], mesh: Mesh, source: TensorSource
 ) -> dict[str, Unit]:
-    """Return by name the `Unit`s of this rank, with values from `source`, which may broadcast from rank 0."""
+    """Return by name this rank's `Unit`s (parameters gathered together); `source` may broadcast values."""
     plan = blueprint.plan
 
     def value_of(name: str) -> Tensor:
@@ -175,7 +175,7 @@ def build_stages(
     source: TensorSource,
     dropout: DropoutGenerator,
 ) -> dict[int, Stage]:
-    """Return this rank's stages: copies of their layers with the units' parameters and real buffers."""
+    """Return this rank's stages: copies of its layers, with parameters of `units`, buffers from `source`."""
     plan = blueprint.plan
     mine = {number: [sequence.layers[layer] for layer in layers] for number, layers in spans.items()}
     buffers = read_buffers(sequence, chain.from_iterable(mine.values()), source, plan, mesh)
