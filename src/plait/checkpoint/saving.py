@@ -210,7 +210,7 @@ class StagingBuffer:
 
 
 def _aligned_bytes(view: Tensor) -> int:
-    """Return the size of a box, rounded up to the alignment of the largest dtype."""
+    """Return the size of `view` in bytes, rounded up to 16, the alignment of the largest dtype."""
     return -(-view.nbytes // 16) * 16
 
 

@@ -192,7 +192,7 @@ class Layout:
         return Box(offsets, (len(rows), *region.sizes[1:]))
 
     def interval(self, where: Sequence[int] | Mapping[str, int]) -> range | None:
-        """Return this coordinate's interval of the elements of its `region`; None without a `Flat` axis."""
+        """Return the range of flattened elements that a `Flat` axis gives to `where`; None without one."""
         for index, _, placement in self._along(where):
             if isinstance(placement, Flat):
                 elements = range(prod(self.sizes(where)))

@@ -60,7 +60,7 @@ class AlternatingPolicy:
 
 @dataclass(frozen=True)
 class BlockPolicy:
-    """Policy by which ranks repeat a building block of two chunks (stages) in a V; see `smallest_block`."""
+    """Schedule policy for two stages per rank in V placement: every rank repeats its `smallest_block`."""
 
     pause: int
     peak: Callable[[int], int]

@@ -141,7 +141,7 @@ class _ReductionBuilder:
 
 
 def _accumulates(kind: Kind, sharding: Sharding) -> bool:
-    """Return whether `kind` adds to weight gradients: `W` and `B` do, `I` unless each micro-batch is reduced.
+    """Return whether `kind` adds weight gradients: `W` and `B` do; `I` too, unless it leaves all to `W`.
 
     Where each micro-batch is reduced by itself it leaves all to `W`: sums are then the same in any schedule.
     """

@@ -66,7 +66,7 @@ class Gatherer:
             buffer.copy_back()
 
     def finish(self) -> None:
-        """End a step: copy offloaded parameters to the gradients' device, or wait for a GPU to read them."""
+        """Copy offloaded parameters to the device that updates them; if the CPU does, wait for GPU reads."""
         for buffer in self._buffers:
             buffer.copy_to_device()
         for device in self._read_by_device[:1]:  # the optimizer's step, on the CPU, does not wait for copies

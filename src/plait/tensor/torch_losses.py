@@ -229,7 +229,7 @@ class ClassLoss(TorchLoss):
 
 @dataclass(frozen=True)
 class MeanLoss:
-    """A loss made of a function that returns a mean over rows, elements, or the number `over(targets)`."""
+    """Loss that turns the mean that `function` returns into a sum, by the number that it is `over`."""
 
     function: Callable[[Any, Any], Tensor]
     over: Over | Callable[[Any], Tensor | float] = "rows"

@@ -121,7 +121,7 @@ class ReferenceUpdate:
         }
 
     def _reset_gradients(self, step: int, kind: str) -> None:
-        """Replace gradients by those of the unperturbed `baseline`, if any, with rounding errors added."""
+        """Set gradients to the `kind` ones that `baseline`, if any, recorded; add rounding errors to them."""
         if self.baseline is not None:
             recorded = self.baseline.values[RecordScope(step)]
             for name, parameter in self.trainable.items():

@@ -29,7 +29,7 @@ Orders: TypeAlias = list[list[int]]
 
 
 class OperationTables(NamedTuple):
-    """Integers of a problem (or of its reversal in time), indexed by operation unless stated; -1: none."""
+    """Search problem (or its time reversal) as lists of integers per operation unless stated; -1: none."""
 
     duration: Sequence[int]
     rank: Sequence[int]

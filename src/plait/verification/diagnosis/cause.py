@@ -70,7 +70,7 @@ def circumstances(symptoms: Symptoms) -> Iterator[str]:
 
 
 def unexplained(symptoms: Symptoms) -> str:
-    """Return, as text, the possible causes of a difference in its phase if no hypothesis explains it.
+    """Return, as text, what can cause a difference in `symptoms.phase` where no hypothesis fits it.
 
     Only features that the plan uses are named: no partition at tp 1, no gather without sharding.
     """
