@@ -133,7 +133,7 @@ class BufferSpec:
 
     @cached_property
     def has_pieces(self) -> bool:
-        """Whether the optimizer has its own parameters: shards, copies or views of those of the layers."""
+        """Whether the optimizer's parameters are not the layers' own, but shards, copies or views of them."""
         kind = self.kind
         return kind.sharded or kind.master != kind.dtype or (kind.trains and kind.gradient != kind.master)
 
@@ -148,7 +148,7 @@ class BufferSpec:
 
     @cached_property
     def device_copy(self) -> FlatSpec | None:
-        """Spec of an offloaded piece's copy on the layers' device, for the optimizer; None without one."""
+        """Spec of the optimizer's GPU copy of offloaded pieces; None unless only parameters are offloaded."""
         if self.piece is None or not self.kind.trains or not self.policy.offloads_parameters:
             return None
         return None if self.policy.offloads_gradients else FlatSpec(self.offsets.piece, self.kind.master)

@@ -33,7 +33,7 @@ from plait.sharding.offsets import Slot
 
 @dataclass(eq=False)
 class StageView:
-    """A buffer's parameters as one stage uses them: a rank's stages share their memory, not gradients."""
+    """One stage's parameters and gradients in a buffer; a rank's stages share the parameters' memory only."""
 
     parameters: dict[str, nn.Parameter]
     """By full name: views of the buffer's `whole`."""
@@ -104,7 +104,7 @@ class FlatBuffer:
             self.whole_gradients[0].add_(gradient)
 
     def copy_to_device(self) -> None:
-        """After a backward, copy offloaded parameters to their gradients' device, for the optimizer."""
+        """If only parameters are offloaded, copy them to the layers' device, for the optimizer's update."""
         if self.spec.device_copy is not None and self.device_copy is None:
             self.device_copy = moved_later(self.piece, self.whole.device, copy=True)
             self._point_to(self.device_copy)
@@ -117,7 +117,7 @@ class FlatBuffer:
             self.device_copy = None
 
     def detach(self) -> None:
-        """After a failed step, copy parameters out of `whole`, where a pending all-gather may still write."""
+        """After a failed step, replace a piece that is a view of `whole` by a copy: gathers may write it."""
         if self.spec.piece is None:
             self.device_copy = self.piece.clone()
             self._point_to(self.device_copy)

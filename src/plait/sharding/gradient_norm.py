@@ -76,7 +76,7 @@ def non_finite_gradients(units: Iterable[Unit], device: torch.device) -> Tensor:
 
 
 def _power_of_all(gradients: Iterable[Tensor], order: float) -> Tensor:
-    """Return the result of `_power` for all elements of several gradients, none empty, on a GPU.
+    """Return `_power` of all elements of several gradients, which are on a GPU and not empty; 0-d float64.
 
     In few kernels for all gradients together, and one more for each gradient in 16 bits. A GPU sums in a
     tree, in which float32 keeps its digits.

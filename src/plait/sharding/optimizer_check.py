@@ -80,7 +80,7 @@ def require_elementwise(optimizer: Optimizer, partitioning: Partitioning) -> Non
 
 
 def _reach_of(optimizer: Optimizer, partitioning: Partitioning) -> tuple[Reach, str]:
-    """Return the `Reach` that an element's update depends on, and why the plan does not allow it, or ""."""
+    """Return the `Reach` of `optimizer`, and why the plan does not allow it, or "" if it does."""
     kind = type(optimizer)
     if kind in ELEMENTWISE or vars(kind).get("elementwise") is True:
         return "element", ""
@@ -104,7 +104,7 @@ def _plan_for(reach: Reach, partitioning: Partitioning) -> str:
 
 
 class OptimizerGuard:
-    """Checks each optimizer of an engine's parameters before its first step.
+    """Raises PlanError before the first step of an optimizer that needs elements which other ranks hold.
 
     It registers a hook of torch for all optimizers, as long as the guard is alive; the engine holds it.
     """

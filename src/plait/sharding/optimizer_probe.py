@@ -69,7 +69,7 @@ def probe(optimizer: Optimizer, reach: Reach) -> str | None:
 
 
 def _difference(changes: Sequence[RankTensors], tolerance: float, reach: Reach) -> str | None:
-    """Return None if parameters change alike however divided between ranks, else the reason as text."""
+    """Return why the test steps' `changes` differ between divisions or cannot be compared; None if equal."""
     whole, *others = changes
     for number, group in enumerate(whole):
         largest = max(change.abs().max() for change in group.values())
@@ -199,7 +199,7 @@ def _arguments(kind: type[Optimizer], defaults: Iterable[str]) -> set[str]:
 
 
 def _attribute(optimizer: Optimizer, name: str) -> Any:
-    """Return constructor argument `name` as an attribute of the optimizer keeps it; LookupError if none."""
+    """Return constructor argument `name` from attribute `name` or `_name`; LookupError if neither has it."""
     for kept in (name, f"_{name}"):
         if kept in vars(optimizer) and isinstance(vars(optimizer)[kept], PLAIN):
             return vars(optimizer)[kept]

@@ -68,7 +68,7 @@ def reduction_groups(
 def reduction_ranks(
     together: Iterable[Sequence[int]], summands: int, mesh: Mesh, axis: str = "dp"
 ) -> list[list[int]]:
-    """Return the groups of global ranks over which the gradient of a parameter, or of a piece, is summed.
+    """Return each all-reduce group's global ranks; `together`: sets of `pp` ranks that are in one group.
 
     One group for each set of ranks of `pp` and each `summands` neighbours along `tp`; and, where `axis` is
     `replicate`, for each index along `shard`.

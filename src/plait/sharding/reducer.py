@@ -126,7 +126,7 @@ class Reducer:
             _release(buffer)
 
     def _add_arrived(self) -> None:
-        """Add the last gradient that was copied to the CPU, after its copy has ended."""
+        """Wait for the last gradient's copy to the CPU, and add it to the gradient of its piece."""
         if self._arriving is not None:
             piece_gradient, read = self._arriving
             self._arriving = None
@@ -186,7 +186,7 @@ def _release(buffer: FlatBuffer) -> None:
 
 
 def _scatter(buffer: FlatBuffer) -> Handle[Tensor]:
-    """Start the reduce-scatter of a buffer's whole gradient; the result is a view of it where it can be."""
+    """Start the reduce-scatter of a buffer's whole gradient; in place if `spec.scatters_in_place`."""
     assert buffer.shard_group is not None
     assert buffer.gradient is not None
     out = buffer.piece_gradient if buffer.spec.scatters_in_place else None

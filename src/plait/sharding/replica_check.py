@@ -125,7 +125,7 @@ def _numbers(prints: Mapping[str, list[Fingerprint]], names: list[str], device: 
 
 
 def _salt(text: str) -> tuple[int, int]:
-    """Return two 64-bit numbers derived from a text; the second is odd."""
+    """Return two 64-bit numbers, the second odd, by which `_numbers` makes a hash depend on `text`."""
     digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
     first, second = (int.from_bytes(half, "little", signed=True) for half in (digest[:8], digest[8:]))
     return first, second | 1

@@ -133,7 +133,7 @@ class UnitFactory:
         return buffer
 
     def _gradient(self, spec: BufferSpec, group: Group | None) -> Tensor | None:
-        """Return a flat gradient of zeros, or None if frozen; if it stays allocated, `group` may share it."""
+        """Return a flat gradient of zeros, None if frozen; where possible in memory that `group` shares."""
         if spec.gradient is None or group is None or not spec.gradient.kept:
             return None if spec.gradient is None else self._allocate(spec.gradient)
         return shared_zeros(spec.gradient.elements, spec.gradient.dtype, self.device, group)
