@@ -139,7 +139,7 @@ class TensorParallelAttention(nn.Module):
         return heads.transpose(1, 2)
 
     def _shared(self, column: ColumnParallelLinear, entered: Tensor) -> Tensor:
-        """Return the output of a linear whose shard all of `copies` hold; sum its gradient over them."""
+        """Return a linear's output; sum its parameters' gradients over `copies`, which share a shard."""
         if self.copies is None:
             result: Tensor = column(entered)
             return result

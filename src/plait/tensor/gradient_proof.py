@@ -231,7 +231,7 @@ class _Proof:
         return next((state for state in order if state in read), ValueState.CONSTANT)
 
     def require_outside(self, outputs: Iterable[Node], not_allowed: ValueState) -> None:
-        """Raise ModelError if a layer's output is only one rank's part, or has the state `not_allowed`."""
+        """Raise ModelError if an output leaves the layer in state INSIDE, SUMMED or `not_allowed`."""
         for node in outputs:
             if self.states[node] in (not_allowed, ValueState.SUMMED):
                 raise self._other_pieces(node)

@@ -78,7 +78,7 @@ class CrossEntropy:
         return total
 
     def total_of_pieces(self, logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
-        """Return `total` of the full logits, 0-d, the same on every rank, from its piece `[..., len(own)]`.
+        """Return `total` of the full logits, 0-d, equal on all ranks, given this rank's `[..., len(own)]`.
 
         `targets`, a class number for each row of logits, is whole on every rank. Where a gradient is wanted,
         float32 and float64 logits are overwritten, by the exponentials and in the backward by the gradient,
@@ -115,7 +115,7 @@ def loss_of_pieces(loss: Loss, vocabulary: Vocabulary) -> Loss:
 
 
 def _takes_pieces(loss: Loss) -> bool:
-    """Return whether `loss` has a valid `total_of_pieces`: not where a subclass overrides only `total`."""
+    """Return whether `total_of_pieces` of `loss` can be used: not if a subclass overrides only `total`."""
     if not isinstance(loss, PiecewiseLoss):
         return False
     classes = (vars(kind) for kind in type(loss).__mro__)
@@ -195,7 +195,7 @@ def _local_targets(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Autograd function of the partitioned cross-entropy; overwrites its contiguous logits `[n, len(own)]`.
+    """Autograd function of cross-entropy of class-partitioned logits `[n, len(own)]`; overwrites the logits.
 
     With the rank's piece `x` of a row, the largest logit `m` of the whole row, and `s = x - m`:
 

@@ -59,7 +59,7 @@ class MetaLayers:
 
     @property
     def are_proved(self) -> bool:
-        """Whether a proof is needed: whether a parameter, sequence or dropout is divided over `tp`."""
+        """Whether gradients need a proof: if a parameter, sequence or dropout is divided over `tp`."""
         rules, sequence_dims = self._rules.cuts.values(), self._rules.sequence_dims.values()
         return (
             any(self._sharded)

@@ -80,7 +80,7 @@ class TensorParallelism:
 def _redistributed(
     value: Value, group: Group, old: int | None, new: int | None, length: int
 ) -> tuple[Value, int]:
-    """Return `value` with its first tensor redistributed from pieces of dim `old` (None: whole) to `new`.
+    """Return `value`, its first tensor resharded from dim `old` to `new` (None: whole), and its whole length.
 
     `length` is that of the whole sequence; also returns the length of the sequence in the result.
     """

@@ -163,7 +163,7 @@ class ElementLoss(TorchLoss):
     """A loss of each element of the output and the corresponding element of the targets."""
 
     def total(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Return the summed loss. ModelError for targets of another shape, or options per batch row."""
+        """Return the summed loss. ModelError if targets differ in shape or options have a value per row."""
         name = self.function.__name__
         if output.shape != targets.shape:
             raise ModelError(
