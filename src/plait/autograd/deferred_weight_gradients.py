@@ -177,7 +177,7 @@ def _saved_input(saved: Tensor, gather: Gather | None, queue: WeightGradientQueu
 
 
 def _saved_gradient(gradient: Tensor, rows: Tensor, queue: WeightGradientQueue) -> Callable[[], Tensor]:
-    """Return a function that returns a linear's output gradient: `rows`, or gathered again from pieces."""
+    """Return a function that gives a linear's output gradient: gathered again if registered, else `rows`."""
     # Where the work follows at once, the whole gradient is still in memory.
     source = None if queue.overlaps else queue.gathered.of(gradient)
     return (lambda: rows) if source is None else queue.gathered.again(*source).whole
@@ -193,7 +193,7 @@ def _rows_out(weight: Tensor, transposed: bool) -> Tensor:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add the matrix product `a @ b` to `total` in place, whose dtype may be wider.
+    """Add the matrix product `a @ b` to `total` in place; `total` may have a wider dtype than `a` and `b`.
 
     Where the device can, without a temporary.
     """

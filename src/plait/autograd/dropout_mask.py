@@ -95,7 +95,7 @@ def _dims(shape: Sequence[int], pieces: Mapping[int, DimPiece]) -> list[_Dim]:
 
 
 def _joined(dims: Sequence[_Dim]) -> list[_Dim]:
-    """Merge each dim that is not divided into the dim before it, so that as few dims as possible remain."""
+    """Merge each dim that the piece covers whole into the dim before it, so that few dims remain."""
     joined: list[_Dim] = []
     for dim in dims:
         if joined and dim.start == 0 and dim.size == dim.whole:
@@ -106,7 +106,7 @@ def _joined(dims: Sequence[_Dim]) -> list[_Dim]:
 
 
 class _Blocks(NamedTuple):
-    """A piece divided into blocks: one index of each dim before `cut`, a range of `cut`, all of later dims.
+    """Division of a piece into blocks: one index per dim before `cut`, a range of `cut`, later dims whole.
 
     Indexes in a block are those of the first block plus a constant, so that one tile serves all blocks.
     """
@@ -135,7 +135,7 @@ class _Blocks(NamedTuple):
         return _Blocks(dims, strides, cut, min(dims[cut].size, most // inner), inner)
 
     def tile(self, device: torch.device) -> Tensor:
-        """Return the global indexes of a block's elements, relative to its first, times `_GOLDEN`."""
+        """Return the indexes of a block's elements in the whole tensor, less the first, times `_GOLDEN`."""
         tile = _steps(self.rows, self.strides[self.cut], device)
         for number in range(self.cut + 1, len(self.dims)):
             tile = tile.unsqueeze(1) + _steps(self.dims[number].size, self.strides[number], device)
@@ -143,7 +143,7 @@ class _Blocks(NamedTuple):
         return tile
 
     def each(self) -> Iterator[tuple[int, int]]:
-        """Yield of each block its number of elements and the global index of its first."""
+        """Yield each block's number of elements, and the index of its first element in the whole tensor."""
         start = sum(dim.start * stride for dim, stride in zip(self.dims, self.strides, strict=True))
         size, stride = self.dims[self.cut].size, self.strides[self.cut]
         for indexes in product(*(range(dim.size) for dim in self.dims[: self.cut])):

@@ -102,7 +102,7 @@ def _with_blocks_as_dim(layout: Layout) -> Layout:
 
 
 def _gradient_layout(layout: Layout, own: Collection[str] = ()) -> Layout:
-    """Return the gradient's layout: `layout` with Replicate for Partial, and Partial along the axes `own`."""
+    """Return the gradient's layout: `Partial` becomes `Replicate`, and the axes `own` become `Partial`."""
     for axis in own:
         if axis not in layout.axes or not isinstance(layout.placements[layout.axes.index(axis)], Replicate):
             raise LayoutError(

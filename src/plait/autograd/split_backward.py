@@ -82,7 +82,7 @@ def run_split(module: Any, queue: WeightGradientQueue, *inputs: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of a `SplitBackward` module."""
+    """Arguments of a `_SplitModule` call that are no tensors: module, queue, parameter names, input count."""
 
     module: Any
     queue: WeightGradientQueue
