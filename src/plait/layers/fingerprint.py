@@ -41,7 +41,7 @@ def fingerprint_of_order(order: Schedule) -> str:
 
 
 def fingerprint_of_tokens(*values: Value) -> str:
-    """Return a hash of the integer tensors in `values` on the CPU, items of `Microbatches` included.
+    """Return a hash of the integer CPU tensors in `values`, including those in items of `Microbatches`.
 
     Tensors on a GPU are left out: reading them would block the host.
     """

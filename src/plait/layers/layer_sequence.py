@@ -30,7 +30,7 @@ class NamedLayer:
     """With sequence parallelism: how the module runs where its input or output is a piece of a sequence."""
 
     def run(self, value: Value, length: int) -> tuple[Value, int]:
-        """Return the layer's output, and the length of the whole sequence if the output is a piece of it.
+        """Return the layer's output, and the whole sequence length to pass to the next layer as `length`.
 
         `length`: the length of the sequence of which `value` holds a piece; 0 if it is not in pieces yet.
         """

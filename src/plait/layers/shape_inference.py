@@ -137,7 +137,7 @@ def run_on_meta(layer: NamedLayer, given: LayerInput, circumstances: str = "") -
 
 
 def _run(layer: NamedLayer, value: Value, length: int, circumstances: str) -> tuple[tuple[Value, int], bool]:
-    """Return the result of `layer.run`, and whether it writes to its input; after an error, run on clones."""
+    """Return the result of `layer.run`, and whether it writes to its input: True if only clones work."""
     versions = [tensor._version for tensor in tensors_of(value)]
     try:
         output = _on_meta(layer, value, length)
