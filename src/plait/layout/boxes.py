@@ -114,13 +114,13 @@ def _interval_boxes(sizes: tuple[int, ...], start: int, stop: int) -> Iterator[B
 
 
 def _row_boxes(sizes: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[Box]:
-    """Yield boxes that cover elements `start` to `stop` of row `index`."""
+    """Yield boxes that cover elements `start` to `stop`, counted within the row, of row `index` of dim 0."""
     for box in _interval_boxes(sizes[1:], start, stop):
         yield Box((index, *box.offsets), (1, *box.sizes))
 
 
 def _global_boxes(held: Sequence[Box], blocked: int | None, block: Box, start: int) -> Iterator[PieceBox]:
-    """Yield parts of `block`, a box of the local piece (the concatenated boxes `held`), as global boxes."""
+    """Yield the `PieceBox`es that make up `block` of the local piece, the concatenation of boxes `held`."""
     if blocked is None or len(held) == 1:
         yield PieceBox(_shifted(block, held[0].offsets), start, block.sizes, full_box(block.sizes).slices)
         return

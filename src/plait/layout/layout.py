@@ -41,7 +41,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Flat:
-    """Each rank along the axis holds an interval of the elements, after the `Shard`s of other axes.
+    """Each rank along the axis holds an interval of the flattened elements that other `Shard`s leave it.
 
     Rank `i` holds elements `bounds[i]` to `bounds[i + 1]` in row-major order, clipped to the number of
     elements; there is one bound more than ranks. The order of the axes does not matter. A piece that consists
@@ -265,11 +265,11 @@ class Layout:
         return (len(rows), *sizes[1:])
 
     def replicas(self, where: Sequence[int] | Mapping[str, int]) -> tuple[Coordinate, ...]:
-        """Return the coordinates with the same piece, this one included; on `Partial` axes only its index."""
+        """Return all coordinates with the same piece as `where`; all have its index on `Partial` axes."""
         return tuple(product(*(_same_piece(i, n, placement) for i, n, placement in self._along(where))))
 
     def owner(self, where: Sequence[int] | Mapping[str, int]) -> Coordinate:
-        """Return the first of the coordinates that hold the same piece as this one, or other summands of it.
+        """Return the first coordinate with the same piece as `where`; along `Partial` axes it has index 0.
 
         The boxes of all owners tile the global tensor: a sum over owners counts each element once.
         """
