@@ -86,7 +86,7 @@ class Rule:
             )
 
     def by(self, parts: str, *, repeated: bool = False) -> Rule:
-        """Return a copy that divides only between parts; `parts`: attribute that counts them ("heads")."""
+        """Return a copy that keeps parts whole; `parts`: module attribute with their number ("heads")."""
         return replace(self, parts=parts, repeated=repeated)
 
     def along(self, dim: int) -> Rule:
