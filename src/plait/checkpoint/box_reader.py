@@ -33,7 +33,7 @@ def open_manifest(folder: Path) -> Manifest:
 
 
 def require_undamaged(folder: Path, portions: Iterable[Portion]) -> None:
-    """Raise CheckpointError, which names the previous checkpoint, if bytes of these portions are damaged."""
+    """Raise CheckpointError, which names the previous checkpoint, if a box in `portions` is damaged."""
     for portion in portions:
         damage = find_damage(folder, portion)
         if damage is not None:
@@ -47,7 +47,7 @@ def _damaged(folder: Path, reason: str) -> CheckpointError:
 
 
 class BoxReader:
-    """Reads a rank's pieces, or any boxes (ranges of indices per dim), of the tensors of a checkpoint."""
+    """Reads tensors of a checkpoint: `fill` a rank's piece, `fill_box` any box (a range per dim)."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._reader = TensorFileReader(folder)
@@ -109,7 +109,7 @@ class FullTensors:
         return found
 
     def items(self) -> list[BoxToWrite]:
-        """Return all tensors that have elements, each as a `BoxToWrite` that is read when it is written."""
+        """Return a `BoxToWrite` of each non-empty tensor, which is read only when it is written."""
         return [
             BoxToWrite(name, full_box(one.shape), one.torch_dtype, partial(self.read, name))
             for name, one in self.manifest.tensors.items()

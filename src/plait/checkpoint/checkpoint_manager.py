@@ -50,7 +50,7 @@ class CheckpointManager:
 
     @property
     def error(self) -> str:
-        """Error of the save in progress, "" if none: on rank 0 that of any rank, on others only their own."""
+        """Error of the save in progress or "": on rank 0 that of any rank, on another rank only its own."""
         return "" if self._pending is None else self._pending.error
 
     def save(

@@ -69,7 +69,7 @@ def require_model(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], ali
 
 
 def applicable_run_state(plan: Plan, manifest: Manifest) -> dict[str, Any]:
-    """Return the saved `Engine.run_state`, without the order of actions if `plan` has another schedule."""
+    """Return the saved `Engine.run_state`, without `order` if `plan` differs in schedule or memory limit."""
     wanted = {name: getattr(plan, name) for name in ("schedule", "memory_limit")}
     same = all(manifest.plan.get(name, value) == value for name, value in wanted.items())
     return {key: value for key, value in manifest.run.items() if same or key != "order"}
@@ -124,7 +124,7 @@ def _require_same_parameters(
 def _require_states_shardable(
     pieces: Mapping[str, nn.Parameter], layouts: Mapping[str, Layout], shapes: Shapes
 ) -> None:
-    """Raise CheckpointError if a sharded parameter has saved state neither of its shape nor scalar."""
+    """Raise CheckpointError if saved state of a sharded parameter is no scalar and has another shape."""
     for name, piece in pieces.items():
         full = layouts[name].shape
         for key, shape in shapes.get(name, {}).items():
@@ -138,7 +138,7 @@ def _require_states_shardable(
 def group_sources(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]
 ) -> Sources:
-    """Return for each parameter group of the optimizer its options, and the saved groups of its parameters.
+    """Return for each group of `optimizer` the options, and the saved groups that had its parameters.
 
     `names`: this rank's parameters, by id.
     """

@@ -41,7 +41,7 @@ def convert(
 def write_checkpoint(
     target: Path, head: Manifest, items: Sequence[BoxToWrite], *, max_bytes: int | None, disk: Disk
 ) -> None:
-    """Write `items` as a checkpoint in the new folder `target`, from one process.
+    """Write `items` with the manifest `head` as a checkpoint to the new folder `target`, from one process.
 
     `head`: the manifest without its files. Raises CheckpointError where the target exists or cannot be
     written.

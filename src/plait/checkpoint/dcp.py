@@ -107,7 +107,7 @@ def _tensors(reader: DcpReader, keys: DcpKeys) -> dict[str, TensorEntry]:
 
 
 def _items(reader: DcpReader, keys: DcpKeys, names: Mapping[str, str]) -> list[BoxToWrite]:
-    """Return the stored boxes of all tensors, to be written under new keys: `names` maps old keys to them."""
+    """Return the stored boxes of all tensors, each to be written under its new key: `names[plait key]`."""
     return [
         BoxToWrite(names[name], box, reader.tensors[key].properties.dtype, partial(reader.read, key, box))
         for key, name in keys.tensors(reader).items()

@@ -88,7 +88,7 @@ def parse_keys(source: DcpReader) -> DcpKeys:
 
 
 def optimizer_of(source: DcpReader, found: DcpKeys, kind: str) -> dict[str, Any] | None:
-    """Return the optimizer as a plait manifest describes it, with class `kind`; None if none was saved.
+    """Return the optimizer entry of a plait manifest, with class name `kind`; None if no optimizer was saved.
 
     Options that JSON cannot hold are left out. Groups without names of parameters are left out too: then the
     loading optimizer keeps its options. Raises CheckpointError for state that JSON cannot hold.
@@ -206,7 +206,7 @@ def _options(source: DcpReader, found: DcpKeys) -> dict[str, dict[str, Any]]:
 
 
 def _groups(options: Mapping[str, dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """Return the options of each parameter group, and the index of each parameter's group, by name."""
+    """Return each parameter group's options, and, by parameter name, the index of the parameter's group."""
     if any("params" in kept for kept in options.values()):
         if not all("params" in kept and number.isdigit() for number, kept in options.items()):
             return [], {}

@@ -49,7 +49,7 @@ class ExportPlanner(DefaultSavePlanner):
     """DCP save planner: each stored box of a checkpoint becomes a chunk, read only when it is written."""
 
     def __init__(self, folder: Path, manifest: Manifest, names: Mapping[str, str] | None = None) -> None:
-        """`names`: exported name of each parameter; None: unchanged. CheckpointError if one is missing."""
+        """`names`: exported name by parameter name; None: unchanged. CheckpointError if a name is missing."""
         super().__init__()
         self._reader = TensorFileReader(folder)
         self._tensors = manifest.tensors

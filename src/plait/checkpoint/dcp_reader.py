@@ -59,7 +59,7 @@ _MOST_TOLD = 160
 
 
 class DcpReader:
-    """A checkpoint of torch.distributed.checkpoint. Raises CheckpointError if missing or damaged."""
+    """Reads a checkpoint of torch.distributed.checkpoint. Raises CheckpointError if missing or damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -86,7 +86,7 @@ class DcpReader:
         return found
 
     def value(self, key: str) -> Any:
-        """Return the number, text, list or one-chunk tensor under `key`. Raises CheckpointError otherwise."""
+        """Return the number, text, list or tensor at `key`. CheckpointError if damaged or in many chunks."""
         if key not in self.tensors:
             return self._read(MetadataIndex(key), LoadItemType.BYTE_IO, ())
         boxes = self.boxes(key)

@@ -41,7 +41,7 @@ class Disk:
             os.close(handle)
 
     def rename(self, path: Path, to: Path) -> None:
-        """Rename a file or folder atomically; replaces a file of that name."""
+        """Rename a file or folder atomically; a file replaces an existing file `to`."""
         path.rename(to) if path.is_dir() else path.replace(to)
 
     def remove(self, path: Path) -> None:

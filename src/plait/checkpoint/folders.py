@@ -173,7 +173,7 @@ def clean_up(folder: Path, disk: Disk) -> None:
 
 
 def prune(folder: Path, newest: int, *, keep_last: int, keep_every: int, disk: Disk) -> None:
-    """Remove checkpoints except the newest `keep_last`, and those at multiples of `keep_every` (0: none).
+    """Remove checkpoints but the newest `keep_last` (0: all) and at multiples of `keep_every` (0: none).
 
     `newest`: steps of the checkpoint that was just written. Checkpoints of more steps belong to another run:
     they are not counted, and stay. With `keep_last` 0 all stay. Raises OSError.

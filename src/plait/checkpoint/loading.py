@@ -84,7 +84,7 @@ def _check_files(folder: Path, manifest: Manifest, mesh: Mesh) -> None:
 
 @contextmanager
 def _raising_on_all_ranks(mesh: Mesh, remark: str = "") -> Iterator[None]:
-    """Context: a CheckpointError within it, on any rank, is raised on all ranks (that of the first rank)."""
+    """Context: if ranks raise CheckpointError in it, all ranks raise the error of the lowest such rank."""
     own = ""
     try:
         yield

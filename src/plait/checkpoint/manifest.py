@@ -94,7 +94,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of a checkpoint's manifest: its tensors, files, state of the run, and what wrote it."""
+    """Content of a checkpoint's manifest: tensors, files, state of the run, and versions of software."""
 
     tensors: Mapping[str, TensorEntry]
     """By key: `model.NAME` of a parameter or buffer, `optim.state.NAME.KEY` of optimizer state."""

@@ -83,7 +83,7 @@ def describe(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict
 
 
 def require_own_parameters(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-    """Raise CheckpointError if the optimizer has a parameter that is not this rank's (`names`, by `id`)."""
+    """Raise CheckpointError if a parameter's `id` is not in `names`, which has those of this rank."""
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if id(parameter) not in names:

@@ -58,7 +58,7 @@ def state_key(name: str, key: str = "") -> str:
 
 
 def state_keys(tensors: Iterable[str]) -> dict[str, list[str]]:
-    """Return by parameter name the entries of its optimizer state that are among the keys `tensors`."""
+    """Return, by parameter name, the optimizer state entries (such as `exp_avg`) among the keys `tensors`."""
     prefix = "optim.state."
     found: dict[str, list[str]] = {}
     for full in tensors:

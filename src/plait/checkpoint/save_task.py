@@ -71,7 +71,7 @@ def merge_parts(head: Manifest, parts: Sequence[ManifestPart]) -> Manifest:
 
 
 def _merge_optimizers(optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the union of the ranks' optimizers, whose parameter groups each rank numbers differently.
+    """Merge the ranks' manifest entries for the optimizer, and number parameter groups over all ranks.
 
     Groups of two ranks are the same if their options are. Where one rank has several groups with the same
     options, the first of them is the first of every rank, and so on.
@@ -97,7 +97,7 @@ def _merge_optimizers(optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any]
 
 @dataclass(frozen=True)
 class SaveTask:
-    """What one rank writes for a checkpoint: its boxes, its part of the manifest, and where to."""
+    """All that a rank needs to write its share of a checkpoint: path, boxes, manifest, callbacks."""
 
     path: Path
     mesh: Mesh
@@ -114,12 +114,12 @@ class SaveTask:
 
     @property
     def timeout(self) -> float:
-        """Seconds without a change in the folder after which ranks give up, before collectives time out."""
+        """Seconds without change in the folder after which a rank gives up: half the collectives' timeout."""
         return self.mesh.timeout / 2
 
 
 class PendingSave:
-    """A checkpoint that is being written."""
+    """Handle of a checkpoint that is being written; `wait` blocks until it is complete."""
 
     def __init__(self, task: SaveTask, *, background: bool) -> None:
         self._task = task
@@ -135,7 +135,7 @@ class PendingSave:
 
     @property
     def error(self) -> str:
-        """The error message so far, "" if none: on rank 0 that of any rank, on other ranks only their own."""
+        """The error message so far, "" if none: on rank 0 that of any rank, on another rank only its own."""
         return self._error
 
     def wait(self) -> None:

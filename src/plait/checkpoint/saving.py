@@ -72,7 +72,7 @@ def start_save(
     before_commit: Callable[[], None] = lambda: None,
     after_commit: Callable[[], None] = lambda: None,
 ) -> PendingSave:
-    """Write a checkpoint as `save` does; if `staging` is given, from copies in it, in the background.
+    """Write a checkpoint as `save` does; if `staging` is given, copy to it, then write in the background.
 
     Rank 0 calls `on_start` before anything is written, `before_commit` when the checkpoint is complete but
     does not have its name yet, and `after_commit` when it has; all may raise OSError.
@@ -185,7 +185,7 @@ class StagingBuffer:
 
     @property
     def bytes(self) -> int:
-        """Size of the buffer."""
+        """Size of the buffer in bytes."""
         return self._memory.nbytes
 
     def stage(self, boxes: Sequence[LocalBox]) -> list[BoxToWrite]:
@@ -215,7 +215,7 @@ def _aligned_bytes(view: Tensor) -> int:
 
 
 def _after(events: Sequence[StreamEvent], copy: Tensor) -> Tensor:
-    """Block until the device has reached `events`, which follow the copying, and return `copy`."""
+    """Block until the device has reached `events`, recorded after the copying; return `copy`."""
     for event in events:
         event.wait()
     return copy

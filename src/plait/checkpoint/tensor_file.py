@@ -67,7 +67,7 @@ class BoxToWrite:
 
     @property
     def bytes(self) -> int:
-        """The size of the box in the file."""
+        """The size of the box in the file, in bytes."""
         return self.box.numel * self.dtype.itemsize
 
 
@@ -133,7 +133,7 @@ class Portion:
 
 
 def portions(files: Sequence[FileEntry]) -> list[Portion]:
-    """Divide the tensor pieces in files into groups of at most `BETWEEN_SYNCS` bytes, or of one piece."""
+    """Divide the files' boxes into portions of at most `BETWEEN_SYNCS` bytes; a larger box is one alone."""
     found: list[Portion] = []
     for file in files:
         sizes = [stop - box.start for box, stop in zip(file.boxes, _stops(file), strict=True)]
@@ -143,7 +143,7 @@ def portions(files: Sequence[FileEntry]) -> list[Portion]:
 
 
 def grouped(items: Sequence[T], size_of: Callable[[T], int], most: int) -> list[list[T]]:
-    """Divide items, in their order, into groups of a total size of at most `most`, or of one larger item."""
+    """Divide items, in order, into groups of total size at most `most`; a larger item is a group alone."""
     groups: list[list[T]] = [[]]
     room = most
     for item in items:

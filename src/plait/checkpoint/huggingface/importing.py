@@ -92,7 +92,7 @@ class Weights:
             )
 
     def key(self, theirs: str) -> str:
-        """Return the key in the files of transformers' tensor `theirs`, whose prefix they may omit."""
+        """Return the files' key of the transformers tensor `theirs`: its name, or its name without prefix."""
         body = theirs.partition(".")[2]
         return body if theirs not in self._known and theirs != HEAD and body in self._known else theirs
 

@@ -33,7 +33,7 @@ class TensorPair:
 
 @dataclass(frozen=True)
 class Template:
-    """A `TensorPair` for models of any size: `#` stands for a block's index; `shape` has names ("hidden")."""
+    """A `TensorPair` for any model size: `#` in names is a block's index, `shape` names sizes ("hidden")."""
 
     theirs: str
     ours: tuple[str, ...]
