@@ -35,7 +35,7 @@ def count(text: str) -> int:
 
 
 def number(text: str) -> float:
-    """Return the finite number that `text` spells: an int where it is written as one."""
+    """Return the finite number that `text` spells, as an int if it consists of digits and a sign."""
     value = number_or_inf(text)
     if not isfinite(value):
         raise ArgumentTypeError(f"{text!r} is not a finite number")
@@ -43,7 +43,7 @@ def number(text: str) -> float:
 
 
 def number_or_inf(text: str) -> float:
-    """Return the number that `text` spells, or infinity for `inf`: an int where it is written as one."""
+    """Return the number that `text` spells, infinity too; as an int if it consists of digits and a sign."""
     try:
         value = float(text)
         value = int(text) if text.lstrip("+-").isdecimal() and isfinite(value) else value

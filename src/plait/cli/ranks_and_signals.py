@@ -39,7 +39,7 @@ def importing() -> Iterator[None]:
 
 @contextmanager
 def stoppable(*, local: bool) -> Iterator[list[int]]:
-    """Context in which the first SIGINT or SIGTERM stops a run after its current step, the second at once.
+    """Context: if `local`, the first SIGINT or SIGTERM stops a run after its current step, a second at once.
 
     Yield the list of signals that this process has received and forwarded to its `local` ranks.
     """

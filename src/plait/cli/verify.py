@@ -42,7 +42,7 @@ def parser() -> ArgumentParser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Verify the configuration in `argv`. Return 0 if equal, 1 if not, 2 if no plan of `--all` could be run.
+    """Compare the run in `argv` with one device. Return 0 if equal, 1 if not, 2 if `--all` could run no plan.
 
     Raises `PlaitError` for errors that the user can correct.
     """

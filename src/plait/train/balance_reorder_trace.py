@@ -37,7 +37,7 @@ def balanced(config: Config, plan: Plan, mesh: Mesh, data: Data) -> Plan:
 
 
 def reorder(engine: Engine, recording: Recording, step: int, folder: Path, mesh: Mesh) -> str:
-    """Search a shorter schedule for the times measured in `step`, and set it; return a line of text about it.
+    """Set a schedule that is shorter at the times measured in `step`, if one is found; return a report line.
 
     `step` is counted from 1. All ranks call it. Raises `ConfigError` when the file cannot be written.
     Communication: that of `Recording.costs` and `Engine.reorder`.

@@ -96,7 +96,7 @@ class RunCheckpoints:
         return bool(every) and step % (every or 1) == 0
 
     def after(self, step: int, *, last: bool) -> None:
-        """Save after `step` steps if `run.save_every` requires it; print a failure as a warning."""
+        """Unless `run.save_every` is None, save if `step` is due or `last`; print a failure as a warning."""
         if self._config.run.save_every is None or not (last or self.are_due(step)):
             self._warn_early()
             return

@@ -50,7 +50,7 @@ def prediction_line(memory: Memory) -> str:
 
 
 def peak_line(memory: Memory, measured: float, device: torch.device) -> str:
-    """Return a line of text that compares the measured peak with the predicted tensors.
+    """Return a line of text that compares the `measured` peak in bytes with the predicted memory of tensors.
 
     On a GPU both count tensors. On a CPU the peak is the resident set of the rank's process, of which tensors
     are a part.

@@ -49,7 +49,7 @@ class Metrics:
             raise unwritable(self._folder, error) from None
 
     def write(self, row: Mapping[str, float]) -> str:
-        """Write the row of a step, with keys from `COLUMNS`, to every sink.
+        """Write the row of a step, with keys from `COLUMNS`, to all files and logs; return a warning or "".
 
         A full disk does not end a run: rows are kept, and written with a later one. Returns a warning when
         writing starts to fail, else "".
@@ -140,7 +140,7 @@ class _FileSink:
                 self._append("")
 
     def _append(self, text: str) -> None:
-        """Append `text` after all earlier unwritten text. Raises OSError while any of it is unwritten."""
+        """Append earlier unwritten text, then `text`. Raises OSError while some text remains unwritten."""
         assert self.file is not None
         self.unwritten += text.encode()
         while self.unwritten:

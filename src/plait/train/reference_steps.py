@@ -25,7 +25,7 @@ LossAndNorm = tuple[float, float]
 
 @dataclass(frozen=True)
 class Comparison:
-    """The largest relative differences between the first `steps` steps of a run and of a single rank."""
+    """Largest relative differences of loss and gradient norm from one rank, in the first `steps` of a run."""
 
     steps: int
     loss: float
@@ -34,7 +34,7 @@ class Comparison:
 
     @property
     def matches(self) -> bool:
-        """Whether rounding explains the differences: both are at most `tolerance`."""
+        """Whether the differences in loss and gradient norm are at most `tolerance`, as rounding explains."""
         return self.loss <= self.tolerance and self.grad_norm <= self.tolerance  # False for NaN
 
     def __str__(self) -> str:
