@@ -104,7 +104,7 @@ class Attention(InitializedLayer):
         self.output = nn.Linear(hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x plus the attention's output. With `tp` above 1, the linears hold some of the heads."""
+        """Return x plus the attention's output. With `tp` above 1, each rank's linears hold some heads."""
         normed = self.norm(x)
         query, key, value = (
             linear(normed).unflatten(-1, (-1, self.head_size)).transpose(1, 2)

@@ -127,7 +127,7 @@ class Attention(InitializedLayer):
         std: float,
         angles: ResultCache | None = None,
     ) -> None:
-        """`angles`: the cache of rotary angles that the layers of a model share; None: one of its own."""
+        """`angles`: the cache of rotary angles that layers of a model share; None: a new cache."""
         super().__init__(INITIAL_STD, {"output": std})
         self.heads, self.kv_heads = heads, kv_heads  # read by the rules
         self.head_size = hidden // heads
@@ -141,7 +141,7 @@ class Attention(InitializedLayer):
         self.output = nn.Linear(hidden, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x plus the attention's output. With `tp` above 1, the linears hold some of the heads."""
+        """Return x plus the attention's output. With `tp` above 1, each rank's linears hold some heads."""
         normed = self.norm(x)
         query, key, value = (
             linear(normed).unflatten(-1, (-1, self.head_size)).transpose(1, 2)

@@ -20,7 +20,7 @@ class InitializedLayer(nn.Module):
     """Base class of layers whose parameters get initial values by their names and shapes."""
 
     def __init__(self, std: float, exceptions: Mapping[str, float] | None = None) -> None:
-        """`std`: initial standard deviation of matrices; `exceptions`: that in some modules, by name."""
+        """`std`: initial standard deviation of matrices; `exceptions`: other values, by module name."""
         super().__init__()
         self.std, self.exceptions = std, dict(exceptions or {})
 

@@ -98,7 +98,7 @@ class LocalSource:
 
     @cached_property
     def _found(self) -> Mapping[str, str]:
-        """For each tensor of the model its name in `given`. Raises ModelError if the two do not fit."""
+        """The key in `given` of each given tensor, by name in the model. ModelError if `given` is unfit."""
         if self.given is None:
             return {}
         if not isinstance(self.given, Mapping):

@@ -46,7 +46,7 @@ def from_huggingface(model: nn.Module) -> nn.Sequential:
 
 
 def _names(sequence: nn.Sequential, model: nn.Module) -> dict[str, str]:
-    """Return a dict from parameter names in `sequence` to those in `model`; shared parameters have many."""
+    """Return for each parameter name in `sequence` (several if shared) the corresponding name in `model`."""
     theirs: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         theirs.setdefault(id(parameter), []).append(name)

@@ -24,7 +24,7 @@ class Embedding(InitializedLayer):
     def __init__(
         self, name: str, table: nn.Module, context: int, std: float, emb_dropout: nn.Module | None = None
     ) -> None:
-        """`name`: the name of `table` in the model."""
+        """`name`: the attribute that holds `table`, as in the model of transformers."""
         super().__init__(std)
         self.name, self.context = name, context
         self.add_module(name, table)
@@ -48,7 +48,7 @@ class MLP(InitializedLayer):
         std: float,
         exceptions: Mapping[str, float] | None = None,
     ) -> None:
-        """`name`: the name of `norm` in the model."""
+        """`name`: the attribute that holds `norm`, as in the model of transformers."""
         super().__init__(std, exceptions)
         self.name = name
         self.add_module(name, norm)
@@ -64,7 +64,7 @@ class Head(InitializedLayer):
     """`[batch, length, hidden]` → logits `[batch, length, vocab]`: the last norm and the output linear."""
 
     def __init__(self, name: str, norm: nn.Module, lm_head: nn.Module, std: float) -> None:
-        """`name`: the name of `norm` in the model."""
+        """`name`: the attribute that holds `norm`, as in the model of transformers."""
         super().__init__(std)
         self.name = name
         self.add_module(name, norm)
@@ -84,7 +84,7 @@ def attention_cost(layer: nn.Module, context: int, width: int) -> float:
 
 
 class Rotary(nn.Module):
-    """The angles of rotary positions, equal to those computed by a rotary module of transformers.
+    """Computes cosines and sines of rotary positions, equal to those of a rotary module of transformers.
 
     All layers of a model share one, so that they compute the angles once.
     """

@@ -78,7 +78,7 @@ class Attention(InitializedLayer):
         self.ln_1, self.attn, self.context = ln_1, attn, context
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x plus the attention's output. With `tp` above 1, the linears hold some of the heads."""
+        """Return x plus the attention's output. With `tp` above 1, each rank's linears hold some heads."""
         attn = self.attn
         projected = attn.c_attn(self.ln_1(x)).chunk(3, dim=-1)
         query, key, value = (heads_of(one, attn.head_dim) for one in projected)

@@ -66,7 +66,7 @@ class Block(InitializedLayer):
         self.parallel: bool = block.use_parallel_residual
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x plus the outputs of attention and MLP. With `tp` above 1, linears hold some heads only."""
+        """Return x plus the outputs of attention and MLP. With `tp` above 1, each rank has some heads."""
         after_attention = x + self.post_attention_dropout(self._attention(self.input_layernorm(x)))
         mlp_input = x if self.parallel else after_attention
         result: Tensor = after_attention + self.post_mlp_dropout(

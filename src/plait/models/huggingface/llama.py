@@ -74,7 +74,7 @@ class Attention(InitializedLayer):
         self.window: int | None = getattr(self_attn, "sliding_window", of_config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x plus the attention's output. With `tp` above 1, the linears hold some of the heads."""
+        """Return x plus the attention's output. With `tp` above 1, each rank's linears hold some heads."""
         attn, normed = self.self_attn, self.input_layernorm(x)
         query, key, value = (
             heads_of(project(normed), attn.head_dim) for project in (attn.q_proj, attn.k_proj, attn.v_proj)
