@@ -124,7 +124,7 @@ def _require_same_parameters(
 def _require_states_shardable(
     pieces: Mapping[str, nn.Parameter], layouts: Mapping[str, Layout], shapes: Shapes
 ) -> None:
-    """Raise CheckpointError if saved state of a sharded parameter is no scalar and has another shape."""
+    """Raise CheckpointError if saved state of a sharded parameter is neither scalar nor of its full shape."""
     for name, piece in pieces.items():
         full = layouts[name].shape
         for key, shape in shapes.get(name, {}).items():

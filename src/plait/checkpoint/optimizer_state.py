@@ -83,7 +83,7 @@ def describe(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict
 
 
 def require_own_parameters(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-    """Raise CheckpointError if a parameter's `id` is not in `names`, which has those of this rank."""
+    """Raise CheckpointError if `names`, of this rank's parameters by id, lacks a parameter of `optimizer`."""
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if id(parameter) not in names:

@@ -133,7 +133,7 @@ class Portion:
 
 
 def portions(files: Sequence[FileEntry]) -> list[Portion]:
-    """Divide the files' boxes into portions of at most `BETWEEN_SYNCS` bytes; a larger box is one alone."""
+    """Divide files' boxes into portions of at most `BETWEEN_SYNCS` bytes; a larger box is alone in one."""
     found: list[Portion] = []
     for file in files:
         sizes = [stop - box.start for box, stop in zip(file.boxes, _stops(file), strict=True)]

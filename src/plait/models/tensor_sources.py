@@ -98,7 +98,7 @@ class LocalSource:
 
     @cached_property
     def _found(self) -> Mapping[str, str]:
-        """The key in `given` of each given tensor, by name in the model. ModelError if `given` is unfit."""
+        """The key in `given` of each given tensor, by name in the model. ModelError if they do not fit."""
         if self.given is None:
             return {}
         if not isinstance(self.given, Mapping):
