@@ -211,7 +211,7 @@ def _buffer_bytes(blueprint: Blueprint, layers: Iterable[int]) -> int:
 
 
 def _cache_bytes(traces: ModelTraces, layers: Iterable[int]) -> int:
-    """Return the bytes that the layers of a stage keep in caches, which they may share."""
+    """Return the bytes that `layers` keep in caches; a cache that several layers share counts once."""
     found: dict[int, int] = {}
     for layer in layers:
         found |= traces.caches[layer]

@@ -60,7 +60,7 @@ class Memory:
 
     @property
     def saving(self) -> float:
-        """The fraction by which the plan reduces the peak of strategy `none`."""
+        """Fraction of memory that sharding saves: 1 - `peak` / the same plan's peak with strategy `none`."""
         return 1 - self.peak / self.unsharded if self.unsharded else 0.0
 
     def __str__(self) -> str:

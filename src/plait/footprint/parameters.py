@@ -89,7 +89,7 @@ class RankBuffer:
         yield MemoryBlock(moments * self.moment, Category.STATE, offloaded)
 
     def _kept(self, flat: FlatSpec | None, category: Category, count: int = 1) -> MemoryBlock:
-        """Return the block of `count` flat tensors: 0 bytes if freed after use, on the host if offloaded."""
+        """Return a block for `count` tensors of `flat`: 0 bytes if freed after use; on the host if offloaded."""
         if flat is None or not flat.kept:
             return MemoryBlock(0, category)
         return MemoryBlock(count * flat.nbytes, category, flat.offloaded and self.device.type != "cpu")
@@ -98,7 +98,7 @@ class RankBuffer:
 def rank_buffers(
     blueprint: Blueprint, stages: Collection[int], device: torch.device
 ) -> dict[str, list[RankBuffer]]:
-    """Return by unit (parameters gathered together) the flat buffers of a rank with `stages` on `device`."""
+    """Return by unit (parameters gathered together) the flat buffers of a rank that runs `stages`."""
     buffers = {}
     decided = blueprint.owners, blueprint.summed, blueprint.plan
     for unit, specs in blueprint.buffer_specs.items():
@@ -133,7 +133,7 @@ class ParameterAccount:
         }
 
     def begin(self) -> None:
-        """Begin a step: free the device copies of offloaded pieces."""
+        """Begin a step: record that the device copies of offloaded parameters are freed."""
         for name in self._units:
             self._ledger.drop(("device copies", name))
 

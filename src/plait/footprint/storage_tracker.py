@@ -22,7 +22,7 @@ from plait.layers.nested import tensors_of
 
 
 class StorageTracker(TorchFunctionMode):
-    """Numbers the storages that operations and autograd make; records which are alive after each of these."""
+    """Numbers new storages; records which are alive after each torch operation and backward node."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ def fuses(
 def fused(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
 ) -> Tensor:
-    """Return attention's output `[batch, heads, length, size]`, and save what a fused kernel saves."""
+    """Return attention's output `[batch, heads, length, size]`; save a fused kernel's tensors for backward."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
     mixed: Tensor = _Fused.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]

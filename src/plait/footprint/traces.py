@@ -183,7 +183,7 @@ class _PhaseRecorder:
         self._results = _numbers(self._tracker, results)
 
     def phase(self, resident: Collection[int]) -> PhaseTrace:
-        """Return the phase's memory, without storages in `resident`: those that always stay allocated."""
+        """Return the phase's memory without the storages in `resident`, which are allocated at all times."""
         sizes = self._tracker.sizes
 
         def total(numbers: Iterable[int]) -> int:

@@ -42,7 +42,7 @@ class Case:
     """Applied to each initial value before the first step."""
 
     def build(self) -> nn.Module:
-        """Return the model; if it is a function, call it under the seed of the options."""
+        """Return the model; if `model` is a function, seed torch with `options.seed` and call it."""
         if isinstance(self.model, nn.Module) or not callable(self.model):
             return self.model  # `sequence_of` refuses what is not a module
         with torch.random.fork_rng(devices=[]):
@@ -56,7 +56,7 @@ class Case:
 
 @contextmanager
 def prepared(case: Case) -> Iterator[Case]:
-    """Context: yield the case with its model built, and the values, loss, … that `options.mode` requires.
+    """Context: yield the case with its model built; in mode exact, with integer values and operations.
 
     Both runs take place within this context, because mode exact replaces operations of torch.
     """
@@ -79,7 +79,7 @@ def prepared(case: Case) -> Iterator[Case]:
 
 
 def rows_of(inputs: Value) -> int:
-    """Return the number of rows of a batch. Raises DataError or PlanError if its tensors disagree."""
+    """Return the number of rows of a batch; DataError if its tensors differ in it, PlanError if it is 0."""
     split(inputs, 1, "inputs")
     return next(tensors_of(inputs)).shape[0]
 

@@ -75,7 +75,7 @@ class GradientTracker:
         *,
         until_weight: bool,
     ) -> TrackedGradient | None:
-        """Record a layer's `contribution`; return the gradient to compare if `I` added all of it, else None.
+        """Record a layer's `contribution`; if input backward (`I`) added all of it, return the gradient.
 
         `until_weight`: leave the comparison to `W`.
         """
@@ -112,7 +112,7 @@ class GradientTracker:
     def open_gradients(
         self, keys: Iterable[GradientKey]
     ) -> Iterator[tuple[GradientKey, ParameterUse, TrackedGradient]]:
-        """Yield each gradient with contributions not yet confirmed as added; forget these contributions.
+        """Yield each of `keys` with `open` contributions, and expect all of these; empty `open` for it.
 
         The tuple is the gradient's key, the first use with such a contribution, and the tracked gradient.
         """
@@ -137,7 +137,7 @@ class GradientTracker:
         return any(use.partial for use in self.open.get(gradient, {}).values())
 
     def allowed(self, name: str) -> float:
-        """Return the tolerance of the sum of a parameter's gradients over this rank's stages."""
+        """Return the sum of the tolerances of a parameter's gradients on each of this rank's stages."""
         return sum(tolerance.allowed for (own, _), (_, tolerance) in self.settled.items() if own == name)
 
     def _tracked(self, gradient: GradientKey, uses: Iterable[ParameterUse]) -> TrackedGradient:

@@ -53,7 +53,7 @@ class InstructionChecker:
         self.weights = WeightGradientChecker(runtime, comparison)
 
     def begin_step(self, step: int, targets: list[Value]) -> None:
-        """Start a step. `targets`: the expected targets of each micro-batch of this rank."""
+        """Start a step. `targets`: per micro-batch of this rank, the targets that the loss should receive."""
         self.step, self.targets = step, targets
         self.weights.begin_step(step)
         if self.comparison.options.mode != "exact":

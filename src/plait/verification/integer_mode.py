@@ -165,7 +165,7 @@ class IntegerMode(TorchFunctionMode):
 
 
 def integer_parameter(seed: int) -> Callable[[str, Tensor], Tensor]:
-    """Return a function that replaces a parameter by random -1, 0 and 1, a vector by random -1 and 1."""
+    """Return a function that makes each parameter element a random -1, 0 or 1; in vectors -1 or 1."""
 
     def change(name: str, value: Tensor) -> Tensor:
         numbers = normal_values(f"{name}/whole", seed, 0, value.numel(), 1.0).view(value.shape)
@@ -194,7 +194,7 @@ def integer_batch(inputs: Value, rows: int) -> tuple[Value, Tensor]:
 
 @dataclass(frozen=True)
 class WeightedSum:
-    """The loss of mode exact: a sum of the output with integer weights per row and last index."""
+    """Loss of mode exact: the sum of all output elements, times integer weights per row and last index."""
 
     def total(self, output: Value, targets: Tensor) -> Tensor:
         """Return the weighted sum over all floating-point tensors of the output; 0-d."""
@@ -206,11 +206,11 @@ class WeightedSum:
         return torch.stack(parts).sum()
 
     def total_of_pieces(self, logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
-        """Return the weighted sum over all ranks' classes. Communication: one all-reduce over the group."""
+        """Return the weighted sum over all ranks' classes. Communication: one all-reduce over `tp`."""
         return reduce(_weighted(logits, targets, vocabulary.own), vocabulary.group)
 
     def weight(self, targets: Tensor) -> Tensor:
-        """Return the sum of the rows' weights: over the global batch a power of two."""
+        """Return the sum of the row weights in `targets`; for the whole global batch it is a power of two."""
         return targets.sum()
 
 

@@ -96,7 +96,7 @@ def _recorded(
     batches: Sequence[Batch],
     recordings: RecordingCache,
 ) -> ReferenceRecording:
-    """Return the reference run's recording; on ranks above 0, only of their parameters and micro-batches.
+    """Return rank 0's recording of the reference; other ranks get that of their parameters and micro-batches.
 
     Communication: a barrier over the world for each scope of each run, so that no rank waits longer than for
     one; then that of `distribute_recording`.
@@ -123,7 +123,7 @@ def _recorded(
 
 @contextmanager
 def _barrier_per_scope(mesh: Mesh, count: int) -> Iterator[Callable[[], None]]:
-    """Yield a barrier for rank 0 to call while it records; at exit, each rank completes its `count` calls.
+    """Yield a barrier that rank 0 calls after each scope; at exit, each rank makes the rest of `count` calls.
 
     Raises an error of rank 0 on every rank. Communication: a barrier over the world for each call.
     """

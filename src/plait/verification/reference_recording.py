@@ -124,7 +124,7 @@ class ReferenceRecording:
 
 
 def _family(key: RecordKey) -> object:
-    """Return a key that tensors of related magnitudes have in common: see `SIZE_FLOOR`."""
+    """Return a key that is equal for tensors with one common floor of magnitude: see `SIZE_FLOOR`."""
     if key.kind == "state":
         return key.kind, key.name.rpartition("/")[2]
     if key.kind in ("output", "inside"):

@@ -92,7 +92,7 @@ class ReferenceRun:
         self.records_sketches = options.mode != "exact"
 
     def epsilon(self, key: RecordKey) -> float:
-        """Return the machine epsilon with which a loss, reduced gradient or norm is computed; else 0."""
+        """Return machine epsilon of the dtype that computes a loss, final gradient or norm; 0 for other kinds."""
         if key.kind in LOSS_KINDS:
             return self.epsilon_of_loss
         if key.kind == "final":

@@ -92,7 +92,7 @@ def _is_partitioned(outcomes: Sequence[RankOutcome], location: Location) -> bool
 
 
 def _compares(outcome: RankOutcome, chosen: RankOutcome, location: Location) -> bool:
-    """Return whether a rank compares the tensor at `location`: its stage and data are those of `chosen`."""
+    """Return whether a rank compares the tensor, or a piece of it, that `chosen` compares at `location`."""
     if location.phase is StepPhase.BATCH:
         return outcome is chosen
     if location in outcome.findings.empty:

@@ -143,7 +143,7 @@ def _with_schedule(plan: Plan, schedule: str, recompute: Recompute | tuple[Recom
 
 
 def _shardings_of(plan: Plan) -> Iterator[Plan]:
-    """Yield `plan` with each sharding over its dp ranks: replicas, strategy, time of reduction, offload."""
+    """Yield `plan` with each valid choice of `replicate`, `strategy`, `reduce` and `offload` that shards."""
     for replicate in range(1, plan.dp):
         if plan.dp % replicate == 0:
             for strategy, reduce, offload in product(*map(get_args, (Strategy, Reduce, Offload))):

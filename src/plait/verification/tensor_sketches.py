@@ -101,7 +101,7 @@ class InnerDifference:
 def first_inner_difference(
     found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerances: Mapping[str, Tolerance]
 ) -> InnerDifference | None:
-    """Return the first module input or output in a layer that differs, or a result that says all are equal.
+    """Return which module input or output differs first, or that none does; None if none was compared.
 
     None where no module was compared: a layer without modules, or whose modules have other shapes.
     """
@@ -140,7 +140,7 @@ def _listed(equal: list[str]) -> str:
 
 
 def _is_equal(found: Tensor, expected: Tensor, allowed: float) -> bool:
-    """Return whether sketches are equal; if `found` is shorter (a shard's), whether it is in `expected`."""
+    """Return whether sketches are equal; if `found` is shorter, whether `expected` contains its elements."""
     if found.shape == expected.shape:
         return largest_difference(found, expected) <= allowed
     if len(found) > len(expected):

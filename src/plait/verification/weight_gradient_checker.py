@@ -67,7 +67,7 @@ class WeightGradientChecker:
                 self._compare(key, use, self.tracker.after_weight(key, use))
 
     def before_scatter(self, parameters: Iterable[str]) -> None:
-        """Before gradients are reduced, compare those not fully compared yet; then expect zeros."""
+        """Compare gradients before their reduction, unless `W` adds to them after it; then expect zeros."""
         names = set(parameters)
         keys = [key for key in self.tracker.gradients if key[0] in names]
         if not self.adds_late:  # else open contributions are added after the reduction
@@ -75,7 +75,7 @@ class WeightGradientChecker:
         self.tracker.reset(keys)
 
     def compare_open(self, keys: Iterable[GradientKey] | None = None) -> None:
-        """Compare those gradients of `keys` (None: all) with contributions not yet confirmed as added."""
+        """Compare the gradients of `keys` (None: of all) for which `tracker.open` holds contributions."""
         for key, use, tracked in list(
             self.tracker.open_gradients(self.tracker.gradients if keys is None else keys)
         ):

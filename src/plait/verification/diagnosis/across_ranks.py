@@ -19,7 +19,7 @@ IN_PIECES = (StepPhase.INITIAL, StepPhase.PARAMETERS, StepPhase.REDUCTION, StepP
 
 
 def summands(symptoms: Symptoms) -> str | None:
-    """Return a sentence if the tensors of ranks, summed over mesh axes, give the expected one; else None."""
+    """Return a sentence if the sum of the ranks' tensors over mesh axes is the expected tensor; else None."""
     first = symptoms.first
     if symptoms.phase in NOT_SUMMED:
         return None

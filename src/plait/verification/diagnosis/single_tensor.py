@@ -105,7 +105,7 @@ def _reason(ratio: float, symptoms: Symptoms) -> str:
 
 
 def _degrees_of(ratio: float, symptoms: Symptoms, slack: float) -> str:
-    """Return the sentence for a factor that equals a parallel degree or one over it; else ""."""
+    """Return text for a `ratio` close to a parallel degree or to 1 / degree; "" for any other."""
     degrees = _degrees(symptoms)
     more = [name for name, size in degrees.items() if abs(ratio - size) < slack * size]
     less = [name for name, size in degrees.items() if abs(ratio * size - 1) < slack]

@@ -75,13 +75,13 @@ class Symptoms:
 
     @property
     def axes(self) -> Sequence[str]:
-        """Mesh axes over which a tensor may be summed: with hybrid sharding also `replicate` alone."""
+        """Names of the mesh axes over which a tensor may be summed; with hybrid sharding `replicate`, too."""
         is_hybrid = self.plan.shards and self.plan.replicate > 1
         return ("tp", "replicate", "dp", "pp") if is_hybrid else AXES
 
 
 def bases_of(evidence: Evidence, phase: StepPhase) -> Iterator[tuple[str, Tensor]]:
-    """Yield named tensors to subtract from both actual and expected: zeros, then `evidence.base` if any.
+    """Yield zeros and any `evidence.base`, to subtract from both tensors; each with a name of what remains.
 
     Each after the name of what remains, such as "the update" of a parameter.
     """
@@ -118,7 +118,7 @@ def of_the_optimizer(plan: Plan) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int], symptoms: Symptoms) -> str:
-    """Return ranks as text: by index on a mesh axis that separates them from the differing ranks, if any."""
+    """Return ranks as text: by their indices on an axis where no differing rank has the same, or by number."""
     for axis in AXES:
         indices = {_along(symptoms.coordinates[rank], axis, symptoms.plan) for rank in ranks}
         others = {_along(symptoms.coordinates[rank], axis, symptoms.plan) for rank in symptoms.evidence}
