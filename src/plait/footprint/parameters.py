@@ -89,7 +89,7 @@ class RankBuffer:
         yield MemoryBlock(moments * self.moment, Category.STATE, offloaded)
 
     def _kept(self, flat: FlatSpec | None, category: Category, count: int = 1) -> MemoryBlock:
-        """Return a block for `count` tensors of `flat`: 0 bytes if freed after use; on the host if offloaded."""
+        """Return a block for `count` tensors of `flat`: 0 bytes unless kept; on the host if offloaded."""
         if flat is None or not flat.kept:
             return MemoryBlock(0, category)
         return MemoryBlock(count * flat.nbytes, category, flat.offloaded and self.device.type != "cpu")

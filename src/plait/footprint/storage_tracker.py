@@ -135,7 +135,7 @@ def fuses(
 def fused(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
 ) -> Tensor:
-    """Return attention's output `[batch, heads, length, size]`; save a fused kernel's tensors for backward."""
+    """Return attention's output `[batch, heads, length, size]`; save what a fused backward needs."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
     mixed: Tensor = _Fused.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]

@@ -92,7 +92,7 @@ class ReferenceRun:
         self.records_sketches = options.mode != "exact"
 
     def epsilon(self, key: RecordKey) -> float:
-        """Return machine epsilon of the dtype that computes a loss, final gradient or norm; 0 for other kinds."""
+        """Return the machine epsilon used for a loss, `final` gradient or norm; 0 for other tensors."""
         if key.kind in LOSS_KINDS:
             return self.epsilon_of_loss
         if key.kind == "final":

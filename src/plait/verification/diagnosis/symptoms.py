@@ -118,7 +118,7 @@ def of_the_optimizer(plan: Plan) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int], symptoms: Symptoms) -> str:
-    """Return ranks as text: by their indices on an axis where no differing rank has the same, or by number."""
+    """Return text for ranks: their indices on an axis where no differing rank has the same, or numbers."""
     for axis in AXES:
         indices = {_along(symptoms.coordinates[rank], axis, symptoms.plan) for rank in ranks}
         others = {_along(symptoms.coordinates[rank], axis, symptoms.plan) for rank in symptoms.evidence}
