@@ -30,7 +30,7 @@ class Lengths(NamedTuple):
 
 
 class Delays(NamedTuple):
-    """Least numbers of idle time cells between consecutive actions of micro-batch 0."""
+    """Minimum idle time, in cells, between consecutive actions of micro-batch 0."""
 
     forward: Sequence[int]
     """Per chunk: before each forward but that of the chunk's first stage."""
@@ -42,7 +42,7 @@ class Delays(NamedTuple):
 
 @dataclass(frozen=True)
 class BuildingBlock:
-    """The start in time cells of micro-batch 0's actions; later micro-batches follow every `period` cells."""
+    """Schedule that starts a micro-batch every `period` cells; `starts`: when micro-batch 0's actions start."""
 
     rank_of: tuple[int, ...]
     lengths: Lengths
@@ -55,7 +55,7 @@ class BuildingBlock:
         return self.starts.I[0] + self.lengths.I[0]
 
     def peak(self, until_input: PerStage, until_weight: PerStage) -> int:
-        """Return the peak memory of the rank that needs most, in the pipeline's steady state.
+        """Return the largest peak memory of any rank in the steady state, in the unit of the arguments.
 
         A micro-batch takes `until_input[s]` on stage `s` from its forward to its input gradient, and from
         there to its weight gradient `until_weight[s]`.
@@ -141,7 +141,7 @@ def build_block(
 
 
 def smallest_block(rank_of: Sequence[int], pause: int) -> BuildingBlock:
-    """Return the building block of least memory for a V of 2 chunks; `pause`: a delay between some stages.
+    """Return the least-memory block for a V of 2 chunks; `pause`: idle cells before chunk 1's F, chunk 0's I.
 
     Every action takes one cell. `pause` is the delay before the forwards of the second chunk and the input
     gradients of the first: the larger it is, the longer a micro-batch of either chunk stays on a rank, the

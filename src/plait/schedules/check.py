@@ -17,7 +17,7 @@ from plait.schedules.step_grid import draw_grid
 
 
 class Violation(NamedTuple):
-    """A broken rule of schedules: the rank, its action, the reason, and the position to display."""
+    """A broken rule: the rank, its action, the reason, and the index around which to show its actions."""
 
     rank: int
     action: Action

@@ -29,7 +29,7 @@ CollectiveCalls: TypeAlias = Callable[[int, Instruction], Iterable[Call]]
 
 
 def own(channel: Channel) -> Hashable:
-    """Return the channel itself as the key of its communicator: no two channels have the same one."""
+    """Return `channel` as the key of its communicator: each channel then has a communicator of its own."""
     return channel
 
 
@@ -61,7 +61,7 @@ def stream_calls(
     collectives: CollectiveCalls | None = None,
     ranks: Sequence[int] | None = None,
 ) -> list[list[Call]]:
-    """Return each `pp` rank's host calls that start or await messages and the given `collectives`.
+    """Return each `pp` rank's calls that queue or await a message, and the calls that `collectives` returns.
 
     By default these are the reductions of tied parameters. Collectives along the other axes are left out: all
     ranks along them run the same program. `ranks`: the rank that names each in operations, by default its
@@ -88,7 +88,7 @@ def tied_units(programs: Sequence[Program]) -> dict[str, tuple[int, ...]]:
 
 
 def _reductions_of_tied(programs: Sequence[Program]) -> CollectiveCalls:
-    """Return the calls of `ReduceGradient` and `Finish` for tied units."""
+    """Return a function from rank and instruction to the calls that reduce tied units' gradients."""
     tied = tied_units(programs)
     queued: dict[int, list[Operation]] = defaultdict(list)
 
@@ -179,7 +179,7 @@ def _consumer(sent: Action) -> Action:
 
 
 def _check_channel_order(programs: Sequence[Program]) -> list[Channel]:
-    """Return all channels of the programs. Raises ScheduleError for one with two orders."""
+    """Return all channels. ScheduleError if sends, receives and waits on a channel do not match."""
     sends: dict[Channel, list[Action]] = defaultdict(list)
     receives: dict[Channel, list[Action]] = defaultdict(list)
     waiting: dict[Channel, set[Action]] = defaultdict(set)

@@ -13,7 +13,7 @@ ActionRows: TypeAlias = Sequence[Sequence[Action]]
 
 
 class Timing(NamedTuple):
-    """Durations of actions and messages per stage, as integers."""
+    """Integer durations in a common unit: of actions by kind and stage, of messages by receiving stage."""
 
     durations: Mapping[Kind, Sequence[int]]
     forward_hops: Sequence[int]

@@ -80,7 +80,7 @@ def _lower_action(
 
 
 def _backward(action: Action, schedule: Schedule, spec: LoweringSpec) -> list[Instruction]:
-    """Return a backward's instructions; `B` is run per layer, or as the `I` of all layers, then all `W`."""
+    """Return a backward's instructions; `spec.overlap` decides if `B` runs per layer or all `I` first."""
     sends = _sends(action, schedule)
     layerwise = not sends if spec.overlap is None else spec.overlap
     first, *later = [action]

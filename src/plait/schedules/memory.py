@@ -55,7 +55,7 @@ def memory_use(actions: Sequence[Action], costs: MemoryCosts) -> Iterator[tuple[
 
 
 def peak_memory(schedule: Schedule, costs: MemoryCosts | None = None) -> tuple[Fraction, ...]:
-    """Return each rank's peak activation memory; 1 is the memory of one micro-batch on all its stages."""
+    """Return each rank's peak activation memory; 1 is that of a micro-batch on all stages of one rank."""
     costs = costs or even_memory_costs(schedule)
     return tuple(
         costs.unit * max((most for most, _ in memory_use(actions, costs)), default=0)

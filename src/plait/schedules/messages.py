@@ -53,7 +53,7 @@ def channels_of(schedule: Schedule) -> tuple[Channel, ...]:
 
 
 def inboxes(schedule: Schedule, *, late: bool = False) -> tuple[Inbox, ...]:
-    """Return the messages to every rank, by the position in its actions at which to post their receives.
+    """Return each rank's messages to receive, by the index of the action before which to post receives.
 
     `late`: one action ahead, as on NCCL.
     """

@@ -30,7 +30,7 @@ from plait.schedules.schedule import Placement, Schedule
 
 
 class RankPosition(NamedTuple):
-    """A rank, and its pipeline's numbers of ranks, of micro-batches, and of chunks (stages) per rank."""
+    """Input of a policy: a rank, and its pipeline's numbers of ranks, micro-batches and chunks per rank."""
 
     rank: int
     ranks: int
@@ -39,7 +39,7 @@ class RankPosition(NamedTuple):
 
     @property
     def groups(self) -> list[range]:
-        """Groups of micro-batches, `ranks` or more if possible; a rank runs a group chunk by chunk."""
+        """Ranges of micro-batches that a rank runs chunk by chunk: of `ranks` or more, or a single range."""
         count = max(self.microbatches // self.ranks, 1)
         firsts = [-(-self.microbatches * number // count) for number in range(count + 1)]
         return [range(first, after) for first, after in pairwise(firsts)]

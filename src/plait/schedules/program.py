@@ -22,7 +22,7 @@ class ActionInstruction:
 
 @dataclass(frozen=True)
 class UnitInstruction:
-    """Base class of instructions for a unit: a layer's parameters, or one that several layers share."""
+    """Base class of instructions for a unit: a layer's own parameters, or a parameter that layers share."""
 
     verb: ClassVar[str] = ""
     unit: str
@@ -130,7 +130,7 @@ class AwaitScatter(UnitInstruction):
 
 
 class ReduceGradient(UnitInstruction):
-    """Start the all-reduce of a unit's final gradient over the ranks with the same parameters or shard."""
+    """Start the all-reduce of a unit's final gradient or shard over the ranks that hold the same one."""
 
     verb = "reduce"
 

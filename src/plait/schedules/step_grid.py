@@ -39,7 +39,7 @@ class Grid:
 
 
 def fill_grid(rows: ActionRows, stages: int) -> Grid:
-    """Return the time steps of each row of actions, up to its first stage outside `range(stages)`."""
+    """Return the time steps of actions; a row ends before its first action on a stage that does not exist."""
     ones, zeros = (1,) * stages, (0,) * stages
     known = [list(takewhile(lambda action: 0 <= action.stage < stages, row)) for row in rows]
     ends, missing = simulate_events(known, Timing(dict.fromkeys(Kind, ones), zeros, zeros))

@@ -57,7 +57,7 @@ def deadlock_of(calls: Sequence[Sequence[Call]]) -> str | None:
 
 
 def first_uses(calls: Sequence[Sequence[Call]], connected: Container[Hashable] = ()) -> list[list[Call]]:
-    """Return the points at which each rank's host blocks: its first use of each communicator.
+    """Return, as calls, where each rank's host blocks: at the first use of each communicator.
 
     As calls, for `deadlock_of`: hosts and streams do not wait for each other, so each have a replay of their
     own. `connected` are the communicators that all ranks have used before. A communicator's ranks are those
@@ -103,7 +103,7 @@ class _RankStreams:
         return streams
 
     def head(self, communicator: Hashable) -> tuple[Operation, int] | None:
-        """Return a communicator's first incomplete operation, and the number of compute waits before it."""
+        """Return a communicator's first incomplete operation and how many waits precede it, or None."""
         queue, done = self.queued.get(communicator, ()), self.completed[communicator]
         return queue[done] if done < len(queue) else None
 

@@ -151,7 +151,7 @@ def _accumulates(kind: Kind, sharding: Sharding) -> bool:
 def _ends(
     program: Program, units: Mapping[LayerIndex, tuple[str, ...]], *, each: bool
 ) -> dict[int, list[tuple[str, bool]]]:
-    """Return by position the units to reduce after that instruction; True: for the last time in the step."""
+    """Return the units to reduce after each instruction, by position; True: for the last time in the step."""
     last: dict[str, dict[int, int]] = defaultdict(dict)
     stages: dict[str, set[int]] = defaultdict(set)
     for position, instruction in enumerate(program):

@@ -69,7 +69,7 @@ def search_schedule(
 
 
 def _score(timeline: Timeline, measure: Measure) -> tuple[Fraction, Fraction, int]:
-    """Return the sort key of a timeline: `measure`, the other of makespan and span, number of stages."""
+    """Return the sort key of a timeline: makespan and span (`measure` first), then the number of stages."""
     first, second = timeline.length, timeline.longest
     if measure == "span":
         first, second = second, first
@@ -208,7 +208,7 @@ def fuse_backward(schedule: Schedule, costs: Costs) -> Schedule:
 def _joined(
     before: Action | None, cell: Cell, timeline: Timeline, starts: Mapping[Action, int]
 ) -> Action | None:
-    """Return the `B` that replaces the `I` of `before` and the `W` of `cell`; None if that is impossible."""
+    """Return the `B` that replaces `before` (an `I`) and `cell` (its `W`); None if others would wait."""
     stage, kind, microbatch = cell.action
     if kind is not Kind.W or before != (stage, Kind.I, microbatch):
         return None

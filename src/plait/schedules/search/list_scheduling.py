@@ -39,7 +39,7 @@ class DispatchRule:
 
 
 class TimedOrders(NamedTuple):
-    """Each rank's operations in order, with end times; of a problem, or of it reversed in time."""
+    """Each rank's operations in order, with end times in ticks; time runs backward in a reversed problem."""
 
     length: int
     """From the first start to the last end."""
@@ -232,7 +232,7 @@ class _ListScheduler:
         return heads
 
     def _has_memory(self, rank: int, place: int) -> bool:
-        """Return whether memory allows to run the operation at `place` before those ahead of it."""
+        """Return whether memory has room for the operation at `place` and all unfinished ones before it."""
         tables, order = self.tables, self.orders[rank]
         held = self.held[rank]
         free = self.limit - tables.memory_change[order[place]]

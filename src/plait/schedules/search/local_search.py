@@ -164,7 +164,7 @@ def _last_rank(problem: Problem, timed: TimedOrders) -> int:
 
 
 def _perturbed_rule(candidate: Candidate, rng: Random) -> DispatchRule:
-    """Return a random dispatch rule, or the candidate's rule with a few operations out of order."""
+    """Return the candidate's dispatch rule with small random changes or, as often, a random rule."""
     if rng.random() < 0.5:
         swap_chance = min(rng.choice(FEW_SWAPS) / candidate.problem.size, 1.0)
         return replace(candidate.rule, swap_chance=swap_chance, gap_noise=rng.choice(SMALL_GAP_NOISES))

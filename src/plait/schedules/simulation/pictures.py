@@ -18,7 +18,7 @@ FORMATS = ("svg", "html", "trace", "csv")
 def write_pictures(
     timeline: Timeline, paths: Mapping[str, Path], *, name: str | None = None
 ) -> Iterator[Path]:
-    """Write `timeline` to `paths` in their formats of `FORMATS`; yield each path after it is written.
+    """Write `timeline` to each of `paths` in the format that is its key; yield each path once it is written.
 
     `name` is the title, by default the schedule's. Raises ConfigError for a file that cannot be written.
     """

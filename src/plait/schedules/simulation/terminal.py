@@ -59,7 +59,7 @@ def kinds_of(timeline: Timeline) -> list[Kind]:
 
 
 def round_times(makespan: float, at_most: int) -> list[float]:
-    """Return evenly spaced round times from 0 to `makespan`, for an axis: at most `at_most` (at least 2)."""
+    """Return at most `at_most` (2 or more) round, evenly spaced times from 0 to `makespan`, for an axis."""
     if makespan <= 0:
         return [0.0]
     power = 10.0 ** floor(log10(makespan / (at_most - 1)))
