@@ -33,7 +33,7 @@ Crossing: TypeAlias = Sequence[Sequence[Sequence[TensorInfo]]]
 
 
 def buffer_sizes(crossing: Crossing) -> list[list[int]]:
-    """Return by sending stage the bytes of each tensor's receive buffer: those of the longest micro-batch."""
+    """Return the receive buffers' bytes by sending stage and tensor: the most that any micro-batch needs."""
     return [
         [max(info.nbytes for info in column if info is not None) for column in zip_longest(*microbatches)]
         for microbatches in crossing

@@ -47,7 +47,7 @@ class Executor:
     """Runs programs by calling a handler for each instruction."""
 
     def __init__(self, *handlers: Handlers, bind_layer: BindLayer | None = None) -> None:
-        """`handlers`: functions by instruction type; where several have a type, all are called, in order.
+        """`handlers`: functions by instruction type; if several handle a type, all are called, in order.
 
         `bind_layer` returns the call that runs a layer, once per program; `RunLayer` handlers run after it.
         """

@@ -107,7 +107,7 @@ class Stage:
         run.inputs, run.outputs = [], []
 
     def backward_weight(self, microbatch: int, layer: int) -> None:
-        """Compute the layer's deferred weight gradients, add them to the buffers; discard its `LayerRun`."""
+        """Compute the layer's deferred weight gradients and add them to `.grad`; discard its `LayerRun`."""
         with torch.no_grad():
             for work in self.runs.pop((microbatch, layer)).work:
                 work()
@@ -130,7 +130,7 @@ class Stage:
             held.clear()
 
     def _run(self, microbatch: int, layer: int, value: Value) -> Value:
-        """Run one layer and return its output; with recomputation its backward calls this again."""
+        """Run one layer and return its output; a layer that recomputes calls this again in its backward."""
         named, info, names = self.layers[layer], self.infos[microbatch][layer], self._dropouts[layer]
         given = map_tensors(torch.clone, value) if info.writes_input else value
         dropout = self.dropout.running(microbatch, named.path, names) if self.dropout and names else None
@@ -170,7 +170,7 @@ def _with_gradient(outputs: list[Tensor], gradients: Gradients) -> tuple[list[Te
 def _without_buffers(
     parameters: Iterable[nn.Parameter], work: list[WeightWork], queue: WeightGradientQueue
 ) -> Iterator[None]:
-    """Within, `.grad` is None; at exit restore it, append functions to `work` that add the new gradients."""
+    """Context: set `.grad` to None; at exit restore it, and append to `work` the adding of new gradients."""
     buffers = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
     for parameter, buffer in buffers:
         queue.buffers[id(parameter)], parameter.grad = buffer, None
