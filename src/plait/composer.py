@@ -130,7 +130,7 @@ def agreed_source(
 
 
 def loss_stage(loss: Loss, vocabulary: Vocabulary | None) -> LossStage:
-    """Return the `LossStage`, for whole logits or for this rank's shard of the vocabulary."""
+    """Return the `LossStage`: for full logits if `vocabulary` is None, else for this rank's shard of them."""
     if vocabulary is None:
         return LossStage(loss)
     return LossStage(loss_of_pieces(loss, vocabulary), writes_output=True)

@@ -52,7 +52,7 @@ class Engine:
         self._traffic_before = self.mesh.traffic.snapshot()
 
     def forward_backward(self, inputs: Value, targets: Value, *, input_gradients: bool = False) -> Tensor:
-        """Run a step's forward and backward; gradients are then final, and equal on all ranks that hold them.
+        """Run a step's forward and backward with all gradient reductions, and return the mean loss, 0-d.
 
         `inputs` and `targets` are this data-parallel rank's share of the global batch (ranks that differ in
         pp or tp pass the same): tensors, tuples or dictionaries whose dim 0 is the batch, cut into
@@ -149,7 +149,7 @@ class Engine:
         return norm
 
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients and call `optimizer.step()`, on each rank as soon as the norm is known.
+        """Clip the gradients, call `optimizer.step()`, and return the gradient norm before clipping, 0-d.
 
         `clip_grad_norm_` and `optimizer.step()` in one call, without a barrier: a rank sums its own gradients
         as soon as they are final, and waits only for the sum over ranks; on a GPU the host waits only with

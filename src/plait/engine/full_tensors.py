@@ -99,7 +99,7 @@ def _agreed(runtime: Runtime, values: LocalSource, *, from_rank_zero: bool) -> T
 def _full(
     runtime: Runtime, held: Mapping[str, Tensor], what: str, *, everywhere: bool
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield each tensor's name and full tensor, in the model's order, for tensors held by any rank.
+    """Yield name and full tensor of each parameter or buffer in any rank's `held`, in the model's order.
 
     With `everywhere` on every rank, else on the ranks of rank 0's pipeline, and None on the others.
     `held`: this rank's pieces.

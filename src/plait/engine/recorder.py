@@ -184,7 +184,7 @@ def joined(
 
 
 def _gathered(row: tuple[MeasuredAction, ...], mesh: Mesh) -> tuple[tuple[MeasuredAction, ...], ...]:
-    """All-gather the measured actions of the ranks of `pp`, with times of the first rank's host clock."""
+    """All-gather the measured actions of the ranks of `pp`, in nanoseconds of the first rank's clock."""
     group = mesh.group("pp")
     if group.size == 1:
         return (row,)

@@ -21,7 +21,7 @@ from plait.tensor.vocabulary_partition import Vocabulary
 
 @dataclass(frozen=True)
 class Runtime:
-    """What `parallelize` builds on one rank: the blueprint, and the rank's layers, parameters and groups."""
+    """One rank's objects, built by `parallelize`: the blueprint, and the rank's layers, units and groups."""
 
     blueprint: Blueprint
     """Without the values of the model; see `shared_blueprint`."""
