@@ -42,7 +42,7 @@ class Delays(NamedTuple):
 
 @dataclass(frozen=True)
 class BuildingBlock:
-    """Schedule that starts a micro-batch every `period` cells; `starts`: when micro-batch 0's actions start."""
+    """Schedule that starts a micro-batch every `period` cells; `starts`: cells of micro-batch 0's actions."""
 
     rank_of: tuple[int, ...]
     lengths: Lengths
