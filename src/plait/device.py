@@ -149,7 +149,7 @@ def copy_later(target: Tensor, source: Tensor) -> None:
 
 
 def moved_later(tensor: Tensor, device: torch.device, *, copy: bool = False) -> Tensor:
-    """Return `tensor` copied to `device` as by `copy_later`; if it is there already, itself unless `copy`."""
+    """Return `tensor` on `device`, copied as by `copy_later`; not copied if already there, unless `copy`."""
     return tensor.to(device, copy=copy, non_blocking=True)
 
 
@@ -165,7 +165,7 @@ def sent(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None)
 
 
 def read_later(tensor: Tensor) -> Callable[[], Tensor]:
-    """Start to copy `tensor` to the CPU; return a function that blocks until it is there, and returns it."""
+    """Start to copy `tensor` to the CPU; return a function that waits for the copy and returns it."""
     if not is_accelerator(tensor):
         return lambda: tensor
     copy = torch.empty_like(tensor, device=CPU, pin_memory=True)

@@ -48,7 +48,7 @@ def compare_clocks(group: Group, device: torch.device, clock: Clock) -> ClockOff
 
 
 def _ping(group: Group, device: torch.device, clock: Clock) -> ClockOffset:
-    """Return the offset that one ping measures, as if the answer were sent at half the round trip."""
+    """Return the clock offset from one ping, as if the first rank read its clock at half the round trip."""
     token = torch.zeros(1, dtype=torch.int64, device=device)
     before = clock()
     # The receive is posted after the send: NCCL carries out the messages of a pair in order.

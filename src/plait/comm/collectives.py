@@ -228,7 +228,7 @@ def _check_and_count(
     checked: bool,
     payload: int | None = None,
 ) -> None:
-    """Count a call in the traffic; first raise if it has an `error` or, if `checked`, differs between ranks.
+    """Count a call as traffic; first raise if `error` is set or, if `checked`, the ranks' calls differ.
 
     `payload` is in bytes, by default those of `tensor`. In a guarded group every call is checked, and the
     check counts as traffic. Raises `CommunicationError`.

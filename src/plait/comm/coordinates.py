@@ -37,7 +37,7 @@ def require_degrees(degrees: Mapping[str, int]) -> None:
 
 
 def combined_axes(axes: Collection[str] = AXES) -> dict[str, tuple[str, ...]]:
-    """Return, by name, the axes of each combined axis: `world`; for a plan's axes also `dp` and `model`."""
+    """Return the axes of each combined axis: of `world`; if `axes` are a plan's, also of `dp` and `model`."""
     return COMBINED if tuple(axes) == AXES else {"world": tuple(axes)}
 
 
@@ -88,7 +88,7 @@ def rank_at(coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> int:
 def replica_ranks(
     layout: Layout, coordinate: Mapping[str, int], stages: Iterable[int], sizes: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """Return the ranks in pipeline `stages` whose piece of a tensor in `layout` is that of `coordinate`."""
+    """Return the ranks in pipeline `stages` that hold the same piece of a `layout` tensor as `coordinate`."""
     alike = [dict(zip(layout.axes, there, strict=True)) for there in layout.replicas(coordinate)]
     return tuple(sorted(rank_at({"pp": stage, **there}, sizes) for stage in stages for there in alike))
 

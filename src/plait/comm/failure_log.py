@@ -79,7 +79,7 @@ class FailureLog:
         return max(0.0, self._deadline - time.monotonic())
 
     def search(self, suspects: tuple[int, ...], patience: float) -> FailureTrace:
-        """Return failure records, of `suspects` and of the ranks they waited for, and the ranks without one.
+        """Read the records of `suspects` and, transitively, of ranks they waited for; wait for missing ones.
 
         `patience`: seconds to wait for missing records. Returns early where every suspected rank has a
         record, or where the search of another rank ended at one of the silent ranks: then that result counts.
@@ -108,7 +108,7 @@ class FailureLog:
             time.sleep(_POLL_PERIOD)
 
     def _follow(self, suspects: tuple[int, ...]) -> FailureTrace:
-        """Follow the records of `suspects` to the ranks they waited for, until a rank has no record."""
+        """Read, without waiting, the records of `suspects` and, transitively, of ranks they waited for."""
         records: dict[int, FailureRecord] = {}
         silent: list[int] = []
         waiting = list(suspects)

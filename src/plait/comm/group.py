@@ -14,7 +14,7 @@ from plait.comm.transport.interface import Transport
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The ranks along one axis, and this rank's index. A `Mesh` makes groups and counts their traffic.
+    """The ranks that take part in an operation, usually those along one mesh axis. Made by a mesh.
 
     Operations take a group explicitly and address ranks by their index in `ranks`. Without a `transport`
     the rank is alone: no backend is needed, operations return their input and count nothing.

@@ -85,7 +85,7 @@ class Handle(Generic[T]):
         return self._result[0]
 
     def abandon(self) -> bool:
-        """Discard the result; return True if its tensors may be reused now, False if only after `wait`.
+        """Discard the result; return True if the operation's tensors can be reused now; else `wait` first.
 
         An operation of a backend runs on by itself; staged tensors of ranks on one host are read and written
         in `wait` only.

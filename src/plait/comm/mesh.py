@@ -144,7 +144,7 @@ class GridMesh:
         return self._make_group(groups, name)
 
     def device_mesh(self, axes: Sequence[str]) -> DeviceMesh:
-        """Return torch's `DeviceMesh` along `axes`, except those of one rank; other indices are this rank's.
+        """Return torch's `DeviceMesh` of the `axes` with several ranks, at this rank's index on other axes.
 
         It uses the groups of this mesh, in the order and with the names of `axes`; where no axis has more
         than one rank, it holds this rank only, under the last name. Without communication; messages that
@@ -348,7 +348,7 @@ class Mesh(GridMesh):
         return {axis: self.size(axis) for axis in ("pp", "dp", "tp")}
 
     def check_plan(self, plan: Plan) -> None:
-        """Raise `MeshError` if a degree of the plan differs from this mesh, and name the first."""
+        """Raise `MeshError` unless the plan has this mesh's degrees; the error names the first to differ."""
         name = next((axis for axis, size in self.sizes.items() if getattr(plan, axis) != size), None)
         if name is not None:
             raise MeshError(

@@ -32,7 +32,7 @@ _PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 
 class WatchedOperation(Protocol):
-    """Interface of operations for `OperationWatch`, such as `plait.comm.operation_error.Operation`."""
+    """Interface of an operation that `OperationWatch` can watch: it records a failure and describes it."""
 
     def record_failure(self, cause: Exception) -> None:
         """Write this rank's failure record."""
@@ -103,7 +103,7 @@ class OperationWatch:
 
 
 def write_flight_record(rank: int) -> Path | None:
-    """Write torch's flight record, its last operations, to this rank's file; return its path.
+    """Write the last operations that torch's flight recorder holds to this rank's file; return the path.
 
     The file is that of torch: `TORCH_FR_DUMP_TEMP_FILE`, or its older name, followed by the rank; by default
     `nccl_trace_rank_` in the folder for temporary files. Returns None where this torch records nothing.

@@ -78,7 +78,7 @@ def end_process(code: int) -> NoReturn:
 
 
 def parents_up_to_launcher(mark: str) -> Mapping[int, int]:
-    """Return the parent process ids, by process id, of this process and each ancestor below the launcher.
+    """Return parent ids by process id, from this process up to the launcher, which lacks the variable `mark`.
 
     The launcher is the first ancestor that was started without the environment variable `mark`, or whose
     environment cannot be read, such as a daemon of Slurm; it is the last parent. Outside Linux only the

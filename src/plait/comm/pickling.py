@@ -46,7 +46,7 @@ def dumps_call(call: FunctionCall) -> bytes:
 
 
 def loads_call(data: bytes) -> FunctionCall:
-    """Unpickle a call, and add the objects that it needs of the caller's main module to this process's own.
+    """Unpickle a call, and add the caller's main-module classes and functions it needs to this main module.
 
     `pickle` looks them up there by name: when a worker of a `DataLoader` sends a batch of a class of the main
     module, or when `torch.save` writes a model.

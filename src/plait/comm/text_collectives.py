@@ -40,7 +40,7 @@ def broadcast_result(
 
 
 def all_gather_text(text: str, group: Group, device: torch.device) -> list[str]:
-    """Return each rank's `text`, in order of the index.
+    """Return on every rank the list of all ranks' `text`, in order of rank index.
 
     Communication: an all-reduce of 8 bytes, then an all-gather of as many bytes a rank as the longest has.
     """

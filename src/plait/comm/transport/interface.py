@@ -22,7 +22,7 @@ class Pending(Protocol):
         """
 
     def abandon(self) -> bool:
-        """Discard the result; return True if its tensors may be reused now, False if only after `wait`."""
+        """Discard the result; return True if the operation's tensors can be reused now; else `wait` first."""
 
 
 class Transport(Protocol):
@@ -57,7 +57,7 @@ class Transport(Protocol):
         """Write the ranks' tensors to `whole` by index; `tensor` may be this rank's piece of `whole`."""
 
     def all_to_all(self, tensor: Tensor, received: Tensor) -> Pending:
-        """Send the i-th of `size` equal pieces of dim 0 to rank index i, and fill `received` with pieces.
+        """Send piece i of `size` equal pieces of dim 0 to rank index i; write received pieces to `received`.
 
         The i-th piece of `received` comes from index i.
         """
@@ -94,7 +94,7 @@ class Transport(Protocol):
 
 
 class Ranks(Protocol):
-    """Interface of one rank to all ranks of the world. It makes the transports of this rank's groups."""
+    """One rank's access to a world of processes or threads: makes a transport for each group of the rank."""
 
     rank: int
     size: int
@@ -112,7 +112,7 @@ class Ranks(Protocol):
         return None
 
     def world(self) -> Transport | None:
-        """Return a transport over all ranks, usable before groups are made; None where none is needed."""
+        """Return a transport over all ranks, usable before groups are made; None for one rank or threads."""
         return None
 
     def discover(self, timeout: float) -> None:
@@ -129,7 +129,7 @@ class Ranks(Protocol):
         timeout: float,
         max_ctas: int | None = None,
     ) -> Transport | None:
-        """Return the transport of this rank's group among `groups`; None if it is in none, or alone in one.
+        """Return a transport over the group that has this rank; None without such a group, or peers in it.
 
         All ranks call it with the same arguments. `timeout`, in seconds, holds for every wait. `max_ctas`:
         the most thread blocks of an operation on NCCL; None: as many as NCCL chooses.

@@ -44,7 +44,7 @@ def fold(pieces: Sequence[torch.Tensor], op: Op, out: torch.Tensor) -> None:
 
 
 def blocks(tensors: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
-    """Split equally long flat tensors into blocks for the CPU's cache; yield all first blocks, and so on."""
+    """Yield tuples of corresponding blocks of equally long flat tensors, small enough for the CPU's cache."""
     size = tensors[0].numel()
     if size <= BLOCK:
         return iter((tensors,))

@@ -33,7 +33,7 @@ _Single = Callable[..., "dist.Work | None"]
 
 
 class TorchPending:
-    """A `Work` of torch, the tensors to keep alive, and a function to call once it is complete."""
+    """A pending `Work` of torch, with tensors to keep alive; `wait` ends with a call of `then`, if given."""
 
     def __init__(self, work: dist.Work | None, *keep: Tensor | None, then: Callable[[], None] | None = None):
         self._work, self._keep, self._then = work, keep, then
@@ -237,7 +237,7 @@ def _nccl_options(max_ctas: int | None, timeout: timedelta) -> Any:
 
 
 def set_timeout(process_group: dist.ProcessGroup, device: torch.device, seconds: float) -> None:
-    """Set the timeout of a group's later operations on tensors of this type of device."""
+    """Set the timeout, in seconds, of a process group's later operations by its backend for `device`."""
     backend = process_group._get_backend(device)
     change = getattr(backend, "set_timeout", None) or backend._set_default_timeout  # since 2.13, and before
     change(timedelta(seconds=seconds))

@@ -36,7 +36,7 @@ class CollectiveCall:
     error: str | None = None
 
     def join(self, index: int, kind: str, tensor: Tensor | None, compute: ComputeOutputs) -> None:
-        """Add this rank's input; the last rank computes all outputs. All fail if their `kind` differs."""
+        """Add a rank's input, and after the last compute all outputs; set `error` if the kinds differ."""
         if kind != self.kind:
             self.error = f"the ranks make different calls: index {index} {kind}, others {self.kind}"
         self.inputs[index] = tensor
@@ -56,7 +56,7 @@ class CollectiveCall:
         return self.outputs.get(index)
 
     def release(self, index: int) -> bool:
-        """Replace a rank's input by a copy, so that the rank may overwrite it at once; return True."""
+        """Replace a rank's input by a copy, so that the original may be overwritten at once; return True."""
         tensor = self.inputs.get(index)
         if tensor is not None:
             self.inputs[index] = tensor.clone()

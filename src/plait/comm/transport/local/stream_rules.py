@@ -64,7 +64,7 @@ class Part:
 
 @dataclass(eq=False)
 class StreamOperation:
-    """A collective or a message on the streams of its ranks."""
+    """A collective or a message of ranks as threads, queued on a stream of each rank as on NCCL."""
 
     communicator: Hashable
     ranks: tuple[int, ...]
@@ -155,7 +155,7 @@ class StreamRules:
         return self._force(operation, set())
 
     def missing(self, operation: StreamOperation) -> Sequence[int]:
-        """Return the ranks that have not queued `operation`; if all have, those with another ahead of it."""
+        """Return the ranks that did not queue `operation`; if all did, those with another operation ahead."""
         here = {operation.ranks[index] for index in operation.parts}
         absent = [rank for rank in operation.ranks if rank not in here]
         return absent or [rank for rank in operation.ranks if self._head(operation, rank) is not operation]

@@ -35,7 +35,7 @@ class Listener:
         self._accepted: dict[bytes, socket.socket] = {}
 
     def connect(self, listener: str, address: str) -> socket.socket | None:
-        """Return a connection, bound to `address`, to the socket of `listener`; None if that is closed."""
+        """Return a socket bound to `address` and connected to `listener`; None if the listener is closed."""
         connection = _unix_socket()
         try:
             connection.bind(_abstract(address))
@@ -147,7 +147,7 @@ class Channel:
         return self._incoming is not None
 
     def receive_pending(self) -> None:
-        """Receive pending messages without blocking. Until `connected`: `Listener.accept_pending` first."""
+        """Receive without blocking. Until `connected` is True, call `Listener.accept_pending` first."""
         if self._incoming is None:
             self._incoming = self._listener.pop_connection(self._there)
         if self._incoming is None:

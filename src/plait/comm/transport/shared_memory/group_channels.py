@@ -123,7 +123,7 @@ class Channels:
                 self._poll(missing, deadline)
 
     def _send_when_possible(self, channel: Channel, packet: bytes, descriptor: int | None) -> None:
-        """Send to a peer with a full buffer, and receive meanwhile, in case the peer is blocked sending."""
+        """Send a packet; while the send buffer is full, receive, in case the peer is blocked sending too."""
         deadline = time.monotonic() + self._timeout
         while not channel.send(packet, descriptor):
             self._receive_pending(self._channels)

@@ -71,7 +71,7 @@ class SharedSegments:
 
 
 class PendingRead:
-    """A staged tensor of this rank, and the `read` to call once all other ranks have staged their tensors."""
+    """A pending collective: once every rank has staged its tensor, `wait` calls `read` with all of them."""
 
     def __init__(
         self, staging: SharedStagingBuffers, sequences: tuple[int, ...], offset: int, like: Tensor, read: Read
@@ -116,7 +116,7 @@ class SharedStagingBuffers:
         self._pending: dict[int, PendingRead] = {}
 
     def stage(self, tensor: Tensor, read: Read, *sequences: int) -> PendingRead:
-        """Copy `tensor` to this rank's segment and send its offset; `wait()` of the result calls `read`.
+        """Copy `tensor` to this rank's segment, send the copy's offset; `wait()` of the result calls `read`.
 
         All ranks call it with the same shape and dtype, of at most `CAPACITY` bytes. `sequences` are further
         sequence numbers that `read` uses, acknowledged with the read.
@@ -133,7 +133,7 @@ class SharedStagingBuffers:
         return pending
 
     def finish_before(self, sequence: int) -> None:
-        """Finish reads of tensors staged before `sequence`: another rank may wait to reuse their memory."""
+        """Finish this rank's reads of tensors staged before `sequence`; other ranks may wait for them."""
         for number, pending in list(self._pending.items()):
             if number < sequence:
                 pending.wait()

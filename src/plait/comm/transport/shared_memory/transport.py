@@ -58,7 +58,7 @@ class BarrieredStep:
 
 
 def all_reduce_whole(tensor: Tensor, total: Tensor, op: Op, staging: SharedStagingBuffers) -> PendingRead:
-    """Start an all-reduce of `tensor` into `total`, contiguous, where each rank reduces all of it.
+    """Start an all-reduce of `tensor` into contiguous `total`; every rank computes the whole result itself.
 
     Each rank reads each byte once and sends one message to each peer.
     """
@@ -91,7 +91,7 @@ def all_reduce_in_pieces(tensor: Tensor, total: Tensor, op: Op, staging: SharedS
 def reduce_scatter_staged(
     tensor: Tensor, piece: Tensor, op: Op, staging: SharedStagingBuffers
 ) -> PendingRead:
-    """Start a reduce-scatter of `tensor` into this rank's `piece`, contiguous."""
+    """Start a reduce-scatter of `tensor` into the contiguous `piece`, this rank's part of the result."""
     own, size, flat = staging.channels.index, staging.channels.size, piece.view(-1)
 
     def read(staged: Sequence[Tensor]) -> None:
@@ -134,7 +134,7 @@ def reduce_scatter_in_place(
 
 
 def all_reduce_in_place(tensors: Sequence[Tensor], op: Op, channels: Channels) -> BarrieredStep:
-    """Start an all-reduce of flat shared-memory tensors: each rank writes its reduced piece to every one."""
+    """Start an in-place all-reduce of one flat shared tensor per rank; a rank reduces one piece for all."""
 
     def reduce_piece() -> None:
         pieces = [tensor.tensor_split(channels.size)[channels.index] for tensor in tensors]
@@ -215,7 +215,7 @@ class SharedMemoryTransport(TorchTransport):
         return all_gather_staged(tensor, whole, self.staging)
 
     def shared_zeros(self, size: int, dtype: torch.dtype, awaited: str) -> Tensor | None:
-        """Return zeros in a new shared-memory segment of this rank, after mapping those of all ranks."""
+        """Return zeros in a new shared-memory segment of this rank; map the other ranks' segments too."""
         segments = SharedSegments(self.channels, size * dtype.itemsize)
         others = [segment.view(dtype) for segment in segments.all_segments()]
         mine = others.pop(self.index)
