@@ -66,7 +66,7 @@ class Processes:
         timeout: float,
         max_ctas: int | None = None,
     ) -> Transport | None:
-        """Create this rank's process group; return its transport, or None for a rank in no group or alone.
+        """Create the group that has this rank; return its transport. None without a group, or peers in it.
 
         Only the ranks of a group take part, so that a rank's start does not depend on the size of the world;
         all ranks where communicators are split from the world's (`device_id`), as NCCL requires.
