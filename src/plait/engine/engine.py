@@ -57,8 +57,8 @@ class Engine:
         `inputs` and `targets` are this data-parallel rank's share of the global batch (ranks that differ in
         pp or tp pass the same): tensors, tuples or dictionaries whose dim 0 is the batch, cut into
         `plan.microbatches` micro-batches; or both as `Microbatches`, cut already and each of its own
-        shapes. Returns the mean loss over the global batch, 0-d, equal on every rank. Gradients add to the
-        existing ones; `zero_grad` clears them. An exception leaves them as they were.
+        shapes. Returns the mean loss over the global batch, equal on every rank. Gradients add to existing
+        ones, and are then equal on all ranks that hold them; an exception leaves them as they were.
         Communication: the batch's shapes (256 bytes) over `pp`, and tokens over `tp`, boundary
         tensors over `pp`, what regions and the loss sum over `tp`, the loss's weight over `dp`, with dropout
         the number of rows, too, one reduction per unit, the loss over `world`.
