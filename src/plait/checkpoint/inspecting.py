@@ -15,7 +15,7 @@ from plait.checkpoint.tensor_file import Portion, find_damage, portions
 
 @dataclass(frozen=True)
 class TensorSummary:
-    """Summary of one tensor of a checkpoint: shape, dtype, boxes and size."""
+    """Shape, dtype and size of one tensor of a checkpoint, and the number of parts it is stored in."""
 
     name: str
     shape: tuple[int, ...]

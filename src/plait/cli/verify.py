@@ -78,7 +78,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _require_sections(arguments: Sequence[str]) -> None:
-    """Raise ConfigError for an option that is unknown to this command and to all sections."""
+    """Raise ConfigError for the first option that is neither `--config` nor of form `--section.field`."""
     own = list(vars(parser().parse_args([])))
     for argument in arguments:
         name = argument.removeprefix("--").partition("=")[0].replace("-", "_")

@@ -26,7 +26,7 @@ class LossScale:
     """Whether the gradients of the latest step were checked for finite values."""
 
     def begin(self, *, anew: bool) -> None:
-        """Begin a step. PlanError if a dynamic scale's last gradients were cleared (`anew`) unchecked.
+        """Begin a step. PlanError if the last gradients were dropped (`anew`) before an overflow check.
 
         With a dynamic scale only: the optimizer may have used values that are not finite.
         """

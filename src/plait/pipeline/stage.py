@@ -170,7 +170,7 @@ def _with_gradient(outputs: list[Tensor], gradients: Gradients) -> tuple[list[Te
 def _without_buffers(
     parameters: Iterable[nn.Parameter], work: list[WeightWork], queue: WeightGradientQueue
 ) -> Iterator[None]:
-    """Context: set `.grad` to None; at exit restore it, and append to `work` the adding of new gradients."""
+    """Context: set `.grad` to None; at exit restore it, and queue in `work` the addition of new gradients."""
     buffers = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
     for parameter, buffer in buffers:
         queue.buffers[id(parameter)], parameter.grad = buffer, None

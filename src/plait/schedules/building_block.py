@@ -141,7 +141,7 @@ def build_block(
 
 
 def smallest_block(rank_of: Sequence[int], pause: int) -> BuildingBlock:
-    """Return the least-memory block for a V of 2 chunks; `pause`: idle cells before chunk 1's F, chunk 0's I.
+    """Return the building block of least peak memory for 2 chunks per rank in a V, given a delay `pause`.
 
     Every action takes one cell. `pause` is the delay before the forwards of the second chunk and the input
     gradients of the first: the larger it is, the longer a micro-batch of either chunk stays on a rank, the

@@ -78,7 +78,7 @@ class CrossEntropy:
         return total
 
     def total_of_pieces(self, logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
-        """Return `total` of the full logits, 0-d, equal on all ranks, given this rank's `[..., len(own)]`.
+        """Return `total` of the full logits, 0-d, equal on all ranks, from this rank's shard by class.
 
         `targets`, a class number for each row of logits, is whole on every rank. Where a gradient is wanted,
         float32 and float64 logits are overwritten, by the exponentials and in the backward by the gradient,
@@ -106,7 +106,7 @@ cross_entropy = CrossEntropy()
 
 
 def loss_of_pieces(loss: Loss, vocabulary: Vocabulary) -> Loss:
-    """Return `loss` as a loss whose `total` accepts this rank's piece `[..., len(own)]` of the output.
+    """Return `loss` as a loss whose `total` takes this rank's shard of the logits, partitioned by class.
 
     Uses `total_of_pieces` where the loss has it, else gathers the logits. Communication: then one all-gather
     of the logits over the group. `total` raises ModelError if the output is not such a piece.

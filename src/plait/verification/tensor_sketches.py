@@ -90,7 +90,7 @@ def sketched(layer: nn.Module, *, wanted: bool) -> Iterator[dict[str, Tensor]]:
 
 @dataclass(frozen=True)
 class InnerDifference:
-    """The first difference within a layer, on one rank."""
+    """Which module input or output within a layer first differs from the reference's on a rank, if any."""
 
     order: int
     """Number of the reference's sketches before it. Of several ranks the earliest is the cause, since outputs
