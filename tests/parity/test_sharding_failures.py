@@ -116,6 +116,8 @@ def trained(plan: Plan, breaks: tuple[str, int] | None, carries: bool) -> list[T
     ids=lambda plan: f"{plan.strategy}-{plan.reduce}-{plan.replicate}",
 )
 def test_the_next_step_is_clean(thread_ranks: Any, plan: Plan, breaks: Any, carries: bool) -> None:
+    if thread_ranks.completion is not None:
+        pytest.skip("on NCCL the process of a failed step ends")
     broken = thread_ranks.run(trained, plan, breaks, carries, ranks=plan.world)
     whole = thread_ranks.run(trained, plan, None, carries, ranks=plan.world)
     for one, other in zip(broken, whole, strict=True):
