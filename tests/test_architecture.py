@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -197,3 +198,19 @@ def test_import_does_not_load_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.strip() == "False", "plait, schedules and plan must not import torch"
+
+
+DEFINED_AGAIN = {"Attention", "Embedding", "Head", "MLP"}
+"""One meaning each: that layer, of one family of models."""
+
+
+def test_a_type_name_is_defined_once() -> None:
+    homes: dict[str, set[str]] = {}
+    for source in house().values():
+        for node in ast.walk(source.tree):
+            alias = isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "TypeAlias"
+            if isinstance(node, ast.ClassDef) or alias:
+                name = node.name if isinstance(node, ast.ClassDef) else ast.unparse(node.target)  # type: ignore[attr-defined]
+                homes.setdefault(name, set()).add(source.path)
+    again = {name: paths for name, paths in homes.items() if len(paths) > 1}
+    assert set(again) == DEFINED_AGAIN, again

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Generic, Self, TypeVar
 
 from plait.comm.group import Group
-from plait.comm.operation_error import Operation
+from plait.comm.operation_error import GroupOperation
 from plait.comm.transport.interface import Pending
 from plait.errors import CommunicationError
 
@@ -102,5 +102,5 @@ class Handle(Generic[T]):
         self._operation.record_failure(cause)
 
     @property
-    def _operation(self) -> Operation:
-        return Operation(self._awaited + self._about, self._suspects, self._group)
+    def _operation(self) -> GroupOperation:
+        return GroupOperation(self._awaited + self._about, self._suspects, self._group)

@@ -16,7 +16,7 @@ _PATIENCE_AFTER_TIMEOUT = 3.0
 
 
 @dataclass(frozen=True)
-class Operation:
+class GroupOperation:
     """Description of a started communication operation, for error messages. It holds no tensors."""
 
     awaited: str

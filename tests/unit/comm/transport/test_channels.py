@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from plait.comm.transport.shared_memory.channel import Channel, ChannelMessage, Listener
+from plait.comm.transport.shared_memory.channel import ChannelMessage, Listener, PeerChannel
 from plait.comm.transport.shared_memory.group_channels import Channels
 
 OWN = ChannelMessage(-1)
@@ -231,9 +231,9 @@ def test_a_connection_made_during_a_receive_is_accepted(monkeypatch: pytest.Monk
     names = [listener.name for listener in listeners]
     listening = Channels(listeners[0], names, 0, "tp", 5.0)
     late: list[Channels] = []
-    ordinary = Channel.receive_pending
+    ordinary = PeerChannel.receive_pending
 
-    def others_connect(channel: Channel) -> None:
+    def others_connect(channel: PeerChannel) -> None:
         """The first peer has sent nothing; then both connect, before the second is received from."""
         ordinary(channel)
         if not late:
@@ -241,5 +241,5 @@ def test_a_connection_made_during_a_receive_is_accepted(monkeypatch: pytest.Monk
             for channels in late:
                 channels.send(channels.next_sequence(), channels.index)
 
-    monkeypatch.setattr(Channel, "receive_pending", others_connect)
+    monkeypatch.setattr(PeerChannel, "receive_pending", others_connect)
     assert values(listening.receive(listening.next_sequence(), OWN)) == [-1, 1, 2]

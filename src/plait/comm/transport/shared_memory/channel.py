@@ -105,7 +105,7 @@ class ChannelMessage(NamedTuple):
     descriptor: int | None = None
 
 
-class Channel:
+class PeerChannel:
     """A two-way message channel to one peer process: one socket connection per direction."""
 
     def __init__(self, listener: Listener, peer: str, here: str, there: str) -> None:

@@ -12,7 +12,7 @@ import select
 import time
 from collections.abc import Callable, Sequence
 
-from plait.comm.transport.shared_memory.channel import NO_SEQUENCE, Channel, ChannelMessage, Listener
+from plait.comm.transport.shared_memory.channel import NO_SEQUENCE, ChannelMessage, Listener, PeerChannel
 
 
 class Channels:
@@ -29,7 +29,7 @@ class Channels:
         self._listener = listener
         self._timeout = timeout
         self._channels = [
-            Channel(listener, peer, f"{listeners[index]}-{label}-{number}", f"{peer}-{label}-{index}")
+            PeerChannel(listener, peer, f"{listeners[index]}-{label}-{number}", f"{peer}-{label}-{index}")
             for number, peer in enumerate(listeners)
             if number != index
         ]
@@ -51,7 +51,7 @@ class Channels:
         `receive`, except for a peer that is gone: receiving from it raises that.
         """
         self._raise_if_failed()
-        packet = Channel.encode(sequence, value, self._acknowledged)
+        packet = PeerChannel.encode(sequence, value, self._acknowledged)
         for channel in self._channels:
             if not channel.send(packet, descriptor):
                 self._send_when_possible(channel, packet, descriptor)
@@ -110,7 +110,7 @@ class Channels:
         if self._error is not None:
             raise ConnectionError(self._error)
 
-    def _receive_until(self, complete: Callable[[Channel], bool]) -> None:
+    def _receive_until(self, complete: Callable[[PeerChannel], bool]) -> None:
         self._raise_if_failed()
         deadline = time.monotonic() + self._timeout
         missing = [channel for channel in self._channels if not complete(channel)]
@@ -122,7 +122,7 @@ class Channels:
             if missing:
                 self._poll(missing, deadline)
 
-    def _send_when_possible(self, channel: Channel, packet: bytes, descriptor: int | None) -> None:
+    def _send_when_possible(self, channel: PeerChannel, packet: bytes, descriptor: int | None) -> None:
         """Send a packet; while the send buffer is full, receive, in case the peer is blocked sending too."""
         deadline = time.monotonic() + self._timeout
         while not channel.send(packet, descriptor):
@@ -131,14 +131,16 @@ class Channels:
                 return
             self._poll([other for other in self._channels if not other.gone], deadline, channel)
 
-    def _receive_pending(self, channels: Sequence[Channel]) -> None:
+    def _receive_pending(self, channels: Sequence[PeerChannel]) -> None:
         # Accept once for all: a later connection wakes the poll that follows.
         if not all(channel.connected for channel in channels):
             self._listener.accept_pending()
         for channel in channels:
             channel.receive_pending()
 
-    def _poll(self, channels: Sequence[Channel], deadline: float, full: Channel | None = None) -> None:
+    def _poll(
+        self, channels: Sequence[PeerChannel], deadline: float, full: PeerChannel | None = None
+    ) -> None:
         """Block until one of the channels has pending messages, or the `full` one has room to send."""
         poll = select.poll()
         for channel in channels:
