@@ -5,8 +5,9 @@ blocks until all ranks have made the call, and raises on every rank if the calls
 on the hot path whose shapes were checked before, a mismatch ends the process or hangs until the timeout.
 
 Results are the same bits on every rank and in every run. Pieces are in order of the index. A rank that is
-alone gets its own tensor back. Traffic counts the bytes of the tensor that a rank passes. Any call may raise
-`CommunicationError`: here for its arguments, from `Handle.wait()` for failures of the operation.
+alone gets its own tensor back. Traffic counts the bytes of the tensor that a rank passes, in
+`all_to_all_uneven` of what it sends to others. Any call may raise `CommunicationError`: here for its
+arguments, from `Handle.wait()` for failures of the operation.
 """
 
 from __future__ import annotations
@@ -18,11 +19,16 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from plait.comm.consistency_check import HEADER_BYTES, require_same_text
-from plait.comm.contiguous_buffers import copy_out, dense, describe, output_buffer
+from plait.comm.consistency_check import (
+    HEADER_BYTES,
+    SIZE_BYTES,
+    require_matching_sizes,
+    require_same_text,
+)
+from plait.comm.contiguous_buffers import copy_out, dense, describe, dtype_name, output_buffer
 from plait.comm.group import Group
 from plait.comm.handle import Handle
-from plait.comm.transport.interface import Pending
+from plait.comm.transport.interface import Pending, PieceSizes
 from plait.comm.transport.reduction import Op, reduction_error
 from plait.device import default_device
 from plait.errors import CommunicationError
@@ -128,6 +134,43 @@ def all_to_all(
     return _start("all_to_all", group, launch, lambda: copy_out(received, out))
 
 
+def all_to_all_uneven(
+    tensor: Tensor,
+    group: Group,
+    sent: Sequence[int],
+    received: Sequence[int],
+    *,
+    out: Tensor | None = None,
+    checked: bool = True,
+) -> Handle[Tensor]:
+    """Send consecutive pieces of a flat tensor, `sent[i]` elements to index i; return the pieces received.
+
+    `[sum(sent)]` to `[sum(received)]`, in `out` if given, which is other memory than `tensor`: `received[i]`
+    elements from index i, in order of the index. `sent[i]` of the rank at index j is `received[j]` of the
+    rank at index i. Sizes may be 0; a rank that neither sends nor receives makes the call too. Traffic: an
+    `all_to_all` of the bytes sent to other ranks.
+    """
+    sizes = PieceSizes(tuple(sent), tuple(received))
+    shape = (sum(received),)
+    error = _sizes_error(sizes, tensor, group) or _buffer_error(out, shape, tensor)
+    payload = sum(sent[: group.index]) + sum(sent[group.index + 1 :])
+    _check_and_count(
+        "all_to_all",
+        tensor,
+        group,
+        detail="in uneven pieces",
+        error=error,
+        checked=checked,
+        payload=payload * tensor.itemsize,
+        sizes=sizes,
+    )
+    if group.transport is None:
+        return Handle.done(_copy_to(tensor, out), group)
+    pieces = output_buffer(out, shape, tensor)
+    launch = partial(group.transport.all_to_all, dense(tensor), pieces, sizes)
+    return _start("all_to_all", group, launch, lambda: copy_out(pieces, out))
+
+
 def broadcast(tensor: Tensor, group: Group, source: int = 0, *, checked: bool = True) -> Handle[Tensor]:
     """Overwrite the tensor of every rank with that of the rank with index `source`, in place."""
     error = _index_error(source, group)
@@ -227,25 +270,33 @@ def _check_and_count(
     error: str | None,
     checked: bool,
     payload: int | None = None,
+    sizes: PieceSizes | None = None,
 ) -> None:
     """Count a call as traffic; first raise if `error` is set or, if `checked`, the ranks' calls differ.
 
-    `payload` is in bytes, by default those of `tensor`. In a guarded group every call is checked, and the
-    check counts as traffic. Raises `CommunicationError`.
+    `payload` is in bytes, by default those of `tensor`. With `sizes`, each size that is sent is compared with
+    that received, in place of the shapes. In a guarded group every call is checked, and the check counts as
+    traffic. Raises `CommunicationError`.
     """
     alone = group.transport is None
     checked = checked or group.guarded
     if error or (checked and not alone):
-        parts = (kind, detail, tensor is not None and f"of {describe(tensor)}", error and f"but {error}")
-        call = " ".join(part for part in parts if part)
+        what = None
+        if tensor is not None:
+            what = f"of {describe(tensor) if sizes is None else dtype_name(tensor.dtype)}"
+        call = " ".join(part for part in (kind, detail, what, error and f"but {error}") if part)
         if checked and not alone:
-            require_same_text(call, group, default_device() if tensor is None else tensor.device)
+            device = default_device() if tensor is None else tensor.device
+            require_same_text(call, group, device)
+            if sizes is not None and not error:
+                require_matching_sizes(sizes, call, group, device)
         if error:
             sentence = f"rank {group.rank} cannot call {call} over {group.name}: correct the arguments."
             raise CommunicationError(sentence)
     if not alone:
         if group.guarded:
-            group.traffic.record(group.name, "guard", HEADER_BYTES)
+            of_sizes = 0 if sizes is None else SIZE_BYTES * group.size
+            group.traffic.record(group.name, "guard", HEADER_BYTES + of_sizes)
         size = 0 if tensor is None else tensor.nbytes
         group.traffic.record(group.name, kind, size if payload is None else payload)
 
@@ -278,11 +329,26 @@ def _division_error(tensor: Tensor, group: Group) -> str | None:
     return None
 
 
+def _sizes_error(sizes: PieceSizes, tensor: Tensor, group: Group) -> str | None:
+    """Return why `tensor` does not divide into pieces of `sizes`, one per rank of the group, or None."""
+    if tensor.dim() != 1:
+        return f"the tensor has {tensor.dim()} dims and not 1"
+    if len(sizes.sent) != group.size or len(sizes.received) != group.size:
+        numbers = f"{len(sizes.sent)} pieces are sent and {len(sizes.received)} received"
+        return f"{numbers}, and the group has {group.size} ranks"
+    if min(*sizes.sent, *sizes.received) < 0:
+        return f"sizes are negative (sent {list(sizes.sent)}, received {list(sizes.received)})"
+    if sum(sizes.sent) != tensor.numel():
+        return f"the pieces sent have {sum(sizes.sent)} elements and the tensor {tensor.numel()}"
+    sent, received = sizes.sent[group.index], sizes.received[group.index]
+    return None if sent == received else f"it sends {sent} elements to itself and receives {received}"
+
+
 def _buffer_error(buffer: Tensor | None, shape: Sequence[int], like: Tensor) -> str | None:
     if buffer is None or (buffer.shape == torch.Size(shape) and buffer.dtype == like.dtype):
         return None
-    dtype = str(like.dtype).removeprefix("torch.")
-    return f"the buffer of the whole or the piece is {describe(buffer)} and not {dtype}{list(shape)}"
+    wanted = f"{dtype_name(like.dtype)}{list(shape)}"
+    return f"the buffer of the whole or the piece is {describe(buffer)} and not {wanted}"
 
 
 def _index_error(index: int, group: Group) -> str | None:

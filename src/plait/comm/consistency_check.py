@@ -11,13 +11,17 @@ import hashlib
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from plait.comm.group import Group
 from plait.comm.handle import Handle
+from plait.comm.transport.interface import PieceSizes, Transport
 from plait.errors import CommunicationError
 
 HEADER_BYTES = 256
 _DIGEST_BYTES = 16
+SIZE_BYTES = 16
+"""Bytes that each rank passes to the check of piece sizes, for each rank of the group."""
 
 
 def require_same_text(text: str, group: Group, device: torch.device) -> None:
@@ -29,6 +33,27 @@ def require_same_text(text: str, group: Group, device: torch.device) -> None:
     headers = _all_gather_headers(text, group, device)
     if len(set(headers)) > 1:
         raise CommunicationError(_difference(headers, group))
+
+
+def require_matching_sizes(sizes: PieceSizes, call: str, group: Group, device: torch.device) -> None:
+    """Block until all ranks of `group` make this call, and raise unless each receives what the others send.
+
+    `call` describes the operation. Communication: one all-gather of `SIZE_BYTES * group.size` per rank, as
+    that of `require_same_text`. Raises `CommunicationError` on every rank, with the first sizes that differ.
+    """
+    if group.transport is None:
+        return
+    mine = torch.tensor(sizes, dtype=torch.int64, device=group.device_for_text(device))
+    sent, received = _all_gather(mine, call, group, group.transport).unbind(1)
+    wrong = (sent != received.t()).nonzero().tolist()
+    if wrong:
+        source, destination = wrong[0]
+        number, expected = sent[source, destination].item(), received[destination, source].item()
+        pair = f"rank {group.ranks[source]} sends {number} elements to rank {group.ranks[destination]}"
+        raise CommunicationError(
+            f"the ranks of {group.name} do not agree ({call}: {pair}, which expects {expected}): give the "
+            "same size on both."
+        )
 
 
 def ranks_unlike_first(text: str, group: Group, device: torch.device) -> list[int]:
@@ -44,14 +69,16 @@ def _all_gather_headers(text: str, group: Group, device: torch.device) -> list[b
     transport = group.transport
     if transport is None:
         return [_encode(text)]
-    device = group.device_for_text(device)
-    mine = torch.frombuffer(bytearray(_encode(text)), dtype=torch.uint8).to(device)
-    everyone = torch.empty(group.size * HEADER_BYTES, dtype=torch.uint8, device=device)
+    mine = torch.frombuffer(bytearray(_encode(text)), dtype=torch.uint8).to(group.device_for_text(device))
+    return [bytes(header.tolist()) for header in _all_gather(mine, text, group, transport)]
+
+
+def _all_gather(mine: Tensor, call: str, group: Group, transport: Transport) -> Tensor:
+    """Return the tensors that all ranks compare for `call`, stacked by index, on the CPU."""
+    everyone = mine.new_empty(group.size, *mine.shape)
     ranks = ", ".join(map(str, group.ranks))
-    awaited = f"the consistency check of {text} over {group.name} with ranks {ranks}"
-    start = partial(transport.all_gather, mine, everyone)
-    headers = Handle(start, lambda: everyone.cpu().view(group.size, HEADER_BYTES), awaited, group).wait()
-    return [bytes(header.tolist()) for header in headers]
+    awaited = f"the consistency check of {call} over {group.name} with ranks {ranks}"
+    return Handle(partial(transport.all_gather, mine, everyone), everyone.cpu, awaited, group).wait()
 
 
 def _encode(text: str) -> bytes:

@@ -38,4 +38,9 @@ def copy_out(received: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
 
 def describe(tensor: torch.Tensor) -> str:
     """Return dtype and shape as text, e.g. `float32[4, 6]`."""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, e.g. `float32`."""
+    return str(dtype).removeprefix("torch.")

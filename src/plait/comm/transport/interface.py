@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,13 @@ class Pending(Protocol):
 
     def abandon(self) -> bool:
         """Discard the result; return True if the operation's tensors can be reused now; else `wait` first."""
+
+
+class PieceSizes(NamedTuple):
+    """The elements that one rank sends to each rank, and receives from each, in order of the index."""
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
 
 
 class Transport(Protocol):
@@ -56,10 +63,11 @@ class Transport(Protocol):
     def all_gather(self, tensor: Tensor, whole: Tensor) -> Pending:
         """Write the ranks' tensors to `whole` by index; `tensor` may be this rank's piece of `whole`."""
 
-    def all_to_all(self, tensor: Tensor, received: Tensor) -> Pending:
-        """Send piece i of `size` equal pieces of dim 0 to rank index i; write received pieces to `received`.
+    def all_to_all(self, tensor: Tensor, received: Tensor, sizes: PieceSizes | None = None) -> Pending:
+        """Send consecutive piece i of `tensor` to rank index i; write the received pieces to `received`.
 
-        The i-th piece of `received` comes from index i.
+        The i-th piece of `received` comes from index i. With `sizes`, which differ between ranks, `tensor` is
+        flat, and `sizes.sent[i]` of this rank is `sizes.received[index]` of rank index i. None: equal pieces.
         """
 
     def broadcast(self, tensor: Tensor, source: int) -> Pending:

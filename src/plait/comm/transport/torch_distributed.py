@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.comm.contiguous_buffers import as_bytes, dense
-from plait.comm.transport.interface import Pending
+from plait.comm.transport.interface import Pending, PieceSizes
 from plait.comm.transport.reduction import Op, divide_mean, fold
 
 EXCHANGE_LIMIT = 2**20
@@ -113,10 +113,10 @@ class TorchTransport:
         )
         return TorchPending(work, mine, whole)
 
-    def all_to_all(self, tensor: Tensor, received: Tensor) -> Pending:
+    def all_to_all(self, tensor: Tensor, received: Tensor, sizes: PieceSizes | None = None) -> Pending:
         """Start an all-to-all by one call of the backend."""
         mine = dense(tensor)
-        return TorchPending(self._swap(mine, received), mine, received)
+        return TorchPending(self._swap(mine, received, sizes), mine, received)
 
     def broadcast(self, tensor: Tensor, source: int) -> Pending:
         """Start a broadcast by one call of the backend."""
@@ -165,9 +165,14 @@ class TorchTransport:
     def abort(self, cause: Exception) -> None:
         """Do nothing: torch's timeouts end pending operations."""
 
-    def _swap(self, parts: Tensor, received: Tensor) -> dist.Work | None:
+    def _swap(self, parts: Tensor, received: Tensor, sizes: PieceSizes | None = None) -> dist.Work | None:
         work: dist.Work | None = dist.all_to_all_single(
-            as_bytes(received), as_bytes(parts), group=self.process_group, async_op=True
+            as_bytes(received),
+            as_bytes(parts),
+            None if sizes is None else [size * parts.itemsize for size in sizes.received],
+            None if sizes is None else [size * parts.itemsize for size in sizes.sent],
+            group=self.process_group,
+            async_op=True,
         )
         return work
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from plait.comm.contiguous_buffers import dense, describe
+from plait.comm.transport.interface import PieceSizes
 from plait.comm.transport.reduction import Op, fold
 
 MessageKey = tuple[int, int, int]
@@ -21,7 +23,10 @@ MessageKey = tuple[int, int, int]
 Inputs = Mapping[int, Tensor | None]
 """The input of each rank, in order of the index."""
 ComputeOutputs = Callable[[Inputs], Mapping[int, Tensor]]
-"""Returns the output of each rank from the inputs of all: flat, in memory that no rank writes to."""
+"""Returns the output of each rank from the inputs of all: flat, in memory that no rank writes to.
+
+Raises RuntimeError where the inputs do not fit together, for the ranks to raise.
+"""
 
 
 @dataclass
@@ -36,13 +41,19 @@ class CollectiveCall:
     error: str | None = None
 
     def join(self, index: int, kind: str, tensor: Tensor | None, compute: ComputeOutputs) -> None:
-        """Add a rank's input, and after the last compute all outputs; set `error` if the kinds differ."""
+        """Add a rank's input, and after the last compute all outputs.
+
+        Sets `error` if the kinds differ or `compute` raises RuntimeError.
+        """
         if kind != self.kind:
             self.error = f"the ranks make different calls: index {index} {kind}, others {self.kind}"
         self.inputs[index] = tensor
         if len(self.inputs) == self.size and self.error is None:
-            with torch.no_grad():
-                self.outputs = compute(dict(sorted(self.inputs.items())))
+            try:
+                with torch.no_grad():
+                    self.outputs = compute(dict(sorted(self.inputs.items())))
+            except RuntimeError as error:
+                self.error = str(error)
             self.inputs.clear()
 
     @property
@@ -105,6 +116,7 @@ class GroupOperations:
         self._sends: dict[MessageKey, deque[Transfer]] = defaultdict(deque)
         self._receives: dict[MessageKey, deque[Transfer]] = defaultdict(deque)
         """Messages without a counterpart, the oldest first."""
+        self._piece_sizes: dict[int, dict[int, PieceSizes]] = {}
 
     def call(self, number: int, kind: str) -> CollectiveCall:
         """Return the collective with sequence number `number`; every rank counts its collectives from 0."""
@@ -112,6 +124,17 @@ class GroupOperations:
         if len(call.inputs) == len(self.ranks) - 1:
             del self._calls[number]  # this rank is the last to take part
         return call
+
+    def add_piece_sizes(self, number: int, index: int, sizes: PieceSizes) -> Mapping[int, PieceSizes]:
+        """Add the sizes of a rank's pieces in all-to-all `number`; return the mapping of all ranks' sizes.
+
+        Every rank gets the same mapping, by index; it is complete once every rank has added its sizes.
+        """
+        of_all = self._piece_sizes.setdefault(number, {})
+        of_all[index] = sizes
+        if len(of_all) == len(self.ranks):
+            del self._piece_sizes[number]
+        return of_all
 
     def transfer(
         self, key: MessageKey, *, sent: Tensor | None = None, buffer: Tensor | None = None
@@ -145,9 +168,18 @@ def all_gather(inputs: Inputs) -> Mapping[int, Tensor]:
     return dict.fromkeys(inputs, torch.cat([_flat(tensor) for tensor in inputs.values()]))
 
 
-def all_to_all(inputs: Inputs) -> Mapping[int, Tensor]:
-    """Return, for each rank, the pieces that all ranks send to it, concatenated."""
-    pieces = [_flat(tensor).tensor_split(len(inputs)) for tensor in inputs.values()]
+def all_to_all(sizes: Mapping[int, PieceSizes], inputs: Inputs) -> Mapping[int, Tensor]:
+    """Return, for each rank, the pieces that all ranks send to it, concatenated.
+
+    Raises RuntimeError where a rank does not expect the size that another sends to it.
+    """
+    for source, destination in product(inputs, inputs):
+        sent, expected = sizes[source].sent[destination], sizes[destination].received[source]
+        if sent != expected:
+            raise RuntimeError(
+                f"index {source} sends {sent} elements to index {destination}, which expects {expected}"
+            )
+    pieces = [torch.split(_flat(tensor), list(sizes[index].sent)) for index, tensor in inputs.items()]
     return {index: torch.cat([piece[index] for piece in pieces]) for index in inputs}
 
 

@@ -89,15 +89,21 @@ class StreamOperation:
         return Operation(self.communicator, tuple(sorted(self.ranks)), self.name)
 
     def complete(self) -> None:
-        """Compute the outputs from the inputs; set `error` if a rank misused its input or output tensor."""
+        """Compute the outputs from the inputs.
+
+        Sets `error` if a rank misused its input or output tensor, or `compute` raises RuntimeError.
+        """
         for index, part in sorted(self.parts.items()):
             breach = part.breach()
             if breach is not None:
                 self.error = f"rank {self.ranks[index]} {breach} of {self.name} before it was complete"
                 return
         values = {index: part.value for index, part in sorted(self.parts.items())}
-        with torch.no_grad():
-            self.outputs = dict(self.compute(values))
+        try:
+            with torch.no_grad():
+                self.outputs = dict(self.compute(values))
+        except RuntimeError as error:
+            self.error = str(error)
 
     def deliver(self, index: int) -> None:
         """Copy the output of the rank at `index` to its output tensor, if it has one."""

@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from plait.comm.contiguous_buffers import describe
-from plait.comm.transport.interface import Pending, Ranks
+from plait.comm.contiguous_buffers import describe, dtype_name
+from plait.comm.transport.interface import Pending, PieceSizes, Ranks
 from plait.comm.transport.local import operations
 from plait.comm.transport.local.cooperative_scheduler import CooperativeScheduler, WaitCondition
 from plait.comm.transport.local.operations import CollectiveCall, ComputeOutputs, GroupOperations, Transfer
@@ -89,9 +89,13 @@ class LocalTransport:
         """Start an all-gather."""
         return self._call(f"all_gather {describe(tensor)}", tensor, whole, operations.all_gather)
 
-    def all_to_all(self, tensor: Tensor, received: Tensor) -> Pending:
-        """Start an all-to-all."""
-        return self._call(f"all_to_all {describe(tensor)}", tensor, received, operations.all_to_all)
+    def all_to_all(self, tensor: Tensor, received: Tensor, sizes: PieceSizes | None = None) -> Pending:
+        """Start an all-to-all; a rank that does not expect what another sends to it is an error on both."""
+        kind = describe(tensor) if sizes is None else f"in uneven pieces {dtype_name(tensor.dtype)}"
+        equal = (tensor.numel() // len(self.ranks),) * len(self.ranks)
+        mine = sizes or PieceSizes(equal, equal)
+        of_all = self._posted.add_piece_sizes(self._count, self.index, mine)
+        return self._call(f"all_to_all {kind}", tensor, received, partial(operations.all_to_all, of_all))
 
     def broadcast(self, tensor: Tensor, source: int) -> Pending:
         """Start a broadcast."""
