@@ -16,6 +16,7 @@ from plait.comm import (
     all_gather,
     all_reduce,
     all_to_all,
+    all_to_all_uneven,
     barrier,
     broadcast,
     gather,
@@ -132,6 +133,7 @@ def test_every_collective_is_agreed_on(rank_pool: Any) -> None:
         lambda group: all_gather(torch.ones(2), group, checked=False),
         lambda group: all_reduce(torch.ones(2), group, checked=False),
         lambda group: all_to_all(torch.ones(2), group, checked=False),
+        lambda group: all_to_all_uneven(torch.ones(2), group, [0, 2], [0, 1], checked=False),
         lambda group: broadcast(torch.ones(2), group, checked=False),
         lambda group: gather(torch.ones(2), group, checked=False),
         lambda group: reduce(torch.ones(2), group, checked=False),
@@ -152,7 +154,7 @@ def test_every_collective_is_agreed_on(rank_pool: Any) -> None:
         ]
 
     for messages in rank_pool.run(body, ranks=2):
-        assert len(messages) == 9
+        assert len(messages) == 10
         assert all("rank 1: all_gather of float32[99]" in message for message in messages)
 
 

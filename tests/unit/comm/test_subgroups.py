@@ -15,6 +15,7 @@ from plait.comm import (
     all_gather,
     all_reduce,
     all_to_all,
+    all_to_all_uneven,
     barrier,
     broadcast,
     gather,
@@ -78,7 +79,16 @@ def rootless(group: Group) -> dict[str, Tensor | None]:
         found[f"reduce_scatter {op}"] = reduce_scatter(mine, group, op).wait()
     found["all_gather"] = all_gather(mine, group).wait()
     found["all_to_all"] = all_to_all(mine, group).wait()
+    sizes = sizes_sent(group.size, group.index)
+    received = [sizes_sent(group.size, source)[group.index] for source in range(group.size)]
+    flat = mine.view(-1)[: sum(sizes)]
+    found["all_to_all_uneven"] = all_to_all_uneven(flat, group, sizes, received).wait()
     return found
+
+
+def sizes_sent(size: int, index: int) -> list[int]:
+    """Elements that a rank sends to each index, of some none."""
+    return [(2 * index + other) % 5 for other in range(size)]
 
 
 def body(messages: bool) -> list[dict[str, Tensor | None]]:
@@ -95,7 +105,12 @@ def expected_rootless(ranks: tuple[int, ...], index: int) -> dict[str, Tensor | 
     for op, combine in OPS.items():
         found[f"all_reduce {op}"] = combine(stack)
         found[f"reduce_scatter {op}"] = combine(pieces[index])
-    return {**found, "all_gather": stack.flatten(0, 1), "all_to_all": pieces[index].flatten(0, 1)}
+    uneven = []
+    for source, rank in enumerate(ranks):
+        sizes = sizes_sent(len(ranks), source)
+        uneven.append(value(rank).view(-1)[sum(sizes[:index]) :][: sizes[index]])
+    found |= {"all_to_all": pieces[index].flatten(0, 1), "all_to_all_uneven": torch.cat(uneven)}
+    return {**found, "all_gather": stack.flatten(0, 1)}
 
 
 def expected_rooted(ranks: tuple[int, ...], index: int, root: int) -> dict[str, Tensor | None]:

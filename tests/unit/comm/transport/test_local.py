@@ -17,6 +17,7 @@ from plait.comm import (
     all_gather,
     all_reduce,
     all_to_all,
+    all_to_all_uneven,
     barrier,
     broadcast,
     gather,
@@ -41,12 +42,15 @@ def every_collective(ranks: int, members: int) -> list[torch.Tensor]:
         return []
     mine = torch.randn(2 * members, 3, generator=torch.Generator().manual_seed(group.index))
     own = torch.empty(2, 3)
+    sent = [(2 * group.index + peer) % 3 for peer in range(members)]
+    received = [(2 * peer + group.index) % 3 for peer in range(members)]
     tensors = [
         all_reduce(mine.clone(), group).wait(),
         all_reduce(mine, group, "max", out=torch.empty_like(mine)).wait(),
         reduce_scatter(mine, group, "mean").wait(),
         all_gather(mine[:2], group).wait(),
         all_to_all(mine, group).wait(),
+        all_to_all_uneven(mine.view(-1)[: sum(sent)], group, sent, received).wait(),
         broadcast(mine.clone(), group, 1).wait(),
         scatter(mine if group.index == 1 else None, group, 1, out=own).wait(),
         all_reduce(mine.bfloat16(), group).wait(),

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from plait.comm.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
+from plait.comm.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all_uneven,
+    barrier,
+    broadcast,
+    reduce_scatter,
+)
 from plait.comm.mesh import Mesh
 from plait.comm.point_to_point import receive, send
 from plait.comm.rank_threads import run_threads
@@ -31,6 +38,12 @@ def own(index: int, size: int = 4) -> torch.Tensor:
     return torch.arange(float(size)) + 10 * index
 
 
+def swapped(mine: torch.Tensor, dp: Any, odd: int = 0, **options: Any) -> Any:
+    """Rank 0 sends its four numbers to rank 1, which expects `odd` more, keeps three and sends one."""
+    sent, received = ([0, 4], [0, 1]) if dp.index == 0 else ([1, 3], [4 + odd, 3])
+    return all_to_all_uneven(mine, dp, sent, received, checked=False, **options)
+
+
 @pytest.mark.parametrize("completion", COMPLETIONS)
 def test_results_are_those_without_the_rules(completion: Completion) -> None:
     def body() -> list[torch.Tensor]:
@@ -42,8 +55,9 @@ def test_results_are_those_without_the_rules(completion: Completion) -> None:
         gathered = all_gather(whole[4 * dp.index : 4 * dp.index + 4], dp, out=whole, checked=False)
         piece = reduce_scatter(mine.clone(), dp, checked=False)
         told = broadcast(mine.clone(), dp, 1, checked=False)
+        uneven = swapped(mine.clone(), dp)
         barrier(dp, checked=False).wait()
-        return [told.wait(), piece.wait(), gathered.wait(), total.wait()]
+        return [told.wait(), piece.wait(), gathered.wait(), total.wait(), uneven.wait()]
 
     for ours, theirs in zip(run(body, completion), run_threads(body, (), 2, 1), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -70,6 +84,35 @@ def test_an_input_that_is_written_to_is_told(completion: Completion) -> None:
 
     with pytest.raises(CommunicationError, match=r"rank 0 wrote to the input of all_gather"):
         run(body, completion)
+
+
+def test_an_uneven_all_to_all_keeps_the_rules() -> None:
+    def body(touch: str) -> tuple[bool, list[float]]:
+        dp = group()
+        out = torch.zeros(1 if dp.index == 0 else 7)
+        handle = swapped(mine := own(dp.index), dp, out=out)
+        before = bool(out.isnan().all())
+        if touch == "write" and dp.index == 1:
+            mine.add_(1)
+        return before, [] if touch == "forget" else handle.wait().tolist()
+
+    assert run(lambda: body("nothing")) == [(True, [10.0]), (True, [0.0, 1, 2, 3, 11, 12, 13])]
+    with pytest.raises(CommunicationError, match="rank 1 wrote to the input of all_to_all in uneven pieces"):
+        run(lambda: body("write"))
+    with pytest.raises(RankError, match=r"rank . ended and has not waited for all_to_all in uneven pieces"):
+        run(lambda: body("forget"))
+
+
+@pytest.mark.parametrize("completion", COMPLETIONS)
+def test_sizes_that_do_not_match_are_told(completion: Completion) -> None:
+    def body() -> str:
+        dp = group()
+        with pytest.raises(CommunicationError) as caught:
+            swapped(own(dp.index), dp, odd=1).wait()
+        return str(caught.value)
+
+    wanted = "index 0 sends 4 elements to index 1, which expects 5"
+    assert all(wanted in told for told in run(body, completion))
 
 
 @pytest.mark.parametrize("what", ["input", "output"])
