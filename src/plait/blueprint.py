@@ -188,7 +188,7 @@ def build_blueprint(
     whole_layouts, summed = parameter_layouts(sequence, module_rules, plan)
     dims = sequence_dims(named(sequence.layers), module_rules)
     specs = build_buffer_specs(
-        sequence.units, sequence.parameters, whole_layouts, summed, storage_policy(plan), plan.shard
+        sequence.units, sequence.parameters, whole_layouts, summed, storage_policy(plan), plan.state_ranks
     )
     check_accumulation_dtype(plan, specs)
     schedule, counts = order_of(
@@ -274,7 +274,7 @@ def parameter_layouts(
     sequence: LayerSequence, module_rules: Mapping[str, Rule], plan: Plan
 ) -> tuple[dict[str, Layout], dict[str, int]]:
     """Return each parameter's layout over `tp`, and over how many `tp` ranks its gradient is summed."""
-    degrees = {"replicate": plan.replicate, "shard": plan.shard, "tp": plan.tp}
+    degrees = {"replicate": plan.replicate, "shard": plan.shard, "cp": plan.cp, "tp": plan.tp}
     layers = named(sequence.layers)
     layouts = layouts_of(layers, module_rules, degrees)
     summed = summed_over_tp(layers, module_rules, layouts)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from plait.autograd.deferred_weight_gradients import defer_weight_gradients
 from plait.autograd.dropout import DropoutGenerator
+from plait.autograd.running_sequence import ContextParallelism
 from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.blueprint import Blueprint, shared_blueprint
 from plait.comm.consistency_check import ranks_unlike_first, require_same_text
@@ -76,9 +77,10 @@ def parallelize(
     source = agreed_source(blueprint, sequence, mesh, seed, values, broadcast=broadcast)
     local = blueprint.schedule.stages_of(mesh.index("pp"))
     spans = {stage: blueprint.stage_layers[stage] for stage in local}
-    units, dropout = build_units(blueprint, spans, mesh, source), DropoutGenerator(seed)
+    units = build_units(blueprint, spans, mesh, source)
+    dropout, queue = DropoutGenerator(seed), WeightGradientQueue()
     tensor_parallel = blueprint.tensor_parallel(mesh.group("tp"))
-    stages = build_stages(blueprint, sequence, spans, units, tensor_parallel, mesh, source, dropout)
+    stages = build_stages(blueprint, sequence, spans, units, tensor_parallel, mesh, source, dropout, queue)
     vocabulary = tensor_parallel.vocabulary_of(blueprint.sequence.layers[-1])
     channels = mesh.channel_groups(channels_of(blueprint.schedule))
     exchange = Exchange(mesh.index("pp"), channels, mesh.device)
@@ -88,6 +90,7 @@ def parallelize(
         loss=loss,
         pipeline=PipelineRank(stages, exchange, loss_stage(loss, vocabulary), blueprint.layers_per_stage),
         units=units,
+        context_parallelism=ContextParallelism.of(plan, mesh.group("cp"), queue.overlap),
         dropout=dropout,
         counted=counted_parameters(blueprint.owners, blueprint.layouts, mesh),
         vocabulary=vocabulary,
@@ -150,7 +153,7 @@ def build_units(
         device=mesh.device,
         layouts=blueprint.layouts,
         coordinate=mesh.coordinate,
-        shard_group=mesh.group("shard"),
+        shard_group=mesh.group("shard_cp"),
         replica_groups=reduction_groups(blueprint.owners, blueprint.summed, mesh, reduction_axis(plan)),
         value_of=value_of,
     )
@@ -174,12 +177,13 @@ def build_stages(
     mesh: Mesh,
     source: TensorSource,
     dropout: DropoutGenerator,
+    queue: WeightGradientQueue,
 ) -> dict[int, Stage]:
     """Return this rank's stages: copies of its layers, with parameters of `units`, buffers from `source`."""
     plan = blueprint.plan
     mine = {number: [sequence.layers[layer] for layer in layers] for number, layers in spans.items()}
     buffers = read_buffers(sequence, chain.from_iterable(mine.values()), source, plan, mesh)
-    queue, adds_late = WeightGradientQueue(), sharding_of(plan).scatters == "each"
+    adds_late = sharding_of(plan).scatters == "each"
     stages = {}
     for number, layers in mine.items():
         # One copy of all layers of a stage, so that modules that they share stay shared.

@@ -14,6 +14,8 @@ Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 Offload = Literal["none", "parameters", "full"]
 SequenceParallel = Literal["none", "keep", "regather"]
+ContextParallel = Literal["auto", "ring", "ulysses"]
+ContextLayout = Literal["zigzag", "striped", "contiguous"]
 Policy = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "auto"]
 
 _CHOICES = {
@@ -22,6 +24,8 @@ _CHOICES = {
     "reduce": Reduce,
     "offload": Offload,
     "sequence_parallel": SequenceParallel,
+    "context_parallel": ContextParallel,
+    "context_layout": ContextLayout,
 }
 _PRECISIONS = ("precision", "master_precision", "gradient_precision", "reduce_precision")
 
@@ -34,7 +38,15 @@ class Plan:
     `microbatches` is the number per data-parallel rank and step. `layers_per_stage` sets the number of layers
     of each stage, first stage first; without it a simulated step decides.
 
-    `strategy`: the state sharded over the axis `shard`: nothing, optimizer state, gradients too, or
+    `cp` ranks hold some positions of each sequence each (context parallelism); parameters and gradients are
+    treated as with `cp` times as many data-parallel ranks. `context_layout`: which positions each rank holds:
+    one chunk of 2 · cp from the start and one from the end (`zigzag`: equal work for causal attention), every
+    cp-th position (`striped`), or consecutive ones. `context_parallel`: how attention sees the positions of
+    other ranks: keys and values are sent to the ranks that need them (`ring`: Liu et al. 2023,
+    arXiv:2310.01889), or each rank computes some heads for all positions (`ulysses`: Jacobs et al. 2023,
+    arXiv:2309.14509); by default the one that sends fewer bytes.
+
+    `strategy`: the state sharded over the axes `shard` and `cp`: nothing, optimizer state, gradients too, or
     parameters too (the ZeRO paper's stages 0 to 3, arXiv:1910.02054, section 5). With `reduce` `each` the
     last two shard the gradients of every micro-batch at once: less memory, more bytes. The others keep whole
     gradients, and reduce them once.
@@ -71,6 +83,7 @@ class Plan:
 
     pp: int = 1
     dp: int = 1
+    cp: int = 1
     tp: int = 1
     replicate: int = 1
     schedule: str = "1f1b"
@@ -80,6 +93,8 @@ class Plan:
     reduce: Reduce = "last"
     recompute: Recompute | tuple[Recompute, ...] = "none"
     sequence_parallel: SequenceParallel = "none"
+    context_parallel: ContextParallel = "auto"
+    context_layout: ContextLayout = "zigzag"
     precision: Precision | None = None
     master_precision: Precision | None = None
     gradient_precision: Precision | None = None
@@ -91,7 +106,7 @@ class Plan:
     layers_per_stage: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("pp", "dp", "tp", "replicate", "microbatches"):
+        for name in ("pp", "dp", "cp", "tp", "replicate", "microbatches"):
             _require_count(name, getattr(self, name))
         if self.chunks is not None:
             _require_count("chunks", self.chunks)
@@ -144,13 +159,18 @@ class Plan:
 
     @property
     def shard(self) -> int:
-        """The degree of the axis `shard`, over whose ranks state is sharded: `dp / replicate`."""
+        """The degree of the axis `shard`: `dp / replicate`."""
         return self.dp // self.replicate
+
+    @property
+    def state_ranks(self) -> int:
+        """The number of ranks over which a strategy shards state: `shard` × `cp`."""
+        return self.shard * self.cp
 
     @property
     def shards(self) -> bool:
         """Whether the optimizer updates shards, or offloaded copies, of the parameters."""
-        return self.strategy != "none" and (self.shard > 1 or self.offload != "none")
+        return self.strategy != "none" and (self.state_ranks > 1 or self.offload != "none")
 
     @property
     def cuts_sequence(self) -> bool:
@@ -165,7 +185,7 @@ class Plan:
     @property
     def world(self) -> int:
         """The number of ranks: the product of the degrees."""
-        return self.pp * self.dp * self.tp
+        return self.pp * self.dp * self.cp * self.tp
 
 
 def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from math import prod
 
 import pytest
@@ -12,20 +13,23 @@ from hypothesis import strategies as st
 from test_layout import DTYPES, UNEVEN, cut, factorings, filled, layouts
 
 from plait.errors import LayoutError
-from plait.layout import Box, Flat, Layout, Replicate, Shard, assemble, reshape, shard
+from plait.layout import Box, Flat, Layout, Replicate, Shard, assemble, moves, reshape, shard
 
 
 @st.composite
 def flat_layouts(draw: st.DrawFn, partial: bool = True, sizes: tuple[int, ...] = tuple(range(6))) -> Layout:
-    """As `layouts`, where `shard` cuts what the others leave at any elements, or behind the last."""
+    """As `layouts`, where `shard` and `cp` cut what the others leave at any elements, or behind the last."""
     layout = draw(layouts(partial, sizes).filter(lambda layout: len(layout.axes) > 1))
     placements = dict(zip(layout.axes, layout.placements, strict=True)) | {"shard": Replicate()}
     axes = dict(zip(layout.axes, layout.degrees, strict=True))
     whole = Layout(layout.shape, axes, placements)
     largest = prod(whole.sizes([0] * len(axes)))
-    cuts = draw(st.lists(st.integers(0, largest + 2), min_size=axes["shard"] - 1, max_size=axes["shard"] - 1))
-    end = max([largest + draw(st.integers(0, 2)), *cuts])
-    return Layout(layout.shape, axes, placements | {"shard": Flat((0, *sorted(cuts), end))})
+    cp = draw(st.sampled_from([1, 1, 2, 3]))
+    most = cp * axes["shard"] - 1
+    cuts = draw(st.lists(st.integers(0, largest + 2), min_size=most, max_size=most))
+    bounds = (0, *sorted(cuts), max([largest + draw(st.integers(0, 2)), *cuts]))
+    flat = {"shard": Flat(bounds[::cp])} | ({"cp": Flat(bounds)} if cp > 1 else {})
+    return Layout(layout.shape, axes | ({"cp": cp} if cp > 1 else {}), placements | flat)
 
 
 def over_shard(shape: tuple[int, ...], *bounds: int) -> Layout:
@@ -136,10 +140,33 @@ def test_refuses_bounds_that_leave_elements_to_nobody() -> None:
     assert Layout((5, 4), axes, at | {"tp": Shard(1)}).interval((1, 0)) == range(6, 10)
 
 
-def test_refuses_two_flat_axes() -> None:
-    both = {"replicate": Flat((0, 2, 4)), "shard": Flat((0, 2, 4))}
-    with pytest.raises(LayoutError, match="axes 'replicate' and 'shard' both have a Flat placement"):
-        Layout((4,), {"replicate": 2, "shard": 2}, both)
+def test_flat_axes_are_nested() -> None:
+    """Of 12 elements shard 0 has 7, which cp cuts into 3 and 4, and shard 1 has 5."""
+    at = {"shard": Flat((0, 7, 12)), "cp": Flat((0, 3, 7, 7, 12))}
+    layout = Layout((12,), {"shard": 2, "cp": 2}, at)
+    assert [layout.interval(where) for where in layout.coordinates()] == [
+        range(3),
+        range(3, 7),
+        range(7, 7),
+        range(7, 12),
+    ]
+    assert [layout.owner(where) for where in layout.coordinates()] == list(layout.coordinates())
+    only_outer = Layout((12,), {"shard": 2, "cp": 2}, at | {"cp": Replicate()})
+    assert [move.target for move in moves(layout, only_outer)] == [only_outer], "cp is gathered by itself"
+    only_inner = moves(layout, Layout((12,), {"shard": 2, "cp": 2}))
+    assert [move.axis for move in only_inner] == ["cp", "shard"], "the inner axis is gathered first"
+
+
+@pytest.mark.parametrize(
+    ("inner", "message"),
+    [
+        ((0, 2, 4), "axis 'cp' has 4 ranks and bounds (0, 2, 4): give one bound more than ranks"),
+        ((0, 1, 3, 3, 4), "which do not contain those of axis 'shard', (0, 2, 4)"),
+    ],
+)
+def test_refuses_flat_axes_that_are_not_nested(inner: tuple[int, ...], message: str) -> None:
+    with pytest.raises(LayoutError, match=re.escape(message)):
+        Layout((4,), {"shard": 2, "cp": 2}, {"shard": Flat((0, 2, 4)), "cp": Flat(inner)})
 
 
 @given(flat_layouts(), st.sampled_from(DTYPES))

@@ -244,10 +244,11 @@ _STEPS = {
 
 def _part(whole: Tensor, outer: Layout, inner: Layout, where: Coordinate) -> Tensor:
     """Return the piece at `where` under layout `inner`: a view of `whole`, the piece under layout `outer`."""
-    around, interval = outer.region(where), inner.interval(where)
-    if interval is None or outer.interval(where) is not None:
-        return whole[slices_within(inner.region(where), around)] if interval is None else whole
-    return whole.reshape(-1)[interval.start : interval.stop].view(inner.local_shape(where))
+    interval, around = inner.interval(where), outer.interval(where)
+    if interval is None:
+        return whole[slices_within(inner.region(where), outer.region(where))]
+    first = 0 if around is None else around.start
+    return whole.reshape(-1)[interval.start - first : interval.stop - first].view(inner.local_shape(where))
 
 
 def _peers(move: Move, where: Coordinate) -> list[Coordinate]:

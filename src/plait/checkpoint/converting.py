@@ -17,7 +17,7 @@ from plait.checkpoint.optimizer_state import is_number
 from plait.checkpoint.rank_contents import WriterAssignment, parameter_key, state_key, state_keys
 from plait.checkpoint.save_task import file_name
 from plait.checkpoint.tensor_file import BoxToWrite, write_file, write_files
-from plait.comm.coordinates import replica_ranks, sizes_of
+from plait.comm.coordinates import replica_ranks, sizes_of_plan
 from plait.layout import Layout
 from plait.layout.boxes import piece_boxes
 from plait.layout.shard_plan import ShardPlan
@@ -73,7 +73,7 @@ def convert_for(source: str | Path, target: str | Path, shard_plan: ShardPlan) -
 def _boxes_by_rank(shard_plan: ShardPlan, tensors: FullTensors) -> list[list[BoxToWrite]]:
     """Return for each rank of the plan the boxes (ranges of the tensors) that it would save."""
     plan = shard_plan.plan
-    sizes = sizes_of(pp=plan.pp, dp=plan.dp, tp=plan.tp, replicate=plan.replicate)
+    sizes = sizes_of_plan(plan)
     found: list[list[BoxToWrite]] = [[] for _ in range(plan.world)]
     writers = WriterAssignment()
     for name, layout, stages in _layouts(shard_plan, tensors.manifest.tensors):

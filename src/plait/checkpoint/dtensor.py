@@ -76,10 +76,10 @@ def expressible(layout: Layout) -> Layout:
 def _by_rows(layout: Layout) -> Layout:
     """Return `layout` with `Shard(0)` instead of `Flat` if all pieces stay the same; otherwise `layout`."""
     placements = layout.axis_placements
-    flat = next((axis for axis, placement in placements.items() if isinstance(placement, Flat)), None)
-    if flat is None or not layout.shape:
+    flat = {axis: Shard(0) for axis, placement in placements.items() if isinstance(placement, Flat)}
+    if not flat or not layout.shape:
         return layout
-    rows = Layout(layout.shape, layout.axis_degrees, placements | {flat: Shard(0)})
+    rows = Layout(layout.shape, layout.axis_degrees, placements | flat)
     return rows if all(_box(layout, where) == rows.box(where) for where in rows.coordinates()) else layout
 
 

@@ -83,7 +83,8 @@ def rank_contents(engine: Checkpointable, optimizer: torch.optim.Optimizer | Non
                 state_layout = layout if shape is None else Layout(shape, layout.axis_degrees)
                 yield held(state_key(name, key), state_layout, tensor.detach(), stages)
     for name, buffer in engine.named_buffers():
-        layout = Layout(tuple(buffer.shape), {axis: mesh.size(axis) for axis in ("replicate", "shard", "tp")})
+        axes = {axis: mesh.size(axis) for axis in ("replicate", "shard", "cp", "tp")}
+        layout = Layout(tuple(buffer.shape), axes)
         yield held(parameter_key(name), layout, buffer.detach().contiguous(), shard_plan.owners[name])
 
 

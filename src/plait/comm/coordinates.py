@@ -11,22 +11,34 @@ from math import prod
 
 from plait.errors import MeshError
 from plait.layout import Layout
+from plait.plan import Plan
 
-AXES = ("pp", "replicate", "shard", "tp")
+AXES = ("pp", "replicate", "shard", "cp", "tp")
 """The axes of a plan."""
-COMBINED = {"dp": ("replicate", "shard"), "model": ("pp", "tp"), "world": AXES}
+COMBINED = {
+    "dp": ("replicate", "shard"),
+    "shard_cp": ("shard", "cp"),
+    "dp_cp": ("replicate", "shard", "cp"),
+    "model": ("pp", "cp", "tp"),
+    "world": AXES,
+}
 """Names that combine several axes of a plan."""
 
 
-def sizes_of(*, pp: int, dp: int, tp: int, replicate: int) -> dict[str, int]:
+def sizes_of(*, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, replicate: int = 1) -> dict[str, int]:
     """Return the number of ranks along each axis, outermost first. Raises `MeshError` for invalid degrees."""
-    require_degrees({"pp": pp, "dp": dp, "tp": tp, "replicate": replicate})
+    require_degrees({"pp": pp, "dp": dp, "cp": cp, "tp": tp, "replicate": replicate})
     if dp % replicate:
         raise MeshError(
             f"the mesh's replicate = {replicate} does not divide dp = {dp}: "
             "choose a divisor, the shard axis is dp / replicate."
         )
-    return {"pp": pp, "replicate": replicate, "shard": dp // replicate, "tp": tp}
+    return {"pp": pp, "replicate": replicate, "shard": dp // replicate, "cp": cp, "tp": tp}
+
+
+def sizes_of_plan(plan: Plan) -> dict[str, int]:
+    """Return the number of ranks along each axis of a plan's mesh, outermost first."""
+    return sizes_of(pp=plan.pp, dp=plan.dp, cp=plan.cp, tp=plan.tp, replicate=plan.replicate)
 
 
 def require_degrees(degrees: Mapping[str, int]) -> None:
@@ -37,7 +49,7 @@ def require_degrees(degrees: Mapping[str, int]) -> None:
 
 
 def combined_axes(axes: Collection[str] = AXES) -> dict[str, tuple[str, ...]]:
-    """Return the axes of each combined axis: of `world`; if `axes` are a plan's, also of `dp` and `model`."""
+    """Return the axes of each combined axis: of `world`; if `axes` are a plan's, also of `dp` and others."""
     return COMBINED if tuple(axes) == AXES else {"world": tuple(axes)}
 
 

@@ -294,10 +294,11 @@ def _device(device: str | torch.device | None, ranks: Ranks | None) -> torch.dev
 
 
 class Mesh(GridMesh):
-    """Ranks along the axes `pp`, `replicate`, `shard`, `tp`: outermost first, row-major, `tp` innermost.
+    """Ranks along the axes `pp`, `replicate`, `shard`, `cp`, `tp`: outermost first, row-major.
 
-    `dp` combines `replicate` × `shard`, `model` combines `pp` × `tp` (ranks with the same data that hold one
-    copy of the model together), `world` all axes. `index("dp")` is replicate index · shard + shard index.
+    `dp` combines `replicate` × `shard` (ranks with other sequences), `dp_cp` `dp` × `cp` (ranks with other
+    tokens), `shard_cp` `shard` × `cp` (ranks over which state is sharded), `model` `pp` × `cp` × `tp` (ranks
+    with the same sequences), `world` all axes. `index("dp")` is replicate index · shard + shard index.
     """
 
     def __init__(
@@ -306,6 +307,7 @@ class Mesh(GridMesh):
         *,
         pp: int = 1,
         dp: int = 1,
+        cp: int = 1,
         tp: int = 1,
         replicate: int = 1,
         device: str | torch.device | None = None,
@@ -319,10 +321,11 @@ class Mesh(GridMesh):
         plan together with degrees, and for degrees whose product is not the number of ranks in the world.
         """
         if plan is not None:
-            if (pp, dp, tp, replicate) != (1, 1, 1, 1):
+            if (pp, dp, cp, tp, replicate) != (1, 1, 1, 1, 1):
                 raise MeshError("a mesh was given a plan and degrees as well: give one or the other.")
-            pp, dp, tp, replicate = plan.pp, plan.dp, plan.tp, plan.replicate
-        sizes = coordinates.sizes_of(pp=pp, dp=dp, tp=tp, replicate=replicate)
+            sizes = coordinates.sizes_of_plan(plan)
+        else:
+            sizes = coordinates.sizes_of(pp=pp, dp=dp, cp=cp, tp=tp, replicate=replicate)
         super().__init__(device=device, timeout=timeout, alone=alone, guarded=guarded, **sizes)
         self._channels: dict[Channel, Group | None] = {}
 
@@ -344,8 +347,15 @@ class Mesh(GridMesh):
                     _send_first_message(group, self.device)
         return {channel: group for channel in channels if (group := self._channels[channel]) is not None}
 
+    def _group_along(self, axis: str) -> Group:
+        """Make this rank's group along an axis; without context parallelism `dp_cp` is `dp` itself."""
+        same = {"dp_cp": "dp", "shard_cp": "shard"}.get(axis)
+        if same is not None and self.size("cp") == 1:
+            return self._groups[same]
+        return super()._group_along(axis)
+
     def _described_sizes(self) -> dict[str, int]:
-        return {axis: self.size(axis) for axis in ("pp", "dp", "tp")}
+        return {axis: self.size(axis) for axis in ("pp", "dp", "cp", "tp")}
 
     def check_plan(self, plan: Plan) -> None:
         """Raise `MeshError` unless the plan has this mesh's degrees; the error names the first to differ."""

@@ -107,11 +107,11 @@ def _full(
     mesh = runtime.mesh
     mine = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in held.items()}
     text = json.dumps(mine)
-    for axis in ("dp", "tp"):  # all ranks of a stage have the same names
+    for axis in ("dp_cp", "tp"):  # all ranks of a stage have the same names
         require_same_text(f"{what} of {text}", mesh.group(axis), mesh.device)
     group = mesh.group("pp")
     dtypes = [json.loads(one) for one in all_gather_text(text, group, mesh.device)]
-    receives = everywhere or all(mesh.index(axis) == 0 for axis in ("dp", "tp"))
+    receives = everywhere or all(mesh.index(axis) == 0 for axis in ("dp_cp", "tp"))
     for name, place in _places(runtime).items():
         owners = [rank for rank, names in enumerate(dtypes) if name in names]
         if not owners:

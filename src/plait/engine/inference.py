@@ -9,6 +9,7 @@ from torch import Tensor
 
 from plait.autograd.paired_collectives import gather
 from plait.comm.collectives import broadcast
+from plait.engine.local_batch import joined
 from plait.engine.runner import Runner
 from plait.errors import DataError
 from plait.layers.evaluation_mode import evaluating
@@ -30,15 +31,19 @@ def model_output(runner: Runner, inputs: Value, *, whole: bool, everywhere: bool
     batch = split_one(inputs, "inputs", runner.plan.microbatches, runner.as_input)
     call = f"the output of micro-batches of {signatures(batch)}, whole {whole}, everywhere {everywhere}"
     runner.require_same_call(call, "pp")
-    runner.require_same_call(f"{call}, tokens {fingerprint_of_tokens(batch)}", "tp")
+    for axis in ("cp", "tp"):
+        runner.require_same_call(f"{call}, tokens {fingerprint_of_tokens(batch)}", axis)
     with torch.no_grad(), evaluating(runner.modules):
-        runner.run(runner.steps.output, batch)
+        local = runner.local_inputs(batch)
+        runner.run(runner.steps.output, local)
         given_cut = isinstance(inputs, Microbatches)
         if not given_cut:
             _require_rows(runner, batch)
         outputs = runner.pipeline.loss_stage.take_outputs()
         if everywhere:
             outputs = list(_broadcast(runner, outputs))
+        pairs = zip(outputs, local.sequences, strict=False)  # none on ranks before the last stage's
+        outputs = [joined(output, sequence) for output, sequence in pairs]
         if whole:
             outputs = [_gathered(runner, output) for output in outputs]
         if not outputs:
@@ -102,11 +107,12 @@ def generated(
     with torch.no_grad(), evaluating(runner.modules):
         for number in range(tokens):
             seen, length = padded(sequence, runner.runtime.context)
-            runner.run(programs, [seen], parameters_changed=number == 0)
+            local = runner.local_inputs([seen])
+            runner.run(programs, local, parameters_changed=number == 0)
             token = torch.zeros(sequence.shape[0], dtype=torch.int64, device=runner.mesh.device)
             for logits in runner.pipeline.loss_stage.take_outputs():  # one, on the last stage's ranks
                 token = next_token(
-                    logits[:, length - 1],
+                    joined(logits, local.sequences[0])[:, length - 1],
                     temperature=temperature,
                     top_k=top_k,
                     generator=generator,

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from plait.autograd.dropout import names_of
+from plait.autograd.running_sequence import running
 from plait.comm.collectives import all_reduce, broadcast
 from plait.comm.consistency_check import require_same_text
 from plait.device import sent
+from plait.engine.local_batch import LocalInputs, cut, local_inputs
 from plait.engine.recorder import Recorder
 from plait.engine.runtime_objects import InstructionObserver, Runtime
 from plait.errors import DataError, PlanError
@@ -37,7 +39,7 @@ REMEMBERED_SHAPES = 256
 class LossBatch:
     """A batch split into micro-batches, with the weights by which their losses are averaged."""
 
-    inputs: Sequence[Value]
+    inputs: LocalInputs
     targets: Sequence[Value]
     weights: Tensor
     """The loss's weight of each micro-batch, `[microbatches]`."""
@@ -94,15 +96,23 @@ class Runner:
         batch, parts = split_both(inputs, targets, self.plan.microbatches, (self.as_input, self._as_target))
         call = f"a step on micro-batches of {signatures(batch)} with targets {signatures(parts)}"
         self.require_same_call(call, "pp")
-        self.require_same_call(f"{call}, tokens {fingerprint_of_tokens(inputs, targets)}", "tp")
+        for axis in ("cp", "tp"):
+            self.require_same_call(f"{call}, tokens {fingerprint_of_tokens(inputs, targets)}", axis)
+        local = self.local_inputs(batch)
+        pairs = zip(parts, local.sequences, strict=True)
+        parts = [cut(part, sequence, "targets") for part, sequence in pairs]
         if self._has_dropout and torch.is_grad_enabled():
-            self.runtime.dropout.rows = self._rows(batch)
+            self.runtime.dropout.rows = self._rows(local.values)
         each = [self.runtime.loss.weight(part) for part in parts]
         weights = torch.stack([torch.as_tensor(weight, dtype=torch.float64) for weight in each])
         weights = sent(weights, self.mesh.device)
-        total = all_reduce(weights.sum(), self.mesh.group("dp"), checked=False)
+        total = all_reduce(weights.sum(), self.mesh.group("dp_cp"), checked=False)
         weight = divisor(self.runtime.loss, total.about("the loss's weight").wait())
-        return LossBatch(batch, parts, weights, weight)
+        return LossBatch(local, parts, weights, weight)
+
+    def local_inputs(self, batch: Sequence[Value]) -> LocalInputs:
+        """Return this rank's part of micro-batches: its positions, without document ids."""
+        return local_inputs(batch, self.runtime.context_parallelism)
 
     def mean_loss(self, batch: LossBatch) -> Tensor:
         """Return the mean loss of the latest step over the global batch, 0-d, on every rank.
@@ -137,9 +147,11 @@ class Runner:
         """Return the mean loss of each micro-batch of the last step; see `Engine.microbatch_losses`."""
         if self._weights is None:
             raise DataError("there are no losses yet: call forward_backward or evaluate first.")
-        losses = torch.zeros_like(self._weights)
+        losses, cp = torch.zeros_like(self._weights), self.mesh.group("cp")
         if self.is_last:
-            losses = torch.stack(self._totals).double() / divisor(self.runtime.loss, self._weights)
+            both = torch.stack([torch.stack(self._totals).double(), self._weights])
+            totals, weights = all_reduce(both, cp, checked=False).about("the losses over cp").wait()
+            losses = totals / divisor(self.runtime.loss, weights)
         return broadcast(losses, self.mesh.group("pp"), self.steps.schedule.rank_of[-1], checked=False).wait()
 
     def non_finite(self) -> Tensor:
@@ -177,7 +189,7 @@ class Runner:
     def run(
         self,
         programs: Sequence[Program],
-        batch: Sequence[Value],
+        batch: LocalInputs,
         targets: Sequence[Value] = (),
         scale: Tensor | None = None,
         *,
@@ -193,7 +205,7 @@ class Runner:
             raise PlanError("torch.autocast is active around a step: leave it, and set plan.precision.")
         if torch.is_inference_mode_enabled():
             raise PlanError("torch.inference_mode is active around a step: leave it, or use torch.no_grad.")
-        self.pipeline.begin(batch, self._layer_infos(batch, input_gradients))
+        self.pipeline.begin(batch.values, self._layer_infos(batch, input_gradients), batch.sequences)
         self.pipeline.loss_stage.begin(targets, scale)
         trains, program = torch.is_grad_enabled(), programs[self.mesh.index("pp")]
         try:
@@ -213,13 +225,20 @@ class Runner:
                 self.reducer.clear()
             raise
 
-    def _layer_infos(self, batch: Sequence[Value], input_gradients: bool) -> list[list[LayerInfo]]:
+    def _layer_infos(self, batch: LocalInputs, input_gradients: bool) -> list[list[LayerInfo]]:
         """Return per micro-batch the `LayerInfo` (output shapes) of all layers; cached by input shape."""
-        trains = torch.is_grad_enabled()
-        keys = [(signature(one), input_gradients, trains) for one in batch]
-        for key, one in zip(keys, batch, strict=True):
+        trains, sequences = torch.is_grad_enabled(), batch.sequences
+        shapes = [one and one.shape for one in sequences]
+        keys = [
+            (signature(one), shape, input_gradients, trains)
+            for one, shape in zip(batch.values, shapes, strict=True)
+        ]
+        for key, one, sequence in zip(keys, batch.values, sequences, strict=True):
             known = self._infos.pop(key, None)
-            self._infos[key] = self._infer(one, input_gradients) if known is None else known
+            if known is None:
+                with running(sequence):
+                    known = self._infer(one, input_gradients)
+            self._infos[key] = known
         infos = [self._infos[key] for key in keys]
         while len(self._infos) > REMEMBERED_SHAPES + len(set(keys)):
             del self._infos[next(iter(self._infos))]  # the least recently used

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from plait.autograd.dropout import DropoutGenerator
+from plait.autograd.running_sequence import ContextParallelism
 from plait.blueprint import Blueprint
 from plait.comm.mesh import Mesh
 from plait.layers.layer_sequence import saved_buffers
@@ -30,6 +31,8 @@ class Runtime:
     pipeline: PipelineRank
     units: Mapping[str, Unit]
     """Of this rank's layers, by name."""
+    context_parallelism: ContextParallelism
+    """How sequences are divided over `cp`."""
     dropout: DropoutGenerator
     """The random numbers of this rank's dropouts."""
     counted: Collection[str]

@@ -83,5 +83,5 @@ def _makes_sense(plan: Plan, changed: dict[str, Any]) -> bool:
         return False
     if "offload" in changed and strategy == "none":
         return False
-    alone = plan.shard == 1 and offload == "none"
+    alone = plan.state_ranks == 1 and offload == "none"
     return not (alone and ("strategy" in changed or "reduce" in changed))

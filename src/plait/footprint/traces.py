@@ -277,7 +277,7 @@ def _layers_on_meta(
     blueprint: Blueprint, tensor_parallel: TensorParallelism, queue: WeightGradientQueue
 ) -> list[NamedLayer]:
     """Return all layers on the meta device, as a rank runs them, with allocated gradients."""
-    coordinate = {"replicate": 0, "shard": 0, "tp": 0}
+    coordinate = {"replicate": 0, "shard": 0, "cp": 0, "tp": 0}
     shapes = {name: layout.local_shape(coordinate) for name, layout in blueprint.whole_layouts.items()}
     empty = on_meta(blueprint.sequence, DTYPES[blueprint.plan.precision], shapes)
     layers = tensor_parallel.apply(private_copy(blueprint.sequence.layers, empty), queue)

@@ -44,7 +44,9 @@ class Flat:
     """Each rank along the axis holds an interval of the flattened elements that other `Shard`s leave it.
 
     Rank `i` holds elements `bounds[i]` to `bounds[i + 1]` in row-major order, clipped to the number of
-    elements; there is one bound more than ranks. The order of the axes does not matter. A piece that consists
+    elements; there is one bound more than ranks. The place of the axis among `Shard`s does not matter. Where
+    several axes are `Flat` they are nested, the outermost first: ranks are counted row-major over an axis and
+    the `Flat` axes before it, and every bound of an outer axis is one of the inner axis. A piece that consists
     of whole rows has their shape; any other has one row of as many dims, `[1, ..., elements]`.
     """
 
@@ -128,9 +130,7 @@ class Layout:
         chosen = tuple(
             _checked(placements.get(axis, Replicate()), axis, n, shape) for axis, n in axes.items()
         )
-        flat = [axis for axis, placement in zip(axes, chosen, strict=True) if isinstance(placement, Flat)]
-        if len(flat) > 1:
-            raise LayoutError(f"axes {flat[0]!r} and {flat[1]!r} both have a Flat placement: keep one.")
+        _require_bounds(axes, chosen)
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "axes", tuple(axes))
         object.__setattr__(self, "degrees", tuple(axes.values()))
@@ -193,12 +193,14 @@ class Layout:
 
     def interval(self, where: Sequence[int] | Mapping[str, int]) -> range | None:
         """Return the range of flattened elements that a `Flat` axis gives to `where`; None without one."""
-        for index, _, placement in self._along(where):
+        number, bounds = 0, None
+        for index, degree, placement in self._along(where):
             if isinstance(placement, Flat):
-                elements = range(prod(self.sizes(where)))
-                cut = elements[placement.bounds[index] : placement.bounds[index + 1]]
-                return range(cut.start, cut.stop)
-        return None
+                number, bounds = number * degree + index, placement.bounds
+        if bounds is None:
+            return None
+        cut = range(prod(self.sizes(where)))[bounds[number] : bounds[number + 1]]
+        return range(cut.start, cut.stop)
 
     def region(self, where: Sequence[int] | Mapping[str, int]) -> Box:
         """Return the box of the global tensor at this coordinate before a `Flat` axis, if any, divides it.
@@ -307,15 +309,29 @@ def _same_piece(index: int, degree: int, placement: Placement) -> range:
     return range(first, first + copies)
 
 
+def _require_bounds(axes: Mapping[str, int], placements: Sequence[Placement]) -> None:
+    """Raise LayoutError unless the bounds of `Flat` axes are ascending, as many as needed, and nested."""
+    ranks, outer, outer_axis = 1, (0,), ""
+    for (axis, degree), placement in zip(axes.items(), placements, strict=True):
+        if not isinstance(placement, Flat):
+            continue
+        ranks *= degree
+        bounds = placement.bounds
+        if len(bounds) != ranks + 1 or bounds[0] != 0 or list(bounds) != sorted(bounds):
+            raise LayoutError(
+                f"axis {axis!r} has {ranks} ranks and bounds {bounds}: give one bound more than ranks, "
+                "ascending from 0."
+            )
+        if outer_axis and bounds[::degree] != outer:
+            raise LayoutError(
+                f"axis {axis!r} has bounds {bounds}, which do not contain those of axis {outer_axis!r}, "
+                f"{outer}: let each interval of {outer_axis!r} be cut into {degree}."
+            )
+        outer, outer_axis = bounds, axis
+
+
 def _checked(placement: Placement, axis: str, degree: int, shape: tuple[int, ...]) -> Placement:
     """Return the placement with a non-negative dim. Raises LayoutError if it does not fit the shape."""
-    if isinstance(placement, Flat):
-        ordered = len(placement.bounds) == degree + 1 and placement.bounds[0] == 0
-        if not ordered or list(placement.bounds) != sorted(placement.bounds):
-            raise LayoutError(
-                f"axis {axis!r} has {degree} ranks and bounds {placement.bounds}: give one bound more than "
-                "ranks, ascending from 0."
-            )
     if not isinstance(placement, Shard):
         return placement
     if not -len(shape) <= placement.dim < len(shape):

@@ -10,7 +10,7 @@ A move changes the placement along one axis:
     Partial             Shard, Flat          reduce_scatter
     Shard               another Shard        all_to_all
 
-Axes that shard one dim are nested, the outermost first, and `Flat` is nested in all of them. So an axis can
+Axes that shard one dim are nested, the outermost first, and `Flat` axes are nested in all of them. An axis can
 change its placement only while no inner axis divides its pieces: inner axes are gathered before, and sharded
 again after. Of the possible orders, the one that sends the fewest elements is chosen.
 """
@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
+from itertools import product
 from typing import Literal
 
 from plait.errors import LayoutError
@@ -104,14 +105,21 @@ def _is_free(
     """Return whether the axis at index `place` can change to `then` before any other axis changes."""
     others = [other for index, other in enumerate(placements) if index != place]
     dims = {one.dim for one in (placements[place], then) if isinstance(one, Shard)}
-    if (dims or isinstance(then, Flat)) and any(isinstance(other, Flat) for other in others):
+    if dims and any(isinstance(other, Flat) for other in others):
+        return False
+    changes_flat = Flat in (type(placements[place]), type(then))
+    if changes_flat and any(isinstance(inner, Flat) for inner in placements[place + 1 :]):
         return False
     if any(isinstance(inner, Shard) and inner.dim in dims for inner in placements[place + 1 :]):
         return False
     if isinstance(then, Flat):  # its bounds refer to what the final shards leave
         left = [other for index, other in enumerate(final) if index != place]
-        return then == final[place] and all(
-            now == last for now, last in zip(others, left, strict=True) if Shard in (type(now), type(last))
+        settled = zip(others, left, strict=True)
+        outer = zip(placements[:place], final[:place], strict=True)
+        return (
+            then == final[place]
+            and all(now == last for now, last in settled if Shard in (type(now), type(last)))
+            and all(now == last for now, last in outer if Flat in (type(now), type(last)))
         )
     return True
 
@@ -127,9 +135,10 @@ def _sent(move: Move) -> float:
 def _largest(layout: Layout) -> int:
     """Return the number of elements of the largest piece of the layout."""
     first = [0] * len(layout.axes)
-    elements = layout.region(first).numel
-    for place, placement in enumerate(layout.placements):
-        if isinstance(placement, Flat):
-            pieces = ([*first[:place], index, *first[place + 1 :]] for index in range(layout.degrees[place]))
-            return max(len(layout.interval(piece) or ()) for piece in pieces)
-    return elements
+    if layout.interval(first) is None:
+        return layout.region(first).numel
+    flat = (
+        range(degree if isinstance(placement, Flat) else 1)
+        for degree, placement in zip(layout.degrees, layout.placements, strict=True)
+    )
+    return max(len(layout.interval(piece) or ()) for piece in product(*flat))

@@ -13,12 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from plait.attention import attend, share_keys
+from plait.autograd.running_sequence import positions_of
 from plait.models.model_helpers import (
     INITIAL_STD,
     Head,
     InitializedLayer,
     assemble,
     block,
+    heads_of,
     require_heads,
     require_length,
     require_positive,
@@ -82,10 +85,8 @@ class Embedding(InitializedLayer):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the sum of both embeddings. Raises ModelError for a sequence longer than the context."""
-        length = tokens.shape[1]
-        require_length(length, self.position.num_embeddings)
-        positions = torch.arange(length, device=tokens.device)
-        embedded: Tensor = self.token(tokens) + self.position(positions)
+        require_length(tokens, self.position.num_embeddings)
+        embedded: Tensor = self.token(tokens) + self.position(positions_of(tokens))
         return embedded
 
 
@@ -106,11 +107,9 @@ class Attention(InitializedLayer):
     def forward(self, x: Tensor) -> Tensor:
         """Return x plus the attention's output. With `tp` above 1, each rank's linears hold some heads."""
         normed = self.norm(x)
-        query, key, value = (
-            linear(normed).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
-            for linear in (self.query, self.key, self.value)
-        )
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        key, value = (heads_of(linear(normed), self.head_size) for linear in (self.key, self.value))
+        keys = share_keys(key, value, query_heads=key.shape[1])
+        mixed = attend(heads_of(self.query(normed), self.head_size), keys)
         result: Tensor = x + self.output(mixed.transpose(1, 2).flatten(2))
         return result
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from plait.attention import attend, share_keys
 from plait.errors import ModelError
 from plait.layers.result_cache import ResultCache
 from plait.model_size_rules import default_inner
@@ -23,6 +24,8 @@ from plait.models.model_helpers import (
     InitializedLayer,
     assemble,
     block,
+    head_count,
+    heads_of,
     require_heads,
     require_length,
     require_positive,
@@ -106,7 +109,7 @@ class Embedding(InitializedLayer):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the embeddings. Raises ModelError for a sequence longer than the context."""
-        require_length(tokens.shape[1], self.context)
+        require_length(tokens, self.context)
         embedded: Tensor = self.token(tokens)
         return embedded
 
@@ -143,18 +146,10 @@ class Attention(InitializedLayer):
     def forward(self, x: Tensor) -> Tensor:
         """Return x plus the attention's output. With `tp` above 1, each rank's linears hold some heads."""
         normed = self.norm(x)
-        query, key, value = (
-            linear(normed).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
-            for linear in (self.query, self.key, self.value)
-        )
-        angles = rotary_angles(query.shape[2], self.head_size, self.rope_base, query, self.angles)
-        mixed = functional.scaled_dot_product_attention(
-            rotate(query, *angles),
-            rotate(key, *angles),
-            value,
-            is_causal=True,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        angles = rotary_angles(normed.shape[1], self.head_size, self.rope_base, normed, self.angles)
+        key, value = (heads_of(linear(normed), self.head_size) for linear in (self.key, self.value))
+        keys = share_keys(rotate(key, *angles), value, query_heads=head_count(self.query, self.head_size))
+        mixed = attend(rotate(heads_of(self.query(normed), self.head_size), *angles), keys)
         result: Tensor = x + self.output(mixed.transpose(1, 2).flatten(2))
         return result
 

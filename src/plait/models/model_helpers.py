@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
+from plait.autograd.running_sequence import longest_document
 from plait.errors import ModelError
 from plait.model_size_rules import heads_error
 from plait.models.initial import Constant, Initial, Normal
@@ -50,6 +51,17 @@ class Head(InitializedLayer):
         return logits
 
 
+def heads_of(projected: Tensor, size: int) -> Tensor:
+    """Return `[batch, length, heads · size]` as `[batch, heads, length, size]`, for any number of heads."""
+    heads: Tensor = projected.unflatten(-1, (-1, size))  # type: ignore[no-untyped-call]
+    return heads.transpose(1, 2)
+
+
+def head_count(linear: nn.Module, size: int) -> int:
+    """Return the number of heads of `size` features in a linear's output; with `tp`, on this rank."""
+    return linear.get_parameter("weight").shape[0] // size
+
+
 def block(attention: nn.Module, mlp: nn.Module) -> nn.Sequential:
     """Return one transformer block: an attention layer and an MLP layer."""
     return nn.Sequential(OrderedDict(attention=attention, mlp=mlp))
@@ -79,8 +91,9 @@ def require_heads(hidden: int, heads: int, kv_heads: int | None = None, *, rotar
         raise ModelError(error)
 
 
-def require_length(length: int, context: int) -> None:
-    """Raise ModelError where a sequence is longer than the context."""
+def require_length(tokens: Tensor, context: int) -> None:
+    """Raise ModelError where the sequences of `tokens` `[rows, length]` are longer than the context."""
+    length = longest_document(tokens)
     if length > context:
         raise ModelError(
             f"a sequence of {length} tokens is longer than the model's context of {context}: "

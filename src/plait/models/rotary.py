@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from plait.autograd.running_sequence import running_sequence
 from plait.layers.result_cache import ResultCache
 
 
@@ -17,16 +18,26 @@ def rotary_angles(
     """Return cosines and sines `[length, size / 2]` of position · base^(-2i / size).
 
     See Su et al. 2021, section 3.2.2. In float32, or in the dtype of `like` where that is wider, and on its
-    device. `cache` keeps them for the next call with equal arguments.
+    device. `cache` keeps them for the next call with equal arguments. The positions are 0, 1, 2, …; under
+    context parallelism those of this rank; and with packed documents those in each row's documents, so that
+    the result is `[rows, 1, length, size / 2]`.
     """
-    if cache is not None:
-        key = length, size, base, like.dtype
-        return cache.get(key, like, lambda: rotary_angles(length, size, base, like))
     dtype = torch.promote_types(like.dtype, torch.float32)
-    positions = torch.arange(length, dtype=dtype, device=like.device)
-    exponents = torch.arange(0, size, 2, dtype=dtype, device=like.device) / size
-    angles = torch.outer(positions, base**-exponents)
-    return angles.cos(), angles.sin()
+    device, sequence = like.device, running_sequence()
+
+    def compute(positions: Tensor) -> tuple[Tensor, Tensor]:
+        exponents = torch.arange(0, size, 2, dtype=dtype, device=device) / size
+        angles = positions.to(dtype).unsqueeze(-1) * base**-exponents
+        angles = angles.unsqueeze(1) if positions.dim() == 2 else angles
+        return angles.cos(), angles.sin()
+
+    if sequence is not None:
+        key = "rotary angles", size, base, like.dtype, device
+        return sequence.result(key, lambda: compute(sequence.positions(device)))
+    if cache is not None:
+        known = length, size, base, like.dtype
+        return cache.get(known, like, lambda: compute(torch.arange(length, device=device)))
+    return compute(torch.arange(length, device=device))
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:

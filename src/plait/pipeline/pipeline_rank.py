@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 
+from plait.autograd.running_sequence import LocalSequence
 from plait.layers.nested import Value, leaf_of, map_tensors, tensors_of
 from plait.layers.shape_inference import LayerInfo
 from plait.pipeline.exchange import Exchange
@@ -77,10 +78,20 @@ class PipelineRank:
         }
         return partial(run[kind], microbatch, layer)
 
-    def begin(self, batch: Sequence[Value], infos: Sequence[Sequence[LayerInfo]]) -> None:
-        """Start a step; per micro-batch, `batch` has the input and `infos` the output info of every layer."""
+    def begin(
+        self,
+        batch: Sequence[Value],
+        infos: Sequence[Sequence[LayerInfo]],
+        sequences: Sequence[LocalSequence | None],
+    ) -> None:
+        """Start a step; per micro-batch, `batch` has the input and `infos` the output info of every layer.
+
+        `sequences`: this rank's part of each micro-batch's sequences; None where they are whole.
+        """
         self.batch = batch
         self.input_gradients = {}
+        for stage in self.stages.values():
+            stage.sequences = sequences
         if list(map(id, infos)) == list(map(id, self._infos)):
             return  # shapes are those of the step before
         self._infos = infos

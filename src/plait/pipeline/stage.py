@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from plait.autograd.deferred_weight_gradients import made_by_linear
 from plait.autograd.dropout import DropoutGenerator, names_of
+from plait.autograd.running_sequence import LocalSequence, running
 from plait.autograd.weight_gradient_queue import WeightGradientQueue, WeightWork
 from plait.errors import ModelError
 from plait.layers.layer_sequence import NamedLayer
@@ -58,6 +59,8 @@ class Stage:
     """How much of each layer's activations is computed again in its backward; empty: none of them."""
     dropout: DropoutGenerator | None = None
     """The random numbers of the layers' dropouts."""
+    sequences: Sequence[LocalSequence | None] = ()
+    """Per micro-batch, this rank's part of its sequences; None where they are whole."""
     input_gradients: bool = False
     """Whether the first stage of the model collects the gradient of its floating-point input."""
 
@@ -134,8 +137,10 @@ class Stage:
         named, info, names = self.layers[layer], self.infos[microbatch][layer], self._dropouts[layer]
         given = map_tensors(torch.clone, value) if info.writes_input else value
         dropout = self.dropout.running(microbatch, named.path, names) if self.dropout and names else None
+        sequence = self.sequences[microbatch] if self.sequences else None
+        part = nullcontext() if sequence is None else running(sequence)
         # A layer that runs backwards of its own asks for no weight gradient.
-        with self.queue.discarding(), dropout or nullcontext():
+        with self.queue.discarding(), dropout or nullcontext(), part:
             if named.run_on_pieces is None:
                 output = named.module(given)
             else:

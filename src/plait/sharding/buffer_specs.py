@@ -199,8 +199,7 @@ def build_buffer_specs(
     """Return by unit (parameters gathered together) the specs of its flat buffers, one per `BufferKind`.
 
     Sharded buffers are cut into `ranks` pieces. `units`: the parameters of each unit. `layouts` are over
-    `tp`. `summed` gives for each parameter how many
-    neighbours along `tp` have a summand of its gradient each.
+    `tp`. `summed` gives for each parameter how many neighbours along `tp` have a summand of its gradient each.
     Offsets are those of the first rank along `tp`, which has the largest pieces; so they are equal on all.
     """
     specs = {}
@@ -218,12 +217,13 @@ def build_buffer_specs(
 
 
 def piece_layouts(specs: BufferSpecs, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
-    """Return the layouts of the shards that optimizers update: `tp` layouts, divided over `shard` too."""
+    """Return the layouts of the pieces that optimizers update: `tp` layouts, cut over `shard` and `cp` too."""
     pieces = dict(layouts)
     for spec in (spec for buffers in specs.values() for spec in buffers if spec.kind.sharded):
         for slot in spec.offsets.slots:
             layout = layouts[slot.name]
             placements = dict(zip(layout.axes, layout.placements, strict=True))
-            flat = {"shard": Flat(spec.offsets.bounds(slot))}
+            bounds, cp = spec.offsets.bounds(slot), layout.axis_degrees.get("cp", 1)
+            flat = {"shard": Flat(bounds[::cp])} | ({"cp": Flat(bounds)} if cp > 1 else {})
             pieces[slot.name] = Layout(layout.shape, layout.axis_degrees, placements | flat)
     return pieces

@@ -51,7 +51,7 @@ class Partitioning:
     @staticmethod
     def of(plan: Plan) -> Partitioning:
         """Return the partitioning under `plan`; offload without sharding divides no parameter."""
-        return Partitioning(plan.pp, plan.tp > 1 or (plan.strategy != "none" and plan.shard > 1))
+        return Partitioning(plan.pp, plan.tp > 1 or (plan.strategy != "none" and plan.state_ranks > 1))
 
 
 def require_elementwise(optimizer: Optimizer, partitioning: Partitioning) -> None:

@@ -61,13 +61,13 @@ def check_replicas(
 
     `parameters` are this rank's pieces, `layouts` and `owners` those of the whole model. The error names the
     first parameter of the model that differs. Every rank calls it, with its optimizer or none.
-    Communication: 8 bytes a parameter of the model over each of `dp`, `tp` and, where some are tied across
+    Communication: 8 bytes a parameter of the model over each of `dp_cp`, `tp` and, where some are tied across
     stages, `pp`; 2 bytes a parameter over `world`. It blocks until the device has computed all hashes.
     """
     prints = {name: _fingerprints(parameter, optimizer) for name, parameter in parameters.items()}
     numbers = _numbers(prints, list(layouts), mesh.device)
     tied = any(len(stages) > 1 for stages in owners.values())
-    groups = [mesh.group(axis) for axis in ("dp", "tp", *(["pp"] if tied else []))]
+    groups = [mesh.group(axis) for axis in ("dp_cp", "tp", *(["pp"] if tied else []))]
     pending = [all_gather(numbers, group, checked=False) for group in groups]
     shared, differ = torch.zeros(2, len(layouts), dtype=torch.bool)
     for group, gathered in zip(groups, pending, strict=True):
@@ -164,7 +164,7 @@ def _differences(
 
 def _listed(ranks: Sequence[int], mesh: Mesh) -> str:
     """Return ranks as text: `ranks 0 (dp 0, tp 0), 2 (dp 1, tp 0) and 9 more`."""
-    axes = [axis for axis in ("pp", "dp", "tp") if mesh.size(axis) > 1]
+    axes = [axis for axis in ("pp", "dp", "cp", "tp") if mesh.size(axis) > 1]
     listed = []
     for rank in ranks[:_MOST_RANKS]:
         coordinate = mesh.coordinate_of(rank)

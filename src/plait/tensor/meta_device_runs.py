@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from plait.autograd.dropout import names_of
+from plait.autograd.running_sequence import running_sequence
 from plait.layers.layer_sequence import LayerSequence, NamedLayer, on_meta, private_copy
 from plait.layers.nested import Value, map_tensors, tensors_of
 from plait.layers.shape_inference import LayerInfo, LayerInput, MetaRun, run_on_meta
@@ -82,7 +83,8 @@ class MetaLayers:
 
     def _runs(self, microbatch: Value, *, input_gradients: bool, proves: bool) -> Iterator[MetaRun]:
         given = LayerInput.of_batch(microbatch, input_gradients=input_gradients)
-        modes = proves, torch.is_grad_enabled(), torch.get_default_dtype()
+        sequence = running_sequence()
+        modes = proves, torch.is_grad_enabled(), torch.get_default_dtype(), sequence and sequence.shape
         for number in range(len(self._structures)):
             key = self._structures[number], modes, given.length, given.repeats, _described(given.value)
             if key not in self._results:

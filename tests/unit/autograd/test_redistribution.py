@@ -25,6 +25,7 @@ AXES = (
     {"replicate": 2, "shard": 2},
     {"replicate": 2, "shard": 1, "tp": 2},
     {"rows": 2, "columns": 2},
+    {"shard": 2, "cp": 2},
 )
 """Of meshes of 4 ranks."""
 
@@ -46,12 +47,15 @@ def along_an_axis(dims: int, degree: int) -> st.SearchStrategy[Placement]:
 @st.composite
 def placements(draw: st.DrawFn, shape: tuple[int, ...], axes: Mapping[str, int]) -> dict[str, Placement]:
     found = {axis: draw(along_an_axis(len(shape), degree)) for axis, degree in axes.items()}
-    flat = draw(st.sampled_from([None, None, *axes]))
-    if flat is not None:
-        left = Layout(shape, axes, found | {flat: Replicate()})
-        most = prod(left.region([0] * len(axes)).sizes)
-        cuts = draw(st.lists(st.integers(0, most), min_size=axes[flat] - 1, max_size=axes[flat] - 1))
-        found[flat] = Flat((0, *sorted(cuts), most))
+    flat = draw(st.sampled_from([(), (), *((axis,) for axis in axes), tuple(axes)]))
+    if flat:
+        left = Layout(shape, axes, found | dict.fromkeys(flat, Replicate()))
+        most, pieces = prod(left.region([0] * len(axes)).sizes), prod(axes[axis] for axis in flat)
+        cuts = draw(st.lists(st.integers(0, most), min_size=pieces - 1, max_size=pieces - 1))
+        bounds = (0, *sorted(cuts), most)
+        for axis in flat:
+            pieces //= axes[axis]
+            found[axis] = Flat(bounds[::pieces])
     return found
 
 
@@ -69,7 +73,7 @@ def mesh_of(axes: Mapping[str, int]) -> GridMesh:
     if "rows" in axes:
         return GridMesh(**axes)
     replicate, shards = axes.get("replicate", 1), axes.get("shard", 1)
-    return Mesh(replicate=replicate, dp=replicate * shards, tp=axes.get("tp", 1))
+    return Mesh(replicate=replicate, dp=replicate * shards, cp=axes.get("cp", 1), tp=axes.get("tp", 1))
 
 
 def drawn(shape: tuple[int, ...], seed: int) -> Tensor:

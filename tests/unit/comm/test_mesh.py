@@ -9,11 +9,12 @@ from plait.errors import CommunicationError, MeshError
 from plait.plan import Plan
 from plait.schedules.action import Kind
 
-degrees = some.integers(1, 4)
+degrees = some.integers(1, 3)
 all_sizes = some.builds(
-    lambda pp, replicate, shard, tp: coordinates.sizes_of(
-        pp=pp, dp=replicate * shard, tp=tp, replicate=replicate
+    lambda pp, replicate, shard, cp, tp: coordinates.sizes_of(
+        pp=pp, dp=replicate * shard, cp=cp, tp=tp, replicate=replicate
     ),
+    degrees,
     degrees,
     degrees,
     degrees,
@@ -51,7 +52,7 @@ def test_groups_cut_the_world_into_equal_parts(sizes, axis):
 def test_dp_combines_replicate_and_shard(sizes, data):
     dp = data.draw(some.integers(0, coordinates.size_along("dp", sizes) - 1))
     place = coordinates.split_dp({"dp": dp}, sizes)
-    assert coordinates.index_along("dp", {"pp": 0, "tp": 0, **place}, sizes) == dp
+    assert coordinates.index_along("dp", {"pp": 0, "cp": 0, "tp": 0, **place}, sizes) == dp
 
 
 def test_tp_is_innermost_and_pp_outermost():
@@ -63,6 +64,21 @@ def test_tp_is_innermost_and_pp_outermost():
     assert coordinates.groups_along("pp", sizes)[:2] == [(0, 8), (1, 9)]
 
 
+def test_context_parallelism_lies_between_shard_and_tp():
+    sizes = coordinates.sizes_of(dp=4, cp=2, tp=2, replicate=2)
+    assert coordinates.groups_along("cp", sizes)[:2] == [(0, 2), (1, 3)]
+    assert coordinates.groups_along("shard_cp", sizes)[:2] == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    assert coordinates.groups_along("dp_cp", sizes)[0] == tuple(range(0, 16, 2))
+
+
+def test_groups_over_tokens_are_those_over_sequences_without_context_parallelism(thread_ranks):
+    def body():
+        one, two = Mesh(dp=4), Mesh(dp=2, cp=2)
+        return one.group("dp_cp") is one.group("dp"), two.group("dp_cp").name, two.group("shard_cp").ranks
+
+    assert thread_ranks.run(body, ranks=4) == [(True, "dp_cp", (0, 1, 2, 3))] * 4
+
+
 def test_a_mesh_of_one_needs_no_backend():
     mesh = Mesh()
     assert (mesh.rank, mesh.world, mesh.device) == (0, 1, torch.device("cpu"))
@@ -70,7 +86,7 @@ def test_a_mesh_of_one_needs_no_backend():
     assert mesh.coordinate == dict.fromkeys(coordinates.AXES, 0)
     for group in (mesh.group("dp"), mesh.group("world")):
         assert (group.ranks, group.index, group.transport) == ((0,), 0, None)
-    assert repr(mesh) == "Mesh(pp=1, replicate=1, shard=1, tp=1; rank 0)"
+    assert repr(mesh) == "Mesh(pp=1, replicate=1, shard=1, cp=1, tp=1; rank 0)"
 
 
 @pytest.mark.parametrize(
@@ -81,7 +97,7 @@ def test_a_mesh_of_one_needs_no_backend():
         (lambda: Mesh(dp=4, replicate=3), ["replicate = 3 does not divide dp = 4"]),
         (lambda: Mesh(tp=0), ["tp is 0"]),
         (lambda: Mesh(tp=True), ["tp is True"]),
-        (lambda: Mesh().group("rows"), ["no axis 'rows'", "pp, replicate, shard, tp, dp, model, world"]),
+        (lambda: Mesh().group("rows"), ["no axis 'rows'", "pp, replicate, shard, cp, tp, dp, shard_cp, "]),
         (lambda: Mesh().size("rows"), ["no axis 'rows'"]),
         (lambda: Mesh().coordinate_of(1), ["no rank 1"]),
         (lambda: Mesh().rank_at(tp=1), ["no tp = 1"]),
@@ -122,10 +138,10 @@ def test_a_mesh_of_eight(rank_pool):
 
     results = rank_pool.run(body, ranks=8)
     assert results[7] == {
-        "text": "Mesh(pp=2, replicate=2, shard=2, tp=1; rank 7 at pp=1 replicate=1 shard=1)",
-        "ranks": [(3, 7), (5, 7), (6, 7), (7,), (4, 5, 6, 7), tuple(range(8)), (3, 7), (7, 3)],
-        "indices": [1, 1, 1, 0, 3, 7, 1, 0],
-        "names": ["pp", "replicate", "shard", "tp", "dp", "world", "pp", "pp"],
+        "text": "Mesh(pp=2, replicate=2, shard=2, cp=1, tp=1; rank 7 at pp=1 replicate=1 shard=1)",
+        "ranks": [(3, 7), (5, 7), (6, 7), (7,), (7,), (4, 5, 6, 7), tuple(range(8)), (3, 7), (7, 3)],
+        "indices": [1, 1, 1, 0, 0, 3, 7, 1, 0],
+        "names": ["pp", "replicate", "shard", "cp", "tp", "dp", "world", "pp", "pp"],
         "distinct": True,
         "dp": (3, 4),
         "left of me": 3,

@@ -115,7 +115,11 @@ def _input_gradient(symptoms: Symptoms) -> str:
 def _reduction(symptoms: Symptoms) -> str:
     plan = symptoms.plan
     known = "what each micro-batch gave is right, as far as that is compared"
-    axes = [axis for axis, size in (("dp", plan.dp), ("tp", plan.tp), ("pp", plan.pp)) if size > 1]
+    axes = [
+        axis
+        for axis, size in (("dp", plan.dp), ("cp", plan.cp), ("tp", plan.tp), ("pp", plan.pp))
+        if size > 1
+    ]
     if not axes:
         return f"{known}, and something changed the gradients afterwards"
     return (

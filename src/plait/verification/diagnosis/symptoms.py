@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.comm.coordinates import axes_of, index_along, sizes_of
+from plait.comm.coordinates import axes_of, index_along, sizes_of_plan
 from plait.plan import Plan
 from plait.verification.findings import Difference, Evidence
 from plait.verification.location import StepPhase
@@ -128,5 +128,4 @@ def ranks_in_words(ranks: Sequence[int], symptoms: Symptoms) -> str:
 
 
 def _along(coordinate: Mapping[str, int], axis: str, plan: Plan) -> int:
-    sizes = sizes_of(pp=plan.pp, dp=plan.dp, tp=plan.tp, replicate=plan.replicate)
-    return index_along(axis, coordinate, sizes)
+    return index_along(axis, coordinate, sizes_of_plan(plan))

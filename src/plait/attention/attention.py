@@ -1,0 +1,182 @@
+"""`attention`: softmax attention that knows sliding windows, packed documents and context parallelism.
+
+On one rank it is `scaled_dot_product_attention`. Where an engine divides sequences over `cp`, each rank has
+the queries, keys and values of its own positions, and gets the attention of its queries to all of them.
+
+`attention(query, key, value)` is `attend(query, share_keys(key, value))`. The two halves let a layer send its
+keys before it computes its queries.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from plait.attention.visibility import document_bounds
+from torch import Tensor
+from torch.nn import functional
+
+from plait.attention.exchange_plan import Mask, exchange_plan
+from plait.attention.key_exchange import KeyExchange
+from plait.attention.ring import attend_to_all, share
+from plait.attention.ulysses import heads_of_ranks, to_heads, to_positions
+from plait.autograd.running_sequence import (
+    ContextParallelism,
+    DocumentBounds,
+    LocalSequence,
+    running_sequence,
+)
+from plait.comm.group import Group
+from plait.comm.traffic import Traffic
+from plait.errors import ModelError, PlanError
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    causal: bool = True,
+    window: int | None = None,
+    documents: Tensor | None = None,
+    *,
+    scale: float | None = None,
+) -> Tensor:
+    """Return softmax attention `[rows, heads, length, width]`, without any position of another document.
+
+    `query` `[rows, heads, length, size]`; `key` and `value` may have fewer heads, each for consecutive query
+    heads. `causal`: no position sees a later one. `window`: a position sees those at a distance below it.
+    `documents`: ids `[rows, length]` of the whole sequences, by default those of the batch that an engine
+    runs; a document is a run of equal ids. `scale`: of the scores, by default `size ** -0.5`.
+    Communication under context parallelism, over `cp`, as `Plan.context_parallel` chooses: keys and values,
+    and in the backward their gradients; or queries, keys, values and outputs, and all gradients. Raises
+    ModelError for shapes that do not fit.
+    """
+    keys = share_keys(key, value, causal, window, documents, query_heads=query.shape[1])
+    return attend(query, keys, scale=scale)
+
+
+@dataclass(frozen=True)
+class SharedKeys:
+    """Keys and values `[rows, heads, length, width]` on their way to other ranks; made by `share_keys`."""
+
+    key: Tensor
+    value: Tensor
+    mask: Mask
+    sequence: LocalSequence | None
+    exchange: KeyExchange | None
+
+
+def share_keys(
+    key: Tensor,
+    value: Tensor,
+    causal: bool = True,
+    window: int | None = None,
+    documents: Tensor | None = None,
+    *,
+    query_heads: int,
+) -> SharedKeys:
+    """Start to send keys and values to the ranks of `cp` that need them; arguments as for `attention`.
+
+    `query_heads`: the number of heads of the query. To be passed to `attend`, once.
+    """
+    mask = Mask(causal, window)
+    sequence = _sequence_of(key, documents, mask)
+    if sequence is None:
+        return SharedKeys(key, value, mask, None, None)
+    if key.shape[2] != sequence.size:
+        raise ModelError(
+            f"attention was given keys {list(key.shape)} of {key.shape[2]} positions, where this rank has "
+            f"{sequence.size} of the {sequence.layout.length} positions of the sequence: give it all of a "
+            "layer's positions, in their order."
+        )
+    if uses_heads(sequence.parallelism, query_heads, key.shape[1]):
+        of_ranks = heads_of_ranks(query_heads, key.shape[1], sequence.group.size)
+        key, value = (to_heads(one, sequence, of_ranks) for one in (key, value))
+        return SharedKeys(key, value, mask, sequence, None)
+    exchange = KeyExchange(exchange_plan(sequence, mask), sequence.parallelism)
+    if sequence.group.size > 1:
+        key, value = share(key, value, exchange)
+    return SharedKeys(key, value, mask, sequence, exchange)
+
+
+def attend(query: Tensor, keys: SharedKeys, *, scale: float | None = None) -> Tensor:
+    """Return attention of `query` to shared keys; see `attention`."""
+    scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
+    if keys.sequence is None:
+        return functional.scaled_dot_product_attention(
+            query,
+            keys.key,
+            keys.value,
+            is_causal=keys.mask.causal,
+            scale=scale,
+            enable_gqa=query.shape[1] != keys.key.shape[1],
+        )
+    if keys.exchange is not None:
+        return attend_to_all(query, keys.key, keys.value, keys.exchange, scale)
+    sequence = keys.sequence
+    of_ranks = heads_of_ranks(query.shape[1], query.shape[1], sequence.group.size)
+    whole = _whole(sequence)
+    exchange = KeyExchange(exchange_plan(whole, keys.mask), whole.parallelism)
+    mine = to_heads(query, sequence, of_ranks)
+    return to_positions(attend_to_all(mine, keys.key, keys.value, exchange, scale), sequence, of_ranks)
+
+
+def uses_heads(parallelism: ContextParallelism, query_heads: int, heads: int) -> bool:
+    """Return whether attention divides heads instead of positions ("ulysses"), by the bytes that each sends.
+
+    Per position of a rank, in elements of a head's width, forward and backward: keys and values take
+    `4 · heads · (cp - 1)`, a third of it more but half where they are sent again; dividing heads takes
+    `4 · (query_heads + heads) · (cp - 1) / cp`. Raises PlanError where "ulysses" is asked for and the ranks
+    do not divide the heads.
+    """
+    ranks, method = parallelism.group.size, parallelism.method
+    if method == "ring" or ranks == 1:
+        return False
+    divides = query_heads % ranks == 0
+    if method == "ulysses" and not divides:
+        raise PlanError(
+            f"plan.context_parallel is 'ulysses', but {query_heads} heads do not divide over plan.cp = "
+            f"{ranks} ranks: choose 'ring', or a divisor for cp."
+        )
+    if method == "ulysses":
+        return True
+    of_keys = (4 if parallelism.keeps_keys else 6) * heads
+    of_heads = 4 * (query_heads + sum(map(len, heads_of_ranks(query_heads, heads, ranks)))) / ranks
+    return divides and of_heads < of_keys
+
+
+def _sequence_of(key: Tensor, documents: Tensor | None, mask: Mask) -> LocalSequence | None:
+    """Return the sequence on which the layer works; None where plain causal or full attention suffices."""
+    sequence = running_sequence()
+    if documents is not None:
+        sequence = _with_documents(sequence, documents)
+    if sequence is None and mask.window is not None:
+        sequence = ContextParallelism(_NOBODY_ELSE).sequence(key.shape[2])
+    if sequence is not None and sequence.group.size == 1:
+        needs_mask = mask.window is not None and mask.window < key.shape[2]
+        return sequence if needs_mask or sequence.documents is not None else None
+    return sequence
+
+
+def _with_documents(sequence: LocalSequence | None, documents: Tensor) -> LocalSequence:
+    def bounds() -> DocumentBounds:
+        return DocumentBounds(*document_bounds(documents.cpu()))
+
+    if sequence is None:
+        return ContextParallelism(_NOBODY_ELSE).sequence(documents.shape[1], bounds())
+    known = sequence.result(("documents", id(documents)), lambda: (documents, bounds()))
+    return replace(sequence, documents=known[1])
+
+
+def _whole(sequence: LocalSequence) -> LocalSequence:
+    """Return the whole sequence as one rank holds it."""
+
+    def compute() -> LocalSequence:
+        alone = ContextParallelism(_NOBODY_ELSE, overlap=sequence.parallelism.overlap)
+        return alone.sequence(sequence.layout.length, sequence.documents)
+
+    return sequence.result("whole", compute)
+
+
+_NOBODY_ELSE = Group("cp", (0,), 0, None, Traffic(), 0.0)
+"""The group of a rank that holds whole sequences."""

@@ -1,0 +1,131 @@
+"""Which keys each rank sends to which, and the kernel calls of each block: from positions and masks alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from plait.attention.block_calls import BlockCall, block_calls
+from plait.attention.visibility import needed_keys, visible_range
+from torch import Tensor
+
+from plait.autograd.running_sequence import DocumentBounds, LocalSequence
+from plait.layout.sequence_layout import SequenceLayout
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which positions a query sees: in its document, up to itself if `causal`, closer than `window`."""
+
+    causal: bool = True
+    window: int | None = None
+
+
+Selection = slice | Tensor
+"""Indices along the sequence dim: a slice where they are consecutive, else int64."""
+
+
+@dataclass(frozen=True)
+class PeerBlock:
+    """This rank's exchange with one rank of `cp`, and attention of its queries to that rank's keys."""
+
+    sent: Selection
+    """The keys of this rank that the peer's queries see."""
+    sent_count: int
+    received_count: int
+    """The number of the peer's keys that this rank's queries see."""
+    calls: tuple[BlockCall, ...]
+    """On the received keys."""
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """The exchange of keys of one rank with all ranks of `cp`, and its kernel calls."""
+
+    index: int
+    """This rank's."""
+    own: tuple[BlockCall, ...]
+    """The kernel calls on the rank's own keys."""
+    peers: tuple[PeerBlock | None, ...]
+    """By index; None for this rank."""
+
+    def sent(self, each: int) -> list[int]:
+        """Return how many elements go to each rank, `each` for a key position."""
+        return [0 if peer is None else each * peer.sent_count for peer in self.peers]
+
+    def received(self, each: int) -> list[int]:
+        """Return how many elements come from each rank, `each` for a key position."""
+        return [0 if peer is None else each * peer.received_count for peer in self.peers]
+
+
+def exchange_plan(sequence: LocalSequence, mask: Mask) -> ExchangePlan:
+    """Return the plan of `sequence`; all layers with an equal `mask` share it."""
+
+    def compute() -> ExchangePlan:
+        return build_plan(sequence.layout, sequence.group.index, mask, sequence.documents)
+
+    return sequence.result(("exchange plan", mask), compute)
+
+
+def build_plan(
+    layout: SequenceLayout, index: int, mask: Mask, documents: DocumentBounds | None = None
+) -> ExchangePlan:
+    """Return the plan of the rank at `index`: it receives only keys that one of its queries sees."""
+    positions = [layout.positions(rank) for rank in range(layout.ranks)]
+    bounds = None if documents is None else (documents.starts, documents.stops)
+    seen = [
+        visible_range(one, layout.length, causal=mask.causal, window=mask.window, bounds=bounds)
+        for one in positions
+    ]
+    peers: list[PeerBlock | None] = []
+    for peer in range(layout.ranks):
+        if peer == index:
+            peers.append(None)
+            continue
+        sent = needed_keys(*seen[peer], positions[index])
+        received = needed_keys(*seen[index], positions[peer])
+        calls = block_calls(*seen[index], positions[peer].index_select(0, received))
+        peers.append(PeerBlock(_selection(sent), len(sent), len(received), calls))
+    return ExchangePlan(index, block_calls(*seen[index], positions[index]), tuple(peers))
+
+
+def _selection(indices: Tensor) -> Selection:
+    if len(indices) and bool((indices.diff() != 1).any()):
+        return indices
+    first = int(indices[0]) if len(indices) else 0
+    return slice(first, first + len(indices))
+
+
+def selected(tensor: Tensor, which: Selection) -> Tensor:
+    """Return the elements of `tensor` `[rows, heads, length, width]` at positions; a view for a slice."""
+    if isinstance(which, slice):
+        return tensor[:, :, which]
+    return tensor.index_select(2, which.to(tensor.device))
+
+
+def add_selected(total: Tensor, which: Selection, summand: Tensor) -> None:
+    """Add `summand` to the elements of `total` `[rows, heads, length, width]` at some positions, in place."""
+    if isinstance(which, slice):
+        total[:, :, which] += summand
+    else:
+        total.index_add_(2, which.to(total.device), summand)
+
+
+def sizes_of(*tensors: Tensor) -> int:
+    """Return the number of elements that the tensors have together for each position of dim 2."""
+    return sum(one.shape[0] * one.shape[1] * one.shape[3] for one in tensors)
+
+
+def views(flat: Tensor, counts: Sequence[int], like: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    """Return for each of `counts` positions its part of `flat`, as tensors shaped like `like` elsewhere."""
+    found, first = [], 0
+    for count in counts:
+        parts = []
+        for one in like:
+            shape = (*one.shape[:2], count, one.shape[3])
+            elements = torch.Size(shape).numel()
+            parts.append(flat[first : first + elements].view(shape))
+            first += elements
+        found.append(tuple(parts))
+    return found

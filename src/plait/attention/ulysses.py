@@ -1,0 +1,108 @@
+"""Attention with heads in place of positions: each rank of `cp` computes some heads for all positions.
+
+    queries, keys, values   [rows, all heads, own positions]  ─ all-to-all →  [rows, own heads, all positions]
+    output                  [rows, own heads, all positions]  ─ all-to-all →  [rows, all heads, own positions]
+
+Jacobs et al. 2023, "DeepSpeed Ulysses" (arXiv:2309.14509). With fewer heads of keys and values than ranks, a
+rank gets those that its query heads read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.autograd.running_sequence import LocalSequence
+from plait.comm.collectives import all_to_all_uneven
+
+
+def heads_of_ranks(query_heads: int, heads: int, ranks: int) -> list[range]:
+    """Return for each rank the heads, of `heads` of keys and values, that its query heads read.
+
+    `query_heads` is a multiple of `ranks` and of `heads`.
+    """
+    own, shared = query_heads // ranks, query_heads // heads
+    return [range(rank * own // shared, ((rank + 1) * own - 1) // shared + 1) for rank in range(ranks)]
+
+
+def to_heads(tensor: Tensor, sequence: LocalSequence, heads: Sequence[range]) -> Tensor:
+    """Return this rank's `heads` for all positions, ascending: `[rows, own heads, length, width]`.
+
+    `tensor` `[rows, all heads, own positions, width]`. A head may be on several ranks: its gradient is then
+    their sum. Communication: one all-to-all over `cp`, and one in the backward.
+    """
+    result: Tensor = _ToHeads.apply(tensor, sequence, heads)  # type: ignore[no-untyped-call]
+    return result
+
+
+def to_positions(tensor: Tensor, sequence: LocalSequence, heads: Sequence[range]) -> Tensor:
+    """Return all heads for this rank's positions: inverse of `to_heads`, where each head is on one rank.
+
+    Communication: one all-to-all over `cp`, and one in the backward.
+    """
+    result: Tensor = _ToPositions.apply(tensor, sequence, heads)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, sequence: LocalSequence, heads: Sequence[range]) -> Tensor:
+        ctx.sequence, ctx.heads, ctx.all_heads = sequence, heads, tensor.shape[1]
+        return _heads_for_positions(tensor, sequence, heads)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _positions_for_heads(gradient, ctx.sequence, ctx.heads, ctx.all_heads), None, None
+
+
+class _ToPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, sequence: LocalSequence, heads: Sequence[range]) -> Tensor:
+        ctx.sequence, ctx.heads = sequence, heads
+        return _positions_for_heads(tensor, sequence, heads, heads[-1].stop)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _heads_for_positions(gradient, ctx.sequence, ctx.heads), None, None
+
+
+def _heads_for_positions(tensor: Tensor, sequence: LocalSequence, heads: Sequence[range]) -> Tensor:
+    """Send each rank its heads at this rank's positions; return this rank's heads at all positions."""
+    rows, _, size, width = tensor.shape
+    layout, mine = sequence.layout, heads[sequence.group.index]
+    flat = torch.cat([tensor[:, one.start : one.stop].reshape(-1) for one in heads])
+    shapes = [(rows, len(mine), layout.size(rank), width) for rank in range(layout.ranks)]
+    arrived = _all_to_all(flat, sequence, [rows * len(one) * size * width for one in heads], shapes)
+    return layout.join(arrived, 2)
+
+
+def _positions_for_heads(
+    tensor: Tensor, sequence: LocalSequence, heads: Sequence[range], all_heads: int
+) -> Tensor:
+    """Send each rank its positions of this rank's heads; return all heads, each summed over its ranks."""
+    rows, width = tensor.shape[0], tensor.shape[3]
+    layout, size = sequence.layout, sequence.size
+    pieces = [layout.cut(tensor, rank, 2).reshape(-1) for rank in range(layout.ranks)]
+    shapes = [(rows, len(one), size, width) for one in heads]
+    arrived = _all_to_all(torch.cat(pieces), sequence, [len(piece) for piece in pieces], shapes)
+    if sum(map(len, heads)) == all_heads:
+        return torch.cat(arrived, 1)
+    total = tensor.new_zeros(rows, all_heads, size, width)
+    for one, part in zip(heads, arrived, strict=True):
+        total[:, one.start : one.stop] += part
+    return total
+
+
+def _all_to_all(
+    flat: Tensor, sequence: LocalSequence, sent: Sequence[int], shapes: Sequence[tuple[int, ...]]
+) -> list[Tensor]:
+    """Send consecutive pieces of `flat` to the ranks; return what each rank sent, in `shapes`."""
+    received = [torch.Size(shape).numel() for shape in shapes]
+    if flat.is_meta:
+        result = flat.new_empty(sum(received))
+    else:
+        result = all_to_all_uneven(flat, sequence.group, sent, received, checked=False).wait()
+    return [part.view(shape) for part, shape in zip(result.split(received), shapes, strict=True)]

@@ -1,0 +1,151 @@
+"""The part of a micro-batch's sequences that this rank holds, and the context in which layers read it.
+
+Under context parallelism a rank holds some positions of each sequence; packed sequences consist of several
+documents. Layers run within `running`, where `positions_of`, `plait.attention` and dropouts find both. Outside
+of it, and on one rank without documents, a tensor's dim 1 holds positions 0, 1, 2, ….
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from plait.comm.group import Group
+from plait.layout.sequence_layout import SequenceLayout, sequence_layout
+from plait.plan import ContextLayout, ContextParallel, Plan
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class ContextParallelism:
+    """How sequences are divided over the ranks of `cp`, and how attention reads the other ranks' positions."""
+
+    group: Group
+    kind: ContextLayout = "zigzag"
+    method: ContextParallel = "auto"
+    keeps_keys: bool = False
+    """Whether keys and values of other ranks are kept for the backward; else they are sent again."""
+    overlap: Callable[[], None] | None = None
+    """Computes queued weight gradients, in a backward, while keys or gradients are sent."""
+
+    @staticmethod
+    def of(plan: Plan, group: Group, overlap: Callable[[], None] | None = None) -> ContextParallelism:
+        """Return what `plan` asks for, over the ranks of `group`."""
+        keeps = plan.sequence_parallel == "keep"
+        return ContextParallelism(group, plan.context_layout, plan.context_parallel, keeps, overlap)
+
+    def sequence(self, length: int, documents: DocumentBounds | None = None) -> LocalSequence:
+        """Return this rank's part of sequences of `length` positions."""
+        return LocalSequence(self, sequence_layout(length, self.group.size, self.kind), documents)
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentBounds:
+    """Where the document of each token begins and ends in its sequence: int64 `[rows, length]`, on the CPU."""
+
+    starts: Tensor
+    stops: Tensor
+    """The position after the document's last."""
+
+
+@dataclass(frozen=True, eq=False)
+class LocalSequence:
+    """The positions of a micro-batch's sequences that this rank holds."""
+
+    parallelism: ContextParallelism
+    layout: SequenceLayout
+    documents: DocumentBounds | None = None
+    """Of the whole sequences; None where each is one document."""
+    _results: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def group(self) -> Group:
+        """The ranks of `cp`."""
+        return self.parallelism.group
+
+    @property
+    def size(self) -> int:
+        """The number of positions of this rank."""
+        return self.layout.size(self.group.index)
+
+    @property
+    def shape(self) -> tuple[SequenceLayout, int, bool]:
+        """What shapes depend on beside those of a rank's tensors: equal for sequences that run alike on meta."""
+        return self.layout, self.longest, self.documents is not None
+
+    @cached_property
+    def longest(self) -> int:
+        """The number of positions of the longest document."""
+        if self.documents is None or not self.documents.starts.numel():
+            return self.layout.length
+        return int((self.documents.stops - self.documents.starts).max())
+
+    @cached_property
+    def indices(self) -> Tensor:
+        """The positions of this rank in the whole sequences: int64 `[size]`, on the CPU."""
+        return self.layout.positions(self.group.index)
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Return the positions of this rank in their documents: int64 `[size]`, or `[rows, size]`."""
+        return self.result(("positions", device), lambda: self._positions().to(device))
+
+    def _positions(self) -> Tensor:
+        if self.documents is None:
+            return self.indices
+        return self.indices - self.documents.starts.index_select(1, self.indices)
+
+    def result(self, key: Hashable, compute: Callable[[], Result]) -> Result:
+        """Return `compute()`, or its earlier result for the same key; all layers share the results."""
+        if key not in self._results:
+            # An inference tensor could not be saved for a later backward; layers may run on meta.
+            with torch.inference_mode(mode=False), torch.no_grad(), torch.device("cpu"):
+                self._results[key] = compute()
+        found: Result = self._results[key]
+        return found
+
+
+_RUNNING: ContextVar[LocalSequence | None] = ContextVar("plait_running_sequence", default=None)
+
+
+@contextmanager
+def running(sequence: LocalSequence | None) -> Iterator[None]:
+    """Within the context, layers work on this rank's part of `sequence`."""
+    token = _RUNNING.set(sequence)
+    try:
+        yield
+    finally:
+        _RUNNING.reset(token)
+
+
+def running_sequence() -> LocalSequence | None:
+    """Return the sequence on which a layer works; None outside an engine, and for whole plain sequences."""
+    return _RUNNING.get()
+
+
+def longest_document(tensor: Tensor) -> int:
+    """Return the largest number of positions of a document in the whole sequences of which `tensor` is a part.
+
+    Dim 1 of `tensor` is the sequence; without packed documents each sequence is one.
+    """
+    sequence = running_sequence()
+    return tensor.shape[1] if sequence is None else sequence.longest
+
+
+def positions_of(tensor: Tensor) -> Tensor:
+    """Return the positions of the tokens along dim 1 of `tensor`: int64 `[length]`, or `[rows, length]`.
+
+    0, 1, 2, … in plain PyTorch. Under context parallelism those that this rank holds; with packed documents
+    they begin anew in each document, for each row.
+    """
+    sequence = running_sequence()
+    if sequence is None:
+        return torch.arange(tensor.shape[1], device=tensor.device)
+    return sequence.positions(tensor.device)

@@ -1,0 +1,83 @@
+"""Context parallelism's division of a sequence: which global positions each rank of `cp` holds.
+
+Of 12 positions on 2 ranks, with two chunks, every second, or consecutive positions a rank:
+
+    zigzag        0 1 2 . . . . . . 9 10 11     striped   0 . 2 . 4 . 6 . 8 . 10 .     contiguous   0 1 2 3 4 5
+                  . . . 3 4 5 6 7 8 . .  .                . 1 . 3 . 5 . 7 . 9 .  11                   6 … 11
+
+In causal attention a position sees those before it. Zigzag (Zhu 2023, "ring-flash-attention") and striped
+(Brandon et al. 2023, arXiv:2311.09431) give all ranks equally many pairs; contiguous gives the last rank the
+most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from plait.layout.layout import divide
+from plait.plan import ContextLayout
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """The global positions of a sequence that each rank holds, ascending; each position on one rank."""
+
+    length: int
+    """Of the whole sequence."""
+    ranges: tuple[tuple[range, ...], ...]
+    """By rank: its positions."""
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return len(self.ranges)
+
+    def size(self, rank: int) -> int:
+        """Return the number of positions of a rank."""
+        return sum(map(len, self.ranges[rank]))
+
+    def positions(self, rank: int) -> Tensor:
+        """Return the positions of a rank: int64 `[size(rank)]`, on the CPU."""
+        return torch.tensor(list(chain.from_iterable(self.ranges[rank])), dtype=torch.int64)
+
+    def order(self) -> Tensor:
+        """Return for each global position its index in the concatenation of all ranks' positions."""
+        every = torch.cat([self.positions(rank) for rank in range(self.ranks)])
+        return torch.empty_like(every).index_copy_(0, every, torch.arange(self.length))
+
+    def cut(self, whole: Tensor, rank: int, dim: int = 1) -> Tensor:
+        """Return the elements of `whole` at a rank's positions along `dim`, as a new tensor."""
+        pieces = [
+            whole.narrow(dim, one.start, len(one))
+            if one.step == 1
+            else whole[(slice(None),) * dim + (slice(one.start, one.stop, one.step),)]
+            for one in self.ranges[rank]
+        ]
+        return torch.cat(pieces, dim) if pieces else whole.narrow(dim, 0, 0).clone()
+
+    def join(self, pieces: Sequence[Tensor], dim: int = 1) -> Tensor:
+        """Return the whole tensor of which `pieces` are the ranks' parts along `dim`: inverse of `cut`."""
+        joined = torch.cat(tuple(pieces), dim)
+        return joined.index_select(dim, self.order().to(joined.device))
+
+
+def sequence_layout(length: int, ranks: int, kind: ContextLayout) -> SequenceLayout:
+    """Return the layout of a sequence of any `length` over `ranks`; later ranks may hold no position."""
+    if kind == "striped":
+        each: tuple[tuple[range, ...], ...] = tuple((range(rank, length, ranks),) for rank in range(ranks))
+    elif kind == "contiguous":
+        each = tuple((one,) for one in divide(length, ranks))
+    else:
+        chunks = divide(length, 2 * ranks)
+        each = tuple(_joined(chunks[rank], chunks[-1 - rank]) for rank in range(ranks))
+    return SequenceLayout(length, tuple(tuple(one for one in held if one) for held in each))
+
+
+def _joined(first: range, second: range) -> tuple[range, ...]:
+    """Return two ranges as one where the second follows the first."""
+    return (range(first.start, second.stop),) if first.stop == second.start else (first, second)
