@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from plait.attention.visibility import document_bounds
 from torch import Tensor
 from torch.nn import functional
 
@@ -20,6 +19,7 @@ from plait.attention.exchange_plan import Mask, exchange_plan
 from plait.attention.key_exchange import KeyExchange
 from plait.attention.ring import attend_to_all, share
 from plait.attention.ulysses import heads_of_ranks, to_heads, to_positions
+from plait.attention.visibility import document_bounds
 from plait.autograd.running_sequence import (
     ContextParallelism,
     DocumentBounds,

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from plait.attention.block_calls import BlockCall, block_calls
-from plait.attention.visibility import needed_keys, visible_range
 from torch import Tensor
 
+from plait.attention.block_calls import BlockCall, block_calls
+from plait.attention.visibility import needed_keys, visible_range
 from plait.autograd.running_sequence import DocumentBounds, LocalSequence
 from plait.layout.sequence_layout import SequenceLayout
 

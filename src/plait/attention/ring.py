@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from plait.attention.kernels import block_backward, block_forward, merge
-from plait.attention.block_calls import BlockCall
 from torch import Tensor
 
+from plait.attention.block_calls import BlockCall
 from plait.attention.exchange_plan import sizes_of
+from plait.attention.kernels import block_backward, block_forward, merge
 from plait.attention.key_exchange import KeyExchange, Pair
 
 

@@ -105,4 +105,4 @@ def _all_to_all(
         result = flat.new_empty(sum(received))
     else:
         result = all_to_all_uneven(flat, sequence.group, sent, received, checked=False).wait()
-    return [part.view(shape) for part, shape in zip(result.split(received), shapes, strict=True)]
+    return [part.view(shape) for part, shape in zip(torch.split(result, received), shapes, strict=True)]

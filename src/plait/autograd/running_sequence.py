@@ -1,8 +1,8 @@
 """The part of a micro-batch's sequences that this rank holds, and the context in which layers read it.
 
 Under context parallelism a rank holds some positions of each sequence; packed sequences consist of several
-documents. Layers run within `running`, where `positions_of`, `plait.attention` and dropouts find both. Outside
-of it, and on one rank without documents, a tensor's dim 1 holds positions 0, 1, 2, ….
+documents. Layers run within `running`, where `positions_of`, `plait.attention` and dropouts find both.
+Outside of it, and on one rank without documents, a tensor's dim 1 holds positions 0, 1, 2, ….
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class ContextParallelism:
-    """How sequences are divided over the ranks of `cp`, and how attention reads the other ranks' positions."""
+    """How sequences are divided over the ranks of `cp`, and how attention reads other ranks' positions."""
 
     group: Group
     kind: ContextLayout = "zigzag"
@@ -49,7 +49,7 @@ class ContextParallelism:
 
 @dataclass(frozen=True, eq=False)
 class DocumentBounds:
-    """Where the document of each token begins and ends in its sequence: int64 `[rows, length]`, on the CPU."""
+    """Where each token's document begins and ends in its sequence: int64 `[rows, length]`, on the CPU."""
 
     starts: Tensor
     stops: Tensor
@@ -78,7 +78,7 @@ class LocalSequence:
 
     @property
     def shape(self) -> tuple[SequenceLayout, int, bool]:
-        """What shapes depend on beside those of a rank's tensors: equal for sequences that run alike on meta."""
+        """What a run on meta depends on beside the shapes of a rank's tensors."""
         return self.layout, self.longest, self.documents is not None
 
     @cached_property
@@ -131,7 +131,7 @@ def running_sequence() -> LocalSequence | None:
 
 
 def longest_document(tensor: Tensor) -> int:
-    """Return the largest number of positions of a document in the whole sequences of which `tensor` is a part.
+    """Return the number of positions of the longest document in the whole sequences that `tensor` is part of.
 
     Dim 1 of `tensor` is the sequence; without packed documents each sequence is one.
     """

@@ -1,11 +1,10 @@
-"""This rank's part of a batch: micro-batches, and under context parallelism its positions of each sequence."""
+"""This rank's part of a batch: micro-batches, and under context parallelism its positions of sequences."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from plait.attention.visibility import document_bounds

@@ -2,8 +2,8 @@
 
 Of 12 positions on 2 ranks, with two chunks, every second, or consecutive positions a rank:
 
-    zigzag        0 1 2 . . . . . . 9 10 11     striped   0 . 2 . 4 . 6 . 8 . 10 .     contiguous   0 1 2 3 4 5
-                  . . . 3 4 5 6 7 8 . .  .                . 1 . 3 . 5 . 7 . 9 .  11                   6 … 11
+    zigzag   0 1 2 . . . . . . 9 10 11     striped   0 . 2 . 4 . 6 . 8 . 10 .     contiguous   0 1 2 3 4 5
+             . . . 3 4 5 6 7 8 . .  .                . 1 . 3 . 5 . 7 . 9 .  11                 6 7 8 9 10 11
 
 In causal attention a position sees those before it. Zigzag (Zhu 2023, "ring-flash-attention") and striped
 (Brandon et al. 2023, arXiv:2311.09431) give all ranks equally many pairs; contiguous gives the last rank the
