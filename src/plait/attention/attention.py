@@ -93,7 +93,7 @@ def share_keys(
         of_ranks = heads_of_ranks(query_heads, key.shape[1], sequence.group.size)
         key, value = (to_heads(one, sequence, of_ranks) for one in (key, value))
         return SharedKeys(key, value, mask, sequence, None)
-    exchange = KeyExchange(exchange_plan(sequence, mask), sequence.parallelism)
+    exchange = KeyExchange(exchange_plan(sequence, mask, key.device), sequence.parallelism)
     if sequence.group.size > 1:
         key, value = share(key, value, exchange)
     return SharedKeys(key, value, mask, sequence, exchange)
@@ -116,7 +116,7 @@ def attend(query: Tensor, keys: SharedKeys, *, scale: float | None = None) -> Te
     sequence = keys.sequence
     of_ranks = heads_of_ranks(query.shape[1], query.shape[1], sequence.group.size)
     whole = _whole(sequence)
-    exchange = KeyExchange(exchange_plan(whole, keys.mask), whole.parallelism)
+    exchange = KeyExchange(exchange_plan(whole, keys.mask, query.device), whole.parallelism)
     mine = to_heads(query, sequence, of_ranks)
     return to_positions(attend_to_all(mine, keys.key, keys.value, exchange, scale), sequence, of_ranks)
 

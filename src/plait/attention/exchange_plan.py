@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from plait.attention.block_calls import BlockCall, block_calls
-from plait.attention.visibility import needed_keys, visible_range
+from plait.attention.visibility import BlockCall, block_calls, needed_keys, visible_range, with_masks_on
 from plait.autograd.running_sequence import DocumentBounds, LocalSequence
+from plait.device import sent as copied
 from plait.layout.sequence_layout import SequenceLayout
 
 
@@ -38,6 +38,11 @@ class PeerBlock:
     calls: tuple[BlockCall, ...]
     """On the received keys."""
 
+    def on(self, device: torch.device) -> PeerBlock:
+        """Return the block with masks and indices on `device`."""
+        sent = self.sent if isinstance(self.sent, slice) else copied(self.sent, device)
+        return replace(self, sent=sent, calls=with_masks_on(self.calls, device))
+
 
 @dataclass(frozen=True)
 class ExchangePlan:
@@ -50,6 +55,14 @@ class ExchangePlan:
     peers: tuple[PeerBlock | None, ...]
     """By index; None for this rank."""
 
+    def on(self, device: torch.device) -> ExchangePlan:
+        """Return the plan with masks and indices on `device`."""
+        return ExchangePlan(
+            self.index,
+            with_masks_on(self.own, device),
+            tuple(None if peer is None else peer.on(device) for peer in self.peers),
+        )
+
     def sent(self, each: int) -> list[int]:
         """Return how many elements go to each rank, `each` for a key position."""
         return [0 if peer is None else each * peer.sent_count for peer in self.peers]
@@ -59,13 +72,14 @@ class ExchangePlan:
         return [0 if peer is None else each * peer.received_count for peer in self.peers]
 
 
-def exchange_plan(sequence: LocalSequence, mask: Mask) -> ExchangePlan:
-    """Return the plan of `sequence`; all layers with an equal `mask` share it."""
+def exchange_plan(sequence: LocalSequence, mask: Mask, device: torch.device) -> ExchangePlan:
+    """Return the plan of `sequence`, with masks and indices on `device`; layers with an equal `mask` share it."""
 
     def compute() -> ExchangePlan:
-        return build_plan(sequence.layout, sequence.group.index, mask, sequence.documents)
+        plan = build_plan(sequence.layout, sequence.group.index, mask, sequence.documents)
+        return plan.on(device)
 
-    return sequence.result(("exchange plan", mask), compute)
+    return sequence.result(("exchange plan", mask, device), compute)
 
 
 def build_plan(
@@ -101,7 +115,7 @@ def selected(tensor: Tensor, which: Selection) -> Tensor:
     """Return the elements of `tensor` `[rows, heads, length, width]` at positions; a view for a slice."""
     if isinstance(which, slice):
         return tensor[:, :, which]
-    return tensor.index_select(2, which.to(tensor.device))
+    return tensor.index_select(2, which)
 
 
 def add_selected(total: Tensor, which: Selection, summand: Tensor) -> None:
@@ -109,7 +123,7 @@ def add_selected(total: Tensor, which: Selection, summand: Tensor) -> None:
     if isinstance(which, slice):
         total[:, :, which] += summand
     else:
-        total.index_add_(2, which.to(total.device), summand)
+        total.index_add_(2, which, summand)
 
 
 def sizes_of(*tensors: Tensor) -> int:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.group import Group
+from plait.device import sent
 from plait.layout.sequence_layout import SequenceLayout, sequence_layout
 from plait.plan import ContextLayout, ContextParallel, Plan
 
@@ -95,7 +96,7 @@ class LocalSequence:
 
     def positions(self, device: torch.device) -> Tensor:
         """Return the positions of this rank in their documents: int64 `[size]`, or `[rows, size]`."""
-        return self.result(("positions", device), lambda: self._positions().to(device))
+        return self.result(("positions", device), lambda: sent(self._positions(), device))
 
     def _positions(self) -> Tensor:
         if self.documents is None:
