@@ -24,6 +24,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("blueprint",),
     ("tensor", "sharding", "pipeline", "checkpoint", "models"),
     ("layers",),
+    ("attention",),
     ("autograd",),
     ("comm",),
     ("schedules.stage_cuts",),
