@@ -90,6 +90,7 @@ def visible_indices(lo: Tensor, hi: Tensor, key_positions: Tensor) -> tuple[Tens
     `lo`, `hi`: the result of `visible_range`, `[rows, n]`; `key_positions`: ascending, `[m]`. A query that
     sees none of these keys has two equal indices.
     """
+    key_positions = key_positions.contiguous()
     begin = torch.searchsorted(key_positions, lo.contiguous())
     return begin, torch.searchsorted(key_positions, hi.contiguous())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -37,3 +39,31 @@ def visible(
         runs = torch.nn.functional.pad((ids[:, 1:] != ids[:, :-1]).cumsum(1), (1, 0))[:, : ids.shape[1]]
         mask = mask & (runs[:, queries, None] == runs[:, None, keys])
     return mask
+
+
+def plain_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, factors: Tensor | None = None
+) -> Tensor:
+    """Softmax attention under a mask, written down as it is defined; 0 for queries that see nothing."""
+    key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
+    scores = (query @ key.mT * scale).masked_fill(~mask, -math.inf)
+    weights = torch.where(mask.any(-1, keepdim=True), torch.softmax(scores, -1), 0.0)
+    return (weights if factors is None else weights * factors) @ value
+
+
+def random_inputs(
+    *,
+    rows: int = 2,
+    heads: int = 4,
+    kv_heads: int = 4,
+    n: int = 37,
+    m: int = 53,
+    size: int = 8,
+    width: int = 8,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value in float64; their scores reach about ± 4."""
+    return (
+        torch.randn(rows, heads, n, size, dtype=torch.float64),
+        torch.randn(rows, kv_heads, m, size, dtype=torch.float64),
+        torch.randn(rows, kv_heads, m, width, dtype=torch.float64),
+    )
