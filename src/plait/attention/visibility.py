@@ -227,7 +227,7 @@ def _breaks(begin: Tensor, end: Tensor) -> Tensor:
     """Return for each query, bool `[n]`, whether it begins a new piece.
 
     Within a piece all queries see the same first key; each sees one key more than the query before it, until
-    they all see the same keys. Or all queries of a piece see nothing.
+    they all see the same keys. A query that sees nothing is a piece.
     """
     sees = begin < end
     same_first = sees[1:] & sees[:-1] & (begin[1:] == begin[:-1])
@@ -235,5 +235,5 @@ def _breaks(begin: Tensor, end: Tensor) -> Tensor:
     constant, grows = same_first & (growth == 0), same_first & (growth == 1)
     grows[1:] &= ~constant[:-1]
     breaks = torch.ones_like(sees)
-    breaks[1:] = ~(constant | grows | ~(sees[1:] | sees[:-1]))
+    breaks[1:] = ~(constant | grows)
     return breaks

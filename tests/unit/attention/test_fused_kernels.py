@@ -149,6 +149,42 @@ def test_each_operation_is_called_as_it_is_defined(name: str) -> None:
     assert {one.dtype for one in (out, *gradients)} == {dtype}
 
 
+FORWARDS = {
+    "flash": "_scaled_dot_product_flash_attention",
+    "cudnn": "_scaled_dot_product_cudnn_attention",
+    "efficient": "_scaled_dot_product_efficient_attention",
+}
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+@pytest.mark.parametrize("n", [32, 37])
+def test_a_backward_takes_a_log_sum_exp_like_that_of_its_forward(name: str, n: int) -> None:
+    """Merged ones are `[rows, heads, queries]`, in any memory format."""
+    kernel, dtype, _ = ON_META[name]
+    inputs = [one.to("meta", dtype) for one in random_inputs(n=n)]
+    shapes: list[torch.Size] = []
+
+    def noting(operation: Any, index: int) -> Any:
+        def run(*given: Any, **options: Any) -> Any:
+            result = operation(*given, **options)
+            noted = given[5 + (name == "efficient")] if index else result[1]
+            assert noted.is_contiguous()
+            shapes.append(noted.shape)
+            return result
+
+        return run
+
+    aten, forward = torch.ops.aten, FORWARDS[name]
+    with (
+        patch.object(aten, forward, noting(getattr(aten, forward), 0)),
+        patch.object(aten, f"{forward}_backward", noting(getattr(aten, f"{forward}_backward"), 1)),
+    ):
+        out, _ = kernel.forward(*inputs, None, False, SCALE)
+        merged = torch.empty(2, n, 4, device="meta").transpose(1, 2)
+        kernel.backward(torch.empty_like(out), *inputs, out, merged, None, False, SCALE)
+    assert shapes[0] == shapes[1]
+
+
 def test_the_log_sum_exp_of_cuda_s_kernels() -> None:
     query = torch.empty(2, 4, 37, 8, device="meta", dtype=torch.bfloat16)
     aten = torch.ops.aten
