@@ -55,9 +55,7 @@ class Attention(nn.Module):
         return result
 
 
-def explicit_attention(
-    query: Tensor, key: Tensor, value: Tensor, causal: bool, window: int | None
-) -> Tensor:
+def explicit_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool, window: int | None) -> Tensor:
     """Softmax of all scores, with a mask of all pairs."""
     groups, length = query.shape[1] // key.shape[1], query.shape[2]
     key, value = (one.repeat_interleave(groups, 1) for one in (key, value))
@@ -91,7 +89,9 @@ def mixing(length: int, causal: bool = True, window: int | None = None, kv_heads
         tokens = torch.randint(GPT2_VOCAB, (rows, length), generator=generator)
         return tokens, tokens.roll(1, 1)
 
-    return Case(f"mixing-{length}-{causal}-{window}-{kv_heads}", with_values(build), draw, reference=explicitly)
+    return Case(
+        f"mixing-{length}-{causal}-{window}-{kv_heads}", with_values(build), draw, reference=explicitly
+    )
 
 
 def explicitly(model: nn.Module, inputs: Any) -> Any:

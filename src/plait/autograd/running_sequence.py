@@ -1,7 +1,7 @@
 """The part of a micro-batch's sequences that this rank holds, and the context in which layers read it.
 
 Under context parallelism a rank holds some positions of each sequence; packed sequences consist of several
-documents. Layers run within `running`, where `positions_of`, `plait.attention` and dropouts find both.
+documents. Layers run within `running`, where `positions`, `plait.attention` and dropouts find both.
 Outside of it, and on one rank without documents, a tensor's dim 1 holds positions 0, 1, 2, ….
 """
 
@@ -140,7 +140,7 @@ def longest_document(tensor: Tensor) -> int:
     return tensor.shape[1] if sequence is None else sequence.longest
 
 
-def positions_of(tensor: Tensor) -> Tensor:
+def positions(tensor: Tensor) -> Tensor:
     """Return the positions of the tokens along dim 1 of `tensor`: int64 `[length]`, or `[rows, length]`.
 
     0, 1, 2, … in plain PyTorch. Under context parallelism those that this rank holds; with packed documents

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from plait.attention.visibility import document_bounds
 from plait.autograd.running_sequence import ContextParallelism, DocumentBounds, LocalSequence
 from plait.comm.collectives import all_gather
+from plait.context_attention.visibility import document_bounds
 from plait.errors import DataError
 from plait.layers.nested import Value, map_tensors, tensors_of
 

@@ -11,17 +11,16 @@ softmax's. It computes the other ranks' blocks first: their gradients travel whi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from plait.attention.block_calls import BlockCall
-from plait.attention.exchange_plan import sizes_of
-from plait.attention.kernels import block_backward, block_forward, merge
-from plait.attention.key_exchange import KeyExchange, Pair
+from plait.context_attention.exchange_plan import sizes_of
+from plait.context_attention.kernels import block_backward, block_forward, empty_result, merge
+from plait.context_attention.key_exchange import KeyExchange, Pair
+from plait.context_attention.visibility import BlockCall
 
 
 def share(key: Tensor, value: Tensor, exchange: KeyExchange) -> tuple[Tensor, Tensor]:
@@ -61,7 +60,7 @@ class _Attend(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, exchange: KeyExchange, scale: float
     ) -> Tensor:
-        out, lse = _empty_result(query, value)
+        out, lse = empty_result(query, value)
         _add_blocks(out, lse, exchange.plan.own, query, (key, value), scale)
         received = exchange.received(key, value)
         for peer, pair in zip(exchange.plan.peers, exchange.views_of(received, key, value), strict=True):
@@ -119,14 +118,6 @@ class _Given(NamedTuple):
             of_query[queries] += parts[0]
             totals[0][keys] += parts[1]
             totals[1][keys] += parts[2]
-
-
-def _empty_result(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output and log-sum-exp of attention to no key; in memory, heads lie within positions."""
-    wide = torch.promote_types(query.dtype, torch.float32)
-    rows, heads, length, _ = query.shape
-    out = query.new_zeros(rows, length, heads, value.shape[3], dtype=wide).transpose(1, 2)
-    return out, query.new_full((rows, heads, length), -math.inf, dtype=wide)
 
 
 def _add_blocks(

@@ -20,7 +20,6 @@ from torch import Tensor
 from plait.autograd.running_sequence import LocalSequence
 from plait.comm.collectives import all_to_all_uneven
 
-
 Heads = Sequence[tuple[int, ...]]
 """Indices of the heads that each rank gets."""
 
@@ -103,7 +102,9 @@ def _positions_for_heads(tensor: Tensor, sequence: LocalSequence, heads: Heads, 
     total = tensor.new_zeros(rows, all_heads, size, width)
     for one, part in zip(heads, arrived, strict=True):
         runs = _runs(one)
-        for run, of_run in zip(runs, torch.split(part, [run.stop - run.start for run in runs], 1), strict=True):
+        for run, of_run in zip(
+            runs, torch.split(part, [run.stop - run.start for run in runs], 1), strict=True
+        ):
             total[:, run] += of_run
     return total
 

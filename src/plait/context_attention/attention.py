@@ -15,11 +15,6 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 from torch.nn import functional
 
-from plait.attention.exchange_plan import Mask, exchange_plan
-from plait.attention.key_exchange import KeyExchange
-from plait.attention.ring import attend_to_all, share
-from plait.attention.ulysses import heads_of_ranks, to_heads, to_positions
-from plait.attention.visibility import document_bounds
 from plait.autograd.running_sequence import (
     ContextParallelism,
     DocumentBounds,
@@ -28,6 +23,11 @@ from plait.autograd.running_sequence import (
 )
 from plait.comm.group import Group
 from plait.comm.traffic import Traffic
+from plait.context_attention.exchange_plan import Mask, exchange_plan
+from plait.context_attention.key_exchange import KeyExchange
+from plait.context_attention.ring import attend_to_all, share
+from plait.context_attention.ulysses import heads_of_ranks, to_heads, to_positions
+from plait.context_attention.visibility import document_bounds
 from plait.errors import ModelError, PlanError
 
 

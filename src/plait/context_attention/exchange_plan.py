@@ -8,8 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from plait.attention.visibility import BlockCall, block_calls, needed_keys, visible_range, with_masks_on
 from plait.autograd.running_sequence import DocumentBounds, LocalSequence
+from plait.context_attention.visibility import (
+    BlockCall,
+    block_calls,
+    needed_keys,
+    visible_range,
+    with_masks_on,
+)
 from plait.device import sent as copied
 from plait.layout.sequence_layout import SequenceLayout
 
@@ -73,7 +79,7 @@ class ExchangePlan:
 
 
 def exchange_plan(sequence: LocalSequence, mask: Mask, device: torch.device) -> ExchangePlan:
-    """Return the plan of `sequence`, with masks and indices on `device`; layers with an equal `mask` share it."""
+    """Return the plan of `sequence`, with masks on `device`; layers with an equal `mask` share it."""
 
     def compute() -> ExchangePlan:
         plan = build_plan(sequence.layout, sequence.group.index, mask, sequence.documents)
