@@ -28,15 +28,17 @@ class MethodChoice:
 
     def __str__(self) -> str:
         """Return a sentence for a report, without the final dot."""
-        other = "ulysses needs a multiple of the ranks" if self.ulysses is None else f"ulysses {self.ulysses:g}"
+        other = (
+            "ulysses needs a multiple of the ranks" if self.ulysses is None else f"ulysses {self.ulysses:g}"
+        )
         heads = f"{self.query_heads} query heads and {self.heads} of keys"
         why = "as the plan asks" if self.asked else "which sends less"
-        return f"Attention with {heads}: {self.method}, {why} (vectors a position: ring {self.ring:g}, {other})"
+        return (
+            f"Attention with {heads}: {self.method}, {why} (vectors a position: ring {self.ring:g}, {other})"
+        )
 
 
-def vectors_sent(
-    query_heads: int, heads: int, ranks: int, *, keeps_keys: bool
-) -> tuple[float, float | None]:
+def vectors_sent(query_heads: int, heads: int, ranks: int, *, keeps_keys: bool) -> tuple[float, float | None]:
     """Return how many vectors of a head a rank sends for each of its positions, with "ring" and "ulysses".
 
     Forward and backward, on average over the ranks, without a mask. "ring": a key and a value of each head

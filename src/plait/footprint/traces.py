@@ -261,7 +261,9 @@ def trace_model(blueprint: Blueprint, microbatch: Value, targets: Value | None, 
         Group("tp", tuple(range(blueprint.plan.tp)), 0, None, Traffic(), 0.0)
     )
     layers = _layers_on_meta(blueprint, tensor_parallel, queue)
-    share = context_share(blueprint.plan, as_input_batch(microbatch, DTYPES[blueprint.plan.precision]), targets)
+    share = context_share(
+        blueprint.plan, as_input_batch(microbatch, DTYPES[blueprint.plan.precision]), targets
+    )
     value = share.inputs
     with running(share.sequence):
         infos = infer(layers, value, input_gradients=False)
