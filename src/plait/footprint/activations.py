@@ -128,7 +128,7 @@ class ActivationAccount:
         self._losses: dict[int, Blocks] = {}
 
     def begin(self) -> None:
-        """Begin a step: record that the results that layers shared for the sequences of the last are freed."""
+        """Begin a step: record that what layers shared for the last step's sequences is freed."""
         for microbatch in self._results:
             self._ledger.drop(("sequences", microbatch))
         self._results.clear()

@@ -38,7 +38,7 @@ class ContextShare:
 def context_share(plan: Plan, microbatch: Value, targets: Value | None) -> ContextShare:
     """Return the part of a micro-batch on the rank of `cp` that holds the last position of the sequence.
 
-    With a causal mask that rank sees most keys of other ranks, and no rank has more than a few positions more.
+    With a causal mask that rank sees most keys of other ranks; no rank has more than a few positions more.
     Raises DataError where the tensors cannot be cut.
     """
     local = local_inputs([microbatch], _parallelism(plan, 0))

@@ -170,11 +170,11 @@ def _check_tensor_parallel(model: ModelConfig, tp: int) -> None:
 
 
 def _check_context_parallel(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Raise ConfigError if `cp` ranks should each compute some heads, but do not divide those of a `tp` rank."""
+    """Raise ConfigError if `cp` ranks cannot share the heads of a `tp` rank, though Ulysses is asked for."""
     heads = model.heads // parallel.tp
     if parallel.context_parallel == "ulysses" and heads % parallel.cp:
         raise ConfigError(
-            f"parallel.context_parallel is ulysses, but model.heads = {model.heads} divided by parallel.tp = "
+            f"parallel.context_parallel is ulysses, but model.heads = {model.heads} over parallel.tp = "
             f"{parallel.tp} is not divisible by parallel.cp = {parallel.cp}: set parallel.context_parallel to "
             f"ring, or parallel.cp to {divisors(heads)}."
         )

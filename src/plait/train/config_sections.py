@@ -173,8 +173,8 @@ class ParallelConfig(Section):
     )
     context_parallel: ContextParallel = Field(
         default="auto",
-        description="how attention reads other ranks' positions: keys and values are sent (ring), or each rank "
-        "computes some heads for all positions (ulysses); auto: what sends less",
+        description="how attention reads other ranks' positions: keys and values are sent (ring), or each "
+        "rank computes some heads for all positions (ulysses); auto: what sends less",
     )
     context_layout: ContextLayout = Field(
         default="zigzag",
