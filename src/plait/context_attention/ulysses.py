@@ -101,11 +101,11 @@ def _positions_for_heads(tensor: Tensor, sequence: LocalSequence, heads: Heads, 
         return torch.cat(arrived, 1)
     total = tensor.new_zeros(rows, all_heads, size, width)
     for one, part in zip(heads, arrived, strict=True):
-        runs = _runs(one)
-        for run, of_run in zip(
-            runs, torch.split(part, [run.stop - run.start for run in runs], 1), strict=True
-        ):
-            total[:, run] += of_run
+        first = 0
+        for run in _runs(one):
+            stop = first + run.stop - run.start
+            total[:, run] += part[:, first:stop]
+            first = stop
     return total
 
 
