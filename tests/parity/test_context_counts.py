@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -92,7 +93,7 @@ def attention_of_a_rank(kind: Any, length: int) -> tuple[Tensor, Tensor]:
         for call in calls:
             at = call.rows, slice(None), call.query
             parts = (one[call.rows, :, call.key] for one in (keys, values))
-            merge(out[at], lse[at], *block_forward(own_query[at], *parts, call.mask, 8**-0.5))
+            merge(out[at], lse[at], *block_forward(own_query[at], *parts, call.mask, 1 / math.sqrt(8)))
     return found, out
 
 
