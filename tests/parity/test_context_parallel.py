@@ -1,4 +1,4 @@
-"""Context parallelism over pp × dp × cp × tp: every gradient, loss, norm, and the parameters after all steps."""
+"""Context parallelism over pp × dp × cp × tp: every gradient, loss, norm, and the parameters afterwards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FAMILIES: dict[str, Callable[[int], Case]] = {
     "both-sides": partial(mixing, causal=False, kv_heads=2),
     "both-sides-window": partial(mixing, causal=False, window=2),
     "packed-gpt2": partial(packed, gpt2(hidden=24, heads=12)),
-    "packed-llama": partial(packed, llama(heads=12, kv_heads=3)),
+    "packed-llama": partial(packed, llama(heads=12, kv_heads=4)),
     "packed-window": lambda length: packed(mixing(length, window=3), length),
 }
 WITHOUT_RULES = {"window", "both-sides", "both-sides-window", "packed-window"}

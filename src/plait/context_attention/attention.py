@@ -27,7 +27,7 @@ from plait.context_attention.exchange_plan import Mask, exchange_plan
 from plait.context_attention.key_exchange import KeyExchange
 from plait.context_attention.method_choice import method_choice
 from plait.context_attention.ring import attend_to_all, share
-from plait.context_attention.ulysses import heads_of_ranks, to_heads, to_positions
+from plait.context_attention.ulysses import evenly_shared, heads_of_ranks, to_heads, to_positions
 from plait.context_attention.visibility import document_bounds
 from plait.errors import ModelError
 
@@ -90,10 +90,13 @@ def share_keys(
             f"{sequence.size} of the {sequence.layout.length} positions of the sequence: give it all of a "
             "layer's positions, in their order."
         )
-    ranks = sequence.group.size
-    if ranks > 1 and method_choice(sequence, query_heads, key.shape[1]).method == "ulysses":
-        of_ranks = heads_of_ranks(query_heads, key.shape[1], ranks)
-        key, value = (to_heads(one, sequence, of_ranks) for one in (key, value))
+    heads, ranks = key.shape[1], sequence.group.size
+    if ranks > 1 and method_choice(sequence, query_heads, heads).method == "ulysses":
+        of_ranks = heads_of_ranks(query_heads, heads, ranks)
+        key, value = (
+            evenly_shared(to_heads(one, sequence, of_ranks), query_heads, heads, ranks, sequence.group.index)
+            for one in (key, value)
+        )
         return SharedKeys(key, value, mask, sequence, None)
     exchange = KeyExchange(exchange_plan(sequence, mask, key.device), sequence.parallelism)
     if ranks > 1:
