@@ -175,8 +175,8 @@ def _check_context_parallel(model: ModelConfig, parallel: ParallelConfig) -> Non
     if parallel.context_parallel == "ulysses" and heads % parallel.cp:
         raise ConfigError(
             f"parallel.context_parallel is ulysses, but model.heads = {model.heads} over parallel.tp = "
-            f"{parallel.tp} is not divisible by parallel.cp = {parallel.cp}: set parallel.context_parallel to "
-            f"ring, or parallel.cp to {divisors(heads)}."
+            f"{parallel.tp} is not divisible by parallel.cp = {parallel.cp}: set parallel.context_parallel "
+            f"to ring, or parallel.cp to {divisors(heads)}."
         )
 
 

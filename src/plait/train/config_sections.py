@@ -178,8 +178,8 @@ class ParallelConfig(Section):
     )
     context_layout: ContextLayout = Field(
         default="zigzag",
-        description="positions of a context-parallel rank: a chunk from the start and one from the end of the "
-        "sequence (zigzag), every cp-th (striped), or consecutive ones",
+        description="positions of a context-parallel rank: a chunk from the start and one from the end of "
+        "the sequence (zigzag), every cp-th (striped), or consecutive ones",
     )
     overlap: bool | None = Field(
         default=None,
