@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
-from time import sleep
 from typing import Any
 from unittest.mock import patch
 
@@ -37,8 +36,6 @@ def draw(rows: int, generator: torch.Generator) -> Batch:
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-SETTLING = 0.003
-"""Seconds until the thread of a backend has dropped the tensors of an all-to-all that is complete."""
 FEW = 512
 """Bytes, of models whose tensors have about as many: scalars of a step, and of the user's own model."""
 OTHERWISE = ("attention", "recurrent")
@@ -141,12 +138,8 @@ def count_in_a_rank(case: Case, plan: Plan, momentum: bool, rows: int = ROWS) ->
         optimizer.step()
         optimizer.zero_grad()
         after: list[tuple[str, int]] = []
-
-        def look(instruction: Any, _: Any) -> None:
-            sleep(SETTLING if plan.cp > 1 else 0)
-            after.append((str(instruction), live.count()))
-
-        engine.observe(look)
+        count = live.settled if plan.cp > 1 else live.count
+        engine.observe(lambda instruction, _: after.append((str(instruction), count())))
         live.most = 0
         engine.forward_backward(inputs, targets)
         most = live.most
@@ -201,6 +194,19 @@ def test_other_configurations(rank_pool: Any, name: str) -> None:
 
 def test_another_model_and_optimizer(rank_pool: Any) -> None:
     check(rank_pool, LLAMA, make(pp=2, dp=2, strategy="optimizer", schedule="zb-h1"), momentum=True)
+
+
+def draw_packed(rows: int, generator: torch.Generator) -> Batch:
+    """Each row the same documents, which alternate with cuts of ranks."""
+    tokens, targets = draw(rows, generator)
+    ids = torch.tensor([0] * 5 + [1] * 30 + [2] * (CONTEXT - 35)).repeat(rows, 1)
+    return {"tokens": tokens, "document_ids": ids}, targets
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_packed_documents(rank_pool: Any, cp: int) -> None:
+    case = Case("packed", LLAMA.build, draw_packed)
+    check(rank_pool, case, make(cp=cp, context_parallel="ring"))
 
 
 @pytest.mark.parametrize("settings", [{}, {"tp": 2, "recompute": "selective"}, {"pp": 2}], ids=str)

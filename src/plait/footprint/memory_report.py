@@ -25,8 +25,8 @@ class RankMemory:
     """
 
     rank: int
-    """Index along `pp`. Along `tp` it is the first rank, which has the largest pieces; along `cp` the one with
-    the last position, which sees most keys of others."""
+    """Index along `pp`. Along `tp` it is the first rank, which has the largest pieces; along `cp` the one
+    with the last position, which sees most keys of others."""
     peak: int
     at_peak: Mapping[Category, int]
     """The bytes at the peak, by use."""
