@@ -1,0 +1,178 @@
+"""Which dims of the tensors in a run of a layer contain positions of a sequence."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.autograd.position_marks import PositionMark
+from plait.errors import ModelError
+from plait.layers.nested import Value, tensors_of
+from plait.layers.position_dims import Call, PositionDim, positions_by_size, tensors_among
+from plait.layers.position_operations import REPEATED, SHAPE_IN_PLACE, UNIFORM, rule_of
+
+SOME_POSITIONS = "with context parallelism a rank has some of the positions"
+
+
+class PositionTracker:
+    """Follows positions through the operations of one run of a layer on the meta device."""
+
+    def __init__(self, path: str, rows: int, length: int) -> None:
+        """`path` is the layer's; `rows` and `length` are the sizes of dims 0 and 1 of its input."""
+        self._path, self._rows, self._length = path, rows, length
+        self._positions: dict[int, PositionDim] = {}  # by the `id` of a tensor
+        self._followed: list[Tensor] = []  # kept, so that no other tensor gets the `id` of one of them
+        self._numbers: list[tuple[str, Sequence[complex]]] = []
+        self._error: ModelError | None = None  # the first one: a layer might catch it
+
+    def follow(self, tensor: Tensor, at: PositionDim) -> None:
+        """Set the positions in a tensor."""
+        self._positions[id(tensor)] = at
+        self._followed.append(tensor)
+
+    def visit(
+        self, operation: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, place: str
+    ) -> None:
+        """Set the positions in the results of an operation. Raises ModelError where it mixes positions.
+
+        `place` names the operation in errors.
+        """
+        name, results = _name_of(operation), list(tensors_among([result]))
+        given = list(tensors_among((*args, *kwargs.values())))
+        others = [tensor for tensor in given if id(tensor) not in self._positions]
+        is_pointwise = torch.Tag.pointwise in operation.tags
+        # Other whole numbers are sizes and dims.
+        kinds = (int, float, complex) if is_pointwise or name in UNIFORM else (float, complex)
+        self.record_numbers(place, [one for one in (*args, *kwargs.values()) if isinstance(one, kinds)])
+        if any(map(self._by_size, others)):
+            raise self._own_positions(place)
+        if name in UNIFORM or (name in REPEATED and len(others) == len(given)):
+            for tensor in results:
+                self._follow_by_size(tensor, place)
+        elif len(others) < len(given):
+            rule = rule_of(name, is_pointwise=is_pointwise) if operation.namespace == "aten" else None
+            if rule is None:
+                raise self._refused(
+                    f"applies {place} to positions of the sequence, and whether that mixes positions is unknown: "
+                    "use other operations or plait.attention, or set plan.cp to 1"
+                )
+            arguments, shape = (
+                arguments_of(operation, args, kwargs),
+                tuple(results[0].shape) if results else (),
+            )
+            at = rule(Call(name, arguments, shape, self._length, self._positions))
+            if at is None or not results or not at.fits(shape, self._length):
+                raise self._mixes(place)
+            self._follow_results(results, at, place)
+        elif any(map(self._by_size, results)):
+            raise self._own_positions(place)
+
+    def call_marked(
+        self, mark: PositionMark, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return the result of a function with a mark, and set the positions in the result."""
+        name = getattr(function, "__name__", repr(function))
+        given = inspect.signature(function).bind(*args, **kwargs).arguments
+        for argument in mark.arguments:
+            if isinstance(tensor := given.get(argument), Tensor):
+                self._require(tensor, mark.dim or 0, f"gives {name} as {argument}")
+        result = function(*args, **kwargs)
+        for tensor in tensors_of(result):
+            if mark.dim is None or mark.dim >= tensor.dim():
+                self._follow_by_size(tensor, name)
+            else:
+                self.follow(tensor, PositionDim(mark.dim))
+        return result
+
+    def record_numbers(self, place: str, arguments: Iterable[Any]) -> None:
+        """Record the numbers among the arguments of a call, for `require_same_numbers`."""
+        numbers = [one for one in arguments if isinstance(one, int | float | complex)]
+        if numbers:
+            self._numbers.append((place, numbers))
+
+    def require_output(self, output: Value) -> None:
+        """Raise the first error that the layer caught; ModelError unless dim 1 of outputs is the sequence."""
+        if self._error is not None:
+            raise self._error
+        for tensor in tensors_of(output):
+            if tensor.dim() > 1:
+                self._require(tensor, 1, "returns")
+            elif id(tensor) in self._positions:
+                raise self._refused(
+                    f"returns a tensor of shape {list(tensor.shape)} with positions of the sequence in dim 0, "
+                    "which context parallelism takes for rows: return [rows, length, ...], or set plan.cp to 1"
+                )
+
+    def require_same_numbers(self, other: PositionTracker) -> None:
+        """Raise ModelError unless operations had equal numbers as arguments in a run with another length."""
+        for one, two in zip_longest(self._numbers, other._numbers):
+            if one != two:
+                place, _ = one or two
+                raise self._refused(
+                    f"computes with a number that depends on the length of the sequence at {place}, but "
+                    f"{SOME_POSITIONS}: compute with a constant, or set plan.cp to 1"
+                )
+
+    def _require(self, tensor: Tensor, dim: int, does: str) -> None:
+        """Raise ModelError unless a tensor has the positions in dim `dim`."""
+        if self._positions.get(id(tensor)) != PositionDim(dim):
+            raise self._refused(
+                f"{does} a tensor of shape {list(tensor.shape)} whose dim {dim} is not the sequence, of length "
+                f"{self._length} in this check: permute or reshape that tensor, or set plan.cp to 1"
+            )
+
+    def _by_size(self, tensor: Tensor) -> list[PositionDim]:
+        return positions_by_size(tensor.shape, self._length, self._rows)
+
+    def _follow_by_size(self, tensor: Tensor, place: str) -> None:
+        found = self._by_size(tensor)
+        if len(found) > 1:
+            raise self._mixes(place)
+        for at in found:
+            self.follow(tensor, at)
+
+    def _follow_results(self, results: Iterable[Tensor], at: PositionDim, place: str) -> None:
+        for tensor in results:
+            if at.fits(tensor.shape, self._length):
+                self.follow(tensor, at)
+            elif self._by_size(tensor):
+                raise self._mixes(place)
+
+    def _mixes(self, place: str) -> ModelError:
+        return self._refused(
+            f"mixes positions of the sequence at {place}, which context parallelism cuts: use plait.attention, "
+            "or set plan.cp to 1"
+        )
+
+    def _own_positions(self, place: str) -> ModelError:
+        return self._refused(
+            f"numbers the positions of the sequence by itself at {place}, but {SOME_POSITIONS}: use "
+            "plait.positions, or set plan.cp to 1"
+        )
+
+    def _refused(self, fault: str) -> ModelError:
+        error = ModelError(f"layer {self._path!r} {fault}.")
+        self._error = self._error or error
+        return error
+
+
+def arguments_of(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of an aten operation by their names, with defaults.
+
+    `_schema` is private: torch has no public way to the names.
+    """
+    return {
+        one.name: args[number] if number < len(args) else kwargs.get(one.name, one.default_value)
+        for number, one in enumerate(operation._schema.arguments)
+    }
+
+
+def _name_of(operation: Any) -> str:
+    """Return the name of an operation, without the underscore of a variant that works in place."""
+    name: str = operation.overloadpacket.__name__
+    return name if name.startswith("__") or name in SHAPE_IN_PLACE else name.rstrip("_")
