@@ -42,7 +42,7 @@ class PositionDim:
 
 
 @dataclass(frozen=True)
-class Call:
+class OperationCall:
     """A call of an aten operation on at least one tensor with positions."""
 
     name: str
@@ -66,9 +66,10 @@ class Call:
         assert isinstance(tensor, Tensor)
         return tensor
 
-    def have_none(self, *names: str) -> bool:
-        """Return whether none of the arguments `names` is a tensor with positions."""
-        return all(self.of(name) is None for name in names)
+    def only(self, name: str) -> PositionDim | None:
+        """Return the positions of an argument; None where another argument has some, too."""
+        known = [one for one in tensors_among(self.arguments.values()) if id(one) in self.positions]
+        return self.of(name) if len(known) == 1 else None
 
     def dims(self, name: str, count: int) -> list[int]:
         """Return an argument that names dims of a tensor with `count` dims, as indexes from 0."""

@@ -12,48 +12,48 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from plait.layers.position_dims import Call, PositionDim, tensors_among
+from plait.layers.position_dims import OperationCall, PositionDim, tensors_among
 
-Rule = Callable[[Call], PositionDim | None]
+Rule = Callable[[OperationCall], PositionDim | None]
 
 
-def elementwise(call: Call) -> PositionDim | None:
+def elementwise(call: OperationCall) -> PositionDim | None:
     """Each element of the result is computed from one element of each argument, after broadcasting."""
     return call.aligned(tensors_among(call.arguments.values()), len(call.result))
 
 
-def along_dims(call: Call) -> PositionDim | None:
+def along_dims(call: OperationCall) -> PositionDim | None:
     """`self` is read along some dims; the result has the same, perhaps one more behind (softmax, unfold)."""
-    at, count = call.of("self"), call.tensor("self").dim()
+    at, count = call.only("self"), call.tensor("self").dim()
     dims = [*call.dims("dim", count), *call.dims("dims", count), *call.dims("dimension", count)]
     return at if at is not None and dims and at.dim not in dims else None
 
 
-def reduced(call: Call) -> PositionDim | None:
+def reduced(call: OperationCall) -> PositionDim | None:
     """`self` is read along `dim`, by default along all dims, which are removed unless `keepdim` is true."""
-    at, count = call.of("self"), call.tensor("self").dim()
+    at, count = call.only("self"), call.tensor("self").dim()
     dims = call.dims("dim", count)
     if at is None or not dims or at.dim in dims:
         return None
     return at if call.arguments.get("keepdim") else at.at(at.dim - sum(dim < at.dim for dim in dims))
 
 
-def viewed(call: Call) -> PositionDim | None:
+def viewed(call: OperationCall) -> PositionDim | None:
     """`self` in row-major order has another shape."""
-    at, shape = call.of("self"), call.tensor("self").shape
+    at, shape = call.only("self"), call.tensor("self").shape
     if call.arguments.get("dtype") is not None:  # view(dtype), which changes the size of the last dim
         return at if at is not None and at.dim < len(shape) - 1 else None
     return None if at is None else at.viewed(shape, call.result, call.length)
 
 
-def same_dim(call: Call) -> PositionDim | None:
+def same_dim(call: OperationCall) -> PositionDim | None:
     """Dims behind that of the positions are changed: `view_as_real`, `view_as_complex`."""
-    return call.of("self")
+    return call.only("self")
 
 
-def permuted(call: Call) -> PositionDim | None:
+def permuted(call: OperationCall) -> PositionDim | None:
     """Dims are permuted: `permute`, `transpose`, `t`."""
-    at, count = call.of("self"), call.tensor("self").dim()
+    at, count = call.only("self"), call.tensor("self").dim()
     order = list(range(count))
     if call.name == "permute":
         order = call.dims("dims", count)
@@ -65,22 +65,22 @@ def permuted(call: Call) -> PositionDim | None:
     return None if at is None else at.at(order.index(at.dim))
 
 
-def unsqueezed(call: Call) -> PositionDim | None:
+def unsqueezed(call: OperationCall) -> PositionDim | None:
     """A dim of size 1 is inserted."""
-    at, (dim,) = call.of("self"), call.dims("dim", len(call.result))
+    at, (dim,) = call.only("self"), call.dims("dim", len(call.result))
     return None if at is None else at.at(at.dim + (dim <= at.dim))
 
 
-def squeezed(call: Call) -> PositionDim | None:
+def squeezed(call: OperationCall) -> PositionDim | None:
     """Dims of size 1 are removed: those in `dim`, by default all."""
-    at, shape = call.of("self"), call.tensor("self").shape
+    at, shape = call.only("self"), call.tensor("self").shape
     dims = call.dims("dim", len(shape)) if "dim" in call.arguments else list(range(len(shape)))
     return None if at is None else at.at(at.dim - sum(shape[dim] == 1 for dim in dims if dim < at.dim))
 
 
-def expanded(call: Call) -> PositionDim | None:
+def expanded(call: OperationCall) -> PositionDim | None:
     """Elements are repeated: `expand`, `repeat`. Not as often as there are positions: ranks have fewer."""
-    at, shape = call.of("self"), call.tensor("self").shape
+    at, shape = call.only("self"), call.tensor("self").shape
     if at is None:
         return None
     new = len(call.result) - len(shape)
@@ -91,21 +91,21 @@ def expanded(call: Call) -> PositionDim | None:
     return PositionDim(at.dim + new, at.outer * times[at.dim + new], at.inner)
 
 
-def sliced(call: Call) -> PositionDim | None:
+def sliced(call: OperationCall) -> PositionDim | None:
     """`self` is cut along `dim`, unless the slice is all of it."""
-    at, shape = call.of("self"), call.tensor("self").shape
+    at, shape = call.only("self"), call.tensor("self").shape
     (dim,) = call.dims("dim", len(shape))
     return at if at is not None and (at.dim != dim or tuple(shape) == call.result) else None
 
 
-def diagonal(call: Call) -> PositionDim | None:
+def diagonal(call: OperationCall) -> PositionDim | None:
     """Dims `dim1` and `dim2` are removed, and their diagonal is the new last dim."""
-    at, count = call.of("self"), call.tensor("self").dim()
+    at, count = call.only("self"), call.tensor("self").dim()
     dims = [*call.dims("dim1", count), *call.dims("dim2", count)]
     return at.at(at.dim - sum(dim < at.dim for dim in dims)) if at and at.dim not in dims else None
 
 
-def concatenated(call: Call) -> PositionDim | None:
+def concatenated(call: OperationCall) -> PositionDim | None:
     """`tensors` are joined along `dim`, which is a new one for `stack`."""
     tensors = [tensor for tensor in call.arguments["tensors"] if tensor.shape != (0,)]
     found = {call.positions.get(id(tensor)) for tensor in tensors}
@@ -117,16 +117,16 @@ def concatenated(call: Call) -> PositionDim | None:
     return at if at.dim != dim else None
 
 
-def padded(call: Call) -> PositionDim | None:
+def padded(call: OperationCall) -> PositionDim | None:
     """Elements are added at both ends of the last dims."""
-    at, pad = call.of("self"), call.arguments["pad"]
+    at, pad = call.only("self"), call.arguments["pad"]
     if at is None:
         return None
     back = call.tensor("self").dim() - 1 - at.dim
     return None if any(pad[2 * back : 2 * back + 2]) else at
 
 
-def matrix_product(call: Call) -> PositionDim | None:
+def matrix_product(call: OperationCall) -> PositionDim | None:
     """Two factors are contracted: the last dim of the left with the last but one of the right."""
     left, right, added = _factors(call)
     at = _product(call, left, right)
@@ -139,7 +139,7 @@ def matrix_product(call: Call) -> PositionDim | None:
     return at if added.dim() < back or added.shape[-back] == 1 else None
 
 
-def _factors(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
+def _factors(call: OperationCall) -> tuple[Tensor, Tensor, Tensor | None]:
     for left, right in (("mat1", "mat2"), ("batch1", "batch2"), ("mat", "vec")):
         if left in call.arguments:
             return call.tensor(left), call.tensor(right), call.tensor("self")
@@ -147,7 +147,7 @@ def _factors(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
     return call.tensor("self"), call.tensor(right), None
 
 
-def _product(call: Call, left: Tensor, right: Tensor) -> PositionDim | None:
+def _product(call: OperationCall, left: Tensor, right: Tensor) -> PositionDim | None:
     one, other = call.positions.get(id(left)), call.positions.get(id(right))
     batch = range(left.dim() - 2)
     if one is not None and other is not None:
@@ -157,10 +157,10 @@ def _product(call: Call, left: Tensor, right: Tensor) -> PositionDim | None:
     return other if other is not None and right.dim() > 1 and other.dim == right.dim() - 1 else None
 
 
-def convolution(call: Call) -> PositionDim | None:
+def convolution(call: OperationCall) -> PositionDim | None:
     """`input` is convolved along dims from 2 on, over all of dim 1. A kernel of size 1 reads one position."""
-    at, arguments = call.of("input"), call.arguments
-    if at is None or at.dim == 1 or not call.have_none("weight", "bias"):
+    at, arguments = call.only("input"), call.arguments
+    if at is None or at.dim == 1:
         return None
     if at.dim == 0:
         return at
@@ -173,56 +173,54 @@ def _entry(numbers: list[int], index: int) -> int:
     return numbers[index if len(numbers) > 1 else 0]
 
 
-def trailing_norm(call: Call) -> PositionDim | None:
+def trailing_norm(call: OperationCall) -> PositionDim | None:
     """`input` is normalised over its last dims, which `normalized_shape` counts."""
-    at, count = call.of("input"), call.tensor("input").dim()
-    if at is None or not call.have_none("weight", "bias"):
-        return None
-    return at if at.dim < count - len(call.arguments["normalized_shape"]) else None
+    at, count = call.only("input"), call.tensor("input").dim()
+    return at if at is not None and at.dim < count - len(call.arguments["normalized_shape"]) else None
 
 
-def group_norm(call: Call) -> PositionDim | None:
+def group_norm(call: OperationCall) -> PositionDim | None:
     """`input` is normalised over groups of dim 1 and all later dims."""
-    at = call.of("input")
+    at = call.only("input")
     return at if at is not None and at.dim == 0 else None
 
 
-def batch_norm(call: Call) -> PositionDim | None:
+def batch_norm(call: OperationCall) -> PositionDim | None:
     """`input` is normalised over all dims except dim 1; in evaluation mode by constants."""
-    at = call.of("input")
+    at = call.only("input")
     return at if at is not None and at.dim != 1 and call.arguments.get("training") is False else None
 
 
-def matrix_rows(call: Call) -> PositionDim | None:
+def matrix_rows(call: OperationCall) -> PositionDim | None:
     """Each matrix in the last two dims is treated by itself: `tril`, `triu`."""
-    at = call.of("self")
+    at = call.only("self")
     return at if at is not None and at.dim < call.tensor("self").dim() - 2 else None
 
 
-def last_dim(call: Call) -> PositionDim | None:
+def last_dim(call: OperationCall) -> PositionDim | None:
     """`self` is read along its last dim."""
-    at = call.of("self")
+    at = call.only("self")
     return at if at is not None and at.dim < call.tensor("self").dim() - 1 else None
 
 
-def attention(call: Call) -> PositionDim | None:
+def attention(call: OperationCall) -> PositionDim | None:
     """Attention over dim 2 of query, key and value, by itself for each index of dims 0 and 1."""
-    at = call.of("query")
-    same = at == call.of("key") == call.of("value") and call.have_none("attn_bias", "attn_mask")
+    at, mask = call.of("query"), call.of("attn_bias") or call.of("attn_mask")
+    same = at == call.of("key") == call.of("value") and mask is None
     return at if at is not None and same and at.dim < 2 else None
 
 
-def embedding(call: Call) -> PositionDim | None:
+def embedding(call: OperationCall) -> PositionDim | None:
     """Rows of the table `weight` are read at `indices`."""
-    return call.of("indices") if call.have_none("weight") else None
+    return call.only("indices")
 
 
-def bucketize(call: Call) -> PositionDim | None:
+def bucketize(call: OperationCall) -> PositionDim | None:
     """Each element of `self` is looked up in the table `boundaries`."""
-    return call.of("self") if call.have_none("boundaries") else None
+    return call.only("self")
 
 
-def indexed_along(call: Call) -> PositionDim | None:
+def indexed_along(call: OperationCall) -> PositionDim | None:
     """`self` is read or written along `dim` at `index`, which has as many dims: `gather`, `scatter`."""
     at, index = call.of("self"), call.of("index")
     (dim,) = call.dims("dim", call.tensor("self").dim())
@@ -233,7 +231,7 @@ def indexed_along(call: Call) -> PositionDim | None:
     return at if same and at.dim != dim else None
 
 
-def selected(call: Call) -> PositionDim | None:
+def selected(call: OperationCall) -> PositionDim | None:
     """`self` is read along `dim` at the numbers in `index`, a tensor with one dim."""
     at, index = call.of("self"), call.of("index")
     (dim,) = call.dims("dim", call.tensor("self").dim())
@@ -242,7 +240,7 @@ def selected(call: Call) -> PositionDim | None:
     return at if index is None and at.dim != dim else None
 
 
-def indexed(call: Call) -> PositionDim | None:
+def indexed(call: OperationCall) -> PositionDim | None:
     """`self` is read at `indices`: a tensor of numbers, or None for all, for each of its first dims."""
     at, given = call.of("self"), call.arguments["indices"]
     dims = [dim for dim, index in enumerate(given) if index is not None]
@@ -260,23 +258,24 @@ def indexed(call: Call) -> PositionDim | None:
     return at.at(at.dim - before + (ndim if before or not adjacent else 0))
 
 
-def written_where(call: Call) -> PositionDim | None:
+def written_where(call: OperationCall) -> PositionDim | None:
     """One value is written to `self` where a mask of its first dims is true."""
     at, (mask, *others) = call.of("self"), call.arguments["indices"]
     if at is None or others or mask is None or mask.dtype is not torch.bool:
         return None
     same = call.positions.get(id(mask)) == at
-    return at if same and call.have_none("values") and call.tensor("values").numel() == 1 else None
+    return at if same and call.tensor("values").numel() == 1 else None
 
 
 RULES: Mapping[str, Rule] = {
     **dict.fromkeys(
         (
-            *("alias", "bernoulli", "clone", "complex", "copy", "copysign", "detach", "empty_like"),
-            *("exponential", "fill", "floor_divide", "full_like", "geometric", "hardswish", "lift_fresh"),
-            *("log_sigmoid_forward", "masked_fill", "native_dropout", "normal", "ones_like", "polar"),
-            *("rand_like", "randint_like", "randn_like", "random", "uniform", "where", "zero", "zeros_like"),
-            *("_conj", "_neg_view", "_prelu_kernel", "_to_copy"),
+            *("abs", "alias", "bernoulli", "clone", "complex", "copy", "copysign", "detach", "empty_like"),
+            *("eq", "exponential", "fill", "floor_divide", "full_like", "gcd", "ge", "gelu", "geometric"),
+            *("gt", "hardswish", "heaviside", "lcm", "le", "lift_fresh", "log_sigmoid_forward", "lt"),
+            *("masked_fill", "mish", "native_dropout", "ne", "normal", "ones_like", "polar", "rand_like"),
+            *("randint_like", "randn_like", "random", "rsub", "threshold", "true_divide", "uniform"),
+            *("where", "xlogy", "zero", "zeros_like", "_conj", "_neg_view", "_prelu_kernel", "_to_copy"),
         ),
         elementwise,
     ),

@@ -21,7 +21,8 @@ whether rows of the batch are mixed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -65,11 +66,18 @@ def _run(layer: NamedLayer, like: Value, rows: int, length: int) -> tuple[Positi
     for tensor in tensors_of(value):
         if tensor.dim() > 1:
             tracker.follow(tensor, PositionDim(1))
-    functions = _Functions(tracker)
-    with functions, _Operations(functions):
+    with tracking(tracker):
         run, _ = run_on_meta(copy, LayerInput(value), "with plan.cp above 1, which needs other lengths, ")
     tracker.require_output(run.output.value)
     return tracker, run.output.value
+
+
+@contextmanager
+def tracking(tracker: PositionTracker) -> Iterator[None]:
+    """Within the context, give every operation to `tracker`, and every call of a marked function."""
+    functions = _Functions(tracker)
+    with functions, _Operations(functions):
+        yield
 
 
 class _Functions(TorchFunctionMode):
@@ -91,8 +99,7 @@ class _Functions(TorchFunctionMode):
             if mark is not None:
                 return self.tracker.call_marked(mark, func, args, kwargs)
             if self._name in FROM_NUMBERS:
-                numbers = args[0] if isinstance(args[0], list | tuple) else args
-                self.tracker.record_numbers(self._name, numbers)
+                self.tracker.record_numbers(self._name, args)
             return func(*args, **kwargs)
         finally:
             self.in_marked, self._name = outer

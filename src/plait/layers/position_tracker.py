@@ -13,8 +13,8 @@ from torch import Tensor
 from plait.autograd.position_marks import PositionMark
 from plait.errors import ModelError
 from plait.layers.nested import Value, tensors_of
-from plait.layers.position_dims import Call, PositionDim, positions_by_size, tensors_among
-from plait.layers.position_operations import REPEATED, SHAPE_IN_PLACE, UNIFORM, rule_of
+from plait.layers.position_dims import OperationCall, PositionDim, positions_by_size, tensors_among
+from plait.layers.position_operations import REPEATED, SHAPE_IN_PLACE, UNIFORM, Rule, rule_of
 
 SOME_POSITIONS = "with context parallelism a rank has some of the positions"
 
@@ -27,13 +27,18 @@ class PositionTracker:
         self._path, self._rows, self._length = path, rows, length
         self._positions: dict[int, PositionDim] = {}  # by the `id` of a tensor
         self._followed: list[Tensor] = []  # kept, so that no other tensor gets the `id` of one of them
-        self._numbers: list[tuple[str, Sequence[complex]]] = []
+        self.numbers: list[tuple[str, str]] = []
+        """The numbers among the arguments of each call that has some, after the place of the call."""
         self._error: ModelError | None = None  # the first one: a layer might catch it
 
     def follow(self, tensor: Tensor, at: PositionDim) -> None:
         """Set the positions in a tensor."""
         self._positions[id(tensor)] = at
         self._followed.append(tensor)
+
+    def of(self, tensor: Tensor) -> PositionDim | None:
+        """Return the positions in a tensor, or None."""
+        return self._positions.get(id(tensor))
 
     def visit(
         self, operation: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, place: str
@@ -44,7 +49,7 @@ class PositionTracker:
         """
         name, results = _name_of(operation), list(tensors_among([result]))
         given = list(tensors_among((*args, *kwargs.values())))
-        others = [tensor for tensor in given if id(tensor) not in self._positions]
+        others = [tensor for tensor in given if self.of(tensor) is None]
         is_pointwise = torch.Tag.pointwise in operation.tags
         # Other whole numbers are sizes and dims.
         kinds = (int, float, complex) if is_pointwise or name in UNIFORM else (float, complex)
@@ -56,21 +61,28 @@ class PositionTracker:
                 self._follow_by_size(tensor, place)
         elif len(others) < len(given):
             rule = rule_of(name, is_pointwise=is_pointwise) if operation.namespace == "aten" else None
-            if rule is None:
-                raise self._refused(
-                    f"applies {place} to positions of the sequence, and whether that mixes positions is unknown: "
-                    "use other operations or plait.attention, or set plan.cp to 1"
-                )
-            arguments, shape = (
-                arguments_of(operation, args, kwargs),
-                tuple(results[0].shape) if results else (),
-            )
-            at = rule(Call(name, arguments, shape, self._length, self._positions))
-            if at is None or not results or not at.fits(shape, self._length):
-                raise self._mixes(place)
-            self._follow_results(results, at, place)
+            arguments = arguments_of(operation, args, kwargs)
+            self._apply(rule, name, arguments, results, place)
         elif any(map(self._by_size, results)):
             raise self._own_positions(place)
+
+    def _apply(
+        self, rule: Rule | None, name: str, arguments: dict[str, Any], results: list[Tensor], place: str
+    ) -> None:
+        if rule is None:
+            raise self._refused(
+                f"applies {place} to positions of the sequence, and whether that mixes them is unknown: use "
+                "other operations or plait.attention, or set plan.cp to 1"
+            )
+        shape = tuple(results[0].shape) if results else ()
+        at = rule(OperationCall(name, arguments, shape, self._length, self._positions))
+        if at is None or not results or not at.fits(shape, self._length):
+            raise self._mixes(place)
+        for tensor in results:  # some operations return statistics of another shape as well
+            if at.fits(tensor.shape, self._length):
+                self.follow(tensor, at)
+            elif self._by_size(tensor):
+                raise self._mixes(place)
 
     def call_marked(
         self, mark: PositionMark, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
@@ -83,17 +95,22 @@ class PositionTracker:
                 self._require(tensor, mark.dim or 0, f"gives {name} as {argument}")
         result = function(*args, **kwargs)
         for tensor in tensors_of(result):
-            if mark.dim is None or mark.dim >= tensor.dim():
-                self._follow_by_size(tensor, name)
-            else:
+            if mark.dim is not None and PositionDim(mark.dim).fits(tensor.shape, self._length):
                 self.follow(tensor, PositionDim(mark.dim))
+            else:
+                self._follow_by_size(tensor, name)
         return result
 
     def record_numbers(self, place: str, arguments: Iterable[Any]) -> None:
         """Record the numbers among the arguments of a call, for `require_same_numbers`."""
-        numbers = [one for one in arguments if isinstance(one, int | float | complex)]
+        numbers: list[object] = []
+        for argument in arguments:
+            if isinstance(argument, list | tuple):
+                self.record_numbers(place, argument)
+            elif isinstance(argument, int | float | complex):
+                numbers.append(argument)
         if numbers:
-            self._numbers.append((place, numbers))
+            self.numbers.append((place, repr(numbers)))
 
     def require_output(self, output: Value) -> None:
         """Raise the first error that the layer caught; ModelError unless dim 1 of outputs is the sequence."""
@@ -102,15 +119,15 @@ class PositionTracker:
         for tensor in tensors_of(output):
             if tensor.dim() > 1:
                 self._require(tensor, 1, "returns")
-            elif id(tensor) in self._positions:
+            elif self.of(tensor) is not None:
                 raise self._refused(
-                    f"returns a tensor of shape {list(tensor.shape)} with positions of the sequence in dim 0, "
-                    "which context parallelism takes for rows: return [rows, length, ...], or set plan.cp to 1"
+                    f"returns a tensor of shape {list(tensor.shape)} with positions of the sequence in dim "
+                    "0, which is for rows: return [rows, length, ...], or set plan.cp to 1"
                 )
 
     def require_same_numbers(self, other: PositionTracker) -> None:
         """Raise ModelError unless operations had equal numbers as arguments in a run with another length."""
-        for one, two in zip_longest(self._numbers, other._numbers):
+        for one, two in zip_longest(self.numbers, other.numbers):
             if one != two:
                 place, _ = one or two
                 raise self._refused(
@@ -120,10 +137,10 @@ class PositionTracker:
 
     def _require(self, tensor: Tensor, dim: int, does: str) -> None:
         """Raise ModelError unless a tensor has the positions in dim `dim`."""
-        if self._positions.get(id(tensor)) != PositionDim(dim):
+        if self.of(tensor) != PositionDim(dim):
             raise self._refused(
-                f"{does} a tensor of shape {list(tensor.shape)} whose dim {dim} is not the sequence, of length "
-                f"{self._length} in this check: permute or reshape that tensor, or set plan.cp to 1"
+                f"{does} a tensor of shape {list(tensor.shape)} whose dim {dim} is not the sequence (here of "
+                f"length {self._length}): permute or reshape that tensor, or set plan.cp to 1"
             )
 
     def _by_size(self, tensor: Tensor) -> list[PositionDim]:
@@ -136,17 +153,10 @@ class PositionTracker:
         for at in found:
             self.follow(tensor, at)
 
-    def _follow_results(self, results: Iterable[Tensor], at: PositionDim, place: str) -> None:
-        for tensor in results:
-            if at.fits(tensor.shape, self._length):
-                self.follow(tensor, at)
-            elif self._by_size(tensor):
-                raise self._mixes(place)
-
     def _mixes(self, place: str) -> ModelError:
         return self._refused(
-            f"mixes positions of the sequence at {place}, which context parallelism cuts: use plait.attention, "
-            "or set plan.cp to 1"
+            f"mixes positions of the sequence at {place}, which context parallelism cuts: use "
+            "plait.attention, or set plan.cp to 1"
         )
 
     def _own_positions(self, place: str) -> ModelError:
