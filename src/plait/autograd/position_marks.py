@@ -1,8 +1,8 @@
 """Marks for functions that handle the positions of a sequence as context parallelism requires.
 
 Such a function exchanges data between the ranks that hold a sequence, or returns values for the positions
-of this rank. `plait.layers.position_proof` does not look at the operations inside. It notices the call
-by the protocol of `torch.overrides`, which shows calls of marked functions to modes of torch.
+of this rank. `plait.layers.position_proof` does not look at the operations inside: by the protocol of
+`torch.overrides` it sees, as a `TorchFunctionMode`, where a call begins and ends.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_MARK = "plait_position_mark"
+_ASK_MODES = (None,)
+"""In place of the tensors that the protocol asks about: modes see calls without tensors, too."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,18 @@ class PositionMark:
     """The sequence dim of `arguments` and results; None: in results, the dim whose size shows it."""
     arguments: tuple[str, ...] = ()
     """The names of arguments that must have positions in `dim`."""
+
+
+@dataclass
+class MarkedCall:
+    """A call of a marked function."""
+
+    mark: PositionMark
+    function: Callable[..., object]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    result: object = None
+    """Set when the call ends, unless by an error."""
 
 
 def positions_may_mix(dim: int, *arguments: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -46,20 +59,29 @@ def gives_positions(function: Callable[P, R]) -> Callable[P, R]:
     return _marked(function, PositionMark())
 
 
-def mark_of(function: object) -> PositionMark | None:
-    """Return the mark of a function, or None."""
-    mark: PositionMark | None = getattr(function, _MARK, None)
-    return mark
+def call_begins(call: MarkedCall) -> None:
+    """Do nothing; a mode of torch sees this call, as a sign that a marked function begins."""
+    if has_torch_function(_ASK_MODES):
+        handle_torch_function(call_begins, _ASK_MODES, call)
+
+
+def call_ends(call: MarkedCall) -> None:
+    """Do nothing; a mode of torch sees this call, as a sign that a marked function has ended."""
+    if has_torch_function(_ASK_MODES):
+        handle_torch_function(call_ends, _ASK_MODES, call)
 
 
 def _marked(function: Callable[P, R], mark: PositionMark) -> Callable[P, R]:
     @wraps(function)
     def marked(*args: P.args, **kwargs: P.kwargs) -> R:
-        # None stands for the tensors, which some of these functions do not take: only modes are asked.
-        if has_torch_function((None,)):
-            result: R = handle_torch_function(marked, (None,), *args, **kwargs)
-            return result
-        return function(*args, **kwargs)
+        if not has_torch_function(_ASK_MODES):
+            return function(*args, **kwargs)
+        call = MarkedCall(mark, function, args, kwargs)
+        call_begins(call)
+        try:
+            call.result = function(*args, **kwargs)
+            return call.result
+        finally:
+            call_ends(call)
 
-    setattr(marked, _MARK, mark)
     return marked

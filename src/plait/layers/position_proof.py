@@ -21,7 +21,7 @@ whether rows of the batch are mixed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,7 +29,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.autograd.position_marks import mark_of
+from plait.autograd.position_marks import MarkedCall, call_begins, call_ends
 from plait.layers.distinctive_sizes import DistinctiveSizes, resized
 from plait.layers.layer_sequence import LayerSequence, NamedLayer, without_values
 from plait.layers.nested import Value, tensors_of
@@ -86,23 +86,28 @@ class _Functions(TorchFunctionMode):
     def __init__(self, tracker: PositionTracker) -> None:
         super().__init__()
         self.tracker = tracker
-        self.in_marked = False
-        """Whether a marked function runs."""
+        self.marked = 0
+        """The number of marked functions that run, one in the other."""
         self._name = ""  # of torch's function that runs
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Return the result of `func`."""
-        mark, kwargs = mark_of(func), kwargs or {}
-        outer = self.in_marked, self._name
-        self.in_marked, self._name = mark is not None, getattr(func, "__name__", "")
+        if func is call_begins or func is call_ends:
+            return self._note(func, args[0])
+        outer, self._name = self._name, getattr(func, "__name__", "")
         try:
-            if mark is not None:
-                return self.tracker.call_marked(mark, func, args, kwargs)
-            if self._name in FROM_NUMBERS:
+            if self._name in FROM_NUMBERS and not self.marked:
                 self.tracker.record_numbers(self._name, args)
-            return func(*args, **kwargs)
+            return func(*args, **(kwargs or {}))
         finally:
-            self.in_marked, self._name = outer
+            self._name = outer
+
+    def _note(self, begins_or_ends: Callable[[MarkedCall], None], call: MarkedCall) -> None:
+        self.marked += 1 if begins_or_ends is call_begins else -1
+        if self.marked == 1 and begins_or_ends is call_begins:
+            self.tracker.require_arguments(call)
+        elif self.marked == 0:
+            self.tracker.follow_result(call)
 
     def place(self, operation: Any) -> str:
         """Return the name of an operation, and of torch's function that calls it where that is another."""
@@ -121,7 +126,7 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Return the result of `func`."""
         functions, kwargs = self._functions, kwargs or {}
-        if functions.in_marked:
+        if functions.marked:
             return func(*args, **kwargs)
         if torch.is_inference_mode_enabled():  # else composite operations arrive in parts
             with self:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from plait.autograd.position_marks import PositionMark
+from plait.autograd.position_marks import MarkedCall
 from plait.errors import ModelError
 from plait.layers.nested import Value, tensors_of
 from plait.layers.position_dims import OperationCall, PositionDim, positions_by_size, tensors_among
@@ -84,22 +84,23 @@ class PositionTracker:
             elif self._by_size(tensor):
                 raise self._mixes(place)
 
-    def call_marked(
-        self, mark: PositionMark, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
-        """Return the result of a function with a mark, and set the positions in the result."""
-        name = getattr(function, "__name__", repr(function))
-        given = inspect.signature(function).bind(*args, **kwargs).arguments
-        for argument in mark.arguments:
-            if isinstance(tensor := given.get(argument), Tensor):
-                self._require(tensor, mark.dim or 0, f"gives {name} as {argument}")
-        result = function(*args, **kwargs)
-        for tensor in tensors_of(result):
-            if mark.dim is not None and PositionDim(mark.dim).fits(tensor.shape, self._length):
-                self.follow(tensor, PositionDim(mark.dim))
+    def require_arguments(self, call: MarkedCall) -> None:
+        """Raise ModelError unless the arguments of a marked function have positions as its mark says."""
+        if call.mark.dim is None or not call.mark.arguments:
+            return
+        given = inspect.signature(call.function).bind(*call.args, **call.kwargs).arguments
+        for name in call.mark.arguments:
+            if isinstance(tensor := given.get(name), Tensor):
+                self._require(tensor, call.mark.dim, f"gives {call.function.__name__} as {name}")
+
+    def follow_result(self, call: MarkedCall) -> None:
+        """Set the positions in the result of a marked function."""
+        for tensor in tensors_of(call.result):
+            at = None if call.mark.dim is None else PositionDim(call.mark.dim)
+            if at is not None and at.fits(tensor.shape, self._length):
+                self.follow(tensor, at)
             else:
-                self._follow_by_size(tensor, name)
-        return result
+                self._follow_by_size(tensor, call.function.__name__)
 
     def record_numbers(self, place: str, arguments: Iterable[Any]) -> None:
         """Record the numbers among the arguments of a call, for `require_same_numbers`."""
