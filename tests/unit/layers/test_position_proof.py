@@ -63,6 +63,12 @@ def written(x: Tensor) -> Tensor:
     return result
 
 
+def written_first(x: Tensor) -> Tensor:
+    result = x.clone()
+    result[:, torch.tensor([0])] = 1.0
+    return result
+
+
 def experts(x: Tensor, router: nn.Module, weights: Tensor) -> Tensor:
     scores, best = router(x).softmax(-1).topk(2)
     return ((x[:, :, None, None, :] @ weights[best]).squeeze(-2) * scores[..., None]).sum(2)
@@ -100,7 +106,10 @@ APART: dict[str, Callable[[], nn.Module]] = {
     "features sorted": lambda: Call(lambda x: x.sort(-1)[0].cumsum(-1).flip(-1) + x.var(-1, keepdim=True)),
     "normalised": lambda: Call(lambda x: functional.normalize(x, dim=-1).log_softmax(-1).clamp(min=-3)),
     "one hot": lambda: Call(lambda x: functional.one_hot(x.argmax(-1), HIDDEN).to(x.dtype)),
+    "triangles": lambda: Call(lambda x: (x[..., None] + x[..., None, :]).tril().sum(-1)),
     "gathered": lambda: Call(lambda x: x.gather(-1, x.argsort(-1)[..., :5])),
+    "looked up": lambda: Call(lambda x, t: t(x.argmax(-1)), nn.Embedding(HIDDEN, 7)),
+    "in classes": lambda: Call(lambda x, t: torch.bucketize(x, t), torch.linspace(-1, 1, 4)),
     "written in place": lambda: Call(written),
     "experts": lambda: Call(experts, linear(12, 4), torch.linspace(0, 1, 4 * 12 * 12).view(4, 12, 12)),
     "rotated pairs": lambda: Call(rotated_pairs),
@@ -153,6 +162,10 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "fourier": (lambda: Call(lambda x: torch.fft.fft(x, dim=1).real), "aten._fft_r2c of fft_fft"),
     "windows": (lambda: Call(lambda x: x.unfold(1, 1, 2).squeeze(-1)), "aten.unfold"),
     "sorted": (lambda: Call(lambda x: x.sort(1)[0]), "aten.sort"),
+    "gathered": (lambda: Call(lambda x: x.gather(1, x.argsort(1))), "aten.sort of argsort"),
+    "gathered first": (lambda: Call(lambda x: x.gather(1, x.long().clamp(0, 0))), "aten.gather"),
+    "input as table": (lambda: Call(lambda x: functional.embedding(x.argmax(-1), x[0])), "aten.embedding"),
+    "written at positions": (lambda: Call(written_first), "aten.index_put_"),
     "mask": (lambda: Call(lambda x: torch.ones(2 * x.shape[1:2]).tril() @ x), "aten.ones"),
     "weight for each": (
         lambda: Call(lambda x: x[:, :, None].expand(-1, -1, x.shape[1], -1).sum(2)),
@@ -320,6 +333,13 @@ def test_marked_functions_may_mix() -> None:
 def test_dropout_keeps_positions_apart() -> None:
     assert proved(nn.Dropout(0.1)).shape == (5, 13, HIDDEN)
     assert proved(Call(functional.dropout)).shape == (5, 13, HIDDEN)
+
+
+def test_draws_for_each_position_keep_positions_apart() -> None:
+    draws = Call(lambda x: x.softmax(-1).flatten(0, 1).multinomial(2).view(*x.shape[:2], 2))
+    assert proved(draws).shape == (5, 13, 2)
+    with pytest.raises(ModelError, match=r"at aten\.multinomial"):
+        proved(Call(lambda x: x.sum(-1).softmax(0).multinomial(2)))
 
 
 def test_inputs_are_nested_and_keep_what_is_no_sequence() -> None:
