@@ -39,7 +39,7 @@ class DistinctiveSizes:
 
 
 def resized(like: Value, rows: int, length: int) -> Value:
-    """Return empty tensors on the meta device with the structure and dtypes of `like` and other sizes.
+    """Return leaves on the meta device with the structure and dtypes of `like` and other sizes.
 
     Dim 1 is `length`; dim 0 is `rows`, unless it is smaller than that of another tensor, as 1 may be.
     """
@@ -51,7 +51,8 @@ def resized(like: Value, rows: int, length: int) -> Value:
             shape[0] = rows
         if len(shape) > 1:
             shape[1] = length
-        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+        learns = tensor.is_floating_point()
+        return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=learns)
 
     return map_tensors(empty, like)
 

@@ -14,9 +14,9 @@ the positions:
                                      as that of `torch.arange(length)` or `table[:length]`
 
 The length of the run is a prime that divides no size of the layer, so sizes that are multiples of the length
-come from it. A second run with another length finds numbers that depend on the length (`x * length**-0.5`).
-Not found is what the layer's own code does for some lengths only. Not looked at are random numbers, and
-whether rows of the batch are mixed.
+come from it. A second run with another length finds other numbers and sizes that depend on the length, such
+as `length**-0.5`. Not found is what the layer's own code does for certain lengths only. Not looked at are
+random numbers, and whether rows of the batch are mixed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def prove_positions_apart(layer: NamedLayer, like: Value) -> Value:
     tracker, output = _run(layer, like, sizes.rows, first)
     if second < first:  # a longer sequence might be more than the layer allows
         other, _ = _run(layer, like, sizes.rows, second)
-        tracker.require_same_numbers(other)
+        tracker.require_same_constants(other)
     return output
 
 

@@ -27,8 +27,8 @@ class PositionTracker:
         self._path, self._rows, self._length = path, rows, length
         self._positions: dict[int, PositionDim] = {}  # by the `id` of a tensor
         self._followed: list[Tensor] = []  # kept, so that no other tensor gets the `id` of one of them
-        self.numbers: list[tuple[str, str]] = []
-        """The numbers among the arguments of each call that has some, after the place of the call."""
+        self.constants: list[tuple[str, object]] = []
+        """What must not depend on the length: numbers and sizes in each call, after the place of the call."""
         self._error: ModelError | None = None  # the first one: a layer might catch it
 
     def follow(self, tensor: Tensor, at: PositionDim) -> None:
@@ -65,6 +65,7 @@ class PositionTracker:
             self._apply(rule, name, arguments, results, place)
         elif any(map(self._by_size, results)):
             raise self._own_positions(place)
+        self.constants.append((place, [self._other_sizes(tensor) for tensor in results]))
 
     def _apply(
         self, rule: Rule | None, name: str, arguments: dict[str, Any], results: list[Tensor], place: str
@@ -103,7 +104,7 @@ class PositionTracker:
                 self._follow_by_size(tensor, call.function.__name__)
 
     def record_numbers(self, place: str, arguments: Iterable[Any]) -> None:
-        """Record the numbers among the arguments of a call, for `require_same_numbers`."""
+        """Record the numbers among the arguments of a call, for `require_same_constants`."""
         numbers: list[object] = []
         for argument in arguments:
             if isinstance(argument, list | tuple):
@@ -111,7 +112,7 @@ class PositionTracker:
             elif isinstance(argument, int | float | complex):
                 numbers.append(argument)
         if numbers:
-            self.numbers.append((place, repr(numbers)))
+            self.constants.append((place, repr(numbers)))  # as text: NaN differs from itself
 
     def require_output(self, output: Value) -> None:
         """Raise the first error that the layer caught; ModelError unless dim 1 of outputs is the sequence."""
@@ -126,9 +127,9 @@ class PositionTracker:
                     "0, which is for rows: return [rows, length, ...], or set plan.cp to 1"
                 )
 
-    def require_same_numbers(self, other: PositionTracker) -> None:
-        """Raise ModelError unless operations had equal numbers as arguments in a run with another length."""
-        for one, two in zip_longest(self.numbers, other.numbers):
+    def require_same_constants(self, other: PositionTracker) -> None:
+        """Raise ModelError unless numbers and sizes were the same in a run with another length."""
+        for one, two in zip_longest(self.constants, other.constants):
             if one != two:
                 place, _ = one or two
                 raise self._refused(
@@ -146,6 +147,13 @@ class PositionTracker:
 
     def _by_size(self, tensor: Tensor) -> list[PositionDim]:
         return positions_by_size(tensor.shape, self._length, self._rows)
+
+    def _other_sizes(self, tensor: Tensor) -> tuple[int, ...]:
+        """Return the shape of a tensor without the positions."""
+        at = self.of(tensor)
+        if at is None:
+            return tuple(tensor.shape)
+        return *tensor.shape[: at.dim], at.outer, at.inner, *tensor.shape[at.dim + 1 :]
 
     def _follow_by_size(self, tensor: Tensor, place: str) -> None:
         found = self._by_size(tensor)

@@ -182,6 +182,8 @@ OWN_POSITIONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 NUMBERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "scaled": (lambda: Call(lambda x: x * x.shape[1] ** -0.5), "aten.mul"),
     "added": (lambda: Call(lambda x: x + x.shape[1]), "aten.add"),
+    "sized": (lambda: Call(lambda x: x + torch.ones(x.shape[1] - 1).sum()), "aten.ones"),
+    "branch": (lambda: Call(lambda x: x.cos() if x.shape[1] > 12 else x), "aten.cos"),
     "filled": (lambda: Call(lambda x: x / torch.full((), x.shape[1])), "aten.full"),
     "tensor": (lambda: Call(lambda x: x / torch.tensor([float(x.shape[1])])), "tensor"),
 }
