@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from plait.autograd.position_marks import gives_positions
 from plait.comm.group import Group
 from plait.device import sent
 from plait.layout.sequence_layout import SequenceLayout, sequence_layout
@@ -140,6 +141,7 @@ def longest_document(tensor: Tensor) -> int:
     return tensor.shape[1] if sequence is None else sequence.longest
 
 
+@gives_positions
 def positions(tensor: Tensor) -> Tensor:
     """Return the positions of the tokens along dim 1 of `tensor`: int64 `[length]`, or `[rows, length]`.
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from plait.autograd.position_marks import gives_positions
 from plait.autograd.running_sequence import running_sequence
 from plait.layers.result_cache import ResultCache
 
 
+@gives_positions
 def rotary_angles(
     length: int, size: int, base: float, like: Tensor, cache: ResultCache | None = None
 ) -> tuple[Tensor, Tensor]:
