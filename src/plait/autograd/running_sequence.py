@@ -7,7 +7,7 @@ Outside of it, and on one rank without documents, a tensor's dim 1 holds positio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -103,6 +103,11 @@ class LocalSequence:
         if self.documents is None:
             return self.indices
         return self.indices - self.documents.starts.index_select(1, self.indices)
+
+    @property
+    def results(self) -> Mapping[Hashable, Any]:
+        """The results so far, by key; see `result`."""
+        return self._results
 
     def result(self, key: Hashable, compute: Callable[[], Result]) -> Result:
         """Return `compute()`, or its earlier result for the same key; all layers share the results."""

@@ -25,10 +25,11 @@ from plait.comm.group import Group
 from plait.comm.traffic import Traffic
 from plait.context_attention.exchange_plan import Mask, exchange_plan
 from plait.context_attention.key_exchange import KeyExchange
+from plait.context_attention.method_choice import method_choice
 from plait.context_attention.ring import attend_to_all, share
 from plait.context_attention.ulysses import evenly_shared, heads_of_ranks, to_heads, to_positions
 from plait.context_attention.visibility import document_bounds
-from plait.errors import ModelError, PlanError
+from plait.errors import ModelError
 
 
 def attention(
@@ -89,8 +90,8 @@ def share_keys(
             f"{sequence.size} of the {sequence.layout.length} positions of the sequence: give it all of a "
             "layer's positions, in their order."
         )
-    if uses_heads(sequence.parallelism, query_heads, key.shape[1]):
-        heads, ranks = key.shape[1], sequence.group.size
+    heads, ranks = key.shape[1], sequence.group.size
+    if ranks > 1 and method_choice(sequence, query_heads, heads).method == "ulysses":
         of_ranks = heads_of_ranks(query_heads, heads, ranks)
         key, value = (
             evenly_shared(to_heads(one, sequence, of_ranks), query_heads, heads, ranks, sequence.group.index)
@@ -98,7 +99,7 @@ def share_keys(
         )
         return SharedKeys(key, value, mask, sequence, None)
     exchange = KeyExchange(exchange_plan(sequence, mask, key.device), sequence.parallelism)
-    if sequence.group.size > 1:
+    if ranks > 1:
         key, value = share(key, value, exchange)
     return SharedKeys(key, value, mask, sequence, exchange)
 
@@ -123,30 +124,6 @@ def attend(query: Tensor, keys: SharedKeys, *, scale: float | None = None) -> Te
     exchange = KeyExchange(exchange_plan(whole, keys.mask, query.device), whole.parallelism)
     mine = to_heads(query, sequence, of_ranks)
     return to_positions(attend_to_all(mine, keys.key, keys.value, exchange, scale), sequence, of_ranks)
-
-
-def uses_heads(parallelism: ContextParallelism, query_heads: int, heads: int) -> bool:
-    """Return whether attention divides heads instead of positions ("ulysses"), by the bytes that each sends.
-
-    Per position of a rank, in elements of a head's width, forward and backward: keys and values take
-    `4 · heads · (cp - 1)`, a third of it more but half where they are sent again; dividing heads takes
-    `4 · (query_heads + heads) · (cp - 1) / cp`. Raises PlanError where "ulysses" is asked for and the ranks
-    do not divide the heads.
-    """
-    ranks, method = parallelism.group.size, parallelism.method
-    if method == "ring" or ranks == 1:
-        return False
-    divides = query_heads % ranks == 0
-    if method == "ulysses" and not divides:
-        raise PlanError(
-            f"plan.context_parallel is 'ulysses', but {query_heads} heads do not divide over plan.cp = "
-            f"{ranks} ranks: choose 'ring', or a divisor for cp."
-        )
-    if method == "ulysses":
-        return True
-    of_keys = (4 if parallelism.keeps_keys else 6) * heads
-    of_heads = 4 * (query_heads + sum(map(len, heads_of_ranks(query_heads, heads, ranks)))) / ranks
-    return divides and of_heads < of_keys
 
 
 def _sequence_of(key: Tensor, documents: Tensor | None, mask: Mask) -> LocalSequence | None:
@@ -179,7 +156,7 @@ def _whole(sequence: LocalSequence) -> LocalSequence:
         alone = ContextParallelism(_NOBODY_ELSE, overlap=sequence.parallelism.overlap)
         return alone.sequence(sequence.layout.length, sequence.documents)
 
-    return sequence.result("whole", compute)
+    return sequence.result(("whole", id(sequence.documents)), compute)
 
 
 _NOBODY_ELSE = Group("cp", (0,), 0, None, Traffic(), 0.0)
