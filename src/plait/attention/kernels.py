@@ -1,28 +1,121 @@
+"""Attention of a block of queries to a block of keys, its backward, and the merge of blocks by log-sum-exp.
+
+    forward     out = softmax(s) v and lse = log Σ exp(s) over a block's keys, with scores s = scale · q kᵀ
+    merge       lse' = log(exp(lse₁) + exp(lse₂)), out' = exp(lse₁ - lse') out₁ + exp(lse₂ - lse') out₂
+    backward    weights p = exp(s - lse'), with the merged lse': gradients of all keys are sums over blocks
+
+Milakov & Gimelshein 2018, "Online normalizer calculation for softmax"; Dao 2023, "FlashAttention-2". Queries
+are `[rows, heads, n, size]`, keys and values `[rows, kv heads, m, size]`, each kv head for `heads / kv heads`
+consecutive query heads. PyTorch's fused kernels compute a block where it has one for these tensors
+(`fused_kernels`), else matrix products (`unfused_kernel`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
 import torch
-def _mask(mask, n, m):
-    if isinstance(mask, str):
-        s = torch.ones(n, m, dtype=torch.bool)
-        return s if mask == "full" else s.tril()
-    return mask
-def _rep(q, k): return k.repeat_interleave(q.shape[1]//k.shape[1], 1)
-def block_forward(q, k, v, mask, scale, dropout=None):
-    if q.is_meta: return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3])
-    s = (q @ _rep(q,k).transpose(-1,-2) * scale).masked_fill(~_mask(mask, q.shape[2], k.shape[2]), -torch.inf)
-    lse = s.logsumexp(-1)
-    return torch.exp(s - lse.nan_to_num(neginf=0)[..., None]) @ _rep(q,v), lse
-def block_backward(g, q, k, v, out, lse, mask, scale, dropout=None):
-    if q.is_meta: return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    rk, rv = _rep(q,k), _rep(q,v)
-    s = (q @ rk.transpose(-1,-2) * scale).masked_fill(~_mask(mask, q.shape[2], k.shape[2]), -torch.inf)
-    p = torch.exp(s - lse[..., None])
-    dv = p.transpose(-1,-2) @ g
-    ds = p * (g @ rv.transpose(-1,-2) - (g*out).sum(-1, keepdim=True)) * scale
-    dq, dk = ds @ rk, ds.transpose(-1,-2) @ q
-    G = q.shape[1]//k.shape[1]
-    fold = lambda t: t.unflatten(1, (-1, G)).sum(2)
-    return dq, fold(dk), fold(dv)
-def merge(out, lse, po, pl):
-    new = torch.logaddexp(lse, pl)
-    safe = new.nan_to_num(neginf=0)
-    out.mul_(torch.exp(lse - safe)[..., None]).add_(po * torch.exp(pl - safe)[..., None])
-    lse.copy_(new)
+from torch import Tensor
+
+from plait.attention.fused_kernels import Gradients, fused_kernel
+from plait.attention.unfused_kernel import WeightDropout, unfused_backward, unfused_forward
+from plait.device import sent
+
+BIAS_MULTIPLE = 16
+"""Rows of a bias begin at multiples of so many elements, as the efficient kernel requires."""
+
+
+def block_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Literal["full", "causal"] | Tensor,
+    scale: float,
+    dropout: WeightDropout | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return attention `[rows, heads, n, value size]` to a block of keys, and the log-sum-exp of its scores.
+
+    The log-sum-exp `[rows, heads, n]` is in float32, for float64 tensors in float64. A query that sees no key
+    has output 0 and log-sum-exp -inf. `mask`: as in `BlockCall`. `dropout`: of the weights; the log-sum-exp
+    is that without dropout.
+    """
+    causal, pairs = _causal_and_mask(mask, query)
+    kernel = None if dropout is not None else fused_kernel(query, key, value, pairs, causal)
+    if kernel is None:
+        return unfused_forward(query, key, value, _as_mask(pairs, causal, query, key), scale, dropout)
+    if pairs is None:
+        return kernel.forward(query, key, value, None, causal, scale)
+    # Kernels differ in what they return for queries that see nothing.
+    blind = ~pairs.any(1)
+    out, lse = kernel.forward(query, key, value, _bias(pairs | blind[:, None], query), False, scale)
+    return out.masked_fill_(blind[:, None], 0.0), lse.masked_fill_(blind, -math.inf)
+
+
+def block_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Literal["full", "causal"] | Tensor,
+    scale: float,
+    dropout: WeightDropout | None = None,
+) -> Gradients:
+    """Return a block's summand of the gradient of `query`, and the gradients of its `key` and `value`.
+
+    `gradient`: that of the attention to all keys; `out`, `lse`: its output, in the query's dtype, and its
+    log-sum-exp. Other arguments as for `block_forward`.
+    """
+    causal, pairs = _causal_and_mask(mask, query)
+    lse = lse.masked_fill(lse == -math.inf, math.inf)  # weights exp(s - lse) of 0
+    kernel = None if dropout is not None else fused_kernel(query, key, value, pairs, causal)
+    if kernel is None:
+        pairs = _as_mask(pairs, causal, query, key)
+        return unfused_backward(gradient, query, key, value, out, lse, pairs, scale, dropout)
+    bias = None if pairs is None else _bias(pairs, query)
+    return kernel.backward(gradient, query, key, value, out, lse, bias, causal, scale)
+
+
+def empty_result(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp of attention to no key, to which `merge` adds: 0 and -inf.
+
+    Their dtype is the wider one of float32 and the query's.
+    """
+    wide = torch.promote_types(query.dtype, torch.float32)
+    out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=wide)
+    return out, query.new_full(query.shape[:3], -math.inf, dtype=wide)
+
+
+def merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    """Add attention to a block's keys to `out` and `lse` in place: then they are of all keys so far.
+
+    `out`, `lse`: views of an `empty_result` for the part's rows and queries. `part_out`, `part_lse`: from
+    `block_forward`.
+    """
+    # exp(part_lse) / (exp(lse) + exp(part_lse)), and 0 for queries that see none of the keys
+    share = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == -math.inf, 0.0)
+    out.lerp_(part_out.to(out.dtype), share.unsqueeze(-1))
+    torch.logaddexp(lse, part_lse, out=lse)
+
+
+def _causal_and_mask(mask: Literal["full", "causal"] | Tensor, query: Tensor) -> tuple[bool, Tensor | None]:
+    """Return whether a mask is causal, and the mask itself, on the query's device, if it is a tensor."""
+    if isinstance(mask, Tensor):
+        return False, sent(mask, query.device)
+    return mask == "causal", None
+
+
+def _as_mask(pairs: Tensor | None, causal: bool, query: Tensor, key: Tensor) -> Tensor | None:
+    """Return a mask also for a causal call."""
+    if not causal:
+        return pairs
+    return torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+
+
+def _bias(mask: Tensor, query: Tensor) -> Tensor:
+    """Return a mask as a bias `[rows, heads, n, m]` of the scores, 0 or -inf, in the query's dtype."""
+    n, m = mask.shape
+    bias = query.new_zeros(n, m + -m % BIAS_MULTIPLE)[:, :m].masked_fill_(~mask, -math.inf)
+    return bias.expand(*query.shape[:2], n, m)

@@ -1,0 +1,227 @@
+"""PyTorch's fused attention kernels with their log-sum-exp, one function for each of its private operations.
+
+`torch.nn.functional.scaled_dot_product_attention` calls the same operations, but does not return the
+log-sum-exp, and its backward takes that of its own keys only. Tensors are `[rows, heads, length, width]`; key
+and value may have fewer heads, each for consecutive query heads. A bias is added to the scores,
+`[rows, heads, queries, keys]`; a causal mask begins in the upper left corner.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""Those of query, key and value."""
+LSE_MULTIPLE = 32
+"""The efficient kernel's log-sum-exp is padded to a multiple of so many queries."""
+
+
+class _Forward(Protocol):
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class _Backward(Protocol):
+    def __call__(
+        self,
+        gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        bias: Tensor | None,
+        causal: bool,
+        scale: float,
+    ) -> Gradients: ...
+
+
+class FusedKernel(NamedTuple):
+    """Forward and backward of one fused kernel."""
+
+    forward: _Forward
+    """Returns the output and the log-sum-exp `[rows, heads, queries]`."""
+    backward: _Backward
+    """Returns gradients, given an output and a log-sum-exp that may include those of other keys."""
+
+
+def fused_kernel(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
+) -> FusedKernel | None:
+    """Return the fused kernel that PyTorch would choose to train with these tensors, or None if it has none.
+
+    `mask`: bool. On the meta device the CPU's kernel, which allocates as the others do.
+    """
+    if 0 in (query.numel(), key.numel(), value.numel()):
+        return None  # the CPU's kernel divides by sizes
+    if query.is_meta:
+        return CPU if key.shape == value.shape else None
+    choice = _chosen_backend(query, key, value, mask, causal)
+    if query.device.type == "cpu":
+        return CPU if choice == SDPBackend.FLASH_ATTENTION else None
+    if choice == SDPBackend.FLASH_ATTENTION:
+        return FLASH if query.shape[-1] % 8 == 0 else None
+    if choice == SDPBackend.CUDNN_ATTENTION:
+        return CUDNN if mask is None else EFFICIENT
+    return EFFICIENT if choice == SDPBackend.EFFICIENT_ATTENTION else None
+
+
+def _chosen_backend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
+) -> SDPBackend:
+    """Return what `scaled_dot_product_attention` would choose for training; there is no public way to ask."""
+    query = query.detach().requires_grad_()
+    return SDPBackend(
+        torch._fused_sdp_choice(
+            query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=query.shape[1] != key.shape[1]
+        )
+    )
+
+
+def _cpu_forward(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, causal, attn_mask=bias, scale=scale
+    )
+    return out, lse
+
+
+def _cpu_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> Gradients:
+    if out.stride(-1) != 1:
+        out = out.contiguous()  # else the kernel would read other elements
+    of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradient, query, key, value, out, lse, 0.0, causal, attn_mask=bias, scale=scale
+    )
+    return of_query, of_key, of_value
+
+
+def _flash_forward(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    assert bias is None
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, key, value, 0.0, causal, scale=scale
+    )
+    return out, lse
+
+
+def _flash_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> Gradients:
+    assert bias is None
+    seed, offset = (torch.empty(shape, dtype=torch.uint64, device=query.device) for shape in ((2,), ()))
+    lengths = query.shape[2], key.shape[2]
+    of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        *(gradient, query, key, value, out, lse.contiguous(), None, None, *lengths, 0.0, causal),
+        *(seed, offset),
+        scale=scale,
+    )
+    return of_query, of_key, of_value
+
+
+def _cudnn_forward(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    assert bias is None
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        query, key, value, None, True, 0.0, causal, scale=scale
+    )
+    return out, lse.reshape(query.shape[:3])
+
+
+def _cudnn_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> Gradients:
+    assert bias is None
+    seed, offset = (torch.empty((), dtype=torch.int64, device=query.device) for _ in range(2))
+    lengths = query.shape[2], key.shape[2]
+    of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        *(gradient, query, key, value, out, lse.contiguous().unsqueeze(-1), seed, offset),
+        *(None, None, None, *lengths, 0.0, causal),
+        scale=scale,
+    )
+    return of_query, of_key, of_value
+
+
+def _efficient_forward(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    key, value = (_repeated(one, query) for one in (key, value))
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, True, 0.0, causal, scale=scale
+    )
+    return out, lse[..., : query.shape[2]]
+
+
+def _efficient_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> Gradients:
+    heads = key.shape[1]
+    lse = functional.pad(lse, (0, -lse.shape[2] % LSE_MULTIPLE), value=math.inf).contiguous()
+    seed, offset = (torch.empty((), dtype=torch.int64, device=query.device) for _ in range(2))
+    key, value = (_repeated(one, query) for one in (key, value))
+    of_query, of_key, of_value, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        *(gradient, query, key, value, bias, out, lse, seed, offset, 0.0),
+        *([True, True, True, False], causal),
+        scale=scale,
+    )
+    return of_query, _summed(of_key, heads), _summed(of_value, heads)
+
+
+def _repeated(tensor: Tensor, query: Tensor) -> Tensor:
+    """Return keys or values with a head for each query head."""
+    return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1)
+
+
+def _summed(gradient: Tensor, heads: int) -> Tensor:
+    """Return the gradient of `heads` heads, given that of each of their repetitions."""
+    rows, repeated, *sizes = gradient.shape
+    return gradient.reshape(rows, heads, repeated // heads, *sizes).sum(2)
+
+
+CPU = FusedKernel(_cpu_forward, _cpu_backward)
+FLASH = FusedKernel(_flash_forward, _flash_backward)
+CUDNN = FusedKernel(_cudnn_forward, _cudnn_backward)
+EFFICIENT = FusedKernel(_efficient_forward, _efficient_backward)
