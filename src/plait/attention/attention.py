@@ -20,6 +20,8 @@ from plait.attention.exchange_plan import Mask, exchange_plan
 from plait.attention.key_exchange import KeyExchange
 from plait.attention.ring import attend_to_all, share
 from plait.attention.ulysses import heads_of_ranks, to_heads, to_positions
+from plait.attention.weight_dropout import AnyDropout, WeightMask, attention_with_dropout, is_active
+from plait.autograd.dropout import Dropout, tag_dropout
 from plait.autograd.running_sequence import (
     ContextParallelism,
     DocumentBounds,
@@ -40,19 +42,21 @@ def attention(
     documents: Tensor | None = None,
     *,
     scale: float | None = None,
+    dropout: AnyDropout | None = None,
 ) -> Tensor:
     """Return softmax attention `[rows, heads, length, width]`, without any position of another document.
 
     `query` `[rows, heads, length, size]`; `key` and `value` may have fewer heads, each for consecutive query
     heads. `causal`: no position sees a later one. `window`: a position sees those at a distance below it.
     `documents`: ids `[rows, length]` of the whole sequences, by default those of the batch that an engine
-    runs; a document is a run of equal ids. `scale`: of the scores, by default `size ** -0.5`.
+    runs; a document is a run of equal ids. `scale`: of the scores, by default `size ** -0.5`. `dropout`:
+    of the attention weights, `[rows, heads, length, length]`, in training mode.
     Communication under context parallelism, over `cp`, as `Plan.context_parallel` chooses: keys and values,
     and in the backward their gradients; or queries, keys, values and outputs, and all gradients. Raises
     ModelError for shapes that do not fit.
     """
     keys = share_keys(key, value, causal, window, documents, query_heads=query.shape[1])
-    return attend(query, keys, scale=scale)
+    return attend(query, keys, scale=scale, dropout=dropout)
 
 
 @dataclass(frozen=True)
@@ -99,26 +103,41 @@ def share_keys(
     return SharedKeys(key, value, mask, sequence, exchange)
 
 
-def attend(query: Tensor, keys: SharedKeys, *, scale: float | None = None) -> Tensor:
+def attend(
+    query: Tensor, keys: SharedKeys, *, scale: float | None = None, dropout: AnyDropout | None = None
+) -> Tensor:
     """Return attention of `query` to shared keys; see `attention`."""
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
-    if keys.sequence is None:
+    dropout = dropout if is_active(dropout) else None
+    sequence, heads = keys.sequence, query.shape[1]
+    if sequence is None and dropout is not None:
+        return attention_with_dropout(query, keys.key, keys.value, keys.mask.causal, scale, dropout)
+    if sequence is None:
         return functional.scaled_dot_product_attention(
             query,
             keys.key,
             keys.value,
             is_causal=keys.mask.causal,
             scale=scale,
-            enable_gqa=query.shape[1] != keys.key.shape[1],
+            enable_gqa=heads != keys.key.shape[1],
         )
+    mask = None
+    if dropout is not None:
+        mask = WeightMask.next(dropout, query.shape[0], heads, sequence.layout.length, query.device)
     if keys.exchange is not None:
-        return attend_to_all(query, keys.key, keys.value, keys.exchange, scale)
-    sequence = keys.sequence
-    of_ranks = heads_of_ranks(query.shape[1], query.shape[1], sequence.group.size)
-    whole = _whole(sequence)
+        return _tagged(attend_to_all(query, keys.key, keys.value, keys.exchange, scale, mask), dropout)
+    of_ranks, whole = heads_of_ranks(heads, heads, sequence.group.size), _whole(sequence)
     exchange = KeyExchange(exchange_plan(whole, keys.mask), whole.parallelism)
+    if mask is not None:
+        mask = mask.of_heads(of_ranks[sequence.group.index])
     mine = to_heads(query, sequence, of_ranks)
-    return to_positions(attend_to_all(mine, keys.key, keys.value, exchange, scale), sequence, of_ranks)
+    mixed = _tagged(attend_to_all(mine, keys.key, keys.value, exchange, scale, mask), dropout)
+    return to_positions(mixed, sequence, of_ranks)
+
+
+def _tagged(output: Tensor, dropout: AnyDropout | None) -> Tensor:
+    """Return attention whose weights `dropout` has dropped, tagged for the proof of tensor parallelism."""
+    return tag_dropout(output, dropout) if isinstance(dropout, Dropout) else output
 
 
 def uses_heads(parallelism: ContextParallelism, query_heads: int, heads: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from plait.attention.block_calls import BlockCall, block_calls
@@ -11,7 +12,7 @@ from plait.attention.visibility import needed_keys, visible_range
 from torch import Tensor
 
 from plait.autograd.running_sequence import DocumentBounds, LocalSequence
-from plait.layout.sequence_layout import SequenceLayout
+from plait.layout.sequence_layout import SequenceLayout, ranges_of
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,13 @@ class PeerBlock:
     """The number of the peer's keys that this rank's queries see."""
     calls: tuple[BlockCall, ...]
     """On the received keys."""
+    key_positions: Tensor
+    """Those of the received keys: int64, on the CPU."""
+
+    @cached_property
+    def key_ranges(self) -> tuple[range, ...]:
+        """The positions of the received keys, as ranges."""
+        return ranges_of(self.key_positions)
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,8 @@ class ExchangePlan:
 
     index: int
     """This rank's."""
+    positions: tuple[range, ...]
+    """This rank's positions."""
     own: tuple[BlockCall, ...]
     """The kernel calls on the rank's own keys."""
     peers: tuple[PeerBlock | None, ...]
@@ -84,10 +94,11 @@ def build_plan(
             peers.append(None)
             continue
         sent = needed_keys(*seen[peer], positions[index])
-        received = needed_keys(*seen[index], positions[peer])
-        calls = block_calls(*seen[index], positions[peer].index_select(0, received))
-        peers.append(PeerBlock(_selection(sent), len(sent), len(received), calls))
-    return ExchangePlan(index, block_calls(*seen[index], positions[index]), tuple(peers))
+        received = positions[peer].index_select(0, needed_keys(*seen[index], positions[peer]))
+        calls = block_calls(*seen[index], received)
+        peers.append(PeerBlock(_selection(sent), len(sent), len(received), calls, received))
+    own = block_calls(*seen[index], positions[index])
+    return ExchangePlan(index, layout.ranges[index], own, tuple(peers))
 
 
 def _selection(indices: Tensor) -> Selection:

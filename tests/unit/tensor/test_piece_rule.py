@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.autograd.dropout import Dropout
+from plait.autograd.dropout_mask import DimPiece
 from plait.comm import Group, Mesh, Traffic
 from plait.composer import parallelize
 from plait.errors import ModelError, PlanError
@@ -75,7 +76,7 @@ def test_a_rank_draws_for_its_piece() -> None:
     layers = [("0", nn.ModuleDict({"inner": inner, "outer": outer}))]
     group = Group("tp", (0, 1, 2), 1, None, Traffic(), 1.0)
     apply_rules(layers, {"0.inner": piece.along(2)}, group, [RegionBoundary(group)])
-    assert (inner.in_region, inner.pieces[2](5)) == (True, (5, 15))
+    assert (inner.in_region, inner.pieces[2](5)) == (True, DimPiece(5, 15))
     assert (outer.in_region, outer.pieces) == (False, {})
 
 
