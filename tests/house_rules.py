@@ -24,6 +24,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("blueprint",),
     ("tensor", "sharding", "pipeline", "checkpoint", "models"),
     ("layers",),
+    ("context_attention",),
     ("autograd",),
     ("comm",),
     ("schedules.stage_cuts",),
@@ -51,6 +52,51 @@ WITHOUT_TORCH = {
 WITH_DISTRIBUTED = {"comm", "checkpoint", "device", "tensor/torch_parallelize_plan.py"}
 """Rooms and files that import torch.distributed."""
 PRIVATE_USES = {
+    (
+        "context_attention/fused_kernels.py",
+        "_chosen_backend",
+        "_fused_sdp_choice",
+    ): "which kernel scaled_dot_product_attention takes: no public way to ask",
+    (
+        "context_attention/fused_kernels.py",
+        "_cpu_forward",
+        "_scaled_dot_product_flash_attention_for_cpu",
+    ): "attention with its log-sum-exp: no public way",
+    (
+        "context_attention/fused_kernels.py",
+        "_cpu_backward",
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+    ): "likewise",
+    (
+        "context_attention/fused_kernels.py",
+        "_flash_forward",
+        "_scaled_dot_product_flash_attention",
+    ): "likewise",
+    (
+        "context_attention/fused_kernels.py",
+        "_flash_backward",
+        "_scaled_dot_product_flash_attention_backward",
+    ): "likewise",
+    (
+        "context_attention/fused_kernels.py",
+        "_cudnn_forward",
+        "_scaled_dot_product_cudnn_attention",
+    ): "likewise",
+    (
+        "context_attention/fused_kernels.py",
+        "_cudnn_backward",
+        "_scaled_dot_product_cudnn_attention_backward",
+    ): "likewise",
+    (
+        "context_attention/fused_kernels.py",
+        "_efficient_forward",
+        "_scaled_dot_product_efficient_attention",
+    ): "likewise",
+    (
+        "context_attention/fused_kernels.py",
+        "_efficient_backward",
+        "_scaled_dot_product_efficient_attention_backward",
+    ): "likewise",
     ("autograd/regather.py", "_version", "_version"): "whether a layer wrote to what entered: likewise",
     (
         "layers/shape_inference.py",

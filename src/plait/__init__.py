@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from plait import models
     from plait.autograd.dropout import Dropout
+    from plait.autograd.running_sequence import positions
     from plait.checkpoint.loading import load
     from plait.checkpoint.saving import save
     from plait.comm.launch import launch
     from plait.comm.mesh import Mesh
     from plait.composer import parallelize
+    from plait.context_attention.attention import attention
     from plait.errors import PlaitError
     from plait.footprint.estimate import memory
     from plait.plan import Plan
@@ -34,12 +36,14 @@ _HOME = {
     "Mesh": "plait.comm.mesh",
     "Plan": "plait.plan",
     "PlaitError": "plait.errors",
+    "attention": "plait.context_attention.attention",
     "check": "plait.schedules.check",
     "cross_entropy": "plait.tensor.losses",
     "launch": "plait.comm.launch",
     "load": "plait.checkpoint.loading",
     "memory": "plait.footprint.estimate",
     "parallelize": "plait.composer",
+    "positions": "plait.autograd.running_sequence",
     "save": "plait.checkpoint.saving",
     "schedule": "plait.schedules.search.api",
     "simulate": "plait.schedules.simulation.timeline",
@@ -52,6 +56,7 @@ __all__ = [
     "Mesh",
     "PlaitError",
     "Plan",
+    "attention",
     "check",
     "cross_entropy",
     "launch",
@@ -59,6 +64,7 @@ __all__ = [
     "memory",
     "models",
     "parallelize",
+    "positions",
     "save",
     "schedule",
     "simulate",

@@ -32,6 +32,11 @@ def mean_cross_entropy(output: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(output.flatten(0, -2), targets.flatten())
 
 
+def called(model: nn.Module, inputs: Any) -> Any:
+    """The model's output."""
+    return model(inputs)
+
+
 @dataclass(frozen=True)
 class Case:
     """A model, its data and its loss; `mean` is the same loss in plain PyTorch, over the whole global batch.
@@ -44,6 +49,8 @@ class Case:
     draw: DrawBatch
     loss: Loss = CrossEntropy()  # noqa: RUF009 (frozen)
     mean: Mean = mean_cross_entropy
+    reference: Callable[[nn.Module, Any], Any] = called
+    """How plain PyTorch computes the output."""
 
     def batches(self, rows: int, count: int, dtype: torch.dtype) -> list[Batch]:
         """`count` global batches of `rows` rows, the same on every rank, whatever the layout."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ def _layers(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 def train(case: Case, rows: int, recipe: Recipe, dtype: torch.dtype) -> Outcome:
     """Carry out `recipe` on global batches of `rows` rows; once for all layouts that are given the same."""
     model = materialise(case.build(), dtype)
-    return train_model(case, model, model, rows, recipe, dtype)
+    return train_model(case, model, partial(case.reference, model), rows, recipe, dtype)
 
 
 def train_model(

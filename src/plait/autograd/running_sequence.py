@@ -1,8 +1,8 @@
 """The part of a micro-batch's sequences that this rank holds, and the context in which layers read it.
 
 Under context parallelism a rank holds some positions of each sequence; packed sequences consist of several
-documents. Layers run within `running`, where `positions_of`, `plait.attention` and dropouts find both. Outside
-of it, and on one rank without documents, a tensor's dim 1 holds positions 0, 1, 2, ….
+documents. Layers run within `running`, where `positions`, `plait.attention` and dropouts find both.
+Outside of it, and on one rank without documents, a tensor's dim 1 holds positions 0, 1, 2, ….
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.group import Group
+from plait.device import sent
 from plait.layout.sequence_layout import SequenceLayout, sequence_layout
 from plait.plan import ContextLayout, ContextParallel, Plan
 
@@ -26,7 +27,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class ContextParallelism:
-    """How sequences are divided over the ranks of `cp`, and how attention reads the other ranks' positions."""
+    """How sequences are divided over the ranks of `cp`, and how attention reads other ranks' positions."""
 
     group: Group
     kind: ContextLayout = "zigzag"
@@ -49,7 +50,7 @@ class ContextParallelism:
 
 @dataclass(frozen=True, eq=False)
 class DocumentBounds:
-    """Where the document of each token begins and ends in its sequence: int64 `[rows, length]`, on the CPU."""
+    """Where each token's document begins and ends in its sequence: int64 `[rows, length]`, on the CPU."""
 
     starts: Tensor
     stops: Tensor
@@ -78,7 +79,7 @@ class LocalSequence:
 
     @property
     def shape(self) -> tuple[SequenceLayout, int, bool]:
-        """What shapes depend on beside those of a rank's tensors: equal for sequences that run alike on meta."""
+        """What a run on meta depends on beside the shapes of a rank's tensors."""
         return self.layout, self.longest, self.documents is not None
 
     @cached_property
@@ -95,7 +96,7 @@ class LocalSequence:
 
     def positions(self, device: torch.device) -> Tensor:
         """Return the positions of this rank in their documents: int64 `[size]`, or `[rows, size]`."""
-        return self.result(("positions", device), lambda: self._positions().to(device))
+        return self.result(("positions", device), lambda: sent(self._positions(), device))
 
     def _positions(self) -> Tensor:
         if self.documents is None:
@@ -131,7 +132,7 @@ def running_sequence() -> LocalSequence | None:
 
 
 def longest_document(tensor: Tensor) -> int:
-    """Return the largest number of positions of a document in the whole sequences of which `tensor` is a part.
+    """Return the number of positions of the longest document in the whole sequences that `tensor` is part of.
 
     Dim 1 of `tensor` is the sequence; without packed documents each sequence is one.
     """
@@ -139,7 +140,7 @@ def longest_document(tensor: Tensor) -> int:
     return tensor.shape[1] if sequence is None else sequence.longest
 
 
-def positions_of(tensor: Tensor) -> Tensor:
+def positions(tensor: Tensor) -> Tensor:
     """Return the positions of the tokens along dim 1 of `tensor`: int64 `[length]`, or `[rows, length]`.
 
     0, 1, 2, … in plain PyTorch. Under context parallelism those that this rank holds; with packed documents

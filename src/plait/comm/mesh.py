@@ -202,6 +202,10 @@ class GridMesh:
         place = " ".join(f"{axis}={self.coordinate[axis]}" for axis, size in self.sizes.items() if size > 1)
         return f"{type(self).__name__}({sizes}; rank {self.rank}{' at ' + place if place else ''})"
 
+    def _axis_of_group(self, axis: str) -> str:
+        """Return the axis whose group `axis` has: another one's only where the two are always the same."""
+        return axis
+
     def _described_sizes(self) -> dict[str, int]:
         """Return the sizes of the axes under the names that the user gave."""
         return self.sizes
@@ -234,6 +238,9 @@ class GridMesh:
         order of the program, the same on all ranks, and a failure ends the process. Each is connected
         there when it is made, by a first all-reduce, except `pp`, which no training step needs.
         """
+        same = self._axis_of_group(axis)
+        if same != axis:
+            return self._groups[same]
         groups = coordinates.groups_along(axis, self.sizes)
         for other, group in self._groups.items() if self.uses_nccl else ():
             if coordinates.groups_along(other, self.sizes) == groups:
@@ -347,12 +354,10 @@ class Mesh(GridMesh):
                     _send_first_message(group, self.device)
         return {channel: group for channel in channels if (group := self._channels[channel]) is not None}
 
-    def _group_along(self, axis: str) -> Group:
-        """Make this rank's group along an axis; without context parallelism `dp_cp` is `dp` itself."""
-        same = {"dp_cp": "dp", "shard_cp": "shard"}.get(axis)
-        if same is not None and self.size("cp") == 1:
-            return self._groups[same]
-        return super()._group_along(axis)
+    def _axis_of_group(self, axis: str) -> str:
+        """Return the axis whose group `axis` has: without context parallelism `dp_cp` is `dp`, say."""
+        same = {"dp_cp": "dp", "shard_cp": "shard"} if self.size("cp") == 1 else {}
+        return same.get(axis, axis)
 
     def _described_sizes(self) -> dict[str, int]:
         return {axis: self.size(axis) for axis in ("pp", "dp", "cp", "tp")}

@@ -1,16 +1,15 @@
-"""This rank's part of a batch: micro-batches, and under context parallelism its positions of each sequence."""
+"""This rank's part of a batch: micro-batches, and under context parallelism its positions of sequences."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from plait.attention.visibility import document_bounds
 from plait.autograd.running_sequence import ContextParallelism, DocumentBounds, LocalSequence
 from plait.comm.collectives import all_gather
+from plait.context_attention.visibility import document_bounds
 from plait.errors import DataError
 from plait.layers.nested import Value, map_tensors, tensors_of
 

@@ -46,8 +46,8 @@ class Flat:
     Rank `i` holds elements `bounds[i]` to `bounds[i + 1]` in row-major order, clipped to the number of
     elements; there is one bound more than ranks. The place of the axis among `Shard`s does not matter. Where
     several axes are `Flat` they are nested, the outermost first: ranks are counted row-major over an axis and
-    the `Flat` axes before it, and every bound of an outer axis is one of the inner axis. A piece that consists
-    of whole rows has their shape; any other has one row of as many dims, `[1, ..., elements]`.
+    the `Flat` axes before it, and every bound of an outer axis is one of the inner axis. A piece of whole
+    rows has their shape; any other has one row of as many dims, `[1, ..., elements]`.
     """
 
     bounds: tuple[int, ...]
@@ -311,7 +311,8 @@ def _same_piece(index: int, degree: int, placement: Placement) -> range:
 
 def _require_bounds(axes: Mapping[str, int], placements: Sequence[Placement]) -> None:
     """Raise LayoutError unless the bounds of `Flat` axes are ascending, as many as needed, and nested."""
-    ranks, outer, outer_axis = 1, (0,), ""
+    ranks, outer_axis = 1, ""
+    outer: tuple[int, ...] = ()
     for (axis, degree), placement in zip(axes.items(), placements, strict=True):
         if not isinstance(placement, Flat):
             continue

@@ -2,8 +2,8 @@
 
 Of 12 positions on 2 ranks, with two chunks, every second, or consecutive positions a rank:
 
-    zigzag        0 1 2 . . . . . . 9 10 11     striped   0 . 2 . 4 . 6 . 8 . 10 .     contiguous   0 1 2 3 4 5
-                  . . . 3 4 5 6 7 8 . .  .                . 1 . 3 . 5 . 7 . 9 .  11                   6 … 11
+    zigzag   0 1 2 . . . . . . 9 10 11     striped   0 . 2 . 4 . 6 . 8 . 10 .     contiguous   0 1 2 3 4 5
+             . . . 3 4 5 6 7 8 . .  .                . 1 . 3 . 5 . 7 . 9 .  11                 6 7 8 9 10 11
 
 In causal attention a position sees those before it. Zigzag (Zhu 2023, "ring-flash-attention") and striped
 (Brandon et al. 2023, arXiv:2311.09431) give all ranks equally many pairs; contiguous gives the last rank the
@@ -45,25 +45,21 @@ class SequenceLayout:
         """Return the positions of a rank: int64 `[size(rank)]`, on the CPU."""
         return torch.tensor(list(chain.from_iterable(self.ranges[rank])), dtype=torch.int64)
 
-    def order(self) -> Tensor:
-        """Return for each global position its index in the concatenation of all ranks' positions."""
-        every = torch.cat([self.positions(rank) for rank in range(self.ranks)])
-        return torch.empty_like(every).index_copy_(0, every, torch.arange(self.length))
-
     def cut(self, whole: Tensor, rank: int, dim: int = 1) -> Tensor:
         """Return the elements of `whole` at a rank's positions along `dim`, as a new tensor."""
-        pieces = [
-            whole.narrow(dim, one.start, len(one))
-            if one.step == 1
-            else whole[(slice(None),) * dim + (slice(one.start, one.stop, one.step),)]
-            for one in self.ranges[rank]
-        ]
+        pieces = [_at(whole, one, dim) for one in self.ranges[rank]]
         return torch.cat(pieces, dim) if pieces else whole.narrow(dim, 0, 0).clone()
 
     def join(self, pieces: Sequence[Tensor], dim: int = 1) -> Tensor:
         """Return the whole tensor of which `pieces` are the ranks' parts along `dim`: inverse of `cut`."""
-        joined = torch.cat(tuple(pieces), dim)
-        return joined.index_select(dim, self.order().to(joined.device))
+        shape = list(pieces[0].shape)
+        shape[dim] = self.length
+        whole = pieces[0].new_empty(shape)
+        for ranges, piece in zip(self.ranges, pieces, strict=True):
+            parts = torch.split(piece, [len(one) for one in ranges], dim) if ranges else ()
+            for one, part in zip(ranges, parts, strict=True):
+                _at(whole, one, dim).copy_(part)
+        return whole
 
 
 def ranges_of(positions: Tensor) -> tuple[range, ...]:
@@ -99,6 +95,11 @@ def sequence_layout(length: int, ranks: int, kind: ContextLayout) -> SequenceLay
         chunks = divide(length, 2 * ranks)
         each = tuple(_joined(chunks[rank], chunks[-1 - rank]) for rank in range(ranks))
     return SequenceLayout(length, tuple(tuple(one for one in held if one) for held in each))
+
+
+def _at(whole: Tensor, positions: range, dim: int) -> Tensor:
+    """Return a view of the elements of `whole` at some positions along `dim`."""
+    return whole[(slice(None),) * dim + (slice(positions.start, positions.stop, positions.step),)]
 
 
 def _joined(first: range, second: range) -> tuple[range, ...]:

@@ -10,9 +10,9 @@ A move changes the placement along one axis:
     Partial             Shard, Flat          reduce_scatter
     Shard               another Shard        all_to_all
 
-Axes that shard one dim are nested, the outermost first, and `Flat` axes are nested in all of them. An axis can
-change its placement only while no inner axis divides its pieces: inner axes are gathered before, and sharded
-again after. Of the possible orders, the one that sends the fewest elements is chosen.
+Axes that shard one dim are nested, the outermost first, and `Flat` axes are nested in all of them. An axis
+can change its placement only while no inner axis divides its pieces: inner axes are gathered before, and
+sharded again after. Of the possible orders, the one that sends the fewest elements is chosen.
 """
 
 from __future__ import annotations

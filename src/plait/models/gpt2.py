@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plait.attention import attend, share_keys
-from plait.autograd.running_sequence import positions_of
+from plait.autograd.running_sequence import positions
+from plait.context_attention import attend, share_keys
 from plait.models.model_helpers import (
     INITIAL_STD,
     Head,
@@ -86,7 +86,7 @@ class Embedding(InitializedLayer):
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the sum of both embeddings. Raises ModelError for a sequence longer than the context."""
         require_length(tokens, self.position.num_embeddings)
-        embedded: Tensor = self.token(tokens) + self.position(positions_of(tokens))
+        embedded: Tensor = self.token(tokens) + self.position(positions(tokens))
         return embedded
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plait.attention import attend, share_keys
+from plait.context_attention import attend, share_keys
 from plait.errors import ModelError
 from plait.layers.result_cache import ResultCache
 from plait.model_size_rules import default_inner

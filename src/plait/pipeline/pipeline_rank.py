@@ -82,11 +82,11 @@ class PipelineRank:
         self,
         batch: Sequence[Value],
         infos: Sequence[Sequence[LayerInfo]],
-        sequences: Sequence[LocalSequence | None],
+        sequences: Sequence[LocalSequence | None] = (),
     ) -> None:
         """Start a step; per micro-batch, `batch` has the input and `infos` the output info of every layer.
 
-        `sequences`: this rank's part of each micro-batch's sequences; None where they are whole.
+        `sequences`: this rank's part of each micro-batch's sequences, if not the whole of all.
         """
         self.batch = batch
         self.input_gradients = {}

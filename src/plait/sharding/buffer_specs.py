@@ -199,7 +199,7 @@ def build_buffer_specs(
     """Return by unit (parameters gathered together) the specs of its flat buffers, one per `BufferKind`.
 
     Sharded buffers are cut into `ranks` pieces. `units`: the parameters of each unit. `layouts` are over
-    `tp`. `summed` gives for each parameter how many neighbours along `tp` have a summand of its gradient each.
+    `tp`. `summed` gives for each parameter how many neighbours along `tp` have a summand of its gradient.
     Offsets are those of the first rank along `tp`, which has the largest pieces; so they are equal on all.
     """
     specs = {}
@@ -217,7 +217,7 @@ def build_buffer_specs(
 
 
 def piece_layouts(specs: BufferSpecs, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
-    """Return the layouts of the pieces that optimizers update: `tp` layouts, cut over `shard` and `cp` too."""
+    """Return the layouts of the pieces that optimizers update: those over `tp`, cut over `shard` and `cp`."""
     pieces = dict(layouts)
     for spec in (spec for buffers in specs.values() for spec in buffers if spec.kind.sharded):
         for slot in spec.offsets.slots:

@@ -46,8 +46,8 @@ def reduction_groups(
 ) -> dict[str, Group]:
     """Return for each parameter of this rank the process group over which its gradient is all-reduced.
 
-    The ranks along `axis` (see `reduction_axis`); for a parameter tied across stages also those of each rank of
-    `pp` that holds it; and along `tp` as many neighbours as `summed` gives.
+    The ranks along `axis` (see `reduction_axis`); for a parameter tied across stages also those of each rank
+    of `pp` that holds it; and along `tp` as many neighbours as `summed` gives.
     """
     groups: dict[str, Group] = {}
     known: dict[tuple[tuple[int, ...], int], Group | None] = {}

@@ -195,6 +195,17 @@ def test_threads_tell_of_sizes_that_were_not_checked(thread_ranks: Any) -> None:
     assert all(wanted in message for message in thread_ranks.run(body, ranks=2))
 
 
+def test_threads_keep_no_sizes_of_calls_that_are_over(thread_ranks: Any) -> None:
+    def body() -> int:
+        group = Mesh(dp=2).group("dp")
+        sizes = [1, 2] if group.index == 0 else [2, 1]
+        for _ in range(3):
+            all_to_all_uneven(torch.ones(3), group, sizes, sizes, checked=False).wait()
+        return len(group.transport._posted._piece_sizes)  # type: ignore[union-attr]
+
+    assert thread_ranks.run(body, ranks=2) == [0, 0]
+
+
 def test_a_guard_compares_sizes_and_is_counted(rank_pool: Any) -> None:
     def body(expected: int) -> tuple[str, Any]:
         mesh = Mesh(dp=2, guarded=True)

@@ -15,7 +15,7 @@ from parity.kernels import Kernels
 from plait.errors import ModelError
 from plait.layers.layer_sequence import bits_of, layer_costs, sequence_of
 from plait.layers.result_cache import ResultCache
-from plait.models.huggingface.common import Rotary, attend
+from plait.models.huggingface.common import Rotary
 from plait.models.initial import initial_value
 from plait.models.tensor_sources import locate_tensors
 from plait.tensor.tensor_parallelism import named
@@ -114,20 +114,6 @@ def test_a_sequence_beyond_the_context_is_refused() -> None:
     for make in (cases.gpt2, cases.llama, cases.gpt_neox):
         with pytest.raises(ModelError, match="longer than the model's context of 8"):
             plait.models.from_huggingface(make())(torch.zeros(1, 9, dtype=torch.int64))
-
-
-@pytest.mark.parametrize("window", [None, 3])
-def test_attention_whose_weights_are_dropped_is_the_same_attention(window: int | None) -> None:
-    """Dropping none, by the explicit way; and dropping all, by a module that says so."""
-    query = torch.randn(2, 4, 5, 6, dtype=torch.float64)
-    key, value = torch.randn(2, 2, 2, 5, 6, dtype=torch.float64)
-    fused = attend(query, key, value, scale=0.3, dropout=nn.Dropout(0.5).eval(), window=window)
-    explicit = nn.Dropout(0.5)
-    explicit.forward = lambda weights: weights  # type: ignore[method-assign]
-    torch.testing.assert_close(
-        attend(query, key, value, scale=0.3, dropout=explicit, window=window), fused, rtol=1e-12, atol=1e-12
-    )
-    assert not attend(query, key, value, scale=0.3, dropout=nn.Dropout(1.0), window=window).any()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ TOKENS = torch.zeros(2, 4, dtype=torch.int64)
 def built(model, results, *, tp=2, index=0, precision="fp32", rules=None):
     blueprint = build_blueprint(model, Plan(tp=tp, precision=precision), rules)
     rules_of_tp = blueprint.tensor_parallel(Group("tp", tuple(range(tp)), index, None, Traffic(), 1.0))
-    return blueprint.meta_layers(rules_of_tp, {"replicate": 0, "shard": 0, "tp": index}, results)
+    return blueprint.meta_layers(rules_of_tp, {"replicate": 0, "shard": 0, "cp": 0, "tp": index}, results)
 
 
 @pytest.fixture

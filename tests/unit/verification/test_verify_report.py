@@ -214,7 +214,7 @@ def test_the_text_of_a_difference() -> None:
     assert lines[:2] == [report.headline(), ""]
     assert "  plan     pp 1 · dp 2 · tp 2, zb-h1; float64, 4 micro-batches, 2 steps, clipped" in lines
     assert "  first    step 2, forward, micro-batch 5: layer 2, blocks.0.mlp" in lines
-    assert "  on       rank 3 (pp 0 · replicate 0 · shard 1 · tp 1)" in lines
+    assert "  on       rank 3 (pp 0 · replicate 0 · shard 1 · cp 0 · tp 1)" in lines
     assert "  where    100% of [2, 4]; worst at [1, 15]: 4 instead of 2" in lines
     assert any(
         line.startswith("  likely   all of it is 2 times what it should be, the size of tp") for line in lines
@@ -313,7 +313,7 @@ def test_json_of_a_difference() -> None:
         "tensor": 0,
         "microbatch": 5,
         "ranks": [3],
-        "coordinates": [{"pp": 0, "replicate": 0, "shard": 1, "tp": 1}],
+        "coordinates": [{"pp": 0, "replicate": 0, "shard": 1, "cp": 0, "tp": 1}],
         "largest": 2.0,
         "size": 2.0,
         "allowed": 1e-13,

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from plait.attention.block_calls import BlockCall
-from plait.attention.unfused_kernel import WeightDropout
 from plait.autograd.dropout import Dropout
 from plait.autograd.dropout_mask import DimPiece, DimRanges, keep_mask_of_ranges
+from plait.context_attention.unfused_kernel import WeightDropout
+from plait.context_attention.visibility import BlockCall
 from plait.layout.sequence_layout import parts_of
 
 AnyDropout = nn.Dropout | Dropout
@@ -68,10 +68,9 @@ class WeightMask:
         heads = pieces.get(1, DimPiece(0, query_heads))
         return WeightMask(key, dropout.p, pieces.get(0, DimPiece(0, 0)).start, heads, length)
 
-    def of_heads(self, held: range) -> WeightMask:
-        """Return the mask for some of the heads."""
-        heads = self.heads._replace(start=self.heads.start + held.start)
-        return WeightMask(self.key, self.p, self.first_row, heads, self.length)
+    def from_head(self, first: int) -> WeightMask:
+        """Return the mask for tensors that begin at the head `first` of this rank of `tp`."""
+        return replace(self, heads=self.heads._replace(start=self.heads.start + first))
 
     def of_call(
         self, call: BlockCall, query: Tensor, queries: Sequence[range], keys: Sequence[range]

@@ -18,8 +18,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from plait.attention.fused_kernels import Gradients, fused_kernel
-from plait.attention.unfused_kernel import WeightDropout, unfused_backward, unfused_forward
+from plait.context_attention.fused_kernels import Gradients, fused_kernel
+from plait.context_attention.unfused_kernel import WeightDropout, unfused_backward, unfused_forward
 from plait.device import sent
 
 BIAS_MULTIPLE = 16
@@ -81,10 +81,11 @@ def block_backward(
 def empty_result(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp of attention to no key, to which `merge` adds: 0 and -inf.
 
-    Their dtype is the wider one of float32 and the query's.
+    Their dtype is the wider one of float32 and the query's. In memory, heads lie within positions.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
-    out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=wide)
+    rows, heads, length, _ = query.shape
+    out = query.new_zeros(rows, length, heads, value.shape[3], dtype=wide).transpose(1, 2)
     return out, query.new_full(query.shape[:3], -math.inf, dtype=wide)
 
 

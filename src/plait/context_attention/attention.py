@@ -12,15 +12,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from plait.attention.visibility import document_bounds
 from torch import Tensor
 from torch.nn import functional
 
-from plait.attention.exchange_plan import Mask, exchange_plan
-from plait.attention.key_exchange import KeyExchange
-from plait.attention.ring import attend_to_all, share
-from plait.attention.ulysses import heads_of_ranks, to_heads, to_positions
-from plait.attention.weight_dropout import AnyDropout, WeightMask, attention_with_dropout, is_active
 from plait.autograd.dropout import Dropout, tag_dropout
 from plait.autograd.running_sequence import (
     ContextParallelism,
@@ -30,6 +24,17 @@ from plait.autograd.running_sequence import (
 )
 from plait.comm.group import Group
 from plait.comm.traffic import Traffic
+from plait.context_attention.exchange_plan import Mask, exchange_plan
+from plait.context_attention.key_exchange import KeyExchange
+from plait.context_attention.ring import attend_to_all, share
+from plait.context_attention.ulysses import heads_of_ranks, to_heads, to_positions
+from plait.context_attention.visibility import document_bounds
+from plait.context_attention.weight_dropout import (
+    AnyDropout,
+    WeightMask,
+    attention_with_dropout,
+    is_active,
+)
 from plait.errors import ModelError, PlanError
 
 
@@ -97,7 +102,7 @@ def share_keys(
         of_ranks = heads_of_ranks(query_heads, key.shape[1], sequence.group.size)
         key, value = (to_heads(one, sequence, of_ranks) for one in (key, value))
         return SharedKeys(key, value, mask, sequence, None)
-    exchange = KeyExchange(exchange_plan(sequence, mask), sequence.parallelism)
+    exchange = KeyExchange(exchange_plan(sequence, mask, key.device), sequence.parallelism)
     if sequence.group.size > 1:
         key, value = share(key, value, exchange)
     return SharedKeys(key, value, mask, sequence, exchange)
@@ -127,9 +132,9 @@ def attend(
     if keys.exchange is not None:
         return _tagged(attend_to_all(query, keys.key, keys.value, keys.exchange, scale, mask), dropout)
     of_ranks, whole = heads_of_ranks(heads, heads, sequence.group.size), _whole(sequence)
-    exchange = KeyExchange(exchange_plan(whole, keys.mask), whole.parallelism)
+    exchange = KeyExchange(exchange_plan(whole, keys.mask, query.device), whole.parallelism)
     if mask is not None:
-        mask = mask.of_heads(of_ranks[sequence.group.index])
+        mask = mask.from_head(of_ranks[sequence.group.index][0])
     mine = to_heads(query, sequence, of_ranks)
     mixed = _tagged(attend_to_all(mine, keys.key, keys.value, exchange, scale, mask), dropout)
     return to_positions(mixed, sequence, of_ranks)

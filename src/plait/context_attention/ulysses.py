@@ -9,7 +9,9 @@ rank gets those that its query heads read.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,17 +20,27 @@ from torch import Tensor
 from plait.autograd.running_sequence import LocalSequence
 from plait.comm.collectives import all_to_all_uneven
 
+Heads = Sequence[tuple[int, ...]]
+"""Indices of the heads that each rank gets."""
 
-def heads_of_ranks(query_heads: int, heads: int, ranks: int) -> list[range]:
+
+def heads_of_ranks(query_heads: int, heads: int, ranks: int) -> Heads:
     """Return for each rank the heads, of `heads` of keys and values, that its query heads read.
 
+    Each once if all of them are read by equally many of its query heads, else one for each of these.
     `query_heads` is a multiple of `ranks` and of `heads`.
     """
     own, shared = query_heads // ranks, query_heads // heads
-    return [range(rank * own // shared, ((rank + 1) * own - 1) // shared + 1) for rank in range(ranks)]
+    read = [[(rank * own + head) // shared for head in range(own)] for rank in range(ranks)]
+    return [_once(one) for one in read]
 
 
-def to_heads(tensor: Tensor, sequence: LocalSequence, heads: Sequence[range]) -> Tensor:
+def _once(read: list[int]) -> tuple[int, ...]:
+    counts = Counter(read)
+    return tuple(counts) if len(set(counts.values())) == 1 else tuple(read)
+
+
+def to_heads(tensor: Tensor, sequence: LocalSequence, heads: Heads) -> Tensor:
     """Return this rank's `heads` for all positions, ascending: `[rows, own heads, length, width]`.
 
     `tensor` `[rows, all heads, own positions, width]`. A head may be on several ranks: its gradient is then
@@ -38,7 +50,7 @@ def to_heads(tensor: Tensor, sequence: LocalSequence, heads: Sequence[range]) ->
     return result
 
 
-def to_positions(tensor: Tensor, sequence: LocalSequence, heads: Sequence[range]) -> Tensor:
+def to_positions(tensor: Tensor, sequence: LocalSequence, heads: Heads) -> Tensor:
     """Return all heads for this rank's positions: inverse of `to_heads`, where each head is on one rank.
 
     Communication: one all-to-all over `cp`, and one in the backward.
@@ -49,7 +61,7 @@ def to_positions(tensor: Tensor, sequence: LocalSequence, heads: Sequence[range]
 
 class _ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, sequence: LocalSequence, heads: Sequence[range]) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, sequence: LocalSequence, heads: Heads) -> Tensor:
         ctx.sequence, ctx.heads, ctx.all_heads = sequence, heads, tensor.shape[1]
         return _heads_for_positions(tensor, sequence, heads)
 
@@ -60,49 +72,57 @@ class _ToHeads(torch.autograd.Function):
 
 class _ToPositions(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, sequence: LocalSequence, heads: Sequence[range]) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, sequence: LocalSequence, heads: Heads) -> Tensor:
         ctx.sequence, ctx.heads = sequence, heads
-        return _positions_for_heads(tensor, sequence, heads, heads[-1].stop)
+        return _positions_for_heads(tensor, sequence, heads, heads[-1][-1] + 1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return _heads_for_positions(gradient, ctx.sequence, ctx.heads), None, None
 
 
-def _heads_for_positions(tensor: Tensor, sequence: LocalSequence, heads: Sequence[range]) -> Tensor:
+def _heads_for_positions(tensor: Tensor, sequence: LocalSequence, heads: Heads) -> Tensor:
     """Send each rank its heads at this rank's positions; return this rank's heads at all positions."""
-    rows, _, size, width = tensor.shape
+    rows, width = tensor.shape[0], tensor.shape[3]
     layout, mine = sequence.layout, heads[sequence.group.index]
-    flat = torch.cat([tensor[:, one.start : one.stop].reshape(-1) for one in heads])
+    pieces = [torch.cat([tensor[:, run] for run in _runs(one)], 1).reshape(-1) for one in heads]
     shapes = [(rows, len(mine), layout.size(rank), width) for rank in range(layout.ranks)]
-    arrived = _all_to_all(flat, sequence, [rows * len(one) * size * width for one in heads], shapes)
-    return layout.join(arrived, 2)
+    return layout.join(_all_to_all(pieces, sequence, shapes), 2)
 
 
-def _positions_for_heads(
-    tensor: Tensor, sequence: LocalSequence, heads: Sequence[range], all_heads: int
-) -> Tensor:
+def _positions_for_heads(tensor: Tensor, sequence: LocalSequence, heads: Heads, all_heads: int) -> Tensor:
     """Send each rank its positions of this rank's heads; return all heads, each summed over its ranks."""
     rows, width = tensor.shape[0], tensor.shape[3]
     layout, size = sequence.layout, sequence.size
     pieces = [layout.cut(tensor, rank, 2).reshape(-1) for rank in range(layout.ranks)]
     shapes = [(rows, len(one), size, width) for one in heads]
-    arrived = _all_to_all(torch.cat(pieces), sequence, [len(piece) for piece in pieces], shapes)
+    arrived = _all_to_all(pieces, sequence, shapes)
     if sum(map(len, heads)) == all_heads:
         return torch.cat(arrived, 1)
     total = tensor.new_zeros(rows, all_heads, size, width)
     for one, part in zip(heads, arrived, strict=True):
-        total[:, one.start : one.stop] += part
+        first = 0
+        for run in _runs(one):
+            stop = first + run.stop - run.start
+            total[:, run] += part[:, first:stop]
+            first = stop
     return total
 
 
+def _runs(heads: tuple[int, ...]) -> list[slice]:
+    """Return heads as slices of consecutive ones, which a GPU reads without a tensor of indices."""
+    ends = [0, *(n for n in range(1, len(heads)) if heads[n] != heads[n - 1] + 1), len(heads)]
+    return [slice(heads[first], heads[stop - 1] + 1) for first, stop in pairwise(ends)]
+
+
 def _all_to_all(
-    flat: Tensor, sequence: LocalSequence, sent: Sequence[int], shapes: Sequence[tuple[int, ...]]
+    pieces: Sequence[Tensor], sequence: LocalSequence, shapes: Sequence[tuple[int, ...]]
 ) -> list[Tensor]:
-    """Send consecutive pieces of `flat` to the ranks; return what each rank sent, in `shapes`."""
+    """Send each rank its flat piece; return what each rank sent, in `shapes`."""
+    flat, sent = torch.cat(tuple(pieces)), [len(piece) for piece in pieces]
     received = [torch.Size(shape).numel() for shape in shapes]
     if flat.is_meta:
         result = flat.new_empty(sum(received))
     else:
         result = all_to_all_uneven(flat, sequence.group, sent, received, checked=False).wait()
-    return [part.view(shape) for part, shape in zip(result.split(received), shapes, strict=True)]
+    return [part.view(shape) for part, shape in zip(torch.split(result, received), shapes, strict=True)]

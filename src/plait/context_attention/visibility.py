@@ -1,7 +1,11 @@
-"""Kernel calls that together compute the attention of a block of queries to a block of keys.
+"""Which keys each query of a sequence sees, and the kernel calls that compute exactly these pairs.
 
-A query sees an interval of the block's keys; seen from one query to the next, both of its ends only grow.
-The calls follow from the shape of this staircase, here for three causal documents and for a window:
+With a causal mask, documents and a window, a query at position p sees the keys at positions in `[lo, hi)`:
+
+    lo = max(start of its document, p - window + 1)
+    hi = p + 1 if causal, else min(stop of its document, p + window)
+
+From one query to the next both ends only grow. The calls follow the shape of this staircase:
 
     #                       queries of a document in a     #
     # #                     row: one causal call for       # #
@@ -10,6 +14,8 @@ The calls follow from the shape of this staircase, here for three causal documen
           # #               tiles of queries, each with        # # #
               #             a mask of the keys that its          # # #
               # #           queries see                            # # #
+
+All tensors are int64 on the CPU.
 """
 
 from __future__ import annotations
@@ -21,13 +27,84 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from plait.attention.visibility import visible_indices
 from plait.device import sent
+from plait.errors import ModelError
 
 TILE = 256
 """The largest number of queries of a call with a mask: its keys are those that any of them sees."""
 SHORT = 32
 """Pieces of fewer queries share a call with a mask: to launch one for each would take longer."""
+
+
+def document_bounds(document_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first position of each token's document, and the position after its last.
+
+    `document_ids`: `[rows, length]`; a document is a run of equal consecutive ids of a row. Both results have
+    this shape, int64.
+    """
+    rows, length = document_ids.shape
+    if length == 0:
+        return torch.zeros(rows, 0, dtype=torch.int64), torch.zeros(rows, 0, dtype=torch.int64)
+    begins = torch.ones(rows, length, dtype=torch.bool)
+    begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    ends = torch.ones(rows, length, dtype=torch.bool)
+    ends[:, :-1] = begins[:, 1:]
+    positions = torch.arange(length)
+    starts = torch.where(begins, positions, 0).cummax(1).values
+    stops = torch.where(ends, positions + 1, length).flip(1).cummin(1).values.flip(1)
+    return starts, stops
+
+
+def visible_range(
+    positions: Tensor,
+    length: int,
+    *,
+    causal: bool,
+    window: int | None = None,
+    bounds: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return `lo` and `hi`: the queries at `positions` `[n]` see the keys at positions `lo ≤ k < hi`.
+
+    `length`: that of the sequence. `window`: with `causal` the number of keys that a query sees, itself and
+    those before it; else it sees the keys less than `window` away. `bounds`: the result of `document_bounds`,
+    `[rows, length]`; None: a row is one document. Both results are `[rows, n]`, or `[1, n]` without `bounds`.
+    Raises ModelError for a window of less than 1.
+    """
+    if window is not None and window < 1:
+        raise ModelError(
+            f"attention has a window of {window} tokens: give at least 1, the query itself, or None for all."
+        )
+    lo, hi = torch.zeros_like(positions)[None], torch.full_like(positions, length)[None]
+    if bounds is not None:
+        lo, hi = (bound[:, positions] for bound in bounds)
+    if window is not None:
+        lo, hi = lo.maximum(positions - window + 1), hi.minimum(positions + window)
+    if causal:
+        hi = hi.minimum(positions + 1)
+    return lo, hi
+
+
+def visible_indices(lo: Tensor, hi: Tensor, key_positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return for each query the index of the first key that it sees, and the index after the last.
+
+    `lo`, `hi`: the result of `visible_range`, `[rows, n]`; `key_positions`: ascending, `[m]`. A query that
+    sees none of these keys has two equal indices.
+    """
+    key_positions = key_positions.contiguous()
+    begin = torch.searchsorted(key_positions, lo.contiguous())
+    return begin, torch.searchsorted(key_positions, hi.contiguous())
+
+
+def needed_keys(lo: Tensor, hi: Tensor, key_positions: Tensor) -> Tensor:
+    """Return the ascending indices of the keys that at least one query of at least one row sees.
+
+    `lo`, `hi`: the result of `visible_range`, `[rows, n]`; `key_positions`: ascending, `[m]`.
+    """
+    begin, end = visible_indices(lo, hi, key_positions)
+    change = torch.zeros(len(key_positions) + 1, dtype=torch.int64)
+    one = torch.ones(begin.numel(), dtype=torch.int64)
+    change.index_add_(0, begin.flatten(), one).index_add_(0, end.flatten(), -one)
+    return change.cumsum(0)[:-1].nonzero().squeeze(1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +227,7 @@ def _breaks(begin: Tensor, end: Tensor) -> Tensor:
     """Return for each query, bool `[n]`, whether it begins a new piece.
 
     Within a piece all queries see the same first key; each sees one key more than the query before it, until
-    they all see the same keys. Or all queries of a piece see nothing.
+    they all see the same keys. A query that sees nothing is a piece.
     """
     sees = begin < end
     same_first = sees[1:] & sees[:-1] & (begin[1:] == begin[:-1])
@@ -158,5 +235,5 @@ def _breaks(begin: Tensor, end: Tensor) -> Tensor:
     constant, grows = same_first & (growth == 0), same_first & (growth == 1)
     grows[1:] &= ~constant[:-1]
     breaks = torch.ones_like(sees)
-    breaks[1:] = ~(constant | grows | ~(sees[1:] | sees[:-1]))
+    breaks[1:] = ~(constant | grows)
     return breaks

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.attention.fused_kernels import Gradients
+from plait.context_attention.fused_kernels import Gradients
 
 
 @dataclass(frozen=True)

@@ -11,20 +11,19 @@ softmax's. It computes the other ranks' blocks first: their gradients travel whi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from plait.attention.kernels import block_backward, block_forward, merge
-from plait.attention.block_calls import BlockCall
 from torch import Tensor
 
-from plait.attention.exchange_plan import ExchangePlan, PeerBlock, sizes_of
-from plait.attention.key_exchange import KeyExchange, Pair
-from plait.attention.unfused_kernel import WeightDropout
-from plait.attention.weight_dropout import WeightMask
+from plait.context_attention.exchange_plan import ExchangePlan, PeerBlock, sizes_of
+from plait.context_attention.kernels import block_backward, block_forward, empty_result, merge
+from plait.context_attention.key_exchange import KeyExchange, Pair
+from plait.context_attention.unfused_kernel import WeightDropout
+from plait.context_attention.visibility import BlockCall
+from plait.context_attention.weight_dropout import WeightMask
 
 DropoutOfCall = Callable[[BlockCall], WeightDropout | None]
 """Returns the dropout of the weights of one kernel call."""
@@ -80,7 +79,7 @@ class _Attend(torch.autograd.Function):
         scale: float,
         mask: WeightMask | None,
     ) -> Tensor:
-        out, lse = _empty_result(query, value)
+        out, lse = empty_result(query, value)
         dropouts = partial(_dropouts, mask, query, exchange.plan)
         _add_blocks(out, lse, exchange.plan.own, query, (key, value), scale, dropouts())
         received = exchange.received(key, value)
@@ -149,14 +148,6 @@ class _Given(NamedTuple):
             of_query[queries] += parts[0]
             totals[0][keys] += parts[1]
             totals[1][keys] += parts[2]
-
-
-def _empty_result(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output and log-sum-exp of attention to no key; in memory, heads lie within positions."""
-    wide = torch.promote_types(query.dtype, torch.float32)
-    rows, heads, length, _ = query.shape
-    out = query.new_zeros(rows, length, heads, value.shape[3], dtype=wide).transpose(1, 2)
-    return out, query.new_full((rows, heads, length), -math.inf, dtype=wide)
 
 
 def _dropouts(

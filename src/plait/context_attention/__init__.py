@@ -1,5 +1,5 @@
 """Softmax attention over whole sequences, of which each rank of `cp` holds some positions."""
 
-from plait.attention.attention import SharedKeys, attend, attention, share_keys
+from plait.context_attention.attention import SharedKeys, attend, attention, share_keys
 
 __all__ = ["SharedKeys", "attend", "attention", "share_keys"]

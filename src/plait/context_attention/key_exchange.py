@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from plait.attention.exchange_plan import ExchangePlan, add_selected, selected, sizes_of, views
 from plait.autograd.running_sequence import ContextParallelism
 from plait.comm.collectives import all_to_all_uneven
+from plait.context_attention.exchange_plan import ExchangePlan, add_selected, selected, sizes_of, views
 
 Pair = tuple[Tensor, ...]
 """Keys and values, or their gradients: `[rows, heads, length, width]`."""

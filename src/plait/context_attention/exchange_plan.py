@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from plait.attention.block_calls import BlockCall, block_calls
-from plait.attention.visibility import needed_keys, visible_range
 from torch import Tensor
 
 from plait.autograd.running_sequence import DocumentBounds, LocalSequence
+from plait.context_attention.visibility import (
+    BlockCall,
+    block_calls,
+    needed_keys,
+    visible_range,
+    with_masks_on,
+)
+from plait.device import sent as copied
 from plait.layout.sequence_layout import SequenceLayout, ranges_of
 
 
@@ -46,6 +52,11 @@ class PeerBlock:
         """The positions of the received keys, as ranges."""
         return ranges_of(self.key_positions)
 
+    def on(self, device: torch.device) -> PeerBlock:
+        """Return the block with masks and indices on `device`."""
+        sent = self.sent if isinstance(self.sent, slice) else copied(self.sent, device)
+        return replace(self, sent=sent, calls=with_masks_on(self.calls, device))
+
 
 @dataclass(frozen=True)
 class ExchangePlan:
@@ -60,6 +71,11 @@ class ExchangePlan:
     peers: tuple[PeerBlock | None, ...]
     """By index; None for this rank."""
 
+    def on(self, device: torch.device) -> ExchangePlan:
+        """Return the plan with masks and indices on `device`."""
+        peers = tuple(None if peer is None else peer.on(device) for peer in self.peers)
+        return replace(self, own=with_masks_on(self.own, device), peers=peers)
+
     def sent(self, each: int) -> list[int]:
         """Return how many elements go to each rank, `each` for a key position."""
         return [0 if peer is None else each * peer.sent_count for peer in self.peers]
@@ -69,13 +85,14 @@ class ExchangePlan:
         return [0 if peer is None else each * peer.received_count for peer in self.peers]
 
 
-def exchange_plan(sequence: LocalSequence, mask: Mask) -> ExchangePlan:
-    """Return the plan of `sequence`; all layers with an equal `mask` share it."""
+def exchange_plan(sequence: LocalSequence, mask: Mask, device: torch.device) -> ExchangePlan:
+    """Return the plan of `sequence`, with masks on `device`; layers with an equal `mask` share it."""
 
     def compute() -> ExchangePlan:
-        return build_plan(sequence.layout, sequence.group.index, mask, sequence.documents)
+        plan = build_plan(sequence.layout, sequence.group.index, mask, sequence.documents)
+        return plan.on(device)
 
-    return sequence.result(("exchange plan", mask), compute)
+    return sequence.result(("exchange plan", mask, device), compute)
 
 
 def build_plan(
@@ -112,7 +129,7 @@ def selected(tensor: Tensor, which: Selection) -> Tensor:
     """Return the elements of `tensor` `[rows, heads, length, width]` at positions; a view for a slice."""
     if isinstance(which, slice):
         return tensor[:, :, which]
-    return tensor.index_select(2, which.to(tensor.device))
+    return tensor.index_select(2, which)
 
 
 def add_selected(total: Tensor, which: Selection, summand: Tensor) -> None:
@@ -120,7 +137,7 @@ def add_selected(total: Tensor, which: Selection, summand: Tensor) -> None:
     if isinstance(which, slice):
         total[:, :, which] += summand
     else:
-        total.index_add_(2, which.to(total.device), summand)
+        total.index_add_(2, which, summand)
 
 
 def sizes_of(*tensors: Tensor) -> int:

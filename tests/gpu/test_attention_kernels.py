@@ -1,0 +1,86 @@
+"""Each kernel of a GPU gives the attention of a block, and its gradients, and does not make the host wait."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor
+
+from plait.context_attention.kernels import block_backward, block_forward, empty_result, merge
+from plait.context_attention.unfused_kernel import unfused_backward, unfused_forward
+from plait.device import default_device, forbid_host_waits
+
+if TYPE_CHECKING:
+    from gpu.ranks import GpuRanks
+
+pytestmark = pytest.mark.gpu
+
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Relative to the largest element."""
+SCALE, QUERIES = 0.2, 72
+BLOCKS = {
+    "full": 96,
+    "causal": QUERIES,
+    "causal, fewer keys": 40,
+    "mask": 90,
+    "mask, one key": 1,
+}
+"""Kinds of masks and numbers of keys."""
+
+
+def errors(dtype: torch.dtype, size: int, kv_heads: int, device: torch.device) -> dict[str, float]:
+    """Of each kind of block, how far two blocks' output and gradients are off, relative to the largest."""
+    torch.manual_seed(1)
+    found = {}
+    for kind, m in BLOCKS.items():
+        query = torch.randn(2, 4, QUERIES, size).to(dtype)
+        key, value = (torch.randn(2, kv_heads, m, size).to(dtype) for _ in range(2))
+        gradient = torch.randn_like(query)
+        pairs = torch.rand(QUERIES, m) < 0.6
+        pairs[5] = False
+        if not kind.startswith("mask"):
+            pairs = torch.ones_like(pairs).tril() if kind.startswith("causal") else torch.ones_like(pairs)
+        mask = pairs if kind.startswith("mask") else kind.partition(",")[0]
+        expected = _expected(query, key, value, gradient, pairs)
+        here = [one.to(device) for one in (query, key, value, gradient)]
+        other = [torch.randn(2, kv_heads, 24, size).to(device, dtype) for _ in range(2)]
+        block_forward(*here[:3], mask, SCALE)  # type: ignore[arg-type]
+        with forbid_host_waits(device):
+            out, lse = empty_result(here[0], here[2])
+            merge(out, lse, *block_forward(*here[:3], mask, SCALE))  # type: ignore[arg-type]
+            result = out.to(dtype)
+            parts = block_backward(here[3], *here[:3], result, lse, mask, SCALE)  # type: ignore[arg-type]
+            merge(out, lse, *block_forward(here[0], *other, "full", SCALE))
+        actual = result, *parts
+        largest = max(float(one.abs().max()) for one in expected)  # with one key, that of the query is 0
+        found[kind] = max(
+            float((one.cpu().double() - wanted).abs().max()) / largest
+            for one, wanted in zip(actual, expected, strict=True)
+        )
+        assert out.isfinite().all()
+        assert lse.isfinite().all()
+    return found
+
+
+def _expected(
+    query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, pairs: Tensor
+) -> tuple[Tensor, ...]:
+    inputs = [one.double() for one in (query, key, value)]
+    out, lse = unfused_forward(*inputs, pairs, SCALE, None)
+    lse = lse.masked_fill(lse.isinf(), 0.0)
+    return out, *unfused_backward(gradient.double(), *inputs, out, lse, pairs, SCALE, None)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize(("size", "kv_heads"), list(product((64, 20), (4, 2))))
+def test_blocks_on_a_gpu(gpu_ranks: GpuRanks, dtype: torch.dtype, size: int, kv_heads: int) -> None:
+    (found,) = gpu_ranks.run(_errors_of_rank, dtype, size, kv_heads, gpu_ranks.device, ranks=1)
+    assert max(found.values()) < BOUNDS[dtype], found
+
+
+def _errors_of_rank(dtype: torch.dtype, size: int, kv_heads: int, kind: str) -> dict[str, float]:
+    device = torch.device("cpu") if kind == "cpu" else default_device()
+    return errors(dtype, size, kv_heads, device)

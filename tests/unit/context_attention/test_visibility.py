@@ -1,0 +1,64 @@
+"""The interval of keys that a query sees equals the mask, pair by pair."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_cases import visible
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait.context_attention.visibility import document_bounds, needed_keys, visible_range
+from plait.errors import ModelError
+
+
+def test_bounds_of_documents() -> None:
+    starts, stops = document_bounds(torch.tensor([[7, 7, 7, 2, 7, 7], [1, 2, 3, 3, 3, 3]]))
+    assert starts.tolist() == [[0, 0, 0, 3, 4, 4], [0, 1, 2, 2, 2, 2]]
+    assert stops.tolist() == [[3, 3, 3, 4, 6, 6], [1, 2, 6, 6, 6, 6]]
+    assert starts.dtype == stops.dtype == torch.int64
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (2, 1)])
+def test_bounds_of_few_tokens(shape: tuple[int, int]) -> None:
+    starts, stops = document_bounds(torch.zeros(shape, dtype=torch.int32))
+    assert torch.equal(starts, torch.zeros(shape, dtype=torch.int64))
+    assert torch.equal(stops, torch.ones(shape, dtype=torch.int64))
+
+
+@given(
+    ids=st.integers(0, 12).flatmap(
+        lambda length: st.lists(
+            st.lists(st.integers(0, 2), min_size=length, max_size=length), min_size=1, max_size=3
+        )
+    ),
+    causal=st.booleans(),
+    window=st.none() | st.integers(1, 14),
+    packed=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_ranges_are_the_mask(
+    ids: list[list[int]], causal: bool, window: int | None, packed: bool, seed: int
+) -> None:
+    documents = torch.tensor(ids, dtype=torch.int64)
+    length = documents.shape[1]
+    bounds = document_bounds(documents) if packed else None
+    torch.manual_seed(seed)
+    queries, keys = ((torch.rand(length) < 0.6).nonzero().squeeze(1) for _ in range(2))
+    lo, hi = visible_range(queries, length, causal=causal, window=window, bounds=bounds)
+    expected = visible(queries, keys, causal=causal, window=window, ids=documents if packed else None)
+    assert lo.shape == hi.shape == expected.shape[:2]
+    assert torch.equal((lo[..., None] <= keys) & (keys < hi[..., None]), expected)
+    seen = expected.any(0).any(0).nonzero().squeeze(1)
+    assert torch.equal(needed_keys(lo, hi, keys), seen)
+
+
+def test_keys_that_a_window_needs() -> None:
+    lo, hi = visible_range(torch.arange(10, 12), 20, causal=True, window=4)
+    assert needed_keys(lo, hi, torch.arange(1, 20, 2)).tolist() == [3, 4, 5]  # positions 7, 9, 11
+
+
+@pytest.mark.parametrize("window", [0, -3])
+def test_a_window_without_tokens_is_refused(window: int) -> None:
+    with pytest.raises(ModelError, match=f"a window of {window} tokens: give at least 1"):
+        visible_range(torch.arange(3), 3, causal=True, window=window)
