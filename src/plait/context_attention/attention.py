@@ -27,7 +27,7 @@ from plait.comm.traffic import Traffic
 from plait.context_attention.exchange_plan import Mask, exchange_plan
 from plait.context_attention.key_exchange import KeyExchange
 from plait.context_attention.ring import attend_to_all, share
-from plait.context_attention.ulysses import heads_of_ranks, to_heads, to_positions
+from plait.context_attention.ulysses import evenly_shared, heads_of_ranks, to_heads, to_positions
 from plait.context_attention.visibility import document_bounds
 from plait.context_attention.weight_dropout import (
     AnyDropout,
@@ -99,8 +99,12 @@ def share_keys(
             "layer's positions, in their order."
         )
     if uses_heads(sequence.parallelism, query_heads, key.shape[1]):
-        of_ranks = heads_of_ranks(query_heads, key.shape[1], sequence.group.size)
-        key, value = (to_heads(one, sequence, of_ranks) for one in (key, value))
+        heads, ranks = key.shape[1], sequence.group.size
+        of_ranks = heads_of_ranks(query_heads, heads, ranks)
+        key, value = (
+            evenly_shared(to_heads(one, sequence, of_ranks), query_heads, heads, ranks, sequence.group.index)
+            for one in (key, value)
+        )
         return SharedKeys(key, value, mask, sequence, None)
     exchange = KeyExchange(exchange_plan(sequence, mask, key.device), sequence.parallelism)
     if sequence.group.size > 1:

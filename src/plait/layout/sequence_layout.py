@@ -12,9 +12,9 @@ most.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 
 import torch
 from torch import Tensor
@@ -92,9 +92,40 @@ def sequence_layout(length: int, ranks: int, kind: ContextLayout) -> SequenceLay
     elif kind == "contiguous":
         each = tuple((one,) for one in divide(length, ranks))
     else:
-        chunks = divide(length, 2 * ranks)
-        each = tuple(_joined(chunks[rank], chunks[-1 - rank]) for rank in range(ranks))
+        each = tuple(_zigzag(length, ranks))
     return SequenceLayout(length, tuple(tuple(one for one in held if one) for held in each))
+
+
+def _zigzag(length: int, ranks: int) -> Iterator[tuple[range, ...]]:
+    """Yield each rank's positions: a chunk from the start of what is left, and one from its end.
+
+    Where the length does not divide into equal chunks, of the sizes that fit those are chosen whose queries
+    see the most equal number of keys: for 64 positions a rank or more, on up to 8 ranks, a rank's number is
+    at most 1 % above the mean.
+    """
+    first, stop = 0, length
+    for left in range(ranks, 1, -1):
+        size, keys = (stop - first) / left, (_keys(first, stop)) / left
+        low = int(size // 2)
+        chunks = [
+            (
+                abs(_keys(first, first + head) + _keys(stop - tail, stop) - keys),
+                abs(head + tail - size),
+                head,
+                tail,
+            )
+            for head, tail in product(range(max(0, low - 1), low + 3), repeat=2)
+            if abs(head + tail - size) < 1.5 and head + tail <= stop - first
+        ]
+        *_, head, tail = min(chunks)
+        yield _joined(range(first, first + head), range(stop - tail, stop))
+        first, stop = first + head, stop - tail
+    yield (range(first, stop),)
+
+
+def _keys(first: int, stop: int) -> int:
+    """Return the number of keys that causal queries at positions `first … stop - 1` see together."""
+    return (stop * (stop + 1) - first * (first + 1)) // 2
 
 
 def _at(whole: Tensor, positions: range, dim: int) -> Tensor:
