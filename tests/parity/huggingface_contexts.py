@@ -1,4 +1,4 @@
-"""Models of transformers on sequences that are divided over `cp`, or packed, and what they are compared with."""
+"""Models of transformers on sequences divided over `cp`, or packed, and what they are compared with."""
 
 from __future__ import annotations
 
