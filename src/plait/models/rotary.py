@@ -47,7 +47,8 @@ def angles_of_positions(
 
     The positions are 0, 1, 2, …; under context parallelism those of this rank; and with packed documents
     those in each row's documents, `[rows, 1, length, 1]`. The result must depend on them, on `key` and the
-    dtype of `like` only: all layers share it, by `cache`, or by the sequence that an engine has divided.
+    dtype of `like` only: all layers with the same `cache` share it, and those that run on the same packed
+    documents.
     """
     device, sequence, key = like.device, running_sequence(), (key, dtype, like.dtype)
 
@@ -55,14 +56,17 @@ def angles_of_positions(
         column = positions.to(dtype).unsqueeze(-1)
         return compute(column.unsqueeze(1) if positions.dim() == 2 else column)
 
-    if sequence is not None:
-        known = "rotary angles", key, device
-        return sequence.result(known, lambda: compute_for(sequence.positions(device)))
-
-    def compute_plain() -> Angles:
+    def compute_for_rows() -> Angles:
+        if sequence is not None:
+            return compute_for(sequence.positions(device))
         return compute_for(torch.arange(length, dtype=dtype, device=device))
 
-    return compute_plain() if cache is None else cache.get((length, key), like, compute_plain)
+    if sequence is not None and sequence.documents is not None:
+        return sequence.result(("rotary angles", key, device), compute_for_rows)
+    if cache is None:
+        return compute_for_rows()
+    held = length if sequence is None else (sequence.layout, sequence.group.index)
+    return cache.get((held, key), like, compute_for_rows)
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
