@@ -12,6 +12,10 @@ from torch import nn
 import plait
 from parity import huggingface_cases as cases
 from parity.kernels import Kernels
+from plait.autograd.running_sequence import ContextParallelism, DocumentBounds, running
+from plait.comm.group import Group
+from plait.comm.traffic import Traffic
+from plait.context_attention.visibility import document_bounds
 from plait.errors import ModelError
 from plait.layers.layer_sequence import bits_of, layer_costs, sequence_of
 from plait.layers.result_cache import ResultCache
@@ -93,6 +97,25 @@ def test_angles_are_computed_once_for_all_layers(make: Any) -> None:
     with patch.object(ResultCache, "get", lambda self, key, like, compute: compute()), Kernels() as kernels:
         assert torch.equal(model(tokens), output)
     assert kernels.names["cos"] > 1
+
+
+def test_angles_are_those_of_a_ranks_positions() -> None:
+    """Of rank 1 of 2; the second micro-batch takes those of the first, unless it is packed."""
+    model: Any = cases.llama()
+    rotary, like = Rotary(model.model.rotary_emb), torch.zeros(2, 5, 24, dtype=torch.float64)
+    every = Rotary(model.model.rotary_emb)(torch.zeros(2, 10, 24, dtype=torch.float64))
+    parallelism = ContextParallelism(Group("cp", (0, 1), 1, None, Traffic(), 1.0), "striped")
+    for computed in (1, 0):
+        with Kernels() as kernels, running(parallelism.sequence(10)):
+            angles = rotary(like)
+        assert kernels.names["cos"] == computed
+        assert all(torch.equal(one, whole[1::2]) for one, whole in zip(angles, every, strict=True))
+    bounds = DocumentBounds(*document_bounds(torch.tensor([[0] * 3 + [1] * 7, [0] * 10])))
+    with Kernels() as kernels, running(parallelism.sequence(10, bounds)):
+        for angles in (rotary(like), rotary(like)):
+            for one, whole in zip(angles, every, strict=True):
+                assert torch.equal(one, torch.stack([whole[[1, 0, 2, 4, 6]], whole[1::2]])[:, None])
+    assert kernels.names["cos"] == 1
 
 
 @pytest.mark.parametrize(
