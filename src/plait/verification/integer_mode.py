@@ -155,10 +155,10 @@ def _block_backward(
     mask: BlockMask,
     *_: Any,
 ) -> tuple[Tensor, ...]:
-    leaves = [one.detach().requires_grad_() for one in (query, key, value)]
+    given = tuple(one.detach().requires_grad_() for one in (query, key, value))
     with torch.enable_grad():
-        again = _attention(*leaves, **_options(mask), enable_gqa=True)
-    return torch.autograd.grad(again, leaves, gradient)
+        results = _block_forward(*given, mask)
+    return torch.autograd.grad(results[0], given, gradient)
 
 
 def _options(mask: BlockMask) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def _rounded(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda *arguments, **options: function(*arguments, **options).round()
 
 
-STAND_INS: Mapping[Any, Callable[..., Tensor]] = {
+STAND_INS: Mapping[Any, Callable[..., Any]] = {
     functional.layer_norm: _norm,
     functional.rms_norm: _norm,
     functional.group_norm: _group_norm,
@@ -265,7 +265,7 @@ def _weights(count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class WeightedSum:
-    """Loss of mode exact: the sum of all output elements times integer weights, by position and last index."""
+    """Loss of mode exact: the sum of the output times integer weights of each position and last index."""
 
     def total(self, output: Value, targets: Tensor) -> Tensor:
         """Return the weighted sum over all floating-point tensors of the output; 0-d."""
