@@ -17,7 +17,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from plait.autograd.position_marks import gives_positions
 from plait.comm.group import Group
+from plait.comm.traffic import Traffic
 from plait.device import sent
 from plait.layout.sequence_layout import SequenceLayout, sequence_layout
 from plait.plan import ContextLayout, ContextParallel, Plan
@@ -42,6 +44,11 @@ class ContextParallelism:
         """Return what `plan` asks for, over the ranks of `group`."""
         keeps = plan.sequence_parallel == "keep"
         return ContextParallelism(group, plan.context_layout, plan.context_parallel, keeps, overlap)
+
+    @staticmethod
+    def of_one_rank() -> ContextParallelism:
+        """Return that of a rank which holds whole sequences."""
+        return ContextParallelism(Group("cp", (0,), 0, None, Traffic(), 0.0))
 
     def sequence(self, length: int, documents: DocumentBounds | None = None) -> LocalSequence:
         """Return this rank's part of sequences of `length` positions."""
@@ -145,6 +152,7 @@ def longest_document(tensor: Tensor) -> int:
     return tensor.shape[1] if sequence is None else sequence.longest
 
 
+@gives_positions
 def positions(tensor: Tensor) -> Tensor:
     """Return the positions of the tokens along dim 1 of `tensor`: int64 `[length]`, or `[rows, length]`.
 

@@ -10,11 +10,12 @@ keys before it computes its queries.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 from torch.nn import functional
 
+from plait.autograd.dropout import Dropout, tag_dropout
 from plait.autograd.running_sequence import (
     ContextParallelism,
     DocumentBounds,
@@ -29,6 +30,12 @@ from plait.context_attention.method_choice import method_choice
 from plait.context_attention.ring import attend_to_all, share
 from plait.context_attention.ulysses import evenly_shared, heads_of_ranks, to_heads, to_positions
 from plait.context_attention.visibility import document_bounds
+from plait.context_attention.weight_dropout import (
+    AnyDropout,
+    WeightMask,
+    attention_with_dropout,
+    is_active,
+)
 from plait.errors import ModelError
 
 
@@ -41,19 +48,21 @@ def attention(
     documents: Tensor | None = None,
     *,
     scale: float | None = None,
+    dropout: AnyDropout | None = None,
 ) -> Tensor:
     """Return softmax attention `[rows, heads, length, width]`, without any position of another document.
 
     `query` `[rows, heads, length, size]`; `key` and `value` may have fewer heads, each for consecutive query
     heads. `causal`: no position sees a later one. `window`: a position sees those at a distance below it.
     `documents`: ids `[rows, length]` of the whole sequences, by default those of the batch that an engine
-    runs; a document is a run of equal ids. `scale`: of the scores, by default `size ** -0.5`.
+    runs; a document is a run of equal ids. `scale`: of the scores, by default `size ** -0.5`. `dropout`:
+    of the attention weights, `[rows, heads, length, length]`, in training mode.
     Communication under context parallelism, over `cp`, as `Plan.context_parallel` chooses: keys and values,
     and in the backward their gradients; or queries, keys, values and outputs, and all gradients. Raises
     ModelError for shapes that do not fit.
     """
     keys = share_keys(key, value, causal, window, documents, query_heads=query.shape[1])
-    return attend(query, keys, scale=scale)
+    return attend(query, keys, scale=scale, dropout=dropout)
 
 
 @dataclass(frozen=True)
@@ -104,26 +113,41 @@ def share_keys(
     return SharedKeys(key, value, mask, sequence, exchange)
 
 
-def attend(query: Tensor, keys: SharedKeys, *, scale: float | None = None) -> Tensor:
+def attend(
+    query: Tensor, keys: SharedKeys, *, scale: float | None = None, dropout: AnyDropout | None = None
+) -> Tensor:
     """Return attention of `query` to shared keys; see `attention`."""
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
-    if keys.sequence is None:
+    dropout = dropout if is_active(dropout) else None
+    sequence, heads = keys.sequence, query.shape[1]
+    if sequence is None and dropout is not None:
+        return attention_with_dropout(query, keys.key, keys.value, keys.mask.causal, scale, dropout)
+    if sequence is None:
         return functional.scaled_dot_product_attention(
             query,
             keys.key,
             keys.value,
             is_causal=keys.mask.causal,
             scale=scale,
-            enable_gqa=query.shape[1] != keys.key.shape[1],
+            enable_gqa=heads != keys.key.shape[1],
         )
+    mask = None
+    if dropout is not None:
+        mask = WeightMask.next(dropout, query.shape[0], heads, sequence.layout.length, query.device)
     if keys.exchange is not None:
-        return attend_to_all(query, keys.key, keys.value, keys.exchange, scale)
-    sequence = keys.sequence
-    of_ranks = heads_of_ranks(query.shape[1], query.shape[1], sequence.group.size)
-    whole = _whole(sequence)
+        return _tagged(attend_to_all(query, keys.key, keys.value, keys.exchange, scale, mask), dropout)
+    of_ranks, whole = heads_of_ranks(heads, heads, sequence.group.size), _whole(sequence)
     exchange = KeyExchange(exchange_plan(whole, keys.mask, query.device), whole.parallelism)
+    if mask is not None:
+        mask = mask.from_head(of_ranks[sequence.group.index][0])
     mine = to_heads(query, sequence, of_ranks)
-    return to_positions(attend_to_all(mine, keys.key, keys.value, exchange, scale), sequence, of_ranks)
+    mixed = _tagged(attend_to_all(mine, keys.key, keys.value, exchange, scale, mask), dropout)
+    return to_positions(mixed, sequence, of_ranks)
+
+
+def _tagged(output: Tensor, dropout: AnyDropout | None) -> Tensor:
+    """Return attention whose weights `dropout` has dropped, tagged for the proof of tensor parallelism."""
+    return tag_dropout(output, dropout) if isinstance(dropout, Dropout) else output
 
 
 def _sequence_of(key: Tensor, documents: Tensor | None, mask: Mask) -> LocalSequence | None:
@@ -145,8 +169,11 @@ def _with_documents(sequence: LocalSequence | None, documents: Tensor) -> LocalS
 
     if sequence is None:
         return ContextParallelism(_NOBODY_ELSE).sequence(documents.shape[1], bounds())
-    known = sequence.result(("documents", id(documents)), lambda: (documents, bounds()))
-    return replace(sequence, documents=known[1])
+
+    def compute() -> tuple[Tensor, LocalSequence]:  # the tensor, too, so that no other has its id
+        return documents, LocalSequence(sequence.parallelism, sequence.layout, bounds())
+
+    return sequence.result(("documents", id(documents)), compute)[1]
 
 
 def _whole(sequence: LocalSequence) -> LocalSequence:

@@ -226,6 +226,8 @@ def layout_of(plan: Plan) -> str:
     layout = f"pp {plan.pp} · dp {plan.dp}{context} · tp {plan.tp}"
     if plan.replicate > 1:
         layout += f" ({plan.replicate} x {plan.shard})"
+    if plan.cp > 1:
+        layout += f" · {plan.context_parallel} {plan.context_layout}"
     if plan.strategy != "none":
         layout += f" · {plan.strategy}" + (" each" if plan.reduce == "each" else "")
     if plan.offload != "none":
