@@ -53,6 +53,14 @@ def test_bytes_and_calls_of_a_ring(thread_ranks: Any, cp: int, mode: str, units:
     assert sum(count.bytes for count in found) == 2 * 0.75 * kept_by_all * cp
 
 
+@pytest.mark.parametrize(("recompute", "ring", "ulysses"), [("selective", 3, 12), ("full", 4, 12)])
+def test_calls_with_recomputation(thread_ranks: Any, recompute: str, ring: int, ulysses: int) -> None:
+    """Selective recomputation keeps what attention gave, so that a ring sends nothing again for it."""
+    for method, calls in (("ring", ring), ("ulysses", ulysses)):
+        fields = {"cp": 2, "context_parallel": method, "recompute": recompute}
+        assert thread_ranks.run(cp_traffic, 12, 12, fields, ranks=2)[0].calls == 4 * calls
+
+
 @pytest.mark.parametrize(("cp", "kv_heads"), [(2, 6), (3, 6), (4, 3)])
 def test_bytes_and_calls_of_ulysses(thread_ranks: Any, cp: int, kv_heads: int) -> None:
     """Queries, keys, values and outputs, each forward and backward; keys and values as heads ask."""

@@ -246,6 +246,9 @@ class Runner:
 
     def _infer(self, microbatch: Value, input_gradients: bool) -> list[LayerInfo]:
         layers, shape = self.runtime.meta_layers, signature(microbatch)
+        if self.plan.cp > 1 and not self._infos:
+            with running(None):
+                layers.prove_positions_apart(microbatch)
         infos = layers.infer(microbatch, input_gradients=input_gradients)
         if layers.are_proved and all(known != shape for known, *_ in self._infos):
             layers.prove(microbatch)
