@@ -39,7 +39,7 @@ def summands(symptoms: Symptoms) -> str | None:
 
 
 def piece_of_another(symptoms: Symptoms) -> str | None:
-    """Return a sentence if the tensor equals what another rank of tp, cp or dp should have; else None."""
+    """Return a sentence if the tensor equals the expected piece of another tp, cp or dp rank; else None."""
     first = symptoms.first
     axes = ("tp", "cp", "dp") if symptoms.phase in IN_PIECES else ("tp", "cp")
     for rank in (rank for axis in axes for rank in symptoms.neighbours((axis,))):
