@@ -7,14 +7,20 @@ from typing import Any
 import pytest
 import torch
 
+import plait
+from parity import huggingface_cases as cases
 from parity import woven
 from parity.case import Case
 from parity.dropping import by_hand
-from parity.huggingface_contexts import HEADS, MODELS, case, dropping_by_hand
-from parity.pairs import covering_rows, every_row
+from parity.huggingface_contexts import DROPPING, HEADS, MODELS, case, dropping_by_hand
+from parity.pairs import covering_rows, every_row, in_turns
 from parity.parity import TWO_STEPS, check_parity, compare
 from parity.rows import name_of
 from plait.plan import Plan
+from plait.verification.case import Case as VerifyCase
+from plait.verification.options import VerifyOptions
+from plait.verification.rank_verification import verify_rank
+from plait.verification.report_from_ranks import build_report
 
 pytestmark = pytest.mark.transformers
 
@@ -79,3 +85,23 @@ def test_every_model_and_exchange(thread_ranks: Any, row: dict[str, Any]) -> Non
 def test_packed_documents_on_one_rank(thread_ranks: Any, name: str, drops: bool) -> None:
     plan = Plan(microbatches=2, precision="fp64")
     check(thread_ranks, case(name, 7, in_documents=True, drops=drops), plan, drops=drops)
+
+
+VERIFIED = {
+    "ring": Plan(cp=2, microbatches=2),
+    "pieces": Plan(cp=2, tp=2, microbatches=2, sequence_parallel="keep", context_layout="striped"),
+    "ulysses": Plan(
+        cp=2, pp=2, microbatches=2, recompute="full", context_parallel="ulysses", schedule="zb-h1"
+    ),
+    "uneven": Plan(cp=3, microbatches=1, context_layout="contiguous", context_parallel="ulysses"),
+    "regather": Plan(cp=2, tp=2, microbatches=2, sequence_parallel="regather"),
+}
+
+
+@pytest.mark.parametrize(("make", "plan"), in_turns(DROPPING, VERIFIED))
+def test_verify_says_equal(thread_ranks: Any, make: Any, plan: Plan) -> None:
+    inputs, targets = cases.draw_contexts(cases.GPT2_VOCAB)(8, torch.Generator().manual_seed(3))
+    model = plait.models.from_huggingface(make())
+    given = VerifyCase(model, plait.cross_entropy, [(inputs, targets)] * 2, VerifyOptions())
+    report = build_report(thread_ranks.run(verify_rank, given, plan, ranks=plan.world), plan, given.options)
+    assert report, report

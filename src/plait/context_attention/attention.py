@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from plait.autograd.dropout import Dropout, tag_dropout
+from plait.autograd.position_marks import positions_may_mix
 from plait.autograd.running_sequence import (
     ContextParallelism,
     DocumentBounds,
@@ -76,6 +77,7 @@ class SharedKeys:
     exchange: KeyExchange | None
 
 
+@positions_may_mix(2, "key", "value")
 def share_keys(
     key: Tensor,
     value: Tensor,
@@ -113,6 +115,7 @@ def share_keys(
     return SharedKeys(key, value, mask, sequence, exchange)
 
 
+@positions_may_mix(2, "query")
 def attend(
     query: Tensor, keys: SharedKeys, *, scale: float | None = None, dropout: AnyDropout | None = None
 ) -> Tensor:
