@@ -49,6 +49,15 @@ def test_inputs_and_targets_are_cut_and_the_whole_ones_counted() -> None:
     assert (whole.sequence, whole.uncut) == (None, 0)
 
 
+def test_pieces_are_kept_between_steps_and_the_batch_is_not() -> None:
+    model = plait.models.gpt2(layers=1, hidden=8, heads=2, vocab=16, context=12)
+    few, many = (plait.memory(model, Plan(cp=2), rows=rows, device="cpu").ranks[0] for rows in (1, 3))
+    assert many.at_rest - few.at_rest == 2 * 2 * 6 * 8
+    assert many.at_peak[Category.BATCH] == 2 * 3 * (6 + 12) * 8
+    whole = plait.memory(model, Plan(), rows=3, device="cpu").ranks[0]
+    assert whole.at_peak[Category.BATCH] == 2 * 3 * 12 * 8
+
+
 def test_documents_are_those_that_are_given() -> None:
     ids = torch.tensor([[0] * 5 + [1] * 7]).repeat(ROWS, 1)
     batch = {"tokens": tokens(12), "document_ids": ids}
