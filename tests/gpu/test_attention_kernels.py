@@ -51,7 +51,7 @@ def errors(dtype: torch.dtype, size: int, kv_heads: int, device: torch.device) -
         with forbid_host_waits(device):
             out, lse = empty_result(here[0], here[2])
             merge(out, lse, *block_forward(*here[:3], mask, SCALE))  # type: ignore[arg-type]
-            result = out.to(dtype)
+            result = out.to(dtype, copy=True)
             parts = block_backward(here[3], *here[:3], result, lse, mask, SCALE)  # type: ignore[arg-type]
             merge(out, lse, *block_forward(here[0], *other, "full", SCALE))
         actual = result, *parts

@@ -5,14 +5,23 @@ On the single device each dropout applies its part of the whole mask, made for t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from parity.case import SEED, Case
+import plait
+from parity import woven
+from parity.case import SEED, Case, Recipe
 from parity.cases import GPT2_VOCAB, draw_contexts, with_values
+from parity.outcome import Outcome
+from parity.reference import materialise, train_model
 from plait.autograd.dropout import key_of
 from plait.autograd.dropout_mask import keep_mask
+from plait.plan import Plan
 from plait.rules import Rules, column, entrance, piece, row, sequence
 
 HEADS = 4
@@ -36,6 +45,20 @@ class Attention(nn.Module):
         )
         probabilities = self.drop(functional.softmax(query @ key.transpose(-1, -2), -1))
         result: Tensor = self.output((probabilities @ mixed).transpose(1, 2).flatten(2))
+        return value + self.after(result)
+
+
+class ContextAttention(Attention):
+    """The same by `plait.attention`, which under context parallelism computes it in blocks."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        entered = self.norm(value)
+        query, key, mixed = (
+            linear(entered).unflatten(-1, (-1, value.shape[-1] // HEADS)).transpose(1, 2)
+            for linear in (self.query, self.key, self.value)
+        )
+        mixed = plait.attention(query, key, mixed, causal=False, scale=1.0, dropout=self.drop)
+        result: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return value + self.after(result)
 
 
@@ -66,6 +89,14 @@ class Head(nn.Module):
         return result.unflatten(0, value.shape[:2])
 
 
+class ContextHead(Head):
+    """Works on `[rows, length, features]`."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        result: Tensor = self.linear(self.drop(value))
+        return result
+
+
 RULES: Rules = {
     **dict.fromkeys(("1", "2", "3"), sequence),
     "*.norm": entrance,
@@ -78,14 +109,16 @@ RULES: Rules = {
 }
 
 
-def dropping(p: float = 0.3, hidden: int = 16, vocab: int = GPT2_VOCAB) -> nn.Sequential:
-    """Five layers; the second is a dropout itself."""
+def dropping(
+    p: float = 0.3, hidden: int = 16, vocab: int = GPT2_VOCAB, *, contexts: bool = False
+) -> nn.Sequential:
+    """Five layers; the second is a dropout itself. `contexts`: for context parallelism."""
     model = nn.Sequential(
         nn.Embedding(vocab, hidden),
         nn.Dropout(p),
-        Attention(p, hidden),
+        (ContextAttention if contexts else Attention)(p, hidden),
         MLP(p, hidden),
-        Head(p, hidden, vocab),
+        (ContextHead if contexts else Head)(p, hidden, vocab),
     )
     model.rules = RULES  # type: ignore[assignment]
     return model
@@ -98,6 +131,9 @@ def twice(p: float = 0.3, hidden: int = 16) -> nn.Sequential:
 
 
 DROPPING = Case("dropping", with_values(dropping), draw_contexts(GPT2_VOCAB))
+IN_CONTEXTS = Case(
+    "dropping-in-contexts", with_values(partial(dropping, contexts=True)), draw_contexts(GPT2_VOCAB)
+)
 TWICE = Case("twice", with_values(twice), draw_contexts(GPT2_VOCAB))
 
 
@@ -135,3 +171,20 @@ def run_by_hand(model: nn.Module, value: Tensor, step: int) -> Tensor:
                 module.path = f"{place}.{name}" if name else place
         value = layer(value)
     return value
+
+
+def by_hand(
+    case: Case, plan: Plan, recipe: Recipe, run: Callable[[nn.Module, Any, int], Any] = run_by_hand
+) -> Outcome:
+    """The single device; `run` gives the output for inputs in a step."""
+    model = materialise(case.build(), torch.float64)
+    drops_by_hand(model)
+    step = iter(range(recipe.steps * recipe.calls))
+    return train_model(
+        case,
+        model,
+        lambda inputs: run(model, inputs, next(step)),
+        woven.global_rows(plan),
+        recipe,
+        torch.float64,
+    )

@@ -11,34 +11,19 @@ from torch import Tensor, nn
 
 import plait
 from parity import woven
-from parity.case import Case, Recipe
-from parity.dropping import DROPPING, TWICE, drops_by_hand, run_by_hand
+from parity.case import Recipe
+from parity.dropping import DROPPING, HEADS, IN_CONTEXTS, TWICE, by_hand
 from parity.norm import assert_close, assert_equal
-from parity.outcome import Outcome
+from parity.pairs import covering_rows
 from parity.parity import compare
 from parity.pieces import of_length
-from parity.reference import materialise, train_model
+from parity.rows import name_of
 from plait.engine import Engine
 from plait.errors import ModelError
 from plait.layers.nested import Microbatches
 from plait.plan import Plan
 
 TWO_CALLS = Recipe(steps=2, calls=2)
-
-
-def by_hand(case: Case, plan: Plan, recipe: Recipe) -> Outcome:
-    """The single device."""
-    model = materialise(case.build(), torch.float64)
-    drops_by_hand(model)
-    step = iter(range(recipe.steps * recipe.calls))
-    return train_model(
-        case,
-        model,
-        lambda inputs: run_by_hand(model, inputs, next(step)),
-        woven.global_rows(plan),
-        recipe,
-        torch.float64,
-    )
 
 
 @pytest.mark.parametrize(
@@ -72,6 +57,33 @@ def test_pieces_of_the_sequence_draw_the_same(thread_ranks: Any, tp: int, mode: 
     plan = Plan(tp=tp, microbatches=2, sequence_parallel=mode, precision="fp64")
     expected = by_hand(case, plan, TWO_CALLS)
     compare(thread_ranks.run(woven.train, case, plan, TWO_CALLS, ranks=tp), expected, torch.float64)
+
+
+CONTEXTS = {
+    "cp": (2, 3, 4),
+    "context_parallel": ("ring", "ulysses"),
+    "context_layout": ("zigzag", "striped", "contiguous"),
+    "length": (8, 7, 2),
+    "tensor": ((1, "keep"), (1, "none"), (2, "none"), (2, "keep"), (2, "regather")),
+    "dp": (1, 2),
+    "recompute": ("none", "selective", "full"),
+}
+
+
+def fits(row: dict[str, Any]) -> bool:
+    """On eight ranks; Ulysses divides the four heads."""
+    cp, tp = row.get("cp", 2), row.get("tensor", (1,))[0]
+    divides = row.get("context_parallel") != "ulysses" or HEADS % (cp * tp) == 0
+    return divides and cp * tp * row.get("dp", 1) <= 8
+
+
+@pytest.mark.parametrize("row", covering_rows(CONTEXTS, fits), ids=name_of)
+def test_parts_of_the_sequence_draw_the_same(thread_ranks: Any, row: dict[str, Any]) -> None:
+    fields = dict(row)
+    case, (tp, mode) = of_length(IN_CONTEXTS, fields.pop("length")), fields.pop("tensor")
+    plan = Plan(**fields, tp=tp, sequence_parallel=mode, microbatches=2, precision="fp64")
+    expected = by_hand(case, plan, TWO_CALLS)
+    compare(thread_ranks.run(woven.train, case, plan, TWO_CALLS, ranks=plan.world), expected, torch.float64)
 
 
 @pytest.mark.parametrize("settings", [{}, {"pp": 2}], ids=str)

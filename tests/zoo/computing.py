@@ -168,11 +168,11 @@ def keys_for_values() -> Any:
 
 
 def scores_divided_by_the_head_size() -> Any:
-    return _attending(lambda call, q, k, v, **options: call(q, k, v, scale=1 / q.shape[-1], **options))
+    return _attending(lambda call, q, k, v, **rest: call(q, k, v, **(rest | {"scale": 1 / q.shape[-1]})))
 
 
 def scores_not_scaled() -> Any:
-    return _attending(lambda call, q, k, v, **options: call(q, k, v, scale=1.0, **options))
+    return _attending(lambda call, q, k, v, **rest: call(q, k, v, **(rest | {"scale": 1.0})))
 
 
 def _masked(visible: Callable[[Tensor, Tensor], Tensor]) -> Any:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
 from parity.dropping import DROPPING as MODEL
+from parity.dropping import IN_CONTEXTS
+from plait.autograd import dropout
 from plait.autograd.dropout import set_region_piece
+from plait.context_attention import ring
 from plait.engine import Engine
 from plait.engine.runner import Runner
 from plait.plan import Plan
@@ -50,8 +54,24 @@ def the_same_in_every_step() -> Any:
     return patch.object(Engine, "passes", property(lambda _: 0, lambda _, count: None))
 
 
+def positions_counted_from_each_ranks_first() -> Any:
+    """Every rank of cp draws for the first positions of the sequence."""
+
+    def first(ranges: Sequence[range], indices: slice) -> tuple[range, ...]:
+        return (range(indices.start, indices.stop),)
+
+    return patch.object(dropout, "parts_of", first)
+
+
+def weights_dropped_as_in_the_own_block() -> Any:
+    """Weights of keys that other ranks sent are dropped where those of the rank's own keys are."""
+    original = ring._dropouts
+    return patch.object(ring, "_dropouts", lambda mask, query, plan, peer=None: original(mask, query, plan))
+
+
 TWO_COPIES = Plan(dp=2, microbatches=2)
 TWO_PIECES = Plan(tp=2, microbatches=2)
+TWO_CONTEXTS = Plan(cp=2, microbatches=2, context_parallel="ring")
 EMBEDDED = "1"
 """The layer that is a dropout itself."""
 
@@ -72,6 +92,18 @@ DROPPING = (
         defect=first_heads_on_every_rank,
         model=MODEL,
         plan=TWO_PIECES,
+        named=Named(phase=StepPhase.FORWARD, layer="2", microbatch=0, ranks=(0, 1)),
+    ),
+    Row(
+        defect=positions_counted_from_each_ranks_first,
+        model=IN_CONTEXTS,
+        plan=TWO_CONTEXTS,
+        named=Named(phase=StepPhase.FORWARD, layer=EMBEDDED, microbatch=0, ranks=(0, 1)),
+    ),
+    Row(
+        defect=weights_dropped_as_in_the_own_block,
+        model=IN_CONTEXTS,
+        plan=TWO_CONTEXTS,
         named=Named(phase=StepPhase.FORWARD, layer="2", microbatch=0, ranks=(0, 1)),
     ),
     Row(

@@ -3,8 +3,8 @@
     mask of an element = f(seed, step, path of the module, number of its earlier calls there, global index)
 
 An engine counts steps and sets which rows of the global batch a micro-batch has; a rule sets which piece
-of an activation a rank has in a region (see `plait.rules`). In plain PyTorch each call takes a key from
-torch's default generator.
+of an activation a rank has in a region (see `plait.rules`); under context parallelism dim 1 has the positions
+of `plait.autograd.running_sequence`. In plain PyTorch each call takes a key from torch's default generator.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from plait.autograd.dropout_mask import DimPiece, keep_mask
+from plait.autograd.dropout_mask import DimPiece, DimRanges, keep_mask_of_ranges
 from plait.autograd.node_tags import tag, tag_of
+from plait.autograd.running_sequence import running_sequence
 from plait.errors import ModelError
+from plait.layout.sequence_layout import parts_of
 from plait.rules import join
 
 LocatePiece = Callable[[int], DimPiece]
@@ -54,22 +56,52 @@ class Dropout(nn.Module):
         """Whether the input is a piece of the sequence."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Apply dropout. Raises ModelError in an engine unless the micro-batch's rows divide dim 0."""
+        """Apply dropout. Raises ModelError in an engine unless the micro-batch's rows divide dim 0.
+
+        Under context parallelism dims 0 and 1 have to be the micro-batch's rows and this rank's positions.
+        """
         if not self.training or self.p == 0.0:
             return input
-        pieces = {dim: locate(input.shape[dim]) for dim, locate in self.pieces.items()}
+        key, pieces = self.next_mask(input.shape, input.device)
+        ranges = self._position_ranges(input.shape, pieces)
+        keep = keep_mask_of_ranges(key, input.shape, self.p, pieces, ranges, input.device)
+        scale = 1.0 / (1.0 - self.p) if self.p < 1.0 else 1.0
+        return tag_dropout(torch.where(keep, input, 0.0).mul_(scale), self)
+
+    def next_mask(self, shape: Sequence[int], device: torch.device) -> tuple[int, dict[int, DimPiece]]:
+        """Return the random key of this call's mask for a tensor of `shape`, and the rank's pieces by dim."""
+        pieces = {dim: locate(shape[dim]) for dim, locate in self.pieces.items()}
         key = 0
         if self.generator is not None:
-            key, pieces[0] = self.generator.next_key(self, input.shape)
-        elif not input.is_meta:
+            key, pieces[0] = self.generator.next_key(self, shape)
+        elif device.type != "meta":
             key = int(torch.randint(-(2**63), 2**63 - 1, ()))
-        keep = keep_mask(key, input.shape, self.p, pieces, input.device)
-        scale = 1.0 / (1.0 - self.p) if self.p < 1.0 else 1.0
-        return tag(torch.where(keep, input, 0.0).mul_(scale), _TAG, self)
+        return key, pieces
+
+    def _position_ranges(self, shape: Sequence[int], pieces: dict[int, DimPiece]) -> dict[int, DimRanges]:
+        """Return under context parallelism the positions in dim 1, in place of a piece of it in `pieces`."""
+        sequence = running_sequence()
+        if sequence is None or sequence.group.size == 1:
+            return {}
+        piece = pieces.pop(1, None) if self.in_pieces else None
+        size = sequence.size if piece is None else shape[1]
+        fits = len(shape) > 1 and shape[1] == size and all(dim % len(shape) != 1 for dim in pieces)
+        if self.generator is not None:
+            self.generator.require_positions(self, shape, size, fits=fits)
+        if not fits:
+            return {}
+        first = 0 if piece is None else piece.start
+        held = parts_of(sequence.layout.ranges[sequence.group.index], slice(first, first + size))
+        return {1: DimRanges(held, sequence.layout.length)}
 
     def extra_repr(self) -> str:
         """Return the text that `print` shows in the parentheses."""
         return f"p={self.p}"
+
+
+def tag_dropout(result: Tensor, dropout: Dropout) -> Tensor:
+    """Return `result`; if it is on the meta device, record that `dropout` created its autograd node."""
+    return tag(result, _TAG, dropout)
 
 
 def dropout_of(node: Node) -> Dropout | None:
@@ -89,6 +121,10 @@ class _RunningLayer(NamedTuple):
     """Each dropout's name in the layer, by the module's `id`."""
     calls: dict[int, int]
     """Each dropout's number of calls in this run, by the module's `id`."""
+
+    def path_of(self, module: Dropout) -> str:
+        """Return the path of a dropout in the model."""
+        return join(self.path, self.names.get(id(module), ""))
 
 
 def set_region_piece(module: Dropout, dim: int, index: int, count: int) -> None:
@@ -142,8 +178,7 @@ class DropoutGenerator:
                 f"a dropout with p = {module.p} runs outside of its layer's forward, as in a "
                 "torch.utils.checkpoint of the model's own: leave that to plan.recompute."
             )
-        rows, path, names, calls = self._layer
-        path = join(path, names.get(id(module), ""))
+        rows, calls, path = self._layer.rows, self._layer.calls, self._layer.path_of(module)
         if not shape or not rows or shape[0] % len(rows):
             raise ModelError(
                 f"the dropout {path} was given a tensor of shape {list(shape)}, but the micro-batch has "
@@ -152,6 +187,17 @@ class DropoutGenerator:
         call = calls.get(id(module), 0)
         calls[id(module)] = call + 1
         return key_of(self.seed, self.step, path, call), DimPiece(shape[0] // len(rows) * rows.start, 0)
+
+    def require_positions(self, module: Dropout, shape: Sequence[int], size: int, *, fits: bool) -> None:
+        """Raise ModelError unless the input of `module` `fits` `size` positions, and dim 0 is the rows."""
+        assert self._layer is not None
+        rows = len(self._layer.rows)
+        if not fits or shape[0] != rows:
+            raise ModelError(
+                f"the dropout {self._layer.path_of(module)} was given a tensor of shape {list(shape)}, but "
+                f"under context parallelism this rank has {size} positions of {rows} rows: give it one whose "
+                "dims 0 and 1 are rows and positions, or set plan.cp to 1."
+            )
 
 
 def key_of(seed: int, step: int, path: str, call: int) -> int:

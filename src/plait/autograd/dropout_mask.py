@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from plait.autograd.position_marks import gives_positions
 from plait.errors import ModelError
 
 # The constants of splitmix64, as signed 64-bit integers.
@@ -29,9 +30,18 @@ BLOCK_ON_ACCELERATORS = 2**21
 
 
 class DimPiece(NamedTuple):
-    """The start of a piece of a dim, and the size of the whole dim (for dim 0 the size is not used)."""
+    """The first index of a piece of a dim, and the size of the whole dim (which is not used for dim 0)."""
 
     start: int
+    whole: int
+    step: int = 1
+    """The distance of neighbours of the piece in the whole dim."""
+
+
+class DimRanges(NamedTuple):
+    """A piece of a dim that consists of several ranges, one after another; and the size of the whole dim."""
+
+    ranges: Sequence[range]
     whole: int
 
 
@@ -39,8 +49,10 @@ class _Dim(NamedTuple):
     size: int
     start: int
     whole: int
+    step: int = 1
 
 
+@gives_positions
 def keep_mask(
     key: int, shape: Sequence[int], p: float, pieces: Mapping[int, DimPiece], device: torch.device
 ) -> Tensor:
@@ -71,6 +83,29 @@ def keep_mask(
     return keep.view(tuple(shape))
 
 
+def keep_mask_of_ranges(
+    key: int,
+    shape: Sequence[int],
+    p: float,
+    pieces: Mapping[int, DimPiece],
+    ranges: Mapping[int, DimRanges],
+    device: torch.device,
+) -> Tensor:
+    """Return the mask as `keep_mask` does, for a piece that along the dims in `ranges` has several ranges."""
+    if not ranges:
+        return keep_mask(key, shape, p, pieces, device)
+    dim = next(iter(ranges))
+    others = {other: those for other, those in ranges.items() if other != dim}
+    masks = []
+    for one in ranges[dim].ranges:
+        part = [len(one) if number == dim else size for number, size in enumerate(shape)]
+        located = {**pieces, dim: DimPiece(one.start, ranges[dim].whole, one.step)}
+        masks.append(keep_mask_of_ranges(key, part, p, located, others, device))
+    if not masks:
+        return torch.empty(tuple(shape), dtype=torch.bool, device=device)
+    return masks[0] if len(masks) == 1 else torch.cat(masks, dim)
+
+
 def _dims(shape: Sequence[int], pieces: Mapping[int, DimPiece]) -> list[_Dim]:
     dims = [_Dim(size, 0, size) for size in shape]
     if len({dim % max(1, len(shape)) for dim in pieces}) < len(pieces):
@@ -85,12 +120,13 @@ def _dims(shape: Sequence[int], pieces: Mapping[int, DimPiece]) -> list[_Dim]:
                 "does not have: name another dim."
             )
         size = shape[dim]
-        if dim % len(shape) and piece.start + size > piece.whole:
+        last = piece.start + (size - 1) * piece.step
+        if dim % len(shape) and last >= piece.whole:
             raise ModelError(
-                f"dropout was given elements {piece.start} … {piece.start + size - 1} of dim {dim}, whose "
-                f"whole size is {piece.whole}: give the piece that lies within it."
+                f"dropout was given elements {piece.start} … {last} of dim {dim}, whose whole size is "
+                f"{piece.whole}: give the piece that lies within it."
             )
-        dims[dim] = _Dim(size, *piece)
+        dims[dim] = _Dim(size, piece.start, piece.whole, piece.step if size > 1 else 1)
     return dims
 
 
@@ -98,9 +134,9 @@ def _joined(dims: Sequence[_Dim]) -> list[_Dim]:
     """Merge each dim that the piece covers whole into the dim before it, so that few dims remain."""
     joined: list[_Dim] = []
     for dim in dims:
-        if joined and dim.start == 0 and dim.size == dim.whole:
+        if joined and joined[-1].step == 1 and dim.start == 0 and dim.size == dim.whole:
             before = joined.pop()
-            dim = _Dim(*(number * dim.whole for number in before))
+            dim = _Dim(before.size * dim.whole, before.start * dim.whole, before.whole * dim.whole)
         joined.append(dim)
     return joined
 
@@ -112,8 +148,10 @@ class _Blocks(NamedTuple):
     """
 
     dims: Sequence[_Dim]
+    start: int
+    """The index of the piece's first element in the whole tensor."""
     strides: Sequence[int]
-    """The distance of neighbours along each dim, in the whole tensor."""
+    """The distance of the piece's neighbours along each dim, in the whole tensor."""
     cut: int
     """The dim that is cut into blocks; the dims before it have one index in a block."""
     rows: int
@@ -132,7 +170,9 @@ class _Blocks(NamedTuple):
         while cut and inner * dims[cut].size <= most:
             inner *= dims[cut].size
             cut -= 1
-        return _Blocks(dims, strides, cut, min(dims[cut].size, most // inner), inner)
+        start = sum(dim.start * stride for dim, stride in zip(dims, strides, strict=True))
+        strides = [dim.step * stride for dim, stride in zip(dims, strides, strict=True)]
+        return _Blocks(dims, start, strides, cut, min(dims[cut].size, most // inner), inner)
 
     def tile(self, device: torch.device) -> Tensor:
         """Return the indexes of a block's elements in the whole tensor, less the first, times `_GOLDEN`."""
@@ -144,10 +184,9 @@ class _Blocks(NamedTuple):
 
     def each(self) -> Iterator[tuple[int, int]]:
         """Yield each block's number of elements, and the index of its first element in the whole tensor."""
-        start = sum(dim.start * stride for dim, stride in zip(self.dims, self.strides, strict=True))
         size, stride = self.dims[self.cut].size, self.strides[self.cut]
         for indexes in product(*(range(dim.size) for dim in self.dims[: self.cut])):
-            first = start + sum(map(mul, indexes, self.strides))
+            first = self.start + sum(map(mul, indexes, self.strides))
             for row in range(0, size, self.rows):
                 yield min(self.rows, size - row) * self.inner, first + row * stride
 

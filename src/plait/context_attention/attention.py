@@ -10,11 +10,13 @@ keys before it computes its queries.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 from torch.nn import functional
 
+from plait.autograd.dropout import Dropout, tag_dropout
+from plait.autograd.position_marks import positions_may_mix
 from plait.autograd.running_sequence import (
     ContextParallelism,
     DocumentBounds,
@@ -25,10 +27,17 @@ from plait.comm.group import Group
 from plait.comm.traffic import Traffic
 from plait.context_attention.exchange_plan import Mask, exchange_plan
 from plait.context_attention.key_exchange import KeyExchange
+from plait.context_attention.method_choice import method_choice
 from plait.context_attention.ring import attend_to_all, share
-from plait.context_attention.ulysses import heads_of_ranks, to_heads, to_positions
+from plait.context_attention.ulysses import evenly_shared, heads_of_ranks, to_heads, to_positions
 from plait.context_attention.visibility import document_bounds
-from plait.errors import ModelError, PlanError
+from plait.context_attention.weight_dropout import (
+    AnyDropout,
+    WeightMask,
+    attention_with_dropout,
+    is_active,
+)
+from plait.errors import ModelError
 
 
 def attention(
@@ -40,19 +49,21 @@ def attention(
     documents: Tensor | None = None,
     *,
     scale: float | None = None,
+    dropout: AnyDropout | None = None,
 ) -> Tensor:
     """Return softmax attention `[rows, heads, length, width]`, without any position of another document.
 
     `query` `[rows, heads, length, size]`; `key` and `value` may have fewer heads, each for consecutive query
     heads. `causal`: no position sees a later one. `window`: a position sees those at a distance below it.
     `documents`: ids `[rows, length]` of the whole sequences, by default those of the batch that an engine
-    runs; a document is a run of equal ids. `scale`: of the scores, by default `size ** -0.5`.
+    runs; a document is a run of equal ids. `scale`: of the scores, by default `size ** -0.5`. `dropout`:
+    of the attention weights, `[rows, heads, length, length]`, in training mode.
     Communication under context parallelism, over `cp`, as `Plan.context_parallel` chooses: keys and values,
     and in the backward their gradients; or queries, keys, values and outputs, and all gradients. Raises
     ModelError for shapes that do not fit.
     """
     keys = share_keys(key, value, causal, window, documents, query_heads=query.shape[1])
-    return attend(query, keys, scale=scale)
+    return attend(query, keys, scale=scale, dropout=dropout)
 
 
 @dataclass(frozen=True)
@@ -66,6 +77,7 @@ class SharedKeys:
     exchange: KeyExchange | None
 
 
+@positions_may_mix(2, "key", "value")
 def share_keys(
     key: Tensor,
     value: Tensor,
@@ -89,60 +101,56 @@ def share_keys(
             f"{sequence.size} of the {sequence.layout.length} positions of the sequence: give it all of a "
             "layer's positions, in their order."
         )
-    if uses_heads(sequence.parallelism, query_heads, key.shape[1]):
-        of_ranks = heads_of_ranks(query_heads, key.shape[1], sequence.group.size)
-        key, value = (to_heads(one, sequence, of_ranks) for one in (key, value))
+    heads, ranks = key.shape[1], sequence.group.size
+    if ranks > 1 and method_choice(sequence, query_heads, heads).method == "ulysses":
+        of_ranks = heads_of_ranks(query_heads, heads, ranks)
+        key, value = (
+            evenly_shared(to_heads(one, sequence, of_ranks), query_heads, heads, ranks, sequence.group.index)
+            for one in (key, value)
+        )
         return SharedKeys(key, value, mask, sequence, None)
     exchange = KeyExchange(exchange_plan(sequence, mask, key.device), sequence.parallelism)
-    if sequence.group.size > 1:
+    if ranks > 1:
         key, value = share(key, value, exchange)
     return SharedKeys(key, value, mask, sequence, exchange)
 
 
-def attend(query: Tensor, keys: SharedKeys, *, scale: float | None = None) -> Tensor:
+@positions_may_mix(2, "query")
+def attend(
+    query: Tensor, keys: SharedKeys, *, scale: float | None = None, dropout: AnyDropout | None = None
+) -> Tensor:
     """Return attention of `query` to shared keys; see `attention`."""
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
-    if keys.sequence is None:
+    dropout = dropout if is_active(dropout) else None
+    sequence, heads = keys.sequence, query.shape[1]
+    if sequence is None and dropout is not None:
+        return attention_with_dropout(query, keys.key, keys.value, keys.mask.causal, scale, dropout)
+    if sequence is None:
         return functional.scaled_dot_product_attention(
             query,
             keys.key,
             keys.value,
             is_causal=keys.mask.causal,
             scale=scale,
-            enable_gqa=query.shape[1] != keys.key.shape[1],
+            enable_gqa=heads != keys.key.shape[1],
         )
+    mask = None
+    if dropout is not None:
+        mask = WeightMask.next(dropout, query.shape[0], heads, sequence.layout.length, query.device)
     if keys.exchange is not None:
-        return attend_to_all(query, keys.key, keys.value, keys.exchange, scale)
-    sequence = keys.sequence
-    of_ranks = heads_of_ranks(query.shape[1], query.shape[1], sequence.group.size)
-    whole = _whole(sequence)
+        return _tagged(attend_to_all(query, keys.key, keys.value, keys.exchange, scale, mask), dropout)
+    of_ranks, whole = heads_of_ranks(heads, heads, sequence.group.size), _whole(sequence)
     exchange = KeyExchange(exchange_plan(whole, keys.mask, query.device), whole.parallelism)
+    if mask is not None:
+        mask = mask.from_head(of_ranks[sequence.group.index][0])
     mine = to_heads(query, sequence, of_ranks)
-    return to_positions(attend_to_all(mine, keys.key, keys.value, exchange, scale), sequence, of_ranks)
+    mixed = _tagged(attend_to_all(mine, keys.key, keys.value, exchange, scale, mask), dropout)
+    return to_positions(mixed, sequence, of_ranks)
 
 
-def uses_heads(parallelism: ContextParallelism, query_heads: int, heads: int) -> bool:
-    """Return whether attention divides heads instead of positions ("ulysses"), by the bytes that each sends.
-
-    Per position of a rank, in elements of a head's width, forward and backward: keys and values take
-    `4 · heads · (cp - 1)`, a third of it more but half where they are sent again; dividing heads takes
-    `4 · (query_heads + heads) · (cp - 1) / cp`. Raises PlanError where "ulysses" is asked for and the ranks
-    do not divide the heads.
-    """
-    ranks, method = parallelism.group.size, parallelism.method
-    if method == "ring" or ranks == 1:
-        return False
-    divides = query_heads % ranks == 0
-    if method == "ulysses" and not divides:
-        raise PlanError(
-            f"plan.context_parallel is 'ulysses', but {query_heads} heads do not divide over plan.cp = "
-            f"{ranks} ranks: choose 'ring', or a divisor for cp."
-        )
-    if method == "ulysses":
-        return True
-    of_keys = (4 if parallelism.keeps_keys else 6) * heads
-    of_heads = 4 * (query_heads + sum(map(len, heads_of_ranks(query_heads, heads, ranks)))) / ranks
-    return divides and of_heads < of_keys
+def _tagged(output: Tensor, dropout: AnyDropout | None) -> Tensor:
+    """Return attention whose weights `dropout` has dropped, tagged for the proof of tensor parallelism."""
+    return tag_dropout(output, dropout) if isinstance(dropout, Dropout) else output
 
 
 def _sequence_of(key: Tensor, documents: Tensor | None, mask: Mask) -> LocalSequence | None:
@@ -164,8 +172,11 @@ def _with_documents(sequence: LocalSequence | None, documents: Tensor) -> LocalS
 
     if sequence is None:
         return ContextParallelism(_NOBODY_ELSE).sequence(documents.shape[1], bounds())
-    known = sequence.result(("documents", id(documents)), lambda: (documents, bounds()))
-    return replace(sequence, documents=known[1])
+
+    def compute() -> tuple[Tensor, LocalSequence]:  # the tensor, too, so that no other has its id
+        return documents, LocalSequence(sequence.parallelism, sequence.layout, bounds())
+
+    return sequence.result(("documents", id(documents)), compute)[1]
 
 
 def _whole(sequence: LocalSequence) -> LocalSequence:
@@ -175,7 +186,7 @@ def _whole(sequence: LocalSequence) -> LocalSequence:
         alone = ContextParallelism(_NOBODY_ELSE, overlap=sequence.parallelism.overlap)
         return alone.sequence(sequence.layout.length, sequence.documents)
 
-    return sequence.result("whole", compute)
+    return sequence.result(("whole", id(sequence.documents)), compute)
 
 
 _NOBODY_ELSE = Group("cp", (0,), 0, None, Traffic(), 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from plait.context_attention.visibility import (
     with_masks_on,
 )
 from plait.device import sent as copied
-from plait.layout.sequence_layout import SequenceLayout
+from plait.layout.sequence_layout import SequenceLayout, ranges_of
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,13 @@ class PeerBlock:
     """The number of the peer's keys that this rank's queries see."""
     calls: tuple[BlockCall, ...]
     """On the received keys."""
+    key_positions: Tensor
+    """Those of the received keys: int64, on the CPU."""
+
+    @cached_property
+    def key_ranges(self) -> tuple[range, ...]:
+        """The positions of the received keys, as ranges."""
+        return ranges_of(self.key_positions)
 
     def on(self, device: torch.device) -> PeerBlock:
         """Return the block with masks and indices on `device`."""
@@ -56,6 +64,8 @@ class ExchangePlan:
 
     index: int
     """This rank's."""
+    positions: tuple[range, ...]
+    """This rank's positions."""
     own: tuple[BlockCall, ...]
     """The kernel calls on the rank's own keys."""
     peers: tuple[PeerBlock | None, ...]
@@ -63,11 +73,8 @@ class ExchangePlan:
 
     def on(self, device: torch.device) -> ExchangePlan:
         """Return the plan with masks and indices on `device`."""
-        return ExchangePlan(
-            self.index,
-            with_masks_on(self.own, device),
-            tuple(None if peer is None else peer.on(device) for peer in self.peers),
-        )
+        peers = tuple(None if peer is None else peer.on(device) for peer in self.peers)
+        return replace(self, own=with_masks_on(self.own, device), peers=peers)
 
     def sent(self, each: int) -> list[int]:
         """Return how many elements go to each rank, `each` for a key position."""
@@ -85,7 +92,7 @@ def exchange_plan(sequence: LocalSequence, mask: Mask, device: torch.device) -> 
         plan = build_plan(sequence.layout, sequence.group.index, mask, sequence.documents)
         return plan.on(device)
 
-    return sequence.result(("exchange plan", mask, device), compute)
+    return sequence.result(("exchange plan", mask, device, id(sequence.documents)), compute)
 
 
 def build_plan(
@@ -104,10 +111,11 @@ def build_plan(
             peers.append(None)
             continue
         sent = needed_keys(*seen[peer], positions[index])
-        received = needed_keys(*seen[index], positions[peer])
-        calls = block_calls(*seen[index], positions[peer].index_select(0, received))
-        peers.append(PeerBlock(_selection(sent), len(sent), len(received), calls))
-    return ExchangePlan(index, block_calls(*seen[index], positions[index]), tuple(peers))
+        received = positions[peer].index_select(0, needed_keys(*seen[index], positions[peer]))
+        calls = block_calls(*seen[index], received)
+        peers.append(PeerBlock(_selection(sent), len(sent), len(received), calls, received))
+    own = block_calls(*seen[index], positions[index])
+    return ExchangePlan(index, layout.ranges[index], own, tuple(peers))
 
 
 def _selection(indices: Tensor) -> Selection:

@@ -55,10 +55,12 @@ def block_forward(
         return unfused_forward(query, key, value, _as_mask(pairs, causal, query, key), scale, dropout)
     if pairs is None:
         return kernel.forward(query, key, value, None, causal, scale)
-    # Kernels differ in what they return for queries that see nothing.
-    blind = ~pairs.any(1)
-    out, lse = kernel.forward(query, key, value, _bias(pairs | blind[:, None], query), False, scale)
-    return out.masked_fill_(blind[:, None], 0.0), lse.masked_fill_(blind, -math.inf)
+    bias = _bias(pairs, query)
+    # Kernels differ in what they return for queries that see nothing: let them see the first key.
+    fully_masked = bias.amax(1) == -math.inf
+    bias[:, 0].masked_fill_(fully_masked, 0.0)
+    out, lse = kernel.forward(query, key, value, _of_all_heads(bias, query), False, scale)
+    return out.masked_fill_(fully_masked[:, None], 0.0), lse.masked_fill_(fully_masked, -math.inf)
 
 
 def block_backward(
@@ -87,7 +89,7 @@ def block_backward(
     if kernel is None:
         pairs = _as_mask(pairs, causal, query, key)
         return unfused_backward(gradient, query, key, value, out, lse, pairs, scale, dropout)
-    bias = None if pairs is None else _bias(pairs, query)
+    bias = None if pairs is None else _of_all_heads(_bias(pairs, query), query)
     return kernel.backward(gradient, query, key, value, out, lse, bias, causal, scale)
 
 
@@ -132,7 +134,12 @@ def _as_mask(pairs: Tensor | None, causal: bool, query: Tensor, key: Tensor) -> 
 
 
 def _bias(mask: Tensor, query: Tensor) -> Tensor:
-    """Return a mask as a bias `[rows, heads, n, m]` of the scores, 0 or -inf, in the query's dtype."""
+    """Return a mask as a bias `[n, m]` of the scores, 0 or -inf, in the query's dtype."""
     n, m = mask.shape
-    bias = query.new_zeros(n, m + -m % BIAS_MULTIPLE)[:, :m].masked_fill_(~mask, -math.inf)
-    return bias.expand(*query.shape[:2], n, m)
+    bias = query.new_zeros(n, m + -m % BIAS_MULTIPLE)[:, :m]
+    return bias.masked_fill_(~mask, -math.inf)
+
+
+def _of_all_heads(bias: Tensor, query: Tensor) -> Tensor:
+    """Return a bias as a view `[rows, heads, n, m]`."""
+    return bias.expand(*query.shape[:2], *bias.shape)

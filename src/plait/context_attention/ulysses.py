@@ -27,17 +27,22 @@ Heads = Sequence[tuple[int, ...]]
 def heads_of_ranks(query_heads: int, heads: int, ranks: int) -> Heads:
     """Return for each rank the heads, of `heads` of keys and values, that its query heads read.
 
-    Each once if all of them are read by equally many of its query heads, else one for each of these.
     `query_heads` is a multiple of `ranks` and of `heads`.
     """
     own, shared = query_heads // ranks, query_heads // heads
-    read = [[(rank * own + head) // shared for head in range(own)] for rank in range(ranks)]
-    return [_once(one) for one in read]
+    return [tuple(range(rank * own // shared, ((rank + 1) * own - 1) // shared + 1)) for rank in range(ranks)]
 
 
-def _once(read: list[int]) -> tuple[int, ...]:
-    counts = Counter(read)
-    return tuple(counts) if len(set(counts.values())) == 1 else tuple(read)
+def evenly_shared(tensor: Tensor, query_heads: int, heads: int, ranks: int, rank: int) -> Tensor:
+    """Return a rank's heads of keys or values so that equally many of its query heads read each.
+
+    `tensor` is the result of `to_heads`. Repeats heads where its query heads read them unequally often.
+    """
+    own, shared = query_heads // ranks, query_heads // heads
+    read = [(rank * own + head) // shared for head in range(own)]
+    if len(set(Counter(read).values())) == 1:
+        return tensor
+    return torch.cat([tensor[:, one - read[0] : one - read[0] + 1] for one in read], 1)
 
 
 def to_heads(tensor: Tensor, sequence: LocalSequence, heads: Heads) -> Tensor:

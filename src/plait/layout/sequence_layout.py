@@ -62,6 +62,29 @@ class SequenceLayout:
         return whole
 
 
+def ranges_of(positions: Tensor) -> tuple[range, ...]:
+    """Return ascending positions, int64 on the CPU, as few ranges."""
+    steps, found, first = positions.diff(), [], 0
+    changes = (steps[1:] != steps[:-1]).nonzero().squeeze(1) + 1
+    end = len(positions) - 1
+    for last in (*changes.tolist(), end):  # the last positions before the step changes
+        if first < last or first == last == end:
+            step = int(steps[first]) if first < last else 1
+            found.append(range(int(positions[first]), int(positions[last]) + 1, step))
+            first = last + 1
+    return tuple(found)
+
+
+def parts_of(ranges: Sequence[range], indices: slice) -> tuple[range, ...]:
+    """Return the elements at `indices` (of step 1) of concatenated `ranges`, as ranges."""
+    start, stop, _ = indices.indices(sum(map(len, ranges)))
+    found, first = [], 0
+    for one in ranges:
+        found.append(one[max(start - first, 0) : max(stop - first, 0)])
+        first += len(one)
+    return tuple(one for one in found if one)
+
+
 def sequence_layout(length: int, ranks: int, kind: ContextLayout) -> SequenceLayout:
     """Return the layout of a sequence of any `length` over `ranks`; later ranks may hold no position."""
     if kind == "striped":

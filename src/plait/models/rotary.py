@@ -5,39 +5,70 @@ The product of a rotated query and key depends on their distance only.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+
 import torch
 from torch import Tensor
 
+from plait.autograd.position_marks import gives_positions
 from plait.autograd.running_sequence import running_sequence
 from plait.layers.result_cache import ResultCache
 
+Angles = tuple[Tensor, Tensor]
+"""Cosines and sines."""
 
+
+@gives_positions
 def rotary_angles(
     length: int, size: int, base: float, like: Tensor, cache: ResultCache | None = None
-) -> tuple[Tensor, Tensor]:
+) -> Angles:
     """Return cosines and sines `[length, size / 2]` of position · base^(-2i / size).
 
     See Su et al. 2021, section 3.2.2. In float32, or in the dtype of `like` where that is wider, and on its
-    device. `cache` keeps them for the next call with equal arguments. The positions are 0, 1, 2, …; under
-    context parallelism those of this rank; and with packed documents those in each row's documents, so that
-    the result is `[rows, 1, length, size / 2]`.
+    device. Positions, and what `cache` keeps: as in `angles_of_positions`.
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
-    device, sequence = like.device, running_sequence()
 
-    def compute(positions: Tensor) -> tuple[Tensor, Tensor]:
-        exponents = torch.arange(0, size, 2, dtype=dtype, device=device) / size
-        angles = positions.to(dtype).unsqueeze(-1) * base**-exponents
-        angles = angles.unsqueeze(1) if positions.dim() == 2 else angles
+    def compute(positions: Tensor) -> Angles:
+        exponents = torch.arange(0, size, 2, dtype=dtype, device=like.device) / size
+        angles = positions * base**-exponents
         return angles.cos(), angles.sin()
 
-    if sequence is not None:
-        key = "rotary angles", size, base, like.dtype, device
-        return sequence.result(key, lambda: compute(sequence.positions(device)))
-    if cache is not None:
-        known = length, size, base, like.dtype
-        return cache.get(known, like, lambda: compute(torch.arange(length, device=device)))
-    return compute(torch.arange(length, device=device))
+    return angles_of_positions((size, base), compute, length, dtype, like, cache)
+
+
+def angles_of_positions(
+    key: Hashable,
+    compute: Callable[[Tensor], Angles],
+    length: int,
+    dtype: torch.dtype,
+    like: Tensor,
+    cache: ResultCache | None,
+) -> Angles:
+    """Return `compute(positions)`, where positions `[length, 1]` have this dtype and the device of `like`.
+
+    The positions are 0, 1, 2, …; under context parallelism those of this rank; and with packed documents
+    those in each row's documents, `[rows, 1, length, 1]`. The result must depend on them, on `key` and the
+    dtype of `like` only: all layers with the same `cache` share it, and those that run on the same packed
+    documents.
+    """
+    device, sequence, key = like.device, running_sequence(), (key, dtype, like.dtype)
+
+    def compute_for(positions: Tensor) -> Angles:
+        column = positions.to(dtype).unsqueeze(-1)
+        return compute(column.unsqueeze(1) if positions.dim() == 2 else column)
+
+    def compute_for_rows() -> Angles:
+        if sequence is not None:
+            return compute_for(sequence.positions(device))
+        return compute_for(torch.arange(length, dtype=dtype, device=device))
+
+    if sequence is not None and sequence.documents is not None:
+        return sequence.result(("rotary angles", key, device), compute_for_rows)
+    if cache is None:
+        return compute_for_rows()
+    held = length if sequence is None else (sequence.layout, sequence.group.index)
+    return cache.get((held, key), like, compute_for_rows)
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:

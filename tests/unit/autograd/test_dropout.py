@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -19,9 +19,15 @@ from plait.autograd.dropout import (
     key_of,
     names_of,
     set_region_piece,
+    set_sequence_piece,
 )
-from plait.autograd.dropout_mask import keep_mask
+from plait.autograd.dropout_mask import DimPiece, keep_mask
+from plait.autograd.running_sequence import ContextParallelism, running
+from plait.comm.group import Group
+from plait.comm.traffic import Traffic
 from plait.errors import ModelError
+from plait.layout.sequence_layout import sequence_layout
+from plait.plan import ContextLayout
 
 FIRST_KEY = -8675667782052486675
 
@@ -168,6 +174,58 @@ def test_outside_of_its_layer_it_is_refused() -> None:
     attached(module)
     with pytest.raises(ModelError, match="runs outside of its layer's forward"):
         mask_of(module, 4)
+
+
+def in_context(kind: ContextLayout, index: int = 1) -> Any:
+    """Rank `index` of three, of sequences of 13 positions."""
+    return running(ContextParallelism(Group("cp", (0, 1, 2), index, None, Traffic(), 1.0), kind).sequence(13))
+
+
+@pytest.mark.parametrize("index", range(3))
+@pytest.mark.parametrize("kind", get_args(ContextLayout))
+def test_a_rank_of_cp_draws_its_positions(kind: ContextLayout, index: int) -> None:
+    module, inside = Dropout(0.5), Dropout(0.5)
+    generator = attached(module)
+    generator.attach_to([inside])
+    set_region_piece(inside, -1, 1, 2)
+    whole = keep_mask(key_of(7, 5, "a.b", 0), (6, 13, 8), 0.5, {}, torch.device("cpu"))[4:]
+    layout = sequence_layout(13, 3, kind)
+    expected = layout.cut(whole, index)
+    with in_context(kind, index):
+        assert torch.equal(drawn(generator, module, 1, *expected.shape), expected)
+        assert torch.equal(drawn(generator, inside, 1, 2, layout.size(index), 4), expected[..., 4:])
+
+
+def test_a_piece_of_a_ranks_positions() -> None:
+    """With sequence parallelism; these positions are of both chunks of a zigzag."""
+    module = Dropout(0.5)
+    generator = attached(module)
+    set_sequence_piece(module, 1, lambda size: DimPiece(1, 4))
+    whole = keep_mask(key_of(7, 5, "a.b", 0), (6, 13, 8), 0.5, {}, torch.device("cpu"))
+    with in_context("zigzag"):
+        expected = sequence_layout(13, 3, "zigzag").cut(whole[:4], 1)[:, 1:3]
+        assert torch.equal(drawn(generator, module, 0, 4, 2, 8), expected)
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (16, 8), (4, 8, 4), (8, 4, 8), (4,)])
+def test_in_a_context_the_positions_have_to_be_dim_1(shape: tuple[int, ...]) -> None:
+    module = Dropout(0.5)
+    generator = attached(module)
+    with in_context("zigzag"), pytest.raises(ModelError) as caught:
+        drawn(generator, module, 0, *shape)
+    assert str(caught.value) == (
+        f"the dropout a.b was given a tensor of shape {list(shape)}, but under context parallelism this "
+        "rank has 4 positions of 4 rows: give it one whose dims 0 and 1 are rows and positions, or set "
+        "plan.cp to 1."
+    )
+
+
+def test_heads_in_dim_1_are_refused_in_a_context() -> None:
+    module = Dropout(0.5)
+    generator = attached(module)
+    set_region_piece(module, 1, 0, 2)
+    with in_context("zigzag"), pytest.raises(ModelError, match="dims 0 and 1 are rows and positions"):
+        drawn(generator, module, 0, 4, 4, 4, 4)
 
 
 def test_it_stands_in_for_plain_dropout_only() -> None:

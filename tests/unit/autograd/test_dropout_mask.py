@@ -13,7 +13,14 @@ from torch import Tensor
 
 from parity.kernels import Kernels
 from parity.live_bytes import LiveBytes
-from plait.autograd.dropout_mask import BLOCK, BLOCK_ON_ACCELERATORS, DimPiece, keep_mask
+from plait.autograd.dropout_mask import (
+    BLOCK,
+    BLOCK_ON_ACCELERATORS,
+    DimPiece,
+    DimRanges,
+    keep_mask,
+    keep_mask_of_ranges,
+)
 from plait.errors import ModelError
 
 CPU = torch.device("cpu")
@@ -80,6 +87,29 @@ def test_a_piece_is_a_piece_of_the_whole(
     }
     expected = whole[tuple(slice(start, stop) for start, stop in ends)]
     assert torch.equal(kept(key, *sizes, p=p, spans=spans), expected)
+
+
+@st.composite
+def spaced(draw: st.DrawFn) -> tuple[list[int], list[list[range]]]:
+    """A shape, and some ranges of each of its dims, with steps."""
+    shape = draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
+    ranges = [
+        draw(st.lists(st.builds(range, *[st.integers(0, size)] * 2, st.integers(1, 4)), max_size=3))
+        for size in shape
+    ]
+    return shape, ranges
+
+
+@given(spaced(), st.sampled_from([3, 2**15]))
+def test_so_are_ranges_with_steps(cut: tuple[list[int], list[list[range]]], block: int) -> None:
+    shape, ranges = cut
+    expected = kept(KEY, *shape)
+    for dim, each in enumerate(ranges):
+        held = torch.tensor([position for one in each for position in one], dtype=torch.int64)
+        expected = expected.index_select(dim, held)
+    whole = {dim: DimRanges(each, shape[dim]) for dim, each in enumerate(ranges)}
+    with patch.dict(BLOCK, cpu=block):
+        assert torch.equal(keep_mask_of_ranges(KEY, expected.shape, 0.5, {}, whole, CPU), expected)
 
 
 @pytest.mark.parametrize("shape", [(3, BLOCK["cpu"] + 5), (BLOCK["cpu"] // 4, 3, 10)])
@@ -189,6 +219,7 @@ def test_a_gpu_makes_the_same() -> None:
         ({2: DimPiece(0, 4)}, "a piece of its dim 2, which it does not have"),
         ({1: DimPiece(0, 6), -1: DimPiece(0, 6)}, "two pieces of one dim, among the dims 1, -1"),
         ({1: DimPiece(2, 4)}, "elements 2 … 4 of dim 1, whose whole size is 4"),
+        ({1: DimPiece(0, 4, 2)}, "elements 0 … 4 of dim 1, whose whole size is 4"),
     ],
 )
 def test_a_piece_that_cannot_be_is_refused(spans: dict[int, DimPiece], told: str) -> None:

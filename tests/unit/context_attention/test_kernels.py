@@ -241,6 +241,17 @@ def test_lower_precisions(dtype: torch.dtype, fused: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_queries_that_see_no_key(fused: bool) -> None:
+    mask = torch.ones(37, 53, dtype=torch.bool)
+    mask[4] = False
+    with patch.object(kernels, "fused_kernel", fused_kernels.fused_kernel if fused else lambda *_: None):
+        out, lse = block_forward(*random_inputs(), mask, SCALE)
+    assert not out[:, :, 4].any()
+    assert lse[:, :, 4].isneginf().all()
+    assert lse.isfinite().sum() == 2 * 4 * 36
+
+
 def test_accumulators_are_at_least_float32() -> None:
     for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
         query, value = torch.ones(1, 2, 3, 4, dtype=dtype), torch.ones(1, 1, 5, 6, dtype=dtype)

@@ -12,10 +12,14 @@ from torch import nn
 import plait
 from parity import huggingface_cases as cases
 from parity.kernels import Kernels
+from plait.autograd.running_sequence import ContextParallelism, DocumentBounds, running
+from plait.comm.group import Group
+from plait.comm.traffic import Traffic
+from plait.context_attention.visibility import document_bounds
 from plait.errors import ModelError
 from plait.layers.layer_sequence import bits_of, layer_costs, sequence_of
 from plait.layers.result_cache import ResultCache
-from plait.models.huggingface.common import Rotary, attend
+from plait.models.huggingface.common import Rotary
 from plait.models.initial import initial_value
 from plait.models.tensor_sources import locate_tensors
 from plait.tensor.tensor_parallelism import named
@@ -95,6 +99,25 @@ def test_angles_are_computed_once_for_all_layers(make: Any) -> None:
     assert kernels.names["cos"] > 1
 
 
+def test_angles_are_those_of_a_ranks_positions() -> None:
+    """Of rank 1 of 2; the second micro-batch takes those of the first, unless it is packed."""
+    model: Any = cases.llama()
+    rotary, like = Rotary(model.model.rotary_emb), torch.zeros(2, 5, 24, dtype=torch.float64)
+    every = Rotary(model.model.rotary_emb)(torch.zeros(2, 10, 24, dtype=torch.float64))
+    parallelism = ContextParallelism(Group("cp", (0, 1), 1, None, Traffic(), 1.0), "striped")
+    for computed in (1, 0):
+        with Kernels() as kernels, running(parallelism.sequence(10)):
+            angles = rotary(like)
+        assert kernels.names["cos"] == computed
+        assert all(torch.equal(one, whole[1::2]) for one, whole in zip(angles, every, strict=True))
+    bounds = DocumentBounds(*document_bounds(torch.tensor([[0] * 3 + [1] * 7, [0] * 10])))
+    with Kernels() as kernels, running(parallelism.sequence(10, bounds)):
+        for angles in (rotary(like), rotary(like)):
+            for one, whole in zip(angles, every, strict=True):
+                assert torch.equal(one, torch.stack([whole[[1, 0, 2, 4, 6]], whole[1::2]])[:, None])
+    assert kernels.names["cos"] == 1
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -114,20 +137,6 @@ def test_a_sequence_beyond_the_context_is_refused() -> None:
     for make in (cases.gpt2, cases.llama, cases.gpt_neox):
         with pytest.raises(ModelError, match="longer than the model's context of 8"):
             plait.models.from_huggingface(make())(torch.zeros(1, 9, dtype=torch.int64))
-
-
-@pytest.mark.parametrize("window", [None, 3])
-def test_attention_whose_weights_are_dropped_is_the_same_attention(window: int | None) -> None:
-    """Dropping none, by the explicit way; and dropping all, by a module that says so."""
-    query = torch.randn(2, 4, 5, 6, dtype=torch.float64)
-    key, value = torch.randn(2, 2, 2, 5, 6, dtype=torch.float64)
-    fused = attend(query, key, value, scale=0.3, dropout=nn.Dropout(0.5).eval(), window=window)
-    explicit = nn.Dropout(0.5)
-    explicit.forward = lambda weights: weights  # type: ignore[method-assign]
-    torch.testing.assert_close(
-        attend(query, key, value, scale=0.3, dropout=explicit, window=window), fused, rtol=1e-12, atol=1e-12
-    )
-    assert not attend(query, key, value, scale=0.3, dropout=nn.Dropout(1.0), window=window).any()
 
 
 @pytest.mark.parametrize(

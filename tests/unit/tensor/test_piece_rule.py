@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import plait
 from plait.autograd.dropout import Dropout
+from plait.autograd.dropout_mask import DimPiece
 from plait.comm import Group, Mesh, Traffic
 from plait.composer import parallelize
 from plait.errors import ModelError, PlanError
@@ -75,7 +77,7 @@ def test_a_rank_draws_for_its_piece() -> None:
     layers = [("0", nn.ModuleDict({"inner": inner, "outer": outer}))]
     group = Group("tp", (0, 1, 2), 1, None, Traffic(), 1.0)
     apply_rules(layers, {"0.inner": piece.along(2)}, group, [RegionBoundary(group)])
-    assert (inner.in_region, inner.pieces[2](5)) == (True, (5, 15))
+    assert (inner.in_region, inner.pieces[2](5)) == (True, DimPiece(5, 15))
     assert (outer.in_region, outer.pieces) == (False, {})
 
 
@@ -109,6 +111,44 @@ TOO_MUCH = (
 def test_a_dropout_in_the_wrong_place_is_refused(thread_ranks: Any, rules: Rules, told: str) -> None:
     for kind in (nn.Dropout, Dropout):
         assert thread_ranks.run(refused, rules, kind, ranks=2) == [told, told]
+
+
+class WindowAttention(nn.Module):
+    """Attention whose weights are dropped block by block, as a window needs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.query, self.key, self.value, self.output = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, value: Tensor) -> Tensor:
+        entered = self.norm(value)
+        query, key, values = (
+            linear(entered).unflatten(-1, (-1, 2)).transpose(1, 2)
+            for linear in (self.query, self.key, self.value)
+        )
+        mixed = plait.attention(query, key, values, window=2, dropout=self.drop)
+        result: Tensor = value + self.output(mixed.transpose(1, 2).flatten(2))
+        return result
+
+
+def refused_attention(rules: Rules) -> str:
+    plan = Plan(tp=2)
+    with torch.device("meta"):
+        model = nn.Sequential(WindowAttention(), nn.Linear(WIDTH, 3))
+    engine = parallelize(model, plan, Mesh(plan), cross_entropy, rules=rules)
+    with pytest.raises(ModelError) as caught:
+        engine.forward_backward(torch.ones(2, 4, WIDTH), torch.zeros(2, 4, dtype=torch.int64))
+    return str(caught.value)
+
+
+def test_so_is_a_dropout_of_attention_weights(thread_ranks: Any) -> None:
+    heads: Rules = {f"*.{name}": column for name in ("query", "key", "value")}
+    region: Rules = {"*.norm": entrance, **heads, "*.output": row}
+    assert thread_ranks.run(refused_attention, region, ranks=2) == [MISSING, MISSING]
+    told = TOO_MUCH.replace("dropout after", "dropout drop")
+    assert thread_ranks.run(refused_attention, {"0.drop": piece.along(1)}, ranks=2) == [told, told]
 
 
 def test_where_nothing_is_dropped_no_rule_is_asked_for(thread_ranks: Any) -> None:

@@ -1,4 +1,4 @@
-"""Code shared by the converters: layers of several families, rotary positions, and causal attention."""
+"""Code shared by the converters: layers of several families, and rotary positions."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from plait.errors import ModelError
 from plait.layers.result_cache import ResultCache
 from plait.models.model_helpers import InitializedLayer, require_length
-from plait.models.rotary import rotate
+from plait.models.rotary import Angles, angles_of_positions, rotate
 
 STEADY_ROTARY = ("default", "linear", "llama3", "yarn")
 """Types of rotary embedding whose frequencies do not depend on the length of the sequence."""
@@ -32,7 +31,7 @@ class Embedding(InitializedLayer):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the embeddings. Raises ModelError for a sequence longer than the context."""
-        require_length(tokens.shape[1], self.context)
+        require_length(tokens, self.context)
         embedded: Tensor = self.get_submodule(self.name)(tokens)
         return embedded if self.emb_dropout is None else self.emb_dropout(embedded)
 
@@ -108,14 +107,18 @@ class Rotary(nn.Module):
         self.register_buffer("bits", frequencies.view(torch.int32), persistent=False)
         self.angles = ResultCache()
 
-    def forward(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines `[length, frequencies]` for `like` `[batch, heads, length, size]`."""
-        return self.angles.get((like.shape[2], like.dtype), like, lambda: self._computed(like))
+    def forward(self, like: Tensor) -> Angles:
+        """Return cosines and sines `[length, frequencies]` of the positions along dim 1 of `like`.
 
-    def _computed(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        positions = torch.arange(like.shape[2], dtype=torch.float32, device=like.device)
-        angles = torch.outer(positions, self.bits.view(torch.float32))
-        return (angles.cos() * self.scaling).to(like.dtype), (angles.sin() * self.scaling).to(like.dtype)
+        Positions as in `angles_of_positions`.
+        """
+
+        def compute(positions: Tensor) -> Angles:
+            angles = positions * self.bits.view(torch.float32)
+            return (angles.cos() * self.scaling).to(like.dtype), (angles.sin() * self.scaling).to(like.dtype)
+
+        key, length = id(self.angles), like.shape[1]
+        return angles_of_positions(key, compute, length, torch.float32, like, self.angles)
 
 
 def rotate_first(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
@@ -124,45 +127,3 @@ def rotate_first(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     if rotated == x.shape[-1]:
         return rotate(x, cosines, sines)
     return torch.cat((rotate(x[..., :rotated], cosines, sines), x[..., rotated:]), dim=-1)
-
-
-def heads_of(projected: Tensor, size: int) -> Tensor:
-    """Return `[batch, length, heads · size]` as `[batch, heads, length, size]`, for any number of heads."""
-    heads: Tensor = projected.unflatten(-1, (-1, size))  # type: ignore[no-untyped-call]
-    return heads.transpose(1, 2)
-
-
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: nn.Dropout, window: int | None = None
-) -> Tensor:
-    """Return causal attention `[batch, length, heads · size]` of inputs `[batch, heads, length, size]`.
-
-    With fewer heads of keys and values, consecutive query heads share one. `window`: the number of tokens
-    that a token attends to, itself included. `dropout` applies to the weights; if it is active, the fused
-    kernel is not used, because its random numbers would depend on the layout.
-    """
-    length = query.shape[2]
-    narrow = window is not None and window < length
-    if dropout.training and dropout.p:
-        groups = query.shape[1] // key.shape[1]
-        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
-        scores = query @ key.transpose(-1, -2) * scale
-        mask = _causal_mask(length, window, query.device)
-        mixed: Tensor = dropout(scores.masked_fill(~mask, -torch.inf).softmax(-1)) @ value
-    else:
-        mixed = functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=_causal_mask(length, window, query.device) if narrow else None,
-            is_causal=not narrow,
-            scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-    return mixed.transpose(1, 2).flatten(2)
-
-
-def _causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Return the bool mask `[length, length]`: True where a row's token attends to a column's."""
-    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    return mask if window is None else mask.triu(1 - window)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from plait.autograd.running_sequence import positions
+from plait.context_attention import attend, share_keys
 from plait.errors import ModelError
-from plait.models.huggingface.common import MLP, Head, attend, attention_cost, heads_of
-from plait.models.model_helpers import InitializedLayer, assemble, block, require_length
+from plait.models.huggingface.common import MLP, Head, attention_cost
+from plait.models.model_helpers import InitializedLayer, assemble, block, heads_of, require_length
 from plait.rules import Rules, column, entrance, piece, row, sequence, vocabulary
 
 RULES: Rules = {
@@ -61,10 +62,8 @@ class Embedding(InitializedLayer):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the sum of both embeddings. Raises ModelError for a sequence longer than the context."""
-        length = tokens.shape[1]
-        require_length(length, self.wpe.num_embeddings)
-        positions = torch.arange(length, device=tokens.device)
-        embedded: Tensor = self.drop(self.wte(tokens) + self.wpe(positions))
+        require_length(tokens, self.wpe.num_embeddings)
+        embedded: Tensor = self.drop(self.wte(tokens) + self.wpe(positions(tokens)))
         return embedded
 
 
@@ -82,8 +81,9 @@ class Attention(InitializedLayer):
         attn = self.attn
         projected = attn.c_attn(self.ln_1(x)).chunk(3, dim=-1)
         query, key, value = (heads_of(one, attn.head_dim) for one in projected)
-        mixed = attend(query, key, value, scale=attn.scaling, dropout=attn.attn_dropout)
-        result: Tensor = x + attn.resid_dropout(attn.c_proj(mixed))
+        keys = share_keys(key, value, query_heads=query.shape[1])
+        mixed = attend(query, keys, scale=attn.scaling, dropout=attn.attn_dropout)
+        result: Tensor = x + attn.resid_dropout(attn.c_proj(mixed.transpose(1, 2).flatten(2)))
         return result
 
     def cost(self) -> float:

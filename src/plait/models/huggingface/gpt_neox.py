@@ -6,16 +6,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from plait.context_attention import attend, share_keys
 from plait.models.huggingface.common import (
     Embedding,
     Head,
     Rotary,
-    attend,
     attention_cost,
-    heads_of,
     rotate_first,
 )
-from plait.models.model_helpers import InitializedLayer, assemble
+from plait.models.model_helpers import InitializedLayer, assemble, heads_of
 from plait.rules import Rules, column, entrance, piece, row, sequence, vocabulary
 
 RULES: Rules = {
@@ -78,10 +77,12 @@ class Block(InitializedLayer):
         # Query, key and value of a head are adjacent.
         heads = heads_of(self.attention.query_key_value(normed), 3 * self.attention.head_size)
         query, key, value = heads.chunk(3, dim=-1)
-        angles = self.rotary(query)
-        query, key = rotate_first(query, *angles), rotate_first(key, *angles)
-        mixed = attend(query, key, value, scale=self.attention.scaling, dropout=self.attention_dropout)
-        output: Tensor = self.attention.dense(mixed)
+        angles = self.rotary(normed)
+        keys = share_keys(rotate_first(key, *angles), value, query_heads=query.shape[1])
+        mixed = attend(
+            rotate_first(query, *angles), keys, scale=self.attention.scaling, dropout=self.attention_dropout
+        )
+        output: Tensor = self.attention.dense(mixed.transpose(1, 2).flatten(2))
         return output
 
     def cost(self) -> float:

@@ -6,17 +6,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from plait.context_attention import attend, share_keys
 from plait.models.huggingface.common import (
     MLP,
     Embedding,
     Head,
     Rotary,
-    attend,
     attention_cost,
-    heads_of,
     rotate_first,
 )
-from plait.models.model_helpers import InitializedLayer, assemble, block
+from plait.models.model_helpers import InitializedLayer, assemble, block, head_count, heads_of
 from plait.rules import Rules, column, entrance, piece, row, sequence, vocabulary
 
 RULES: Rules = {
@@ -76,19 +75,14 @@ class Attention(InitializedLayer):
     def forward(self, x: Tensor) -> Tensor:
         """Return x plus the attention's output. With `tp` above 1, each rank's linears hold some heads."""
         attn, normed = self.self_attn, self.input_layernorm(x)
-        query, key, value = (
-            heads_of(project(normed), attn.head_dim) for project in (attn.q_proj, attn.k_proj, attn.v_proj)
+        angles, size = self.rotary(normed), attn.head_dim
+        key, value = (heads_of(project(normed), size) for project in (attn.k_proj, attn.v_proj))
+        keys = share_keys(
+            rotate_first(key, *angles), value, window=self.window, query_heads=head_count(attn.q_proj, size)
         )
-        angles = self.rotary(query)
-        mixed = attend(
-            rotate_first(query, *angles),
-            rotate_first(key, *angles),
-            value,
-            scale=attn.scaling,
-            dropout=self.attention_dropout,
-            window=self.window,
-        )
-        result: Tensor = x + attn.o_proj(mixed)
+        query = rotate_first(heads_of(attn.q_proj(normed), size), *angles)
+        mixed = attend(query, keys, scale=attn.scaling, dropout=self.attention_dropout)
+        result: Tensor = x + attn.o_proj(mixed.transpose(1, 2).flatten(2))
         return result
 
     def cost(self) -> float:

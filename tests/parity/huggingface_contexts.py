@@ -1,0 +1,99 @@
+"""Models of transformers on sequences divided over `cp`, or packed, and what they are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import cache, partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+import plait
+from parity import huggingface_cases as cases
+from parity.case import Batch, Case
+from parity.contexts import packed
+from parity.dropping import ByHand, run_by_hand
+from plait.autograd.running_sequence import ContextParallelism, DocumentBounds, running
+from plait.comm.group import Group
+from plait.comm.traffic import Traffic
+from plait.context_attention import SharedKeys
+from plait.context_attention.visibility import document_bounds
+from plait.models.huggingface import gpt2, gpt_neox, llama
+
+HEADS, KEY_HEADS, WINDOW = 6, 2, 3
+SHARED = {"heads": HEADS, "kv_heads": KEY_HEADS}
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "gpt2": partial(cases.gpt2, heads=HEADS),
+    "llama": partial(cases.llama, **SHARED),
+    "qwen2-sliding": partial(
+        cases.qwen2, **SHARED, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
+    ),
+    "mistral": partial(cases.mistral, **SHARED),
+    "gpt-neox": partial(cases.gpt_neox, heads=HEADS),
+}
+"""Mistral has a window in each layer, Qwen2 in the second."""
+P = 0.3
+DROPPING: dict[str, Callable[[], nn.Module]] = {
+    **{name: partial(make, attention_dropout=P) for name, make in MODELS.items()},
+    "gpt2": partial(MODELS["gpt2"], attn_pdrop=P, resid_pdrop=P, embd_pdrop=P),
+    "gpt-neox": partial(MODELS["gpt-neox"], attention_dropout=P, hidden_dropout=P),
+}
+
+
+@cache
+def case(name: str, length: int, *, in_documents: bool = False, drops: bool = False) -> Case:
+    """A model on sequences of tokens of some length, perhaps packed from documents.
+
+    The reference is the model of transformers, each document alone.
+    """
+
+    def build() -> nn.Module:
+        theirs = cases.drawn((DROPPING if drops else MODELS)[name])
+        sequence = plait.models.from_huggingface(theirs)
+        sequence.theirs = (theirs,)  # type: ignore[assignment]  # no module of the sequence
+        return sequence
+
+    def draw(rows: int, generator: torch.Generator) -> Batch:
+        tokens = torch.randint(cases.GPT2_VOCAB, (rows, length + 1), generator=generator)
+        return tokens[:, :-1], tokens[:, 1:].contiguous()
+
+    made = Case(f"{name}-{length}-{drops}", build, draw, reference=by_transformers)
+    return packed(made, length) if in_documents else made
+
+
+def by_transformers(sequence: nn.Module, tokens: Tensor) -> Tensor:
+    """The logits of the model of transformers, whose parameters are those of the sequence."""
+    (theirs,) = sequence.theirs  # type: ignore[misc]
+    logits: Tensor = theirs(input_ids=tokens).logits
+    return logits
+
+
+def dropping_by_hand(model: nn.Module, inputs: Any, step: int) -> Tensor:
+    """The output of plait's layers on one device, with dropouts by hand and a mask of all pairs."""
+    tokens, bounds = inputs, None
+    if isinstance(inputs, dict):
+        tokens, bounds = inputs["tokens"], DocumentBounds(*document_bounds(inputs["document_ids"]))
+    alone = ContextParallelism(Group("cp", (0,), 0, None, Traffic(), 0.0))
+    sequence = alone.sequence(tokens.shape[1], bounds)
+    with ExitStack() as entered:
+        for module in (gpt2, gpt_neox, llama):
+            entered.enter_context(patch.object(module, "attend", explicitly))
+        entered.enter_context(running(sequence))
+        return run_by_hand(model, tokens, step)
+
+
+def explicitly(query: Tensor, keys: SharedKeys, *, scale: float, dropout: ByHand) -> Tensor:
+    """Attention to the shared keys of one device, with the weights of all pairs."""
+    groups, length = query.shape[1] // keys.key.shape[1], query.shape[2]
+    key, value = (one.repeat_interleave(groups, 1) for one in (keys.key, keys.value))
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    hidden = ((distance < 0) | (distance >= (keys.mask.window or length)))[None]
+    if keys.sequence is not None and keys.sequence.documents is not None:
+        starts = keys.sequence.documents.starts
+        hidden = hidden | (starts[:, :, None] != starts[:, None])
+    scores = (query @ key.transpose(-1, -2) * scale).masked_fill(hidden[:, None], -torch.inf)
+    result: Tensor = dropout(scores.softmax(-1)) @ value
+    return result

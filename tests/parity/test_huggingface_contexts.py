@@ -1,0 +1,107 @@
+"""Models of transformers under context parallelism and on packed documents, against their own forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import plait
+from parity import huggingface_cases as cases
+from parity import woven
+from parity.case import Case
+from parity.dropping import by_hand
+from parity.huggingface_contexts import DROPPING, HEADS, MODELS, case, dropping_by_hand
+from parity.pairs import covering_rows, every_row, in_turns
+from parity.parity import TWO_STEPS, check_parity, compare
+from parity.rows import name_of
+from plait.plan import Plan
+from plait.verification.case import Case as VerifyCase
+from plait.verification.options import VerifyOptions
+from plait.verification.rank_verification import verify_rank
+from plait.verification.report_from_ranks import build_report
+
+pytestmark = pytest.mark.transformers
+
+FACTORS = {
+    "name": tuple(MODELS),
+    "cp": (2, 3),
+    "method": ("ring", "ulysses"),
+    "layout": ("zigzag", "striped", "contiguous"),
+    "in_documents": (False, True),
+    "drops": (False, True),
+    "length": (8, 7),
+    "tensor": ((1, "keep"), (2, "none"), (2, "regather")),
+    "pp": (1, 2),
+    "recompute": ("none", "full"),
+}
+"""`tensor`: tp and sequence_parallel."""
+
+
+def fits(row: dict[str, Any]) -> bool:
+    """On eight ranks, with heads that Ulysses can divide."""
+    cp, tp = row.get("cp", 2), row.get("tensor", (1,))[0]
+    divides = row.get("method") != "ulysses" or HEADS % (cp * tp) == 0
+    return divides and cp * tp * row.get("pp", 1) <= 8
+
+
+COVERING = covering_rows(FACTORS, fits)
+EVERY = every_row({name: FACTORS[name] for name in list(FACTORS)[:6]}, fits)
+REST = [row for row in covering_rows(FACTORS, fits, EVERY) if row not in COVERING]
+
+
+def check_row(thread_ranks: Any, row: dict[str, Any]) -> None:
+    fields = dict(row)
+    which = {name: fields.pop(name) for name in ("name", "length", "in_documents", "drops")}
+    (tp, mode), fields["context_parallel"] = fields.pop("tensor"), fields.pop("method")
+    fields |= {"context_layout": fields.pop("layout"), "tp": tp, "sequence_parallel": mode}
+    plan = Plan(**fields, microbatches=2, precision="fp64")
+    check(thread_ranks, case(**which), plan, drops=which["drops"])
+
+
+def check(thread_ranks: Any, model: Case, plan: Plan, *, drops: bool) -> None:
+    if not drops:
+        check_parity(thread_ranks, model, plan)
+        return
+    expected = by_hand(model, plan, TWO_STEPS, dropping_by_hand)
+    ranks = thread_ranks.run(woven.train, model, plan, TWO_STEPS, ranks=plan.world)
+    compare(ranks, expected, torch.float64)
+
+
+@pytest.mark.parametrize("row", COVERING, ids=name_of)
+def test_every_pair_of_factors(thread_ranks: Any, row: dict[str, Any]) -> None:
+    check_row(thread_ranks, row)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", REST, ids=name_of)
+def test_every_model_and_exchange(thread_ranks: Any, row: dict[str, Any]) -> None:
+    check_row(thread_ranks, row)
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_documents_on_one_rank(thread_ranks: Any, name: str, drops: bool) -> None:
+    plan = Plan(microbatches=2, precision="fp64")
+    check(thread_ranks, case(name, 7, in_documents=True, drops=drops), plan, drops=drops)
+
+
+VERIFIED = {
+    "ring": Plan(cp=2, microbatches=2),
+    "pieces": Plan(cp=2, tp=2, microbatches=2, sequence_parallel="keep", context_layout="striped"),
+    "ulysses": Plan(
+        cp=2, pp=2, microbatches=2, recompute="full", context_parallel="ulysses", schedule="zb-h1"
+    ),
+    "uneven": Plan(cp=3, microbatches=1, context_layout="contiguous", context_parallel="ulysses"),
+    "regather": Plan(cp=2, tp=2, microbatches=2, sequence_parallel="regather"),
+}
+
+
+@pytest.mark.parametrize(("make", "plan"), in_turns(DROPPING, VERIFIED))
+def test_verify_says_equal(thread_ranks: Any, make: Any, plan: Plan) -> None:
+    inputs, targets = cases.draw_contexts(cases.GPT2_VOCAB)(8, torch.Generator().manual_seed(3))
+    model = plait.models.from_huggingface(make())
+    given = VerifyCase(model, plait.cross_entropy, [(inputs, targets)] * 2, VerifyOptions())
+    report = build_report(thread_ranks.run(verify_rank, given, plan, ranks=plan.world), plan, given.options)
+    assert report, report
