@@ -185,12 +185,12 @@ def second_chunk_reversed() -> Any:
     """The second of a rank's two chunks of the inputs is cut from its end."""
     original = local_batch.cut
 
-    def cut(value: Value, sequence: LocalSequence | None, what: str) -> Value:
+    def cut(value: Value, sequence: LocalSequence | None, *more: Any) -> Value:
         def reversed_half(part: Tensor) -> Tensor:
             first, second = part.chunk(2, 1)
             return torch.cat([first, second.flip(1)], 1)
 
-        found = original(value, sequence, what)
+        found = original(value, sequence, *more)
         is_cut = sequence is not None and sequence.group.size > 1
         return map_tensors(reversed_half, found) if is_cut else found
 
@@ -201,8 +201,8 @@ def labels_shifted_after_the_cut() -> Any:
     """The label of a chunk's last token is the first token of the rank's next chunk."""
     original = runner.cut
 
-    def cut(value: Value, sequence: LocalSequence | None, what: str) -> Value:
-        tokens = original(map_tensors(lambda labels: labels.roll(1, 1), value), sequence, what)
+    def cut(value: Value, sequence: LocalSequence | None, *more: Any) -> Value:
+        tokens = original(map_tensors(lambda labels: labels.roll(1, 1), value), sequence, *more)
         return map_tensors(lambda part: part.roll(-1, 1), tokens)
 
     return patch.object(runner, "cut", cut)
