@@ -65,12 +65,18 @@ def with_another_loss(
             f"it is a mean: divided by its weight, {float(weight):g}, which the engine does itself",
             total / weight,
         )
+    right = _total_of(loss, output, own)
     for text, other in (*others, *_other_targets(targets, number)):
-        try:
-            value = loss.total(output.clone(), other).detach()
-        except Exception:  # a user's loss, on targets that it may not support
-            continue
-        yield f"it is the loss for {text}", value
+        value = _total_of(loss, output, other)
+        if value is not None and (right is None or not torch.equal(value, right)):
+            yield f"it is the loss for {text}", value
+
+
+def _total_of(loss: Loss, output: Tensor, targets: Value) -> Tensor | None:
+    try:
+        return loss.total(output.clone(), targets).detach()
+    except Exception:  # a user's loss, on targets that it may not support
+        return None
 
 
 def _other_targets(targets: list[Value], number: int) -> Iterator[tuple[str, Value]]:
