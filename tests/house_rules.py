@@ -124,6 +124,16 @@ PRIVATE_USES = {
         "torch.utils._python_dispatch.TorchDispatchMode",
     ): "sees each operation",
     (
+        "layers/position_proof.py",
+        "*",
+        "torch.utils._python_dispatch.TorchDispatchMode",
+    ): "likewise",
+    (
+        "layers/position_tracker.py",
+        "arguments_of",
+        "_schema",
+    ): "the names of an operation's arguments: likewise",
+    (
         "footprint/storage_tracker.py",
         "_kernel",
         "_scaled_dot_product_flash_attention_for_cpu",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from plait.comm.mesh import Mesh
     from plait.composer import parallelize
     from plait.context_attention.attention import attention
+    from plait.engine.local_batch import sequence_part
     from plait.errors import PlaitError
     from plait.footprint.estimate import memory
     from plait.plan import Plan
@@ -46,6 +47,7 @@ _HOME = {
     "positions": "plait.autograd.running_sequence",
     "save": "plait.checkpoint.saving",
     "schedule": "plait.schedules.search.api",
+    "sequence_part": "plait.engine.local_batch",
     "simulate": "plait.schedules.simulation.timeline",
     "verify": "plait.verification.verify",
 }
@@ -67,6 +69,7 @@ __all__ = [
     "positions",
     "save",
     "schedule",
+    "sequence_part",
     "simulate",
     "verify",
 ]

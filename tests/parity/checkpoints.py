@@ -36,8 +36,13 @@ LAYOUTS: Mapping[str, Plan] = {
     "tp-gradients": Plan(tp=2, dp=2, strategy="gradients"),
     "pp-optimizer": Plan(pp=2, dp=2, strategy="optimizer", schedule="1f1b"),
     "all": Plan(pp=2, tp=2, dp=2, strategy="full", schedule="zb-v"),
+    "cp": Plan(cp=2),
+    "cp-4": Plan(cp=4, strategy="full", context_layout="striped"),
+    "cp-hybrid": Plan(dp=2, cp=2, replicate=2, strategy="gradients"),
+    "cp-all": Plan(pp=2, dp=2, cp=2, strategy="optimizer", context_parallel="ring"),
+    "cp-tp": Plan(cp=2, tp=2, strategy="full", reduce="each", sequence_parallel="regather"),
 }
-"""Twelve layouts, of 1 to 8 ranks."""
+"""Seventeen layouts, of 1 to 8 ranks."""
 
 
 def plan_of(name: str) -> Plan:

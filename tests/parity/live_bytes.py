@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import call
+from time import sleep
 from typing import Any
 from weakref import ref
 
@@ -16,6 +17,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.layers.nested import tensors_of
+
+SETTLING = 0.003
+"""Seconds."""
 
 
 class LiveBytes(TorchDispatchMode):
@@ -48,6 +52,11 @@ class LiveBytes(TorchDispatchMode):
         # Sizes are asked for anew, since storages are freed and resized; one without bytes is false.
         alive = filter(None, map(call, list(self._storages.values())))
         return sum(map(torch.UntypedStorage.nbytes, alive))
+
+    def settled(self) -> int:
+        """As `count`, once the thread of a backend has dropped the tensors of a complete all-to-all."""
+        sleep(SETTLING)
+        return self.count()
 
     def _see(self, tensor: Tensor) -> bool:
         storage = tensor.untyped_storage()

@@ -32,6 +32,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "full": {"pp": 2, "dp": 2, "strategy": "full", "reduce": "each", "schedule": "zb-h1"},
     "regather": {"tp": 2, "dp": 2, "sequence_parallel": "regather", "strategy": "gradients"},
     "offload": {"pp": 2, "dp": 2, "strategy": "full", "offload": "full", "reduce": "each"},
+    "ring": {"cp": 2, "tp": 2, "context_parallel": "ring", "strategy": "full", "schedule": "zb-h1"},
+    "kept": {"cp": 2, "pp": 2, "context_parallel": "ring", "sequence_parallel": "keep"},
+    "ulysses": {"cp": 2, "pp": 2, "context_parallel": "ulysses", "schedule": "zb-h1"},
 }
 QUICK_RACES = (
     parameters_not_awaited,
@@ -73,7 +76,11 @@ def run(
 
 
 @pytest.mark.parametrize(
-    "name", ["zb-v", "offload", *(pytest.param(n, marks=pytest.mark.full) for n in ("full", "regather"))]
+    "name",
+    [
+        *("zb-v", "offload", "ring"),
+        *(pytest.param(n, marks=pytest.mark.full) for n in ("full", "regather", "kept", "ulysses")),
+    ],
 )
 def test_no_race(thread_ranks: Any, tmp_path: Path, name: str) -> None:
     order = AccessOrder()

@@ -77,8 +77,14 @@ def costs_in_a_rank(case: Case, plan: Plan) -> Any:
 
 @pytest.mark.parametrize(
     "plan",
-    [Plan(), Plan(tp=2), Plan(tp=2, precision="bf16", recompute="full")],
-    ids=["alone", "cut", "mixed"],
+    [
+        Plan(),
+        Plan(tp=2),
+        Plan(tp=2, precision="bf16", recompute="full"),
+        Plan(cp=2),
+        Plan(cp=3, tp=2, context_parallel="ring", sequence_parallel="keep"),
+    ],
+    ids=["alone", "cut", "mixed", "contexts", "contexts-cut"],
 )
 def test_every_layer_of_every_rank_is_measured(thread_ranks: Any, plan: Plan) -> None:
     case = llama(layers=2)

@@ -53,6 +53,14 @@ def test_bytes_and_calls_of_a_ring(thread_ranks: Any, cp: int, mode: str, units:
     assert sum(count.bytes for count in found) == 2 * 0.75 * kept_by_all * cp
 
 
+@pytest.mark.parametrize(("recompute", "ring", "ulysses"), [("selective", 3, 12), ("full", 4, 12)])
+def test_calls_with_recomputation(thread_ranks: Any, recompute: str, ring: int, ulysses: int) -> None:
+    """Selective recomputation keeps what attention gave, so that a ring sends nothing again for it."""
+    for method, calls in (("ring", ring), ("ulysses", ulysses)):
+        fields = {"cp": 2, "context_parallel": method, "recompute": recompute}
+        assert thread_ranks.run(cp_traffic, 12, 12, fields, ranks=2)[0].calls == 4 * calls
+
+
 @pytest.mark.parametrize(("cp", "kv_heads"), [(2, 6), (3, 6), (4, 3)])
 def test_bytes_and_calls_of_ulysses(thread_ranks: Any, cp: int, kv_heads: int) -> None:
     """Queries, keys, values and outputs, each forward and backward; keys and values as heads ask."""
@@ -175,3 +183,25 @@ def test_positions_begin_anew_in_each_document(thread_ranks: Any) -> None:
 
     for found, expected in thread_ranks.run(body, ranks=2):
         assert torch.equal(found, expected)
+
+
+# ── batches that a data loader has cut ──
+
+
+def losses_and_outputs(plan: Plan, with_ids: bool) -> list[Tensor]:
+    case = packed(mixing(11), 11)
+    engine = plait.parallelize(case.build(), plan, plait.Mesh(plan), case.loss)
+    inputs, targets = woven.shares(case, engine, 1)[0]
+    inputs = inputs if with_ids else inputs["tokens"]
+    parts = [plait.sequence_part(one, plan, engine.mesh.index("cp")) for one in (inputs, targets)]
+    found = []
+    for batch in ((inputs, targets), parts):
+        found += [engine.forward_backward(*batch), engine.evaluate(*batch), engine.output(batch[0])]
+    return found
+
+
+@pytest.mark.parametrize("with_ids", [True, False])
+def test_parts_of_sequences_are_the_whole(thread_ranks: Any, with_ids: bool) -> None:
+    plan = Plan(cp=2, microbatches=2, precision="fp64")
+    for found in thread_ranks.run(losses_and_outputs, plan, with_ids, ranks=2):
+        assert all(torch.equal(whole, part) for whole, part in zip(found[:3], found[3:], strict=True))

@@ -56,6 +56,8 @@ RUNS: list[tuple[Plan, list[Case]]] = [
     (Plan(tp=2, dp=2, microbatches=2, strategy="full"), CUT),
     (Plan(pp=2, tp=2, microbatches=2, sequence_parallel="keep", schedule="zb-v"), CUT[:2]),
     (Plan(dp=4, replicate=2, strategy="gradients"), [ANY[0], CUT[2]]),
+    (Plan(dp=2, cp=2, strategy="full"), CUT[:2]),
+    (Plan(dp=2, cp=2, tp=2, replicate=2, strategy="optimizer"), CUT[:1]),
 ]
 
 

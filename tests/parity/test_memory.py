@@ -54,7 +54,16 @@ SIX = {
     "full-zb-h1": make(pp=2, dp=2, strategy="full", schedule="zb-h1"),
 }
 """The configurations that the claim is about."""
-QUICK = ("tied-in-a-v-each", "sequence-halves", "sequence-recomputed", "hybrid", "offload-full", "mixed-full")
+QUICK = (
+    "tied-in-a-v-each",
+    "sequence-halves",
+    "sequence-recomputed",
+    "hybrid",
+    "offload-full",
+    "mixed-full",
+    "context-full",
+    "context-ulysses",
+)
 """Of the others those in which most settings occur once; the full run has all."""
 OTHERS = {
     "alone": make(),
@@ -74,6 +83,14 @@ OTHERS = {
     "selective": make(recompute="selective"),
     "recomputed": make(pp=2, schedule="zb-h1", recompute="full"),
     "recomputed-tp": make(tp=2, recompute="selective"),
+    "context-ring": make(cp=2, context_parallel="ring"),
+    "context-keep": make(cp=2, context_parallel="ring", sequence_parallel="keep"),
+    "context-ulysses": make(cp=2, context_parallel="ulysses", strategy="optimizer"),
+    "context-full": make(cp=2, dp=2, context_parallel="ring", strategy="full", reduce="each"),
+    "context-four": make(cp=4, context_parallel="ring", context_layout="striped"),
+    "context-halves": make(pp=2, cp=2, context_parallel="ring", schedule="zb-h1"),
+    "context-sequence": make(cp=2, tp=2, context_parallel="ring", sequence_parallel="regather"),
+    "context-recomputed": make(cp=2, context_parallel="ring", recompute="selective"),
     "offload-alone": make(strategy="full", offload="full"),
     "sums": Plan(dp=2, microbatches=4, precision="bf16", gradient_precision="fp32"),
     "mixed": Plan(dp=2, microbatches=4, precision="bf16", master_precision="fp32"),
@@ -121,7 +138,8 @@ def count_in_a_rank(case: Case, plan: Plan, momentum: bool, rows: int = ROWS) ->
         optimizer.step()
         optimizer.zero_grad()
         after: list[tuple[str, int]] = []
-        engine.observe(lambda instruction, _: after.append((str(instruction), live.count())))
+        count = live.settled if plan.cp > 1 else live.count
+        engine.observe(lambda instruction, _: after.append((str(instruction), count())))
         live.most = 0
         engine.forward_backward(inputs, targets)
         most = live.most
@@ -144,11 +162,16 @@ def foretold(
     return list(estimator.ranks(plan, watch)), watched
 
 
+def last_of_cp(plan: Plan) -> int:
+    """The index along `cp` of the rank that has the last position."""
+    return 0 if plan.context_layout == "zigzag" else plan.cp - 1
+
+
 def check(rank_pool: Any, case: Case, plan: Plan, *, momentum: bool = False) -> None:
     counted = rank_pool.run(count_in_a_rank, case, plan, momentum, ranks=plan.world)
     ranks, moments = foretold(case, plan, 1 if momentum else 2)
     for rank, foreseen in enumerate(ranks):
-        found = counted[rank * plan.dp * plan.tp]
+        found = counted[rank * plan.dp * plan.cp * plan.tp + last_of_cp(plan) * plan.tp]
         assert foreseen.peak == pytest.approx(found.peak, rel=TOLERANCE)
         assert foreseen.most == pytest.approx(found.most, rel=TOLERANCE)
         assert foreseen.at_rest == pytest.approx(found.at_rest, rel=TOLERANCE)
@@ -171,6 +194,19 @@ def test_other_configurations(rank_pool: Any, name: str) -> None:
 
 def test_another_model_and_optimizer(rank_pool: Any) -> None:
     check(rank_pool, LLAMA, make(pp=2, dp=2, strategy="optimizer", schedule="zb-h1"), momentum=True)
+
+
+def draw_packed(rows: int, generator: torch.Generator) -> Batch:
+    """Each row the same documents, which alternate with cuts of ranks."""
+    tokens, targets = draw(rows, generator)
+    ids = torch.tensor([0] * 5 + [1] * 30 + [2] * (CONTEXT - 35)).repeat(rows, 1)
+    return {"tokens": tokens, "document_ids": ids}, targets
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_packed_documents(rank_pool: Any, cp: int) -> None:
+    case = Case("packed", LLAMA.build, draw_packed)
+    check(rank_pool, case, make(cp=cp, context_parallel="ring"))
 
 
 @pytest.mark.parametrize("settings", [{}, {"tp": 2, "recompute": "selective"}, {"pp": 2}], ids=str)

@@ -33,6 +33,8 @@ TENSOR: dict[str, dict[str, Any]] = {
     "one": {},
     "tp": {"tp": 2},
     "sequence": {"tp": 2, "sequence_parallel": "regather"},
+    "ring": {"cp": 2, "context_parallel": "ring"},
+    "ulysses": {"cp": 2, "context_parallel": "ulysses"},
 }
 FACTORS: dict[str, tuple[Any, ...]] = {
     "pipeline": ((1, "1f1b"), (2, "zb-v"), (2, "interleaved"), (2, "v-min"), (4, "1f1b"), (4, "zb-h1")),
@@ -45,14 +47,15 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 
 def fits(row: dict[str, Any]) -> bool:
     """On eight ranks."""
-    dp, tp = DATA[row.get("data", "one")].get("dp", 1), TENSOR[row.get("tensor", "one")].get("tp", 1)
-    return bool(row.get("pipeline", (1,))[0] * dp * tp <= 8)
+    data, tensor = DATA[row.get("data", "one")], TENSOR[row.get("tensor", "one")]
+    ranks = data.get("dp", 1) * tensor.get("tp", 1) * tensor.get("cp", 1)
+    return bool(row.get("pipeline", (1,))[0] * ranks <= 8)
 
 
 QUICK = FACTORS | {
     "pipeline": ((1, "1f1b"), (2, "zb-v"), (4, "1f1b")),
     "data": ("one", "full"),
-    "tensor": ("one", "sequence"),
+    "tensor": ("one", "sequence", "ring"),
     "recompute": ("none",),
     "completion": ("late", 1),
 }
@@ -75,6 +78,7 @@ NCCL = {
     "zb-v": Plan(pp=2, dp=2, tp=2, strategy="full", schedule="zb-v", microbatches=4, precision="fp64"),
     "1f1b": Plan(pp=4, dp=2, reduce="each", strategy="gradients", microbatches=4, precision="fp64"),
     "interleaved": Plan(pp=2, tp=2, schedule="interleaved", microbatches=4, precision="fp64"),
+    "ring": Plan(pp=2, cp=2, tp=2, schedule="zb-h1", strategy="full", microbatches=4, precision="fp64"),
 }
 
 

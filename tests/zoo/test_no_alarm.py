@@ -31,9 +31,19 @@ def layout_of(plan):
     return plan.pp, plan.dp, plan.tp
 
 
+def plans_of(ranks):
+    """The plans on which every rank has whole sequences."""
+    return [plan for plan in plans_on(ranks, PLAN, ROWS, in_pieces=True) if plan.cp == 1]
+
+
 def in_pieces_of(ranks):
-    """The plans that cut sequences."""
-    return [plan for plan in plans_on(ranks, PLAN, ROWS, in_pieces=True) if plan.cuts_sequence]
+    """The plans that cut sequences between layers."""
+    return [plan for plan in plans_of(ranks) if plan.cuts_sequence]
+
+
+def with_cp(ranks):
+    """The plans on which ranks of cp have parts of sequences."""
+    return [plan for plan in plans_on(ranks, PLAN, ROWS, in_pieces=True) if plan.cp > 1]
 
 
 def verified(thread_ranks, model, plans, ranks):
@@ -54,7 +64,7 @@ def verified(thread_ranks, model, plans, ranks):
     ],
 )
 def test_plans_in_turns_are_equal(thread_ranks, name, ranks, number):
-    plans = plans_on(ranks, PLAN, ROWS, in_pieces=True)
+    plans = plans_of(ranks)
     assert len(plans) == number
     for report in verified(thread_ranks, model_of(name, ranks), plans[IN_TURNS[name]], ranks):
         assert report, report
@@ -62,13 +72,29 @@ def test_plans_in_turns_are_equal(thread_ranks, name, ranks, number):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_in_turns_each_layout_has_each_schedule(ranks):
-    plans = plans_on(ranks, PLAN, ROWS, in_pieces=True)
+    plans = plans_of(ranks)
     chosen = [plan for turns in IN_TURNS.values() for plan in plans[turns]]
     assert len(set(chosen)) == len(chosen)
     both = {(layout_of(plan), plan.schedule) for plan in plans}
     assert {(layout_of(plan), plan.schedule) for plan in chosen} == both
     assert {plan.recompute for plan in chosen} == {plan.recompute for plan in plans}
     assert {plan.sequence_parallel for plan in chosen} == {plan.sequence_parallel for plan in plans}
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "turns"),
+    [
+        ("gpt2", 2, slice(0, None, 2)),
+        ("llama", 2, slice(1, None, 2)),
+        pytest.param("gpt2", 3, slice(None), marks=pytest.mark.full),
+        pytest.param("llama", 4, slice(0, None, 2), marks=pytest.mark.full),
+        pytest.param("gpt2", 4, slice(1, None, 2), marks=pytest.mark.full),
+    ],
+)
+def test_plans_with_cp_are_equal(thread_ranks, name, ranks, turns):
+    model = (gpt2 if name == "gpt2" else llama)(layers=3, heads=12) if ranks == 3 else model_of(name, ranks)
+    for report in verified(thread_ranks, model, with_cp(ranks)[turns], ranks):
+        assert report, report
 
 
 def test_the_chosen_plans_are_each_layout_and_schedule():

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from plait.autograd.position_marks import gives_positions
 from plait.errors import ModelError
 
 # The constants of splitmix64, as signed 64-bit integers.
@@ -51,6 +52,7 @@ class _Dim(NamedTuple):
     step: int = 1
 
 
+@gives_positions
 def keep_mask(
     key: int, shape: Sequence[int], p: float, pieces: Mapping[int, DimPiece], device: torch.device
 ) -> Tensor:

@@ -7,7 +7,7 @@ Outside of it, and on one rank without documents, a tensor's dim 1 holds positio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -17,7 +17,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from plait.autograd.position_marks import gives_positions
 from plait.comm.group import Group
+from plait.comm.traffic import Traffic
 from plait.device import sent
 from plait.layout.sequence_layout import SequenceLayout, sequence_layout
 from plait.plan import ContextLayout, ContextParallel, Plan
@@ -42,6 +44,11 @@ class ContextParallelism:
         """Return what `plan` asks for, over the ranks of `group`."""
         keeps = plan.sequence_parallel == "keep"
         return ContextParallelism(group, plan.context_layout, plan.context_parallel, keeps, overlap)
+
+    @staticmethod
+    def of_one_rank() -> ContextParallelism:
+        """Return that of a rank which holds whole sequences."""
+        return ContextParallelism(Group("cp", (0,), 0, None, Traffic(), 0.0))
 
     def sequence(self, length: int, documents: DocumentBounds | None = None) -> LocalSequence:
         """Return this rank's part of sequences of `length` positions."""
@@ -103,6 +110,11 @@ class LocalSequence:
             return self.indices
         return self.indices - self.documents.starts.index_select(1, self.indices)
 
+    @property
+    def results(self) -> Mapping[Hashable, Any]:
+        """The results so far, by key; see `result`."""
+        return self._results
+
     def result(self, key: Hashable, compute: Callable[[], Result]) -> Result:
         """Return `compute()`, or its earlier result for the same key; all layers share the results."""
         if key not in self._results:
@@ -140,6 +152,7 @@ def longest_document(tensor: Tensor) -> int:
     return tensor.shape[1] if sequence is None else sequence.longest
 
 
+@gives_positions
 def positions(tensor: Tensor) -> Tensor:
     """Return the positions of the tokens along dim 1 of `tensor`: int64 `[length]`, or `[rows, length]`.
 

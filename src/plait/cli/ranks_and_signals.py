@@ -105,7 +105,8 @@ def end_rank(code: int) -> None:
 
 def degrees(plan: Plan) -> str:
     """Return the degrees of a plan as text for errors: "parallel.pp = 2 times parallel.dp = 1 times …"."""
-    return f"parallel.pp = {plan.pp} times parallel.dp = {plan.dp} times parallel.tp = {plan.tp}"
+    shown = [name for name in ("pp", "dp", "cp", "tp") if name != "cp" or plan.cp > 1]
+    return " times ".join(f"parallel.{name} = {getattr(plan, name)}" for name in shown)
 
 
 def _terminate(number: int, frame: object) -> None:

@@ -10,12 +10,13 @@ keys before it computes its queries.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 from torch.nn import functional
 
 from plait.autograd.dropout import Dropout, tag_dropout
+from plait.autograd.position_marks import positions_may_mix
 from plait.autograd.running_sequence import (
     ContextParallelism,
     DocumentBounds,
@@ -26,6 +27,7 @@ from plait.comm.group import Group
 from plait.comm.traffic import Traffic
 from plait.context_attention.exchange_plan import Mask, exchange_plan
 from plait.context_attention.key_exchange import KeyExchange
+from plait.context_attention.method_choice import method_choice
 from plait.context_attention.ring import attend_to_all, share
 from plait.context_attention.ulysses import evenly_shared, heads_of_ranks, to_heads, to_positions
 from plait.context_attention.visibility import document_bounds
@@ -35,7 +37,7 @@ from plait.context_attention.weight_dropout import (
     attention_with_dropout,
     is_active,
 )
-from plait.errors import ModelError, PlanError
+from plait.errors import ModelError
 
 
 def attention(
@@ -75,6 +77,7 @@ class SharedKeys:
     exchange: KeyExchange | None
 
 
+@positions_may_mix(2, "key", "value")
 def share_keys(
     key: Tensor,
     value: Tensor,
@@ -98,8 +101,8 @@ def share_keys(
             f"{sequence.size} of the {sequence.layout.length} positions of the sequence: give it all of a "
             "layer's positions, in their order."
         )
-    if uses_heads(sequence.parallelism, query_heads, key.shape[1]):
-        heads, ranks = key.shape[1], sequence.group.size
+    heads, ranks = key.shape[1], sequence.group.size
+    if ranks > 1 and method_choice(sequence, query_heads, heads).method == "ulysses":
         of_ranks = heads_of_ranks(query_heads, heads, ranks)
         key, value = (
             evenly_shared(to_heads(one, sequence, of_ranks), query_heads, heads, ranks, sequence.group.index)
@@ -107,11 +110,12 @@ def share_keys(
         )
         return SharedKeys(key, value, mask, sequence, None)
     exchange = KeyExchange(exchange_plan(sequence, mask, key.device), sequence.parallelism)
-    if sequence.group.size > 1:
+    if ranks > 1:
         key, value = share(key, value, exchange)
     return SharedKeys(key, value, mask, sequence, exchange)
 
 
+@positions_may_mix(2, "query")
 def attend(
     query: Tensor, keys: SharedKeys, *, scale: float | None = None, dropout: AnyDropout | None = None
 ) -> Tensor:
@@ -149,30 +153,6 @@ def _tagged(output: Tensor, dropout: AnyDropout | None) -> Tensor:
     return tag_dropout(output, dropout) if isinstance(dropout, Dropout) else output
 
 
-def uses_heads(parallelism: ContextParallelism, query_heads: int, heads: int) -> bool:
-    """Return whether attention divides heads instead of positions ("ulysses"), by the bytes that each sends.
-
-    Per position of a rank, in elements of a head's width, forward and backward: keys and values take
-    `4 · heads · (cp - 1)`, a third of it more but half where they are sent again; dividing heads takes
-    `4 · (query_heads + heads) · (cp - 1) / cp`. Raises PlanError where "ulysses" is asked for and the ranks
-    do not divide the heads.
-    """
-    ranks, method = parallelism.group.size, parallelism.method
-    if method == "ring" or ranks == 1:
-        return False
-    divides = query_heads % ranks == 0
-    if method == "ulysses" and not divides:
-        raise PlanError(
-            f"plan.context_parallel is 'ulysses', but {query_heads} heads do not divide over plan.cp = "
-            f"{ranks} ranks: choose 'ring', or a divisor for cp."
-        )
-    if method == "ulysses":
-        return True
-    of_keys = (4 if parallelism.keeps_keys else 6) * heads
-    of_heads = 4 * (query_heads + sum(map(len, heads_of_ranks(query_heads, heads, ranks)))) / ranks
-    return divides and of_heads < of_keys
-
-
 def _sequence_of(key: Tensor, documents: Tensor | None, mask: Mask) -> LocalSequence | None:
     """Return the sequence on which the layer works; None where plain causal or full attention suffices."""
     sequence = running_sequence()
@@ -192,8 +172,11 @@ def _with_documents(sequence: LocalSequence | None, documents: Tensor) -> LocalS
 
     if sequence is None:
         return ContextParallelism(_NOBODY_ELSE).sequence(documents.shape[1], bounds())
-    known = sequence.result(("documents", id(documents)), lambda: (documents, bounds()))
-    return replace(sequence, documents=known[1])
+
+    def compute() -> tuple[Tensor, LocalSequence]:  # the tensor, too, so that no other has its id
+        return documents, LocalSequence(sequence.parallelism, sequence.layout, bounds())
+
+    return sequence.result(("documents", id(documents)), compute)[1]
 
 
 def _whole(sequence: LocalSequence) -> LocalSequence:
@@ -203,7 +186,7 @@ def _whole(sequence: LocalSequence) -> LocalSequence:
         alone = ContextParallelism(_NOBODY_ELSE, overlap=sequence.parallelism.overlap)
         return alone.sequence(sequence.layout.length, sequence.documents)
 
-    return sequence.result("whole", compute)
+    return sequence.result(("whole", id(sequence.documents)), compute)
 
 
 _NOBODY_ELSE = Group("cp", (0,), 0, None, Traffic(), 0.0)

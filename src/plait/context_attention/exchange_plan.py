@@ -92,7 +92,7 @@ def exchange_plan(sequence: LocalSequence, mask: Mask, device: torch.device) -> 
         plan = build_plan(sequence.layout, sequence.group.index, mask, sequence.documents)
         return plan.on(device)
 
-    return sequence.result(("exchange plan", mask, device), compute)
+    return sequence.result(("exchange plan", mask, device, id(sequence.documents)), compute)
 
 
 def build_plan(

@@ -17,11 +17,14 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from plait.context_attention.fused_kernels import Gradients, fused_kernel
 from plait.context_attention.unfused_kernel import WeightDropout, unfused_backward, unfused_forward
 from plait.device import sent
 
+BlockMask = Literal["full", "causal"] | Tensor
+"""Which pairs of a block are computed: see `BlockCall.mask`."""
 BIAS_MULTIPLE = 16
 """Rows of a bias begin at multiples of so many elements, as the efficient kernel requires."""
 
@@ -30,7 +33,7 @@ def block_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Literal["full", "causal"] | Tensor,
+    mask: BlockMask,
     scale: float,
     dropout: WeightDropout | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -38,8 +41,14 @@ def block_forward(
 
     The log-sum-exp `[rows, heads, n]` is in float32, for float64 tensors in float64. A query that sees no key
     has output 0 and log-sum-exp -inf. `mask`: as in `BlockCall`. `dropout`: of the weights; the log-sum-exp
-    is that without dropout.
+    is that without dropout. Overridable by a `TorchFunctionMode`, as `block_backward` and `merge` are.
     """
+    if has_torch_function_variadic(query, key, value):
+        arguments = query, key, value, mask, scale, dropout
+        replaced: tuple[Tensor, Tensor] = handle_torch_function(
+            block_forward, (query, key, value), *arguments
+        )
+        return replaced
     causal, pairs = _causal_and_mask(mask, query)
     kernel = None if dropout is not None else fused_kernel(query, key, value, pairs, causal)
     if kernel is None:
@@ -61,7 +70,7 @@ def block_backward(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
-    mask: Literal["full", "causal"] | Tensor,
+    mask: BlockMask,
     scale: float,
     dropout: WeightDropout | None = None,
 ) -> Gradients:
@@ -70,6 +79,10 @@ def block_backward(
     `gradient`: that of the attention to all keys; `out`, `lse`: its output, in the query's dtype, and its
     log-sum-exp. Other arguments as for `block_forward`.
     """
+    if has_torch_function_variadic(gradient, query, key, value):
+        arguments = gradient, query, key, value, out, lse, mask, scale, dropout
+        replaced: Gradients = handle_torch_function(block_backward, (gradient, query, key, value), *arguments)
+        return replaced
     causal, pairs = _causal_and_mask(mask, query)
     lse = lse.masked_fill(lse == -math.inf, math.inf)  # weights exp(s - lse) of 0
     kernel = None if dropout is not None else fused_kernel(query, key, value, pairs, causal)
@@ -97,13 +110,16 @@ def merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     `out`, `lse`: views of an `empty_result` for the part's rows and queries. `part_out`, `part_lse`: from
     `block_forward`.
     """
+    if has_torch_function_variadic(out, part_out):
+        handle_torch_function(merge, (out, part_out), out, lse, part_out, part_lse)
+        return
     # exp(part_lse) / (exp(lse) + exp(part_lse)), and 0 for queries that see none of the keys
     share = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == -math.inf, 0.0)
     out.lerp_(part_out.to(out.dtype), share.unsqueeze(-1))
     torch.logaddexp(lse, part_lse, out=lse)
 
 
-def _causal_and_mask(mask: Literal["full", "causal"] | Tensor, query: Tensor) -> tuple[bool, Tensor | None]:
+def _causal_and_mask(mask: BlockMask, query: Tensor) -> tuple[bool, Tensor | None]:
     """Return whether a mask is causal, and the mask itself, on the query's device, if it is a tensor."""
     if isinstance(mask, Tensor):
         return False, sent(mask, query.device)

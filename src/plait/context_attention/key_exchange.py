@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from plait.autograd.running_sequence import ContextParallelism
@@ -85,6 +84,6 @@ class KeyExchange:
 
     def _exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Callable[[], Tensor]:
         if flat.is_meta:
-            result = torch.empty(sum(received), dtype=flat.dtype, device="meta")
-            return lambda: result
+            result = flat.new_empty(sum(received))
+            return lambda sent=flat: result  # type: ignore[misc]  # until the wait what is sent is kept
         return all_to_all_uneven(flat, self._parallelism.group, sent, received, checked=False).wait

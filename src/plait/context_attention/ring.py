@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from plait.autograd.kept_results import kept, next_result_is_kept
 from plait.context_attention.exchange_plan import ExchangePlan, PeerBlock, sizes_of
 from plait.context_attention.kernels import block_backward, block_forward, empty_result, merge
 from plait.context_attention.key_exchange import KeyExchange, Pair
@@ -59,7 +60,8 @@ class _Share(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, key: Tensor, value: Tensor, exchange: KeyExchange) -> tuple[Tensor, Tensor]:
         ctx.exchange = exchange
-        exchange.start(key, value)
+        if not next_result_is_kept():
+            exchange.start(key, value)
         return key.view_as(key), value.view_as(value)
 
     @staticmethod
@@ -79,16 +81,10 @@ class _Attend(torch.autograd.Function):
         scale: float,
         mask: WeightMask | None,
     ) -> Tensor:
-        out, lse = empty_result(query, value)
-        dropouts = partial(_dropouts, mask, query, exchange.plan)
-        _add_blocks(out, lse, exchange.plan.own, query, (key, value), scale, dropouts())
-        received = exchange.received(key, value)
-        for peer, pair in zip(exchange.plan.peers, exchange.views_of(received, key, value), strict=True):
-            if peer is not None:
-                _add_blocks(out, lse, peer.calls, query, pair, scale, dropouts(peer))
-        result = out.to(query.dtype)
+        result, lse, received = kept(partial(_merged, query, key, value, exchange, scale, mask))
         ctx.exchange, ctx.scale, ctx.mask = exchange, scale, mask
-        ctx.save_for_backward(query, key, value, result, lse, received if exchange.keeps else None)
+        ctx.save_for_backward(query, key, value, result, lse, received)
+        assert result is not None
         return result
 
     @staticmethod
@@ -116,6 +112,20 @@ class _Attend(torch.autograd.Function):
             exchange.overlap()
             given.add_gradients(of_query, own, exchange.plan.own, (key, value), dropouts())
         return of_query.to(query.dtype), *own, None, None, None
+
+
+def _merged(
+    query: Tensor, key: Tensor, value: Tensor, exchange: KeyExchange, scale: float, mask: WeightMask | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return attention to all keys, its log-sum-exp, and the other ranks' keys if they are to be kept."""
+    out, lse = empty_result(query, value)
+    dropouts = partial(_dropouts, mask, query, exchange.plan)
+    _add_blocks(out, lse, exchange.plan.own, query, (key, value), scale, dropouts())
+    received = exchange.received(key, value)
+    for peer, pair in zip(exchange.plan.peers, exchange.views_of(received, key, value), strict=True):
+        if peer is not None:
+            _add_blocks(out, lse, peer.calls, query, pair, scale, dropouts(peer))
+    return out.to(query.dtype), lse, received if exchange.keeps else None
 
 
 class _Given(NamedTuple):

@@ -12,6 +12,8 @@ from plait.comm.collectives import all_gather
 from plait.context_attention.visibility import document_bounds
 from plait.errors import DataError
 from plait.layers.nested import Value, map_tensors, tensors_of
+from plait.layout.sequence_layout import SequenceLayout, sequence_layout
+from plait.plan import Plan
 
 DOCUMENT_IDS = "document_ids"
 """The key of packed sequences' document ids, `[rows, length]`, in a batch that is a dictionary."""
@@ -26,10 +28,50 @@ class LocalInputs:
     """Of each micro-batch; None where sequences are whole and each is one document."""
 
 
-def local_inputs(batch: Sequence[Value], parallelism: ContextParallelism) -> LocalInputs:
+@dataclass(frozen=True, eq=False)
+class SequencePart:
+    """A batch of which a data loader has kept the positions of one rank of `cp`; made by `sequence_part`."""
+
+    value: Value
+    """Without the other ranks' positions; document ids are whole."""
+    length: int
+    """Of the whole sequences."""
+
+
+def sequence_part(batch: Value, plan: Plan, index: int) -> SequencePart:
+    """Return the part of `batch` that the rank with `index` along `cp` holds, for the methods of its engine.
+
+    For data loaders; an engine cuts whole batches by itself. Inputs and targets are both given as parts.
+    Dim 1 of all tensors is the sequence. Raises DataError for tensors that have no such dim, or another
+    length.
+    """
+    value, ids = _without_documents(batch)
+    layout = sequence_layout(_length(value), plan.cp, plan.context_layout)
+    mine = map_tensors(lambda tensor: _at_positions(tensor, layout, index, "batch"), value)
+    return SequencePart(mine if ids is None else {"inputs": mine, DOCUMENT_IDS: ids}, layout.length)
+
+
+def whole_length(*given: Value) -> tuple[list[Value], int | None]:
+    """Return values without `SequencePart`, and the length of the sequences of which they are parts, if any.
+
+    Raises DataError where only some are parts.
+    """
+    lengths = {one.length if isinstance(one, SequencePart) else None for one in given}
+    if len(lengths) > 1:
+        raise DataError(
+            "the inputs and the targets are parts of sequences of unlike lengths, or only one of them is a "
+            "SequencePart: give both as parts, or both whole."
+        )
+    return [one.value if isinstance(one, SequencePart) else one for one in given], lengths.pop()
+
+
+def local_inputs(
+    batch: Sequence[Value], parallelism: ContextParallelism, length: int | None = None
+) -> LocalInputs:
     """Return this rank's part of the micro-batches of `batch`; dim 1 of all tensors is the sequence.
 
-    Raises DataError for tensors that have no such dim, or another length.
+    `length`: that of the whole sequences, of which `batch` has this rank's positions only. Raises DataError
+    for tensors that have no such dim, or another length.
     """
     values, sequences = [], []
     for given in batch:
@@ -37,32 +79,43 @@ def local_inputs(batch: Sequence[Value], parallelism: ContextParallelism) -> Loc
         sequence = None
         if parallelism.group.size > 1 or ids is not None:
             bounds = None if ids is None else DocumentBounds(*document_bounds(ids.cpu()))
-            sequence = parallelism.sequence(_length(value), bounds)
+            sequence = parallelism.sequence(length or _length(value), bounds)
         if ids is not None and sequence is not None and ids.shape[1] != sequence.layout.length:
             raise DataError(
                 f"the batch's {DOCUMENT_IDS} are {list(ids.shape)}, but its sequences have "
                 f"{sequence.layout.length} positions: give one id for each position."
             )
-        values.append(cut(value, sequence, "inputs"))
+        values.append(cut(value, sequence, "inputs", length))
         sequences.append(sequence)
     return LocalInputs(values, sequences)
 
 
-def cut(value: Value, sequence: LocalSequence | None, what: str) -> Value:
-    """Return the tensors of `value` at this rank's positions, along dim 1."""
+def cut(value: Value, sequence: LocalSequence | None, what: str, length: int | None = None) -> Value:
+    """Return the tensors of `value` at this rank's positions, along dim 1; as they are with a `length`."""
     if sequence is None or sequence.group.size == 1:
         return value
-
-    def at_positions(tensor: Tensor) -> Tensor:
-        if tensor.dim() < 2 or tensor.shape[1] != sequence.layout.length:
+    layout, index = sequence.layout, sequence.group.index
+    if length is None:
+        return map_tensors(lambda tensor: _at_positions(tensor, layout, index, what), value)
+    for tensor in tensors_of(value):
+        if tensor.shape[1:2] != (sequence.size,):
             raise DataError(
-                f"the {what} have a tensor of shape {list(tensor.shape)}, but sequences of "
-                f"{sequence.layout.length} positions are divided over plan.cp = {sequence.group.size} ranks: "
-                "give tensors whose dim 1 is the sequence, or set plan.cp to 1."
+                f"the {what} have a tensor of shape {list(tensor.shape)}, where this rank has "
+                f"{sequence.size} of {length} positions: make the part by plait.sequence_part, for this "
+                "rank's index along cp."
             )
-        return sequence.layout.cut(tensor, sequence.group.index)
+    return value
 
-    return map_tensors(at_positions, value)
+
+def _at_positions(tensor: Tensor, layout: SequenceLayout, index: int, what: str) -> Tensor:
+    """Return the elements of a tensor at a rank's positions along dim 1."""
+    if tensor.dim() < 2 or tensor.shape[1] != layout.length:
+        raise DataError(
+            f"the {what} have a tensor of shape {list(tensor.shape)}, but sequences of {layout.length} "
+            f"positions are divided over plan.cp = {layout.ranks} ranks: give tensors whose dim 1 is the "
+            "sequence, or set plan.cp to 1."
+        )
+    return layout.cut(tensor, index)
 
 
 def joined(value: Value, sequence: LocalSequence | None) -> Value:

@@ -15,7 +15,7 @@ from plait.autograd.running_sequence import running
 from plait.comm.collectives import all_reduce, broadcast
 from plait.comm.consistency_check import require_same_text
 from plait.device import sent
-from plait.engine.local_batch import LocalInputs, cut, local_inputs
+from plait.engine.local_batch import LocalInputs, cut, local_inputs, whole_length
 from plait.engine.recorder import Recorder
 from plait.engine.runtime_objects import InstructionObserver, Runtime
 from plait.errors import DataError, PlanError
@@ -92,15 +92,16 @@ class Runner:
 
         Communication: as `Engine.forward_backward`, without that of the program and of the mean loss.
         """
+        (inputs, targets), length = whole_length(inputs, targets)
         self.inputs_are_cut = isinstance(inputs, Microbatches)
         batch, parts = split_both(inputs, targets, self.plan.microbatches, (self.as_input, self._as_target))
         call = f"a step on micro-batches of {signatures(batch)} with targets {signatures(parts)}"
         self.require_same_call(call, "pp")
-        for axis in ("cp", "tp"):
+        for axis in ("cp", "tp") if length is None else ("tp",):
             self.require_same_call(f"{call}, tokens {fingerprint_of_tokens(inputs, targets)}", axis)
-        local = self.local_inputs(batch)
+        local = self.local_inputs(batch, length)
         pairs = zip(parts, local.sequences, strict=True)
-        parts = [cut(part, sequence, "targets") for part, sequence in pairs]
+        parts = [cut(part, sequence, "targets", length) for part, sequence in pairs]
         if self._has_dropout and torch.is_grad_enabled():
             self.runtime.dropout.rows = self._rows(local.values)
         each = [self.runtime.loss.weight(part) for part in parts]
@@ -110,9 +111,12 @@ class Runner:
         weight = divisor(self.runtime.loss, total.about("the loss's weight").wait())
         return LossBatch(local, parts, weights, weight)
 
-    def local_inputs(self, batch: Sequence[Value]) -> LocalInputs:
-        """Return this rank's part of micro-batches: its positions, without document ids."""
-        return local_inputs(batch, self.runtime.context_parallelism)
+    def local_inputs(self, batch: Sequence[Value], length: int | None = None) -> LocalInputs:
+        """Return this rank's part of micro-batches: its positions, without document ids.
+
+        `length`: of the whole sequences, where `batch` has only this rank's positions.
+        """
+        return local_inputs(batch, self.runtime.context_parallelism, length)
 
     def mean_loss(self, batch: LossBatch) -> Tensor:
         """Return the mean loss of the latest step over the global batch, 0-d, on every rank.
@@ -246,6 +250,9 @@ class Runner:
 
     def _infer(self, microbatch: Value, input_gradients: bool) -> list[LayerInfo]:
         layers, shape = self.runtime.meta_layers, signature(microbatch)
+        if self.plan.cp > 1 and not self._infos:
+            with running(None):
+                layers.prove_positions_apart(microbatch)
         infos = layers.infer(microbatch, input_gradients=input_gradients)
         if layers.are_proved and all(known != shape for known, *_ in self._infos):
             layers.prove(microbatch)

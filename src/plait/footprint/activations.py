@@ -106,21 +106,32 @@ class ActivationAccount:
         self,
         ledger: MemoryLedger,
         messages: ReceiveBufferAccount,
-        stages: Mapping[int, Sequence[Trace]],
+        spans: Mapping[int, range],
         traces: ModelTraces,
         inputs: Sequence[MemoryBlock],
     ) -> None:
-        """`stages`: traces of the layers of each local stage; `inputs`: the memory blocks of the batch."""
+        """`spans`: the layers of each local stage; `inputs`: the memory blocks of the batch."""
         self._ledger = ledger
         self._messages = messages
-        self._stages = stages
+        self._stages: Mapping[int, Sequence[Trace]] = {
+            stage: [traces.layers[layer] for layer in layers] for stage, layers in spans.items()
+        }
+        self._shared = {stage: [traces.shared[layer] for layer in layers] for stage, layers in spans.items()}
         self._loss, self._output_copy = traces.loss, traces.output_copy
         self._inputs = inputs
         self._current: dict[Hashable, Sequence[MemoryBlock | None]] = {}
         """Activations and gradients between layers, by direction, stage and micro-batch."""
         self._runs: dict[tuple[int, int, int], Blocks] = {}
         """By stage, micro-batch and layer."""
+        self._results: dict[int, dict[Hashable, MemoryBlock]] = defaultdict(dict)
+        """By micro-batch: what layers share for its sequences; kept until the next step."""
         self._losses: dict[int, Blocks] = {}
+
+    def begin(self) -> None:
+        """Begin a step: record that what layers shared for the last step's sequences is freed."""
+        for microbatch in self._results:
+            self._ledger.drop(("sequences", microbatch))
+        self._results.clear()
 
     def handlers(self) -> Mapping[type, Callable[[Any], None]]:
         """Return a dict from type of pipeline instruction to the function that records it in the ledger."""
@@ -173,6 +184,7 @@ class ActivationAccount:
         run, trace = (action.stage, action.microbatch, layer), self._stages[action.stage][layer]
         if action.kind is Kind.F:
             self._runs[run] = {}
+            self._share(action.microbatch, self._shared[action.stage][layer])
             self._phase(run, action, trace.forward, trace.inputs)
         if action.kind in (Kind.I, Kind.B):
             self._phase(run, action, trace.backward, trace.output_gradients)
@@ -180,6 +192,14 @@ class ActivationAccount:
             self._ledger.record_temporary(trace.weight_peak)
             self._ledger.drop(("run", run))
             del self._runs[run]
+
+    def _share(self, microbatch: int, shared: Mapping[Hashable, int]) -> None:
+        """Record the results that a layer shares with others for the sequences of a micro-batch."""
+        results = self._results[microbatch]
+        if not shared.keys() <= results.keys():
+            for key, nbytes in shared.items():
+                results.setdefault(key, MemoryBlock(nbytes, Category.ACTIVATIONS))
+            self._ledger.hold(("sequences", microbatch), results.values())
 
     def _phase(
         self, run: tuple[int, int, int], action: Action, phase: PhaseTrace, given: Iterable[int | None]

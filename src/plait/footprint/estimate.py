@@ -17,11 +17,12 @@ from plait.blueprint import Blueprint, build_blueprint
 from plait.device import default_device
 from plait.errors import PlanError
 from plait.footprint.activations import ActivationAccount, ReceiveBufferAccount
+from plait.footprint.context_share import as_input_batch
 from plait.footprint.memory_ledger import Category, MemoryBlock, MemoryLedger, MemorySnapshot
 from plait.footprint.memory_report import Memory, RankMemory
 from plait.footprint.parameters import ParameterAccount, rank_buffers
-from plait.footprint.traces import ModelTraces, as_input, trace_model
-from plait.layers.nested import Value, map_tensors, signature, split, tensors_of
+from plait.footprint.traces import ModelTraces, trace_model
+from plait.layers.nested import Value, signature, split, tensors_of
 from plait.layers.precision import DTYPES
 from plait.pipeline.executor import Executor
 from plait.plan import Plan
@@ -98,7 +99,12 @@ class MemoryEstimator:
         """Return the predicted memory of a plan."""
         whole = replace(plan, strategy="none", offload="none", reduce="last")
         unsharded = max(rank.peak for rank in self.ranks(whole))
-        return Memory(plan, self.ranks(plan), unsharded, has_activations=self._batch(plan) is not None)
+        ranks, traces = (
+            self.ranks(plan),
+            self._traces(build_blueprint(self.model, plan, self.rules, self.order_of)),
+        )
+        chosen = () if traces is None else tuple(sorted(traces.attention, key=str))
+        return Memory(plan, ranks, unsharded, traces is not None, chosen)
 
     def ranks(self, plan: Plan, observer: MemoryObserver | None = None) -> tuple[RankMemory, ...]:
         """Return the predicted memory of each rank of `pp`; calls `observer` after each instruction."""
@@ -124,7 +130,7 @@ class MemoryEstimator:
     def _batch(self, plan: Plan) -> Value:
         """Return the inputs on the meta device, or None where their shape is unknown."""
         if self.inputs is not None:
-            return map_tensors(lambda tensor: as_input(tensor, DTYPES[plan.precision]), self.inputs)
+            return as_input_batch(self.inputs, DTYPES[plan.precision])
         context = getattr(self.model, "context", None)
         if context is None:
             return None
@@ -138,7 +144,8 @@ class MemoryEstimator:
         microbatch = split(batch, plan.microbatches, "inputs")[0]
         precisions = plan.precision, plan.master_precision, plan.gradient_precision
         late = blueprint.lowering_spec.sharding.scatters == "each"
-        key = plan.tp, plan.sequence_parallel, signature(microbatch), precisions, late, blueprint.recompute
+        degrees = plan.tp, plan.sequence_parallel, plan.cp, plan.context_parallel, plan.context_layout
+        key = degrees, signature(microbatch), precisions, late, blueprint.recompute
         if key not in self.traces:
             targets = None
             if self.targets is not None:
@@ -171,13 +178,17 @@ def simulate_step(
     units = ParameterAccount(ledger, rank_buffers(blueprint, spans, device), moments)
     ledger.hold("buffers", [MemoryBlock(_buffer_bytes(blueprint, layers), Category.PARAMETERS)])
     handlers = [dict.fromkeys(INSTRUCTION_TYPES, lambda _: None), units.handlers()]
+    activations = None
     if traces is not None:
         cached = sum(_cache_bytes(traces, stage) for stage in spans.values())
         ledger.hold("caches", [MemoryBlock(cached, Category.PARAMETERS)])
-        handlers.append(_activations(ledger, blueprint, spans, traces, device).handlers())
+        activations = _activations(ledger, blueprint, spans, traces, device)
+        handlers.append(activations.handlers())
     Executor(*handlers).run(program)
     ledger.reset_peaks()
     units.begin()
+    if activations is not None:
+        activations.begin()
 
     def observe(instruction: Instruction) -> None:
         ledger.record(instruction)
@@ -186,8 +197,7 @@ def simulate_step(
 
     Executor(*handlers, dict.fromkeys(INSTRUCTION_TYPES, observe)).run(program)
     assert ledger.peak is not None
-    for batch in ("inputs", "targets"):
-        ledger.drop(batch)
+    ledger.drop("batch")
     return RankMemory(
         rank=rank,
         peak=ledger.peak.total,
@@ -227,17 +237,20 @@ def _activations(
 ) -> ActivationAccount:
     """Record the batch's memory in the ledger, and return the `ActivationAccount` of a rank's stages.
 
-    The first stage reads inputs and the last one targets; where layers run on the CPU every rank has both.
+    The first stage reads inputs and the last one targets; where layers run on the CPU every rank has both,
+    and the whole sequences of which it holds parts. These parts are kept between steps.
     """
     count, last = blueprint.plan.microbatches, len(blueprint.stage_layers) - 1
     inputs = [MemoryBlock(count * nbytes, Category.BATCH) for nbytes in traces.inputs]
     targets = [MemoryBlock(count * nbytes, Category.BATCH) for nbytes in traces.targets]
     everywhere = device.type == "cpu"
-    ledger.hold("inputs", inputs if everywhere or 0 in spans else [])
-    ledger.hold("targets", targets if everywhere or last in spans else [])
+    uncut = [MemoryBlock(count * traces.uncut, Category.BATCH)] if everywhere else []
+    here = (inputs if everywhere or 0 in spans else []) + (targets if everywhere or last in spans else [])
+    cuts = blueprint.plan.cp > 1
+    ledger.hold("pieces", here if cuts else [])
+    ledger.hold("batch", uncut if cuts else here + uncut)
     crossing = [[traces.infos[layers[-1]].tensors] for layers in blueprint.stage_layers]
-    stages = {stage: [traces.layers[layer] for layer in layers] for stage, layers in spans.items()}
-    return ActivationAccount(ledger, ReceiveBufferAccount(ledger, crossing), stages, traces, inputs)
+    return ActivationAccount(ledger, ReceiveBufferAccount(ledger, crossing), spans, traces, inputs)
 
 
 def _described(instruction: Instruction, blueprint: Blueprint) -> str:

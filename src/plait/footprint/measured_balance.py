@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from plait.autograd.deferred_weight_gradients import defer_weight_gradients
+from plait.autograd.running_sequence import ContextParallelism, running
 from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.blueprint import Blueprint, build_blueprint
 from plait.comm.consistency_check import require_same_text
 from plait.comm.mesh import Mesh
 from plait.comm.text_collectives import broadcast_text
 from plait.device import synchronize
+from plait.engine.local_batch import cut, local_inputs
 from plait.layers.layer_sequence import NamedLayer, private_copy
 from plait.layers.nested import Value, leaf_of, map_tensors, signature, split_both, tensors_of
 from plait.layers.precision import DTYPES, convert
@@ -52,8 +54,8 @@ def balance(
 
     `inputs` and `targets` are as in `Engine.forward_backward`; their first micro-batch runs through the
     model, layer by layer, a few times, on every rank at once, with one layer's parameters in memory at a
-    time. The times of rank 0 count. Communication: what regions sum over `tp`, the batch's shapes (256
-    bytes) and the costs as text over `world`. Raises what `parallelize` would.
+    time. The times of rank 0 count. Communication: what layers send over `cp` and `tp`, the batch's shapes
+    (256 bytes) and the costs as text over `world`. Raises what `parallelize` would.
     """
     mesh.check_plan(plan)
     blueprint = build_blueprint(model, plan, rules)
@@ -77,22 +79,26 @@ def balance(
 
 
 def measured_costs(blueprint: Blueprint, mesh: Mesh, given: Value, targets: Value, loss: Loss) -> LayerCosts:
-    """Measure the seconds of each layer's forward, input gradient and weight gradient on this rank of `tp`.
+    """Measure the seconds of each layer's forward, input gradient and weight gradient on this rank.
 
-    The last layer includes the loss. All ranks of `tp` measure at once. Communication: the layers'
-    collectives over `tp`.
+    The last layer includes the loss. All ranks of `cp` and `tp` measure at once. Communication: the layers'
+    collectives over `cp` and `tp`.
     """
     tensor_parallel = blueprint.tensor_parallel(mesh.group("tp"))
+    local = local_inputs([given], ContextParallelism.of(blueprint.plan, mesh.group("cp")))
+    (value,), (sequence,) = local.values, local.sequences
     dtype = DTYPES[blueprint.plan.precision]
     value = map_tensors(
-        lambda tensor: tensor.to(mesh.device, dtype if tensor.is_floating_point() else None), given
+        lambda tensor: tensor.to(mesh.device, dtype if tensor.is_floating_point() else None), value
     )
     layers = blueprint.meta_layers(tensor_parallel, mesh.coordinate, mesh.shared_results)
-    infos = layers.infer(value, input_gradients=True)
-    wanted = map_tensors(lambda tensor: tensor.to(mesh.device), targets)
+    with running(sequence):
+        infos = layers.infer(value, input_gradients=True)
+    wanted = map_tensors(lambda tensor: tensor.to(mesh.device), cut(targets, sequence, "targets"))
     rows = []
     for number, layer in enumerate(blueprint.sequence.layers):
         stage = _stage_of(layer, infos[number], blueprint, tensor_parallel, mesh)
+        stage.sequences = [sequence]
         loss_of_last = None
         if number == len(infos) - 1:
             vocabulary = tensor_parallel.vocabulary_of(layer)

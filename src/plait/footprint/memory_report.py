@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from plait.context_attention.method_choice import MethodChoice
 from plait.footprint.memory_ledger import Category
 from plait.plan import Plan
 
@@ -24,7 +25,8 @@ class RankMemory:
     """
 
     rank: int
-    """Index along `pp`; along `tp` it is the first rank, which has the largest pieces."""
+    """Index along `pp`. Along `tp` it is the first rank, which has the largest pieces; along `cp` the one
+    with the last position, which sees most keys of others."""
     peak: int
     at_peak: Mapping[Category, int]
     """The bytes at the peak, by use."""
@@ -47,6 +49,8 @@ class Memory:
     """The peak of the same plan with strategy `none`, in bytes."""
     has_activations: bool
     """Whether activations are counted: the shape of a batch is known."""
+    attention: tuple[MethodChoice, ...] = ()
+    """How attention layers read the other ranks' positions under context parallelism."""
 
     @property
     def peak(self) -> int:
@@ -91,6 +95,7 @@ class Memory:
         host = max(rank.host for rank in self.ranks)
         if host:
             lines.append(f"Offloaded to the CPU: {self._megabytes(host)} MB.")
+        lines += (f"{choice}." for choice in self.attention)
         if not self.has_activations:
             lines.append("Activations are not counted, because the shape of a batch is unknown: give inputs.")
         return lines

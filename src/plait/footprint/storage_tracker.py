@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -32,6 +34,8 @@ class StorageTracker(TorchFunctionMode):
         """The storages alive at each report."""
         self._numbers: dict[int, tuple[ref[torch.UntypedStorage], int]] = {}
         self._in_node = False
+        self._is_python = False
+        """Whether the node runs the backward of a `torch.autograd.Function` in Python."""
         self._at_begin: frozenset[int] = frozenset()
 
     @contextmanager
@@ -65,7 +69,8 @@ class StorageTracker(TorchFunctionMode):
             if node is None or node in seen:
                 continue
             seen.add(node)
-            node.register_prehook(self._begin_node)
+            is_python = isinstance(node, BackwardCFunction)
+            node.register_prehook(partial(self._begin_node, is_python))
             node.register_hook(self._end_node)
             waiting += [before for before, _ in node.next_functions]
 
@@ -84,8 +89,9 @@ class StorageTracker(TorchFunctionMode):
         self._record(result)
         return result
 
-    def _begin_node(self, gradients: Any) -> None:
+    def _begin_node(self, is_python: bool, gradients: Any) -> None:
         self._record(gradients)
+        self._is_python = is_python
         # A mode is off within its own hook, and a backward is called through it.
         self.__enter__()  # type: ignore[no-untyped-call]
         self._in_node = True
@@ -106,9 +112,9 @@ class StorageTracker(TorchFunctionMode):
         tensors = [tensor for tensor in tensors_of(value) if tensor.is_meta]
         for tensor in tensors:
             self.number(tensor)
-        # Within a node devices need less than the meta device, which composes some operations; but where
-        # gradients are enabled in a node, it runs a forward again.
-        if tensors and (not self._in_node or torch.is_grad_enabled()):
+        # Within a node devices need less than the meta device, which composes some operations; but a node in
+        # Python runs the same everywhere, and where gradients are enabled, a node runs a forward again.
+        if tensors and (not self._in_node or self._is_python or torch.is_grad_enabled()):
             self.samples.append(self.live())
 
     def _forget(self, key: int) -> None:

@@ -6,18 +6,28 @@ backward, or an output gradient that is passed on and saved for the weight gradi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from plait.autograd.deferred_weight_gradients import defer_weight_gradients
+from plait.autograd.running_sequence import running
 from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.blueprint import Blueprint, storage_policy
 from plait.comm.group import Group
 from plait.comm.traffic import Traffic
+from plait.context_attention.method_choice import MethodChoice
+from plait.footprint.context_share import (
+    as_input,
+    as_input_batch,
+    context_share,
+    method_choices,
+    result_bytes,
+)
 from plait.footprint.storage_tracker import StorageTracker
 from plait.layers.layer_sequence import NamedLayer, on_meta, private_copy
 from plait.layers.nested import Value, leaf_of, map_tensors, tensors_of
@@ -232,25 +242,35 @@ class ModelTraces:
     targets: Sequence[int]
     caches: Sequence[Mapping[int, int]]
     """Of each layer the bytes that its `ResultCache`s hold, by a number of the cache."""
+    shared: Sequence[Mapping[Hashable, int]]
+    """Of each layer the bytes of the results that layers share for a micro-batch's sequences, by key."""
+    uncut: int
+    """Bytes of the given tensors of which `inputs` and `targets` are copies, or which are neither."""
+    attention: frozenset[MethodChoice]
+    """The methods that attention layers choose under context parallelism."""
 
 
 def trace_model(blueprint: Blueprint, microbatch: Value, targets: Value | None, loss: Loss) -> ModelTraces:
     """Return the memory that each layer and the loss allocate and save on the first rank of `tp`.
 
-    That rank has the largest shards. Errors as for `infer`. Without `targets` there is a class for each row
-    of the output.
+    That rank has the largest shards; which rank of `cp` it is, see `context_share`. Errors as for `infer`.
+    Without `targets` there is a class for each row of the output.
     """
     queue = WeightGradientQueue()
     tensor_parallel = blueprint.tensor_parallel(
         Group("tp", tuple(range(blueprint.plan.tp)), 0, None, Traffic(), 0.0)
     )
     layers = _layers_on_meta(blueprint, tensor_parallel, queue)
-    given = value = map_tensors(lambda tensor: as_input(tensor, DTYPES[blueprint.plan.precision]), microbatch)
-    infos = infer(layers, given, input_gradients=False)
+    share = context_share(
+        blueprint.plan, as_input_batch(microbatch, DTYPES[blueprint.plan.precision]), targets
+    )
+    value = share.inputs
+    with running(share.sequence):
+        infos = infer(layers, value, input_gradients=False)
     adds_late = blueprint.lowering_spec.sharding.scatters == "each"
-    traces = []
-    for layer, info, recompute in zip(layers, infos, blueprint.recompute, strict=True):
-        stage = Stage(0, [layer], queue, [[info]], adds_late, [recompute])
+    traces, sequences = [], [share.new_sequence() for _ in layers]
+    for layer, info, recompute, sequence in zip(layers, infos, blueprint.recompute, sequences, strict=True):
+        stage = Stage(0, [layer], queue, [[info]], adds_late, [recompute], sequences=[sequence])
         if recompute == "selective":
             trace_layer(stage, value)  # what to keep is known from the first backward
         trace, value = trace_layer(stage, value)
@@ -258,18 +278,21 @@ def trace_model(blueprint: Blueprint, microbatch: Value, targets: Value | None, 
     vocabulary = tensor_parallel.vocabulary_of(blueprint.sequence.layers[-1])
     tensor_loss = loss if vocabulary is None else loss_of_pieces(loss, vocabulary)
     copies = vocabulary is not None and traces[-1].output_is_read
-    if targets is None:
+    classes = share.targets
+    if classes is None:
         classes = map_tensors(lambda one: one.new_empty(one.shape[:-1], dtype=torch.int64), value)
-    else:
-        classes = map_tensors(lambda tensor: as_input(tensor, None), targets)
+    classes = map_tensors(lambda tensor: as_input(tensor, None), classes)
     return ModelTraces(
         traces,
         infos,
         trace_loss(tensor_loss, value, classes),
         sum(_bytes(value)) if copies else 0,
-        _bytes(given),
+        _bytes(share.inputs),
         _bytes(classes),
         [{id(cache): cache.nbytes for cache in result_caches(layer.module)} for layer in layers],
+        [result_bytes(sequence) for sequence in sequences],
+        share.uncut,
+        frozenset(chain.from_iterable(map(method_choices, sequences))),
     )
 
 
@@ -290,12 +313,6 @@ def _layers_on_meta(
             meta.grad_dtype = dtype
             meta.grad = torch.empty_like(meta, dtype=dtype)
     return layers
-
-
-def as_input(tensor: Tensor, precision: torch.dtype | None) -> Tensor:
-    """Return an empty tensor like `tensor` on the meta device, in dtype `precision` if floating-point."""
-    dtype = precision if tensor.is_floating_point() else None
-    return torch.empty_like(tensor, dtype=dtype, device="meta")
 
 
 def _bytes(value: Value) -> list[int]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
+from plait.autograd.position_marks import gives_positions
 from plait.autograd.running_sequence import running_sequence
 from plait.layers.result_cache import ResultCache
 
@@ -17,6 +18,7 @@ Angles = tuple[Tensor, Tensor]
 """Cosines and sines."""
 
 
+@gives_positions
 def rotary_angles(
     length: int, size: int, base: float, like: Tensor, cache: ResultCache | None = None
 ) -> Angles:

@@ -18,7 +18,9 @@ that were written to after the operation; here a result that is written to is no
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Self
 
@@ -26,6 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from plait.autograd.kept_results import Tensors, keeping
 from plait.layers.nested import Value, map_tensors, tensors_of
 from plait.plan import Recompute
 
@@ -76,25 +79,48 @@ class RecordOperations(TorchDispatchMode):
         self.most = most
         self.results: list[Any] = []
         """None for an operation that is to be computed again."""
+        self.kept: deque[tuple[Tensors, list[int]]] = deque()
+        """The results of `result`, and their versions: an in-place write increases them."""
         self.active = False
+        self._keeping: AbstractContextManager[None] = nullcontext()
+        self._paused = False
 
     def __enter__(self) -> Self:
         """Start recording."""
         self.active = True
+        self._keeping = keeping(self)
+        self._keeping.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         """Stop recording."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._keeping.__exit__(None, None, None)
         self.active = False
+
+    @property
+    def has_results(self) -> bool:
+        """False: the first forward computes everything."""
+        return False
+
+    def result(self, compute: Callable[[], Tensors]) -> Tensors:
+        """Return `compute()` and keep it, but no result of an operation within."""
+        self._paused = True
+        try:
+            made = compute()
+        finally:
+            self._paused = False
+        tensors = tuple(None if one is None else one.detach() for one in made)
+        self.kept.append((tensors, versions_of(tensors)))
+        return made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Run `func` and store its result; discard stored results that it writes to."""
         for tensor in _written(func, args, kwargs or {}):
             self._drop(tensor)
         result = func(*args, **(kwargs or {}))
-        if _is_cached(func):
+        if _is_cached(func) and not self._paused:
             kept = self.most is None or len(self.results) < self.most
             # Without its graph, which would keep the activations alive.
             self.results.append(map_tensors(Tensor.detach, result) if kept else None)
@@ -116,12 +142,17 @@ class ReplayOperations(TorchDispatchMode):
         self._recorded = recorded
         self._note = note
         self._replayed = 0
+        self._keeping: AbstractContextManager[None] = nullcontext()
+        self._paused = False
 
     def __enter__(self) -> Self:
         """Start replaying."""
         self._replayed = 0
+        self._keeping = keeping(self)
+        self._keeping.__enter__()
         if self._recorded.active:  # the layer runs again within its first run: operations cannot be numbered
             self._recorded.results.clear()
+            self._recorded.kept.clear()
             self._recorded.most = 0
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -129,16 +160,40 @@ class ReplayOperations(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         """Stop replaying."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._keeping.__exit__(None, None, None)
         self._note(self._replayed)
+
+    @property
+    def has_results(self) -> bool:
+        """Whether the next result was kept, and has not been written to."""
+        kept = self._recorded.kept
+        return bool(kept) and versions_of(kept[0][0]) == kept[0][1]
+
+    def result(self, compute: Callable[[], Tensors]) -> Tensors:
+        """Return the next result that the first forward kept; compute it if there is none."""
+        if self.has_results:
+            return self._recorded.kept.popleft()[0]
+        if self._recorded.kept:
+            self._recorded.kept.popleft()
+        self._paused = True
+        try:
+            return compute()
+        finally:
+            self._paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Return the stored result of `func` and forget it; run `func` where no result is stored."""
         found, results = None, self._recorded.results
-        if _is_cached(func):
+        if _is_cached(func) and not self._paused:
             if self._replayed < len(results):
                 found, results[self._replayed] = results[self._replayed], None
             self._replayed += 1
         return func(*args, **(kwargs or {})) if found is None else found
+
+
+def versions_of(tensors: Tensors) -> list[int]:
+    """Return the version counters of tensors, which each in-place write increases."""
+    return [-1 if tensor is None else tensor._version for tensor in tensors]
 
 
 def _is_cached(operation: Any) -> bool:

@@ -12,6 +12,7 @@ from plait.autograd.dropout import names_of
 from plait.autograd.running_sequence import running_sequence
 from plait.layers.layer_sequence import LayerSequence, NamedLayer, on_meta, private_copy
 from plait.layers.nested import Value, map_tensors, tensors_of
+from plait.layers.position_proof import prove_positions_apart
 from plait.layers.shape_inference import LayerInfo, LayerInput, MetaRun, run_on_meta
 from plait.layout import Layout
 from plait.rules import join
@@ -80,6 +81,22 @@ class MetaLayers:
         """
         for _ in self._runs(microbatch, input_gradients=True, proves=True):
             pass
+
+    def prove_positions_apart(self, microbatch: Value) -> None:
+        """Prove that no layer mixes positions of the sequence but by `plait.attention`. Raises ModelError.
+
+        `microbatch`: dim 1 of its tensors is the sequence. For context parallelism; tensor parallelism's
+        rules are not applied.
+        """
+        shapes = {name: parameter.shape for name, parameter in self._sequence.parameters.items()}
+        empty = on_meta(self._sequence, self._dtype, shapes)
+        value = LayerInput.of_batch(microbatch, input_gradients=False).value
+        layers = private_copy(self._sequence.layers, empty)
+        for layer, structure in zip(layers, self._given_structures, strict=True):
+            key = "positions apart", structure, self._dtype, _described(value)
+            if key not in self._results:
+                self._results[key] = prove_positions_apart(layer, value)
+            value = self._results[key]
 
     def _runs(self, microbatch: Value, *, input_gradients: bool, proves: bool) -> Iterator[MetaRun]:
         given = LayerInput.of_batch(microbatch, input_gradients=input_gradients)

@@ -31,6 +31,7 @@ LIMITS = {
     "context": 2**24,
     "microbatches": 2**16,
     "pp": 2**16,
+    "cp": 2**16,
     "tp": 2**16,
     "dp": 2**16,
     "replicate": 2**16,
@@ -60,6 +61,7 @@ class Config(Section):
             _check_family(self.model)
             _check_heads(self.model)
             _check_tensor_parallel(self.model, self.parallel.tp)
+            _check_context_parallel(self.model, self.parallel)
         _check_batch(self.train, self.parallel.dp)
         _check_parallel(self.parallel)
         _check_steps(self)
@@ -164,6 +166,17 @@ def _check_tensor_parallel(model: ModelConfig, tp: int) -> None:
         raise ConfigError(
             f"model.inner = {inner}{origin} is not divisible by parallel.tp = {tp}: "
             f"set model.inner to {multiples(inner, tp)}, or change parallel.tp."
+        )
+
+
+def _check_context_parallel(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raise ConfigError if `cp` ranks cannot share the heads of a `tp` rank, though Ulysses is asked for."""
+    heads = model.heads // parallel.tp
+    if parallel.context_parallel == "ulysses" and heads % parallel.cp:
+        raise ConfigError(
+            f"parallel.context_parallel is ulysses, but model.heads = {model.heads} over parallel.tp = "
+            f"{parallel.tp} is not divisible by parallel.cp = {parallel.cp}: set parallel.context_parallel "
+            f"to ring, or parallel.cp to {divisors(heads)}."
         )
 
 

@@ -7,7 +7,17 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from plait.plan import Offload, Policy, Precision, Recompute, Reduce, SequenceParallel, Strategy
+from plait.plan import (
+    ContextLayout,
+    ContextParallel,
+    Offload,
+    Policy,
+    Precision,
+    Recompute,
+    Reduce,
+    SequenceParallel,
+    Strategy,
+)
 from plait.train.model_section import OWN_MODELS, with_folder_sizes
 
 Count = Annotated[int, Field(ge=1)]
@@ -119,17 +129,22 @@ class TrainConfig(Section):
 
 
 class ParallelConfig(Section):
-    """The plan of a run on pp × dp × tp ranks."""
+    """The plan of a run on pp × dp × cp × tp ranks."""
 
     pp: Count = Field(default=1, description="pipeline-parallel degree: ranks the layers are spread over")
     tp: Count = Field(
         default=1, description="tensor-parallel degree: ranks that each matrix is partitioned over"
     )
+    cp: Count = Field(
+        default=1, description="context-parallel degree: ranks that each hold a part of every sequence"
+    )
     dp: Count = Field(
         default=1, description="data-parallel degree: ranks that each take a share of the batch"
     )
     replicate: Count = Field(default=1, description="copies of sharded state: dp is replicate × shard")
-    strategy: Strategy = Field(default="none", description="what is sharded over the data-parallel ranks")
+    strategy: Strategy = Field(
+        default="none", description="what is sharded over the data-parallel and context-parallel ranks"
+    )
     reduce: Reduce = Field(
         default="last", description="reduce gradients after the last micro-batch, or after each"
     )
@@ -155,6 +170,16 @@ class ParallelConfig(Section):
         default="none",
         description="whether tp ranks split what is outside of their matrices (norms, residual stream) by "
         "sequence; inputs of matrices are then kept for weight gradients, or gathered again",
+    )
+    context_parallel: ContextParallel = Field(
+        default="auto",
+        description="how attention reads other ranks' positions: keys and values are sent (ring), or each "
+        "rank computes some heads for all positions (ulysses); auto: what sends less",
+    )
+    context_layout: ContextLayout = Field(
+        default="zigzag",
+        description="positions of a context-parallel rank: a chunk from the start and one from the end of "
+        "the sequence (zigzag), every cp-th (striped), or consecutive ones",
     )
     overlap: bool | None = Field(
         default=None,

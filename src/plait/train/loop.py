@@ -131,8 +131,10 @@ def banner(
             f"{settings.seed})."
         )
     ranks = f"{plan.world} ranks" if plan.world > 1 else "1 rank"
+    context = f" × cp {plan.cp}" if plan.cp > 1 else ""
+    degrees = f"pp {plan.pp} × dp {plan.dp}{context} × tp {plan.tp}"
     yield (
-        f"Plan: {ranks} on {mesh.device.type} (pp {plan.pp} × dp {plan.dp} × tp {plan.tp}{_sharding(plan)}), "
+        f"Plan: {ranks} on {mesh.device.type} ({degrees}{_sharding(plan)}), "
         f"schedule {plan.schedule}, {settings.batch} sequences a step in {plan.dp} × {plan.microbatches} "
         "micro-batches."
     )
@@ -141,7 +143,7 @@ def banner(
 
 
 def _sharding(plan: Plan) -> str:
-    """Return what is sharded over `dp` and what is offloaded to the CPU, as text, or ""."""
+    """Return what is sharded over `dp` and `cp`, and what is offloaded to the CPU, as text, or ""."""
     if not plan.shards:
         return ""
     copies = f" in {plan.replicate} copies" if plan.replicate > 1 else ""

@@ -5,12 +5,13 @@ Each tensor is compared right after it was computed, before its memory can be wr
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 from torch import Tensor
 
 from plait.engine import Runtime
-from plait.layers.nested import Value, tensors_of
-from plait.layout import divide
+from plait.layers.nested import Value, tensors_of, with_tensors
 from plait.schedules.action import Action, Kind
 from plait.schedules.program import (
     AwaitParameters,
@@ -24,9 +25,11 @@ from plait.schedules.program import (
     SeedGradient,
     TakeBatch,
 )
+from plait.verification.activation_pieces import ActivationPieces
 from plait.verification.diagnosis.values_after_mistakes import (
     NamedTensors,
     with_another_loss,
+    with_local_positions,
     with_other_parameters,
 )
 from plait.verification.findings import Piece
@@ -46,15 +49,19 @@ class InstructionChecker:
         self.recording = comparison.recording
         self.isolate = comparison.options.isolate
         self.step = -1
+        self.pieces = ActivationPieces(runtime)
         self.targets: list[Value] = []
-        """Expected targets of each of this rank's micro-batches."""
+        """Expected targets, of whole sequences, of each of this rank's micro-batches."""
+        self.outputs: dict[int, Value] = {}
+        """By micro-batch, whose loss is not compared yet: the reference's output of the last layer."""
         self.sketches: dict[tuple[int, int], ModuleSketches] = {}
         """By stage and layer."""
         self.weights = WeightGradientChecker(runtime, comparison)
 
     def begin_step(self, step: int, targets: list[Value]) -> None:
-        """Start a step. `targets`: per micro-batch of this rank, the targets that the loss should receive."""
+        """Start a step. `targets`: per micro-batch of this rank, its targets, of whole sequences."""
         self.step, self.targets = step, targets
+        self.outputs.clear()
         self.weights.begin_step(step)
         if self.comparison.options.mode != "exact":
             self.sketches = {
@@ -81,8 +88,7 @@ class InstructionChecker:
                 for sketches in self.sketches.values():
                     sketches.begin()  # also drops those of a recomputed forward
             case ComputeLoss(action):
-                total = self.runtime.pipeline.loss_stage.total(action.microbatch)
-                self._compare(StepPhase.LOSS, action, None, RecordKey("total"), total)
+                self._compare_loss(action)
             case SeedGradient(action):
                 last = self.blueprint.stage_layers[-1][-1]
                 self._compare_gradient(StepPhase.LOSS_GRADIENT, action, last, last)
@@ -140,8 +146,38 @@ class InstructionChecker:
     def _compare_value(self, phase: StepPhase, action: Action, layer: int) -> None:
         """Compare the output of `layer` for the action's micro-batch with that of the reference run."""
         value = self.runtime.pipeline.stages[action.stage].values[action.microbatch]
+        keys = []
         for number, tensor in enumerate(tensors_of(value)):
-            self._compare(phase, action, layer, RecordKey("output", layer, str(number)), tensor)
+            keys.append(RecordKey("output", layer, str(number)))
+            self._compare(phase, action, layer, keys[-1], tensor)
+        if phase is StepPhase.FORWARD and layer == self.blueprint.stage_layers[-1][-1]:
+            scope = RecordScope(self.step, self._global_microbatch(action))
+            recorded = [self.recording.find(scope, key) for key in keys]
+            if all(one is not None for one in recorded):
+                self.outputs[action.microbatch] = with_tensors(value, recorded)
+
+    def _compare_loss(self, action: Action) -> None:
+        """Compare a micro-batch's summed loss, under context parallelism this rank's summand of it."""
+        scope, key = RecordScope(self.step, self._global_microbatch(action)), RecordKey("total")
+        total, number = self.recording.values[scope][key], action.microbatch
+        expected, tolerance = total, self.recording.tolerances[scope][key]
+        actual, output = self.runtime.pipeline.loss_stage.total(number), self.outputs.pop(number, None)
+        if output is not None:
+            expected, tolerance = self.pieces.total(
+                self.runtime.loss, output, self.targets[number], total, tolerance
+            )
+        equal = self.comparison.findings.compare(
+            Location(self.step, StepPhase.LOSS, None, scope.microbatch),
+            actual,
+            expected,
+            tolerance,
+            alternatives=lambda: chain(
+                self._alternatives(StepPhase.LOSS, scope, key, actual),
+                self._other_losses(number, scope, expected),
+            ),
+        )
+        if not equal and self.isolate:
+            actual.data.copy_(expected)
 
     def _compare_gradient(self, phase: StepPhase, action: Action, source: int, layer: int) -> None:
         """Compare the gradient of layer `source`'s output with the reference run's; report it at `layer`."""
@@ -174,7 +210,7 @@ class InstructionChecker:
             expected,
             self.recording.tolerances[scope].get(key, NO_TOLERANCE),
             piece=piece,
-            alternatives=lambda: self._alternatives(phase, action, scope, key, actual),
+            alternatives=lambda: self._alternatives(phase, scope, key, actual),
             base=base,
             inside=lambda: (
                 self._inner_difference(action, key.layer, scope) if phase is StepPhase.FORWARD else None
@@ -184,7 +220,7 @@ class InstructionChecker:
             actual.data.copy_(expected)  # through .data: a layer may have saved its output
 
     def _alternatives(
-        self, phase: StepPhase, action: Action, scope: RecordScope, key: RecordKey, actual: Tensor
+        self, phase: StepPhase, scope: RecordScope, key: RecordKey, actual: Tensor
     ) -> NamedTensors:
         """Yield the values that a tensor would have after common mistakes; none if it is not recorded."""
         recorded = self.recording.find(scope, key)
@@ -197,11 +233,20 @@ class InstructionChecker:
         before = self.recording.find(RecordScope(self.step - 1, scope.microbatch), key)
         if before is not None and before.shape == recorded.shape:
             yield "it is that of the step before", self._expected(before, actual, key)[0]
-        if phase is StepPhase.FORWARD and self._partition_dim(key) is None:
-            parameters, tp = self._parameters_of(key.layer, scope), self.runtime.mesh.size("tp")
-            yield from with_other_parameters(recorded, parameters, tp)
-        if phase is StepPhase.LOSS:
-            yield from self._other_losses(action.microbatch, scope, recorded)
+        if phase is StepPhase.FORWARD and not self.pieces.is_partitioned(key):
+            yield from self._with_other_parameters(scope, key, recorded)
+
+    def _with_other_parameters(self, scope: RecordScope, key: RecordKey, recorded: Tensor) -> NamedTensors:
+        """Yield a layer's output after common mistakes with its biases and tables of positions."""
+        parameters, tp = self._parameters_of(key.layer, scope), self.runtime.mesh.size("tp")
+        piece = self.pieces.piece(key, recorded.shape)
+        yield from (
+            (text, value if piece is None else piece.of(value))
+            for text, value in with_other_parameters(recorded, parameters, tp)
+        )
+        positions = self.pieces.positions(recorded.shape[1]) if recorded.dim() > 2 else None
+        if positions is not None and piece is not None:
+            yield from with_local_positions(piece.of(recorded), parameters, positions)
 
     def _parameters_of(self, layer: int, scope: RecordScope) -> dict[str, Tensor]:
         """Return the unsharded parameters of a layer by name, as far as recorded on this rank."""
@@ -215,7 +260,8 @@ class InstructionChecker:
         last = self.blueprint.stage_layers[-1][-1]
         output = self.recording.find(scope, RecordKey("output", last, "0"))
         if output is not None and self.recording.find(scope, RecordKey("output", last, "1")) is None:
-            yield from with_another_loss(self.runtime.loss, output, self.targets, microbatch, total)
+            output, *targets = self.pieces.of_cp([output, *self.targets])
+            yield from with_another_loss(self.runtime.loss, output, targets, microbatch, total)
 
     def _inner_difference(self, action: Action, layer: int, scope: RecordScope) -> InnerDifference | None:
         sketches = self.sketches.get((action.stage, layer - self.blueprint.stage_layers[action.stage].start))
@@ -230,24 +276,10 @@ class InstructionChecker:
         self, recorded: Tensor | None, actual: Tensor, key: RecordKey
     ) -> tuple[Tensor, Piece | None]:
         """Return the values to compare with: this rank's piece of the tensor `recorded`, or zeros if None."""
-        dim = self._partition_dim(key)
-        if recorded is None or dim is None:
-            return torch.zeros_like(actual) if recorded is None else recorded, None
-        # Not the engine's own range, which may be wrong.
-        mesh = self.runtime.mesh
-        own = divide(recorded.shape[dim], mesh.size("tp"))[mesh.index("tp")]
-        piece = Piece(tuple(recorded.shape), lambda whole: whole.narrow(dim, own.start, len(own)))
-        return piece.of(recorded), piece
-
-    def _partition_dim(self, key: RecordKey) -> int | None:
-        """Return the dim along which `tp` partitions a recorded tensor (classes or sequence), or None."""
-        if key.kind == "total":
-            return None
-        if self.runtime.vocabulary is not None and key.layer == self.blueprint.stage_layers[-1][-1]:
-            return -1
-        if key.layer < 0 or key.name != "0":
-            return None
-        return self.blueprint.sequence_dims[key.layer].next
+        if recorded is None:
+            return torch.zeros_like(actual), None
+        piece = self.pieces.piece(key, recorded.shape)
+        return recorded if piece is None else piece.of(recorded), piece
 
     def _global_microbatch(self, action: Action) -> int:
         """Return the index of a micro-batch in the global batch."""

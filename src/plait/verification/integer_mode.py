@@ -1,18 +1,19 @@
 """Mode exact: float64 integers, whose sums are exact in any order, so that runs are bitwise equal.
 
-Parameters and data become small whole numbers. Operations whose results are not whole numbers are replaced by
-stand-ins in both runs. Stand-ins keep the structure that tensor parallelism relies on: they are elementwise,
-and that of attention works on each head by itself.
+Parameters and data become small whole numbers. Operations whose results are not whole numbers are replaced
+by stand-ins in both runs. Stand-ins keep the structure that parallelism relies on: they are elementwise; that
+of attention works on each head by itself, and is a sum over keys, which blocks of keys can be added up to.
 
     norms                 fold(x) · weight + bias
     activations           relu(fold(x))
     softmax               fold(x)
-    attention             fold(q) + Σ (fold(k) + 2 fold(v)) over the positions that may be seen
+    attention             Σ (fold(q) + fold(k) + 2 fold(v)) over the positions that may be seen
     sin, cos, …           rounded; rotary angles need no gradient
-    the loss              a weighted sum of the output, with weights per row that add up to a power of two
+    the loss              a weighted sum of the output; weights per position add up to a power of two
 
-`fold` subtracts the multiple of 16 that leaves a number in -8 … 8, forward and, for the gradient, backward.
-So numbers stay far below 2^53, from where on float64 cannot hold each whole number.
+`fold` subtracts the multiple of 16 that leaves a number in -8 … 8, forward and, for the gradient, backward;
+for attention the gradient of its output is folded, not those of q, k and v, which are sums over ranks. So
+numbers stay far below 2^53, from where on float64 cannot hold each whole number.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from plait.autograd.paired_collectives import reduce
+from plait.context_attention.kernels import BlockMask, block_backward, block_forward, merge
 from plait.errors import ModelError
 from plait.layers.nested import Value, map_tensors, tensors_of
 from plait.models.initial import normal_values
@@ -38,6 +40,8 @@ PERIOD = 16.0
 GRAIN, LARGEST = 2.0**-16, 2.0**34
 """Numbers are multiples of `GRAIN` (gradients are divided by the weight of the batch, a power of two) and at
 most `LARGEST`: sums of eight of them still fit the 53 bits of float64."""
+LARGEST_WEIGHT = 2**15
+"""Sum of the loss's weights, about and at most: they are then raised to a power of two."""
 
 
 class _Fold(torch.autograd.Function):
@@ -96,6 +100,22 @@ def _softmax(input: Tensor, *_: Any, **__: Any) -> Tensor:
     return fold(input)
 
 
+class _Attention(torch.autograd.Function):
+    """Attention of queries to a block of keys; `seen` `[..., queries, keys]`: 1 where a query sees a key."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        ctx.save_for_backward(seen)
+        return seen.sum(-1, keepdim=True) * _folded(query) + seen @ (_folded(key) + 2 * _folded(value))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        (seen,) = ctx.saved_tensors
+        folded = _folded(gradient)
+        of_key = seen.mT @ folded
+        return seen.sum(-1, keepdim=True) * folded, of_key, 2 * of_key, None
+
+
 def _attention(
     query: Tensor,
     key: Tensor,
@@ -113,19 +133,54 @@ def _attention(
     if is_causal:
         seen = seen.tril()
     elif attn_mask is not None:
-        seen = attn_mask if attn_mask.dtype == torch.bool else attn_mask.isfinite()
-    return fold(query) + seen.to(query.dtype) @ (fold(key) + 2 * fold(value))
+        seen = (attn_mask if attn_mask.dtype == torch.bool else attn_mask.isfinite()).to(query.dtype)
+    result: Tensor = _Attention.apply(query, key, value, seen)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _block_forward(
+    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, *_: Any
+) -> tuple[Tensor, Tensor]:
+    out = _attention(query, key, value, **_options(mask), enable_gqa=True)
+    return out, query.new_zeros(query.shape[:3])
+
+
+def _block_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: BlockMask,
+    *_: Any,
+) -> tuple[Tensor, ...]:
+    given = tuple(one.detach().requires_grad_() for one in (query, key, value))
+    with torch.enable_grad():
+        results = _block_forward(*given, mask)
+    return torch.autograd.grad(results[0], given, gradient)
+
+
+def _options(mask: BlockMask) -> dict[str, Any]:
+    return {"attn_mask": mask} if isinstance(mask, Tensor) else {"is_causal": mask == "causal"}
+
+
+def _merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    out += part_out
 
 
 def _rounded(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda *arguments, **options: function(*arguments, **options).round()
 
 
-STAND_INS: Mapping[Any, Callable[..., Tensor]] = {
+STAND_INS: Mapping[Any, Callable[..., Any]] = {
     functional.layer_norm: _norm,
     functional.rms_norm: _norm,
     functional.group_norm: _group_norm,
     functional.scaled_dot_product_attention: _attention,
+    block_forward: _block_forward,
+    block_backward: _block_backward,
+    merge: _merge,
     functional.softmax: _softmax,
     torch.softmax: _softmax,
     Tensor.softmax: _softmax,
@@ -180,26 +235,42 @@ def integer_buffer(name: str, value: Tensor) -> Tensor:
 
 
 def integer_batch(inputs: Value, rows: int) -> tuple[Value, Tensor]:
-    """Return integer inputs (tokens are unchanged), and as targets a weight for each row."""
+    """Return integer inputs (tokens are unchanged), and as targets weights `[rows, length]`.
+
+    `length`: dim 1 of the first input that has one, the sequence under context parallelism; without one the
+    weights are `[rows]`.
+    """
 
     def whole(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
         return torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape).to(tensor) % 7 - 3
 
-    weights = torch.arange(rows) % 61 + 1  # micro-batches of a few rows have different weights
-    weights[0] += 2 ** math.ceil(math.log2(int(weights.sum()))) - int(weights.sum())
-    return map_tensors(whole, inputs), weights
+    lengths = [tensor.shape[1] for tensor in tensors_of(inputs) if tensor.dim() > 1]
+    shape = (rows, *lengths[:1])
+    return map_tensors(whole, inputs), _weights(math.prod(shape)).view(shape)
+
+
+def _weights(count: int) -> Tensor:
+    """Return different weights, int64 `[count]`, that add up to a power of two of at most 1 / `GRAIN`."""
+    step = max(1, math.ceil(count / LARGEST_WEIGHT))  # further ones are 0
+    each = min(61, max(1, LARGEST_WEIGHT // max(1, count)))
+    numbers = torch.arange(count)
+    weights = torch.where(numbers % step == 0, numbers // step % each + 1, 0)
+    total = int(weights.sum())
+    if total:
+        weights[0] += 2 ** math.ceil(math.log2(total)) - total
+    return weights
 
 
 @dataclass(frozen=True)
 class WeightedSum:
-    """Loss of mode exact: the sum of all output elements, times integer weights per row and last index."""
+    """Loss of mode exact: the sum of the output times integer weights of each position and last index."""
 
     def total(self, output: Value, targets: Tensor) -> Tensor:
         """Return the weighted sum over all floating-point tensors of the output; 0-d."""
         parts = [
-            _weighted(tensor, targets, range(tensor.shape[-1]))
+            _weighted(tensor, targets, range(tensor.shape[-1]), tensor.shape[-1])
             for tensor in tensors_of(output)
             if tensor.is_floating_point() and tensor.dim()
         ]
@@ -207,17 +278,25 @@ class WeightedSum:
 
     def total_of_pieces(self, logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
         """Return the weighted sum over all ranks' classes. Communication: one all-reduce over `tp`."""
-        return reduce(_weighted(logits, targets, vocabulary.own), vocabulary.group)
+        return reduce(_weighted(logits, targets, vocabulary.own, vocabulary.classes), vocabulary.group)
 
     def weight(self, targets: Tensor) -> Tensor:
-        """Return the sum of the row weights in `targets`; for the whole global batch it is a power of two."""
+        """Return the sum of the weights in `targets`; for the whole global batch it is a power of two."""
         return targets.sum()
 
 
-def _weighted(output: Tensor, rows: Tensor, columns: range) -> Tensor:
+def _weighted(output: Tensor, weights: Tensor, columns: range, size: int) -> Tensor:
+    """Return a weighted sum of `output`, whose last dim has the indices `columns` of `size`.
+
+    `weights`: `[rows]` or `[rows, length]`; if dim 1 of the output is not the sequence, a row has their sum.
+    """
+    if output.dim() == 2 and weights.shape[1:] == (size,):
+        return (output * weights[:, columns.start : columns.stop].to(output)).sum()
+    if weights.dim() == 2 and not (output.dim() > 2 and output.shape[1] == weights.shape[1]):
+        weights = weights.sum(1)
     column = torch.arange(columns.start, columns.stop, device=output.device).to(output) % 5 - 1
-    row = rows.to(output).view(-1, *[1] * (output.dim() - 1))
-    return (output * row * column).sum()
+    each = weights.to(output).view(*weights.shape, *[1] * (output.dim() - weights.dim()))
+    return (output * each * column).sum()
 
 
 def require_integers(tensor: Tensor, what: str, grain: float = GRAIN) -> None:

@@ -1,9 +1,10 @@
 """Training on a single device in plain PyTorch: layers, autograd, `torch.optim`; without the engine.
 
-Shared with the engine are the model as a sequence of layers, the rows of micro-batches, initial values by
-name, the loss, and the zero gradient of a parameter that the loss does not depend on. Each layer has aliases
-of its parameters, so that each use of a tied parameter has a recorded contribution to its gradient. Aliases
-share the memory of the parameters that the optimizer updates, or of copies of those in another dtype.
+Shared with the engine are the model as a sequence of layers, the rows of micro-batches and the documents in
+them, initial values by name, the loss, and the zero gradient of a parameter that the loss does not depend on.
+Each layer has aliases of its parameters, so that each use of a tied parameter has a recorded contribution to
+its gradient. Aliases share the memory of the parameters that the optimizer updates, or of copies of those in
+another dtype.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.autograd.dropout import DropoutGenerator, names_of
+from plait.autograd.running_sequence import ContextParallelism, running
+from plait.engine.local_batch import local_inputs
 from plait.errors import ModelError, PlaitError
 from plait.layers.evaluation_mode import evaluating
 from plait.layers.layer_sequence import LayerSequence, NamedLayer, private_copy
@@ -140,6 +143,7 @@ class ReferenceRun:
         input_parts = split(inputs, microbatches, "inputs")
         rows = [len(next(tensors_of(part))) for part in input_parts]
         self.dropout.rows = [range(*ends) for ends in pairwise(accumulate(rows, initial=0))]
+        local = local_inputs(input_parts, ContextParallelism.of_one_rank())
         weight = torch.stack(
             [torch.as_tensor(self.loss.weight(part)).double() for part in target_parts]
         ).sum()
@@ -148,8 +152,9 @@ class ReferenceRun:
             kind = self.formats.gradient_of(self.model_parameters[name])
             self.sums[name] = torch.zeros_like(parameter, dtype=kind, requires_grad=False)
         totals = []
-        for number, parts in enumerate(zip(input_parts, target_parts, strict=True)):
-            records = self._microbatch(RecordScope(step, number), *parts, weight)
+        for number, parts in enumerate(zip(local.values, target_parts, strict=True)):
+            with running(local.sequences[number]):
+                records = self._microbatch(RecordScope(step, number), *parts, weight)
             totals.append(records[RecordKey("total")].double())
             yield RecordScope(step, number), records
         records = {RecordKey("mean"): torch.stack(totals).sum() / weight, RecordKey("whole"): whole}
@@ -226,10 +231,11 @@ class ReferenceRun:
 
     def _mean(self, inputs: Value, targets: Value) -> Tensor:
         """Return the mean loss of a whole batch, without gradients and without changing buffers."""
-        value = map_tensors(torch.clone, inputs)
+        local = local_inputs([inputs], ContextParallelism.of_one_rank())
+        value = map_tensors(torch.clone, local.values[0])
         self.dropout.rows = [range(len(next(tensors_of(inputs))))]
         buffers = [(b, b.clone()) for layer in self.layers for b in layer.module.buffers()]
-        with torch.no_grad():
+        with torch.no_grad(), running(local.sequences[0]):
             for layer in self.layers:
                 with failure_named(layer.path or "the model"):
                     value = map_tensors(torch.clone, self._run(layer, 0, value))

@@ -222,9 +222,12 @@ def formats_in(plan: Plan) -> str:
 
 def layout_of(plan: Plan) -> str:
     """Return degrees, sharding and recomputation of a plan: `pp 2 · dp 1 · tp 2 · full`."""
-    layout = f"pp {plan.pp} · dp {plan.dp} · tp {plan.tp}"
+    context = f" · cp {plan.cp}" if plan.cp > 1 else ""
+    layout = f"pp {plan.pp} · dp {plan.dp}{context} · tp {plan.tp}"
     if plan.replicate > 1:
         layout += f" ({plan.replicate} x {plan.shard})"
+    if plan.cp > 1:
+        layout += f" · {plan.context_parallel} {plan.context_layout}"
     if plan.strategy != "none":
         layout += f" · {plan.strategy}" + (" each" if plan.reduce == "each" else "")
     if plan.offload != "none":

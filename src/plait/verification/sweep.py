@@ -8,7 +8,16 @@ from itertools import cycle, product
 from typing import Any, get_args
 
 from plait.errors import DataError, ModelError, PlanError, ScheduleError
-from plait.plan import Offload, Plan, Recompute, Reduce, SequenceParallel, Strategy
+from plait.plan import (
+    ContextLayout,
+    ContextParallel,
+    Offload,
+    Plan,
+    Recompute,
+    Reduce,
+    SequenceParallel,
+    Strategy,
+)
 from plait.schedules.search.api import POLICY_NAMES, default_chunks
 from plait.verification.case import Case
 from plait.verification.rank_verification import RankOutcome, RecordingCache, verify_rank
@@ -16,6 +25,8 @@ from plait.verification.report import VerificationReport, layout_of
 
 ReportProgress = Callable[[int, int], None]
 """Given the number of plans that are done, and of all."""
+STRIDE = 5
+"""Of the shardings of a layout with cp every fifth is the next: neighbours differ in one choice only."""
 SCHEDULE_WIDTH = max(map(len, POLICY_NAMES))
 
 
@@ -104,9 +115,10 @@ def plans_on(ranks: int, plan: Plan, rows: int, *, in_pieces: bool = False) -> t
     Every layout with every schedule, activations kept and recomputed; and every layout with every sharding,
     each with the next schedule and the next mode of recomputation. Where layers can run `in_pieces` of the
     sequence, every layout with tp does so in both ways with every mode of recomputation, each with the next
-    schedule and the next sharding. More ranks of dp have fewer micro-batches each. The other fields of `plan`
-    are kept, also its recomputation and sequence parallelism, if any; `layers_per_stage` only where it has a
-    count for each stage.
+    schedule and the next sharding; then follows every layout with cp, by ring and by Ulysses, with each
+    layout of positions, and each with the next of all these. More ranks of dp have fewer micro-batches each.
+    The other fields of `plan` are kept, also its recomputation, sequence parallelism and `context_parallel`,
+    if any; `layers_per_stage` only where it has a count for each stage.
     """
     modes = get_args(Recompute) if plan.recompute == "none" else (plan.recompute,)
     extremes = tuple(dict.fromkeys((modes[0], modes[-1])))
@@ -118,20 +130,50 @@ def plans_on(ranks: int, plan: Plan, rows: int, *, in_pieces: bool = False) -> t
     for pp, dp, tp in _degrees(ranks):
         if rows % dp:
             continue
-        layout = replace(
-            plan,
-            pp=pp,
-            dp=dp,
-            tp=tp,
-            replicate=plan.replicate if dp % plan.replicate == 0 else 1,
-            microbatches=_microbatches_per_rank(plan.dp * plan.microbatches, dp, rows),
-        )
+        layout = _with_degrees(plan, rows, pp=pp, dp=dp, tp=tp)
         plans += [_with_schedule(layout, *way) for way in product(POLICY_NAMES, extremes)]
         plans += map(_with_schedule, _shardings_of(layout), cycle(POLICY_NAMES), cycle(in_turns))
         sharded = cycle((layout, *_shardings_of(layout)))
         for way, mode in product(both if tp > 1 else (), modes):
             plans.append(_with_schedule(replace(next(sharded), sequence_parallel=way), next(schedules), mode))
+    if in_pieces:
+        plans += _context_parallel(ranks, plan, rows)
     return tuple(dict.fromkeys(plans))
+
+
+def _context_parallel(ranks: int, plan: Plan, rows: int) -> Iterator[Plan]:
+    """Yield the plans of a sweep in which cp ranks hold positions of each sequence."""
+    given = plan.context_parallel
+    methods = get_args(ContextParallel)[1:] if given == "auto" else (given,)
+    given_mode, given_way = plan.recompute, plan.sequence_parallel
+    # Three modes would always meet the same of the three layouts of positions.
+    modes = cycle((*get_args(Recompute), "full") if given_mode == "none" else (given_mode,))
+    ways = cycle((*get_args(SequenceParallel), "keep") if given_way == "none" else (given_way,))
+    schedules, turn = cycle(POLICY_NAMES), 0
+    for cp in range(2, ranks + 1):
+        for pp, dp, tp in _degrees(ranks // cp) if ranks % cp == 0 else ():
+            if rows % dp:
+                continue
+            plain = _with_degrees(plan, rows, pp=pp, dp=dp, cp=cp, tp=tp)
+            sharded = (plain, *_shardings_of(plain))
+            for method, kind in product(methods, get_args(ContextLayout)):
+                one = replace(sharded[turn % len(sharded)], context_parallel=method, context_layout=kind)
+                way = next(ways) if tp > 1 else given_way
+                yield _with_schedule(replace(one, sequence_parallel=way), next(schedules), next(modes))
+                turn += STRIDE
+
+
+def _with_degrees(plan: Plan, rows: int, *, pp: int, dp: int, tp: int, cp: int = 1) -> Plan:
+    """Return `plan` with other degrees, and as many micro-batches as a rank of dp then has."""
+    return replace(
+        plan,
+        pp=pp,
+        dp=dp,
+        cp=cp,
+        tp=tp,
+        replicate=plan.replicate if dp % plan.replicate == 0 else 1,
+        microbatches=_microbatches_per_rank(plan.dp * plan.microbatches, dp, rows),
+    )
 
 
 def _with_schedule(plan: Plan, schedule: str, recompute: Recompute | tuple[Recompute, ...]) -> Plan:
@@ -144,8 +186,8 @@ def _with_schedule(plan: Plan, schedule: str, recompute: Recompute | tuple[Recom
 
 def _shardings_of(plan: Plan) -> Iterator[Plan]:
     """Yield `plan` with each valid choice of `replicate`, `strategy`, `reduce` and `offload` that shards."""
-    for replicate in range(1, plan.dp):
-        if plan.dp % replicate == 0:
+    for replicate in range(1, plan.dp + 1):
+        if plan.dp % replicate == 0 and plan.cp * plan.dp > replicate:
             for strategy, reduce, offload in product(*map(get_args, (Strategy, Reduce, Offload))):
                 if strategy in ("gradients", "full") or (strategy == "optimizer" and reduce == "last"):
                     yield replace(

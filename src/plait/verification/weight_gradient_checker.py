@@ -30,7 +30,7 @@ class WeightGradientChecker:
         self.adds_late = any(stage.adds_late for stage in runtime.pipeline.stages.values())
         gradients: dict[GradientKey, Tensor] = {}
         self.gradients_of: dict[tuple[int, int], list[GradientKey]] = {}
-        """By stage and layer, the gradients that a backward adds to, except those summed over tp later."""
+        """By stage and layer, the gradients that a backward adds to, except those that cp or tp sum later."""
         for stage in runtime.pipeline.stages.values():
             units = [unit for unit in runtime.units.values() if stage.number in unit.stages]
             keys = {key[0]: key for unit in units for key in unit.gradients_of(stage.number)}
@@ -146,5 +146,5 @@ class WeightGradientChecker:
         return None if whole is None else (self.piece(name).of(whole), self.recording.tolerances[scope][key])
 
     def _is_complete(self, name: str) -> bool:
-        """Return whether a gradient is complete without a sum over `tp`."""
-        return self.blueprint.summed[name] == 1
+        """Return whether a gradient is complete without a sum over `cp` or `tp`."""
+        return self.blueprint.plan.cp == 1 and self.blueprint.summed[name] == 1

@@ -65,6 +65,8 @@ PLANS = {
     "full": plait.Plan(dp=2, tp=2, strategy="full", precision="fp64"),
     "hybrid": plait.Plan(dp=4, replicate=2, strategy="full", precision="fp64"),
     "offload": plait.Plan(dp=2, strategy="full", offload="full", precision="fp64"),
+    "context": plait.Plan(dp=2, cp=2, strategy="full", precision="fp64"),
+    "context-hybrid": plait.Plan(dp=2, replicate=2, cp=2, strategy="gradients", precision="fp64"),
 }
 
 
@@ -78,7 +80,7 @@ def test_a_full_tensor_is_the_assembled_parameter(rank_pool: Any, name: str) -> 
             layout = rank["layouts"][parameter]
             held = {layout.coordinate(mate["at"]): mate["pieces"][parameter] for mate in mates}
             assert torch.equal(full, assemble(held, layout)), parameter
-            sizes = {"replicate": plan.replicate, "shard": plan.shard, "tp": plan.tp}
+            sizes = {"replicate": plan.replicate, "shard": plan.shard, "cp": plan.cp, "tp": plan.tp}
             assert names == (tuple(axis for axis, size in sizes.items() if size > 1) or ("tp",))
 
 
@@ -164,6 +166,25 @@ LAYOUTS = {
         (Whole(), Cut(0)),
         False,
     ),
+    "flat rows inside flat rows": (
+        Layout((8, 3), {"shard": 2, "cp": 2}, {"shard": Flat((0, 12, 24)), "cp": Flat((0, 6, 12, 18, 24))}),
+        (Cut(0), Cut(0)),
+        True,
+    ),
+    "flat inside flat": (
+        Layout((8, 3), {"shard": 2, "cp": 2}, {"shard": Flat((0, 11, 24)), "cp": Flat((0, 5, 11, 12, 24))}),
+        (Whole(), Whole()),
+        False,
+    ),
+    "flat inside flat inside columns": (
+        Layout(
+            (8, 4),
+            {"shard": 2, "cp": 2, "tp": 2},
+            {"shard": Flat((0, 7, 16)), "cp": Flat((0, 0, 7, 10, 16)), "tp": Shard(1)},
+        ),
+        (Whole(), Whole(), Cut(1)),
+        False,
+    ),
     "replicated": (Layout((8, 4), {"replicate": 2, "tp": 2}), (Whole(), Whole()), True),
     "a number": (Layout((), {"shard": 4}, {"shard": Flat((0, 0, 1, 1, 1))}), (Whole(),), False),
 }
@@ -174,7 +195,8 @@ def placed(name: str) -> tuple[Any, bool, Tensor, Tensor]:
     layout = LAYOUTS[name][0]
     degrees = dict(zip(layout.axes, layout.degrees, strict=True))
     replicate = degrees.get("replicate", 1)
-    mesh = plait.Mesh(replicate=replicate, dp=replicate * degrees.get("shard", 1), tp=degrees.get("tp", 1))
+    dp = replicate * degrees.get("shard", 1)
+    mesh = plait.Mesh(replicate=replicate, dp=dp, cp=degrees.get("cp", 1), tp=degrees.get("tp", 1))
     mine = shard(whole(layout.shape), layout, mesh.coordinate)
     made = as_dtensor(mine, layout, mesh)
     as_torch = distribute_tensor(whole(layout.shape), made.device_mesh, made.placements)

@@ -127,6 +127,25 @@ def test_convert_for_the_ranks_of_a_run(
     assert all(torch.equal(value, theirs[name]) for name, value in tensors_in(path).items())
 
 
+def test_convert_for_ranks_that_share_sequences(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their state is cut as that of as many data-parallel ranks."""
+    held = {}
+    for name, degrees in (("contexts", ("2", "2")), ("data", ("4", "1"))):
+        run = ["--parallel.dp", degrees[0], "--parallel.cp", degrees[1], "--parallel.strategy", "full"]
+        target = tmp_path / name
+        assert main(["checkpoint", "convert", *run, str(path), str(target)]) == 0
+        assert not summary(target, check=True).flaws
+        boxes = (file.boxes for file in read_manifest(target).files)
+        held[name] = [sorted((box.tensor, box.offsets, box.sizes) for box in one) for one in boxes]
+    assert held["contexts"] == held["data"]
+    assert read_manifest(tmp_path / "contexts").plan["cp"] == 2
+    capsys.readouterr()
+    assert main(["checkpoint", "inspect", str(tmp_path / "contexts")]) == 0
+    assert "cp = 2" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("run", "message"),
     [

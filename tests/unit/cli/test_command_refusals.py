@@ -38,6 +38,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("train.batch", 2**31, "train.batch = 2147483648 is more than 2147483647"),
         ("run.timeout", 10**7, "run.timeout = 1e+07 is more than 1000000 seconds"),
         ("parallel.tp", 2**40, "parallel.tp = 1099511627776 is more than 65536"),
+        ("parallel.cp", 2**40, "parallel.cp = 1099511627776 is more than 65536"),
         ("parallel.pp", 2**16, "parallel.pp = 65536 times parallel.dp = 1 times parallel.tp = 1 needs 65536"),
     ],
 )

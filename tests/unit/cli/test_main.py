@@ -12,7 +12,9 @@ import pytest
 
 from plait.cli import main as module
 from plait.cli.main import Command, main
+from plait.cli.ranks_and_signals import degrees
 from plait.errors import NonFiniteError, RankError
+from plait.plan import Plan
 from plait.train.config_parser import fields
 
 
@@ -113,6 +115,13 @@ def test_a_launcher_must_start_as_many_ranks_as_the_degrees_ask_for(
     assert capsys.readouterr().err == (
         "plait: parallel.pp = 2 times parallel.dp = 1 times parallel.tp = 1 needs 2 ranks, "
         "but torchrun started 3: start 2, or change the degrees.\n"
+    )
+
+
+def test_the_degrees_of_an_error_name_context_parallelism_where_there_is_some() -> None:
+    assert degrees(Plan(pp=2)) == "parallel.pp = 2 times parallel.dp = 1 times parallel.tp = 1"
+    assert degrees(Plan(cp=2)) == (
+        "parallel.pp = 1 times parallel.dp = 1 times parallel.cp = 2 times parallel.tp = 1"
     )
 
 

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -249,6 +249,31 @@ def test_of_what_is_cut_the_replicas_of_each_piece_are_alike(thread_ranks: Any, 
         kind = r"float64\[1, 440\]"
         assert re.match(the(what, FIRST, kind, r"rank 1 \(dp 1\)", r"rank 3 \(dp 3\)"), sentence), sentence
         assert "; 1 of the 20 parameters that ranks must hold alike differ: go back" in sentence
+
+
+def test_ranks_that_share_sequences_hold_the_same(thread_ranks: Any) -> None:
+    """Over cp; where a strategy cuts them, those over shard and cp are others, those over replicate alike."""
+
+    def body(plan: Plan, name: str) -> list[str]:
+        damage = Damage((3,), name, "")
+        engine, optimizer = stepped(plan)
+        with damaged(damage, engine, optimizer):
+            answer = found(engine, optimizer)
+        return [answer, found(engine, optimizer)]
+
+    ranks = [f"{rank} \\(dp {rank // 2}, cp {rank % 2}\\)" for rank in range(4)]
+    plan = Plan(dp=2, cp=2, precision="fp64")
+    (told, after), *_ = thread_ranks.run(body, plan, NORM, ranks=4)
+    others = f"ranks {', '.join(ranks[:3])}"
+    assert re.match(the("value", NORM, r"float64\[24\]", others, f"rank {ranks[3]}"), told), told
+    assert after == "nothing"
+    hybrid = replace(plan, replicate=2, strategy="optimizer")
+    (told, after), *_ = thread_ranks.run(body, hybrid, FIRST, ranks=4)
+    sentence = the("value", FIRST, r"float64\[1, 440\]", f"rank {ranks[1]}", f"rank {ranks[3]}")
+    assert re.match(sentence, told), told
+    assert after == "nothing"
+    for answers in thread_ranks.run(body, replace(plan, strategy="full"), FIRST, ranks=4):
+        assert answers == ["nothing", "nothing"]
 
 
 def test_numbers_that_are_none_are_alike_where_their_bits_are(thread_ranks: Any) -> None:

@@ -44,6 +44,14 @@ def test_the_plan_takes_every_parallel_field() -> None:
     assert plan == expected
 
 
+def test_the_plan_takes_the_fields_of_context_parallelism() -> None:
+    plan = config_from_arguments(
+        ["--parallel.cp", "3", "--parallel.context_parallel", "ring", "--parallel.context_layout", "striped"]
+    ).plan()
+    assert (plan.cp, plan.context_parallel, plan.context_layout) == (3, "ring", "striped")
+    assert plan.world == 3
+
+
 def test_options_override_the_file(demo: Path) -> None:
     config = config_from_arguments(
         ["--config", str(demo), "--model.layers", "3", "--train.lr=.5", "--train.sample", "5"]
@@ -207,6 +215,11 @@ CONTRADICTIONS = [
         "model.inner = 256, the default for model.hidden = 96, is not divisible by parallel.tp = 3: "
         "set model.inner to 255 or 258, or change parallel.tp.",
     ),
+    (
+        "--parallel.tp 2 --parallel.cp 4 --parallel.context_parallel ulysses",
+        "parallel.context_parallel is ulysses, but model.heads = 4 over parallel.tp = 2 is not divisible by "
+        "parallel.cp = 4: set parallel.context_parallel to ring, or parallel.cp to 1 or 2.",
+    ),
     ("--train.batch 2", "set train.batch to 4, or change train.microbatches."),
     (
         "--parallel.dp 4 --parallel.replicate 3",
@@ -238,6 +251,8 @@ def test_wrong_options_are_refused_in_one_sentence(options: str, message: str) -
         "--model.name llama --model.heads 8 --model.kv_heads 2 --parallel.tp 4",
         "--model.name llama --model.heads 8 --model.kv_heads 8 --model.inner 12 --parallel.tp 4",
         "--model.vocab 257 --parallel.tp 2",
+        "--parallel.tp 2 --parallel.cp 2 --parallel.context_parallel ulysses",
+        "--parallel.cp 4 --model.heads 2 --model.context 7",
         "--model.hidden 12 --model.heads 4",  # GPT-2 may have heads of odd size
     ],
 )

@@ -11,6 +11,7 @@ from plait.comm.rank_pool import RankPool
 from plait.engine import Engine
 from plait.errors import NonFiniteError
 from plait.train.config import Config
+from plait.train.config_sections import ParallelConfig
 from plait.train.loop import TrainingResult, train
 
 
@@ -47,6 +48,48 @@ def test_a_llama_matches_one_rank(thread_ranks: RankPool, tmp_path: Path) -> Non
     reports = run(thread_ranks, config)
     assert all(report.matches and report.sample for report in reports)
     assert rows(tmp_path)[0]["loss"] == pytest.approx(math.log(256), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks_as"),
+    [
+        ({"cp": 2}, "threads"),
+        ({"cp": 2, "pp": 2, "schedule": "zb-h1", "balance": "measured", "reorder": 2}, "processes"),
+        pytest.param({"cp": 4, "strategy": "full"}, "processes", marks=pytest.mark.full),
+        pytest.param({"cp": 2, "tp": 2, "sequence_parallel": "regather"}, "threads", marks=pytest.mark.full),
+        pytest.param(
+            {"cp": 2, "dp": 2, "replicate": 2, "strategy": "full"}, "threads", marks=pytest.mark.full
+        ),
+    ],
+    ids=str,
+)
+def test_ranks_that_share_sequences_train_as_one_rank(
+    thread_ranks: RankPool, rank_pool: RankPool, tmp_path: Path, parallel: dict[str, object], ranks_as: str
+) -> None:
+    """Sequences of 19 tokens, each counted once; validation and sample, too."""
+    pool = thread_ranks if ranks_as == "threads" else rank_pool
+    results = {}
+    for name, degrees in (("one", {}), ("many", parallel)):
+        config = make(
+            tmp_path / name,
+            model={"heads": 4, "context": 19, "vocab": 256},
+            microbatches=1 if "dp" in degrees else 2,
+            precision="fp64",
+            compare=2,
+            sample="def ",
+            sample_tokens=4,
+        )
+        config = config.model_copy(update={"parallel": ParallelConfig.model_validate(degrees)})
+        results[name] = run(pool, config)
+    (alone,) = results["one"]
+    for report in results["many"]:
+        assert report.matches
+        assert report.sample == alone.sample
+        assert report.validation_loss == pytest.approx(alone.validation_loss, rel=1e-12)
+    for row, expected in zip(rows(tmp_path / "many"), rows(tmp_path / "one"), strict=True):
+        assert row["tokens"] == expected["tokens"] == 4 * 19
+        for name in ("loss", "grad_norm", "lr"):
+            assert row[name] == pytest.approx(expected[name], rel=1e-12)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -94,6 +94,25 @@ def test_in_another_layout(thread_ranks: RankPool, whole: Path, tmp_path: Path) 
     assert kept(tmp_path) == ["step-00000006"]
 
 
+def test_in_one_layout_of_long_contexts_after_another(
+    thread_ranks: RankPool, whole: Path, tmp_path: Path
+) -> None:
+    """After three steps on ranks of `pp` one on ranks of `cp`, one on ranks of `tp`, one on more of `cp`."""
+    layouts: list[dict[str, Any]] = [
+        {"cp": 2, "strategy": "optimizer"},
+        {"tp": 2},
+        {"cp": 4, "strategy": "full", "context_layout": "striped"},
+    ]
+    for number, parallel in enumerate(layouts):
+        source = whole / "checkpoints" / "step-00000003"
+        if number:
+            source = tmp_path / str(number - 1) / "checkpoints" / f"step-{3 + number:08d}"
+        made = make(tmp_path / str(number), resume=str(source), parallel=parallel, save_every=1, keep_last=0)
+        run(thread_ranks, made)
+        for row, other in zip(numbers(tmp_path / str(number)), numbers(whole)[3 + number :], strict=True):
+            assert row == pytest.approx(other, rel=1e-5)
+
+
 def test_a_damaged_one_is_told_and_passed_over(
     thread_ranks: RankPool, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +21,13 @@ from parity.cases import USER_CASES, gpt2, llama, with_values
 from parity.dropping import DROPPING, dropping
 from plait.comm.mesh import Mesh
 from plait.comm.rank_pool import RankPool
+from plait.context_attention.kernels import block_backward, block_forward, empty_result, merge
 from plait.errors import ModelError, PlanError
 from plait.plan import Plan, Recompute
 from plait.tensor.vocabulary_partition import Vocabulary
 from plait.verification.case import Case
 from plait.verification.integer_mode import (
+    GRAIN,
     LARGEST,
     PERIOD,
     STAND_INS,
@@ -212,6 +215,33 @@ def test_attention_has_whole_gradients_for_all_three() -> None:
         assert tensor.grad.any()
 
 
+@pytest.mark.parametrize("mask", ["full", "causal", torch.rand(5, 4, generator=torch.manual_seed(1)) < 0.5])
+def test_blocks_of_attention_add_up_to_all_of_it(mask: Any) -> None:
+    """Output and gradients of a block and of the keys after it, merged, are those of all keys at once."""
+    q, k, v, gradient = whole(2, 4, 5, 3), whole(2, 2, 6, 3, seed=1), whole(2, 2, 6, 3, seed=2), heads(4)
+    pairs = torch.ones(5, 4).tril().bool() if mask == "causal" else torch.ones(5, 4).bool()
+    pairs = pairs if isinstance(mask, str) else mask
+    tensors = [one.clone().requires_grad_() for one in (q, k, v)]
+    seen = torch.cat([pairs, torch.ones(5, 2).bool()], 1)
+    expected = attention(*tensors, attn_mask=seen, enable_gqa=True)
+    expected.backward(gradient)
+    blocks = [(k[:, :, :4], v[:, :, :4], mask), (k[:, :, 4:], v[:, :, 4:], "full")]
+    out, lse = empty_result(q, v)
+    found = [torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)]
+    with IntegerMode():
+        for key, value, own in blocks:
+            merge(out, lse, *block_forward(q, key, value, own, 1.0))
+        for number, (key, value, own) in enumerate(blocks):
+            of_query, *of_keys = block_backward(gradient, q, key, value, out, lse, own, 1.0)
+            found[0] += of_query
+            for total, part in zip(found[1:], of_keys, strict=True):
+                total[:, :, 4 * number : 4 * number + 4] += part
+    assert torch.equal(out, expected)
+    for one, tensor in zip(found, tensors, strict=True):
+        assert tensor.grad is not None
+        assert torch.equal(one, tensor.grad)
+
+
 def test_stand_ins_hold_only_while_entered() -> None:
     x = torch.tensor([0.3])
     with IntegerMode():
@@ -236,10 +266,23 @@ def test_parameters_are_small_whole_numbers_by_name_and_seed() -> None:
 def test_the_weights_of_a_batch_are_whole_and_add_up_to_a_power_of_two(rows: int) -> None:
     inputs, weights = integer_batch(torch.rand(rows, 3), rows)
     assert is_whole(inputs)
-    assert weights.shape == (rows,)
+    assert weights.shape == (rows, 3)
     assert (weights > 0).all()
     total = int(weights.sum())
     assert total & (total - 1) == 0
+
+
+@pytest.mark.parametrize("length", [2**14, 2**15, 40_000, 2**18])
+def test_the_weights_of_long_sequences_add_up_to_what_gradients_can_be_divided_by(length: int) -> None:
+    _, weights = integer_batch(torch.zeros(2, length), 2)
+    total = int(weights.sum())
+    assert total & (total - 1) == 0
+    assert total <= 1 / GRAIN
+    assert (weights.view(-1, 16) > 0).any(1).all()
+
+
+def test_a_batch_without_positions_has_weights_of_rows() -> None:
+    assert integer_batch(torch.rand(5), 5)[1].shape == (5,)
 
 
 def test_tokens_of_a_batch_stay_what_they_are() -> None:
@@ -270,6 +313,26 @@ def test_the_loss_of_pieces_is_that_of_the_whole(rank_pool: RankPool) -> None:
     for one, two, whole_gradient, piece_gradient in rank_pool.run(pieces, whole(3, 4, 11), targets, ranks=2):
         assert one == two
         assert torch.equal(whole_gradient, piece_gradient)
+
+
+def test_the_loss_of_pieces_of_numbers_per_row(rank_pool: RankPool) -> None:
+    """As many classes as positions: the weights are those of the last dim either way."""
+    for one, two, *gradients in rank_pool.run(pieces, whole(3, 5), whole(3, 5, seed=1), ranks=2):
+        assert one == two
+        assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("shape", [(3, 6, 4), (3, 6)])
+def test_the_loss_of_positions_adds_up(shape: tuple[int, ...]) -> None:
+    output, weights, loss = whole(*shape), whole(3, 6, seed=1), WeightedSum()
+    parts = [loss.total(output[:, own], weights[:, own]) for own in (slice(0, 6, 2), slice(1, 6, 2))]
+    assert torch.equal(torch.stack(parts).sum(), loss.total(output, weights))
+    assert not torch.equal(loss.total(output, weights.flip(1)), loss.total(output, weights))
+
+
+def test_an_output_without_positions_has_the_weights_of_rows() -> None:
+    output, weights = whole(3, 4), whole(3, 6, seed=1)
+    assert torch.equal(WeightedSum().total(output, weights), WeightedSum().total(output, weights.sum(1)))
 
 
 def test_the_loss_of_parts_adds_up() -> None:

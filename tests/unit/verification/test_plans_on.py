@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import cycle, islice, product
-from math import factorial
+from math import factorial, prod
 
 import pytest
 from hypothesis import given
@@ -133,7 +133,11 @@ def test_replicas_stay_only_where_they_fit() -> None:
 
 
 def cut_by_sequence(plans: tuple[Plan, ...]) -> list[Plan]:
-    return [one for one in plans if one.sequence_parallel != "none"]
+    return [one for one in plans if one.sequence_parallel != "none" and one.cp == 1]
+
+
+def with_cp(plans: tuple[Plan, ...]) -> list[Plan]:
+    return [one for one in plans if one.cp > 1]
 
 
 @given(RANKS, PLANS)
@@ -141,7 +145,7 @@ def test_layouts_with_tp_run_in_pieces_both_ways_with_every_mode(ranks: int, pla
     without = plans_on(ranks, plan, factorial(64))
     plans = plans_on(ranks, plan, factorial(64), in_pieces=True)
     added = cut_by_sequence(plans)
-    assert [one for one in plans if one not in added] == list(without)
+    assert [one for one in plans if one not in added and one.cp == 1] == list(without)
     for layout in degrees(without):
         ways = [(one.sequence_parallel, one.recompute) for one in added if (one.pp, one.dp, one.tp) == layout]
         assert ways == (list(product(("keep", "regather"), MODES)) if layout[2] > 1 else [])
@@ -158,8 +162,38 @@ def test_pieces_of_the_sequence_meet_ways_to_shard() -> None:
 def test_a_sequence_that_the_plan_cuts_is_cut_as_it_says() -> None:
     plan = Plan(tp=2, sequence_parallel="regather", recompute="full", microbatches=4)
     plans = plans_on(2, plan, 8, in_pieces=True)
-    assert plans == plans_on(2, plan, 8)
+    assert plans[: -len(with_cp(plans))] == plans_on(2, plan, 8)
     assert {one.sequence_parallel for one in plans} == {"regather"}
+
+
+@given(RANKS, PLANS)
+def test_each_layout_with_cp_has_each_attention_and_each_layout_of_positions(ranks: int, plan: Plan) -> None:
+    added = with_cp(plans_on(ranks, plan, factorial(64), in_pieces=True))
+    assert with_cp(plans_on(ranks, plan, factorial(64))) == []
+    ways = {(one.pp, one.dp, one.cp, one.tp): [] for one in added}
+    for one in added:
+        ways[one.pp, one.dp, one.cp, one.tp].append((one.context_parallel, one.context_layout))
+    every = product(range(1, ranks + 1), repeat=4)
+    assert ways.keys() == {one for one in every if prod(one) == ranks and one[2] > 1}
+    six = list(product(("ring", "ulysses"), ("zigzag", "striped", "contiguous")))
+    assert all(own == six for own in ways.values())
+
+
+def test_layouts_of_positions_meet_schedules_ways_to_shard_and_pieces() -> None:
+    plans = with_cp(plans_on(4, Plan(microbatches=4), 8, in_pieces=True))
+    assert {one.schedule for one in plans} == set(POLICY_NAMES)
+    assert {one.strategy for one in plans} == {"none", "optimizer", "gradients", "full"}
+    assert {one.sequence_parallel for one in plans if one.tp > 1} == {"none", "keep", "regather"}
+    kinds = {(one.context_layout, one.recompute) for one in plans}
+    assert kinds == set(product(("zigzag", "striped", "contiguous"), MODES))
+
+
+def test_what_the_plan_says_of_attention_is_kept() -> None:
+    plan = Plan(cp=2, context_parallel="ulysses", sequence_parallel="keep", recompute="full")
+    plans = with_cp(plans_on(4, plan, 8, in_pieces=True))
+    assert {(one.context_parallel, one.sequence_parallel, one.recompute) for one in plans} == {
+        ("ulysses", "keep", "full")
+    }
 
 
 TWO_CHUNKS = ("interleaved", "zb-v", "v-half", "v-min")

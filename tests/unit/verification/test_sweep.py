@@ -34,7 +34,7 @@ def different(equal: VerificationReport) -> VerificationReport:
 
     findings = Findings(4)
     findings.compare(Location(0, StepPhase.FORWARD, 2, 1), torch.ones(2), torch.zeros(2), Tolerance(1.0, 0.0))
-    coordinate = {"pp": 0, "replicate": 0, "shard": 0, "tp": 0}
+    coordinate = {"pp": 0, "replicate": 0, "shard": 0, "cp": 0, "tp": 0}
     return build_report(
         [RankOutcome(0, coordinate, equal.paths, findings, 0.1, 0.5)], TWO, mlp_case().options
     )

@@ -192,6 +192,7 @@ def test_a_place_in_words(location: Location, words: str) -> None:
     [
         (PLAN, "pp 1 · dp 2 · tp 2"),
         (Plan(dp=4, replicate=2), "pp 1 · dp 4 · tp 1 (2 x 2)"),
+        (Plan(cp=2, context_parallel="ring"), "pp 1 · dp 1 · cp 2 · tp 1 · ring zigzag"),
         (Plan(dp=2, strategy="optimizer"), "pp 1 · dp 2 · tp 1 · optimizer"),
         (
             Plan(dp=4, replicate=2, strategy="full", reduce="each", offload="parameters"),
@@ -354,5 +355,5 @@ def test_json_where_the_reference_is_no_number() -> None:
 
 def test_json_in_whole_numbers_has_the_bound_of_the_largest_element() -> None:
     report = verify_here(mlp_case(mode="exact", steps=1))
-    assert as_json(report)["clip"] == pytest.approx(2.5312505)
+    assert as_json(report)["clip"] == pytest.approx(2.572266125)
     assert "inf" not in str(report)

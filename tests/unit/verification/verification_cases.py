@@ -58,7 +58,7 @@ def verify_here(case: Case, plan: Plan = Plan(microbatches=2)) -> VerificationRe
 
 def coordinates_of(plan: Plan) -> list[dict[str, int]]:
     """Where each rank of a plan stands."""
-    sizes = coordinates.sizes_of(pp=plan.pp, dp=plan.dp, tp=plan.tp, replicate=plan.replicate)
+    sizes = coordinates.sizes_of_plan(plan)
     return [coordinates.coordinate_of(rank, sizes) for rank in range(plan.world)]
 
 
@@ -95,7 +95,8 @@ def phases_of(outcomes: Sequence[RankOutcome]) -> set[StepPhase]:
 def label(plan: Plan) -> str:
     """A plan's name among a test's parameters."""
     recompute = "" if plan.recompute == "none" else f"-{plan.recompute}"
-    return f"pp{plan.pp}-dp{plan.dp}-tp{plan.tp}-{plan.schedule}{recompute}"
+    context = f"-cp{plan.cp}-{plan.context_parallel}-{plan.context_layout}" if plan.cp > 1 else ""
+    return f"pp{plan.pp}-dp{plan.dp}{context}-tp{plan.tp}-{plan.schedule}{recompute}"
 
 
 def run_each(case: Case, plans: Sequence[Plan]) -> list[RankOutcome | RefusedPlan]:

@@ -15,7 +15,7 @@ SAME_NORM = 1e-6
 NOT_SUMMED = (StepPhase.INITIAL, StepPhase.INPUT, StepPhase.PARAMETERS)
 """Phases whose tensors are not sums over ranks."""
 IN_PIECES = (StepPhase.INITIAL, StepPhase.PARAMETERS, StepPhase.REDUCTION, StepPhase.OPTIMIZER)
-"""Phases in which ranks of dp have pieces."""
+"""Phases in which ranks of dp and cp have pieces of parameters."""
 
 
 def summands(symptoms: Symptoms) -> str | None:
@@ -39,9 +39,9 @@ def summands(symptoms: Symptoms) -> str | None:
 
 
 def piece_of_another(symptoms: Symptoms) -> str | None:
-    """Return a sentence if the tensor equals the expected piece of another `tp` or `dp` rank; else None."""
+    """Return a sentence if the tensor equals the expected piece of another tp, cp or dp rank; else None."""
     first = symptoms.first
-    axes = ("tp", "dp") if symptoms.phase in IN_PIECES else ("tp",)
+    axes = ("tp", "cp", "dp") if symptoms.phase in IN_PIECES else ("tp", "cp")
     for rank in (rank for axis in axes for rank in symptoms.neighbours((axis,))):
         other = symptoms.evidence.get(rank, first)
         pairs = zip(bases_of(first, symptoms.phase), bases_of(other, symptoms.phase), strict=False)
@@ -65,6 +65,19 @@ def later_pieces(symptoms: Symptoms) -> str | None:
     )
 
 
+def other_positions(symptoms: Symptoms) -> str | None:
+    """Return a sentence if, under context parallelism, not all `cp` ranks differ in a layer's output."""
+    wrong = {symptoms.coordinates[rank]["cp"] for rank in symptoms.evidence}
+    right = {symptoms.coordinates[rank]["cp"] for rank in symptoms.compared_on} - wrong
+    if symptoms.plan.cp == 1 or symptoms.phase is not StepPhase.FORWARD or not right:
+        return None
+    return (
+        "only some ranks' positions of the sequence differ: either something counts positions from the start "
+        "of a rank's part (plait.positions gives them), or keys of another rank are lost, are others, or are "
+        "masked otherwise, or a layer looks at positions beside its attention"
+    )
+
+
 def norm(symptoms: Symptoms) -> str | None:
     """Return a sentence on what a wrong gradient norm leaves out or counts twice; None if it is right."""
     if symptoms.phase is not StepPhase.NORM:
@@ -81,7 +94,7 @@ def norm(symptoms: Symptoms) -> str | None:
                 "it is too small: it leaves out what other ranks hold, for the squares of the ranks of "
                 f"{axis} add up to what it should be"
             )
-    degrees = {"tp": plan.tp, "dp": plan.dp, "pp": plan.pp}
+    degrees = {"tp": plan.tp, "cp": plan.cp, "dp": plan.dp, "pp": plan.pp}
     times = [
         name for name, size in degrees.items() if size > 1 and abs(actual**2 / expected**2 / size - 1) < 1e-6
     ]

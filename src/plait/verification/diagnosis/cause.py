@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from plait.verification.diagnosis.across_ranks import later_pieces, norm, piece_of_another, summands
+from plait.verification.diagnosis.across_ranks import (
+    later_pieces,
+    norm,
+    other_positions,
+    piece_of_another,
+    summands,
+)
 from plait.verification.diagnosis.misplaced_values import (
     part_of_a_dim,
     permuted,
@@ -40,6 +46,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     permuted,
     later_pieces,
     positions,
+    other_positions,
 )
 """The most certain first."""
 
@@ -78,16 +85,27 @@ def unexplained(symptoms: Symptoms) -> str:
     return found if isinstance(found, str) else found(symptoms)
 
 
+def _input(symptoms: Symptoms) -> str:
+    others = ["other rows", "changed ones"]
+    if symptoms.plan.cp > 1:
+        others.insert(1, "other positions")
+    return f"the first stage was given other values than its rows of the batch: {either(others)}"
+
+
 def _forward(symptoms: Symptoms) -> str:
     inside = symptoms.difference.inside
     known = "the layer's input is equal, and what it gives is not"
     if inside is not None:
         return f"{known}: {inside.sentence}"
-    if symptoms.partitioned:
-        return (
-            f"{known}: either it is cut over tp in a way that it cannot be, or it computes something else "
-            "on its own"
+    suspects = []
+    if symptoms.plan.cp > 1:
+        suspects.append(
+            "its positions are not this rank's, or it sees other keys than those of its documents and window"
         )
+    if symptoms.partitioned:
+        suspects.append("it is cut over tp in a way that it cannot be")
+    if suspects:
+        return f"{known}: {either([*suspects, 'it computes something else on its own'])}"
     return f"{known}: it computes something else, or with other parameters"
 
 
@@ -97,6 +115,8 @@ def _loss(symptoms: Symptoms) -> str:
         if symptoms.partitioned
         else ""
     )
+    if symptoms.plan.cp > 1:
+        pieces += ", or the loss is no sum over positions, or the targets are those of other positions"
     return f"the output is equal: either the targets or the loss itself are others{pieces}"
 
 
@@ -106,6 +126,11 @@ def _input_gradient(symptoms: Symptoms) -> str:
     if symptoms.partitioned:
         suspects.append(
             "a sum over tp, where its region begins or ends, is wrong (missing, doubled, averaged, rounded)"
+        )
+    if symptoms.plan.cp > 1:
+        suspects.append(
+            "a gradient of keys and values that other ranks of cp return is lost, is another rank's, or "
+            "counts more than once"
         )
     if symptoms.plan.recompute != "none":
         suspects.append("what is recomputed is not what was computed")
@@ -152,10 +177,7 @@ UNEXPLAINED: Mapping[StepPhase, str | Callable[[Symptoms], str]] = {
         "depends on how the batch is cut, as statistics over rows do, or a loss whose total is no sum over "
         "rows"
     ),
-    StepPhase.INPUT: (
-        "the first stage was given other values than its rows of the batch: either other rows, or changed "
-        "ones"
-    ),
+    StepPhase.INPUT: _input,
     StepPhase.PARAMETERS: (
         "the pieces are right on the ranks that hold them, and what was gathered of them is not: from "
         "other ranks, to other places, too early, not at all, or changed on its way"

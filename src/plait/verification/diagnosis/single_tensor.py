@@ -123,7 +123,7 @@ def _degrees_of(ratio: float, symptoms: Symptoms, slack: float) -> str:
 
 
 def _degrees(symptoms: Symptoms) -> dict[str, int]:
-    """Return by name the degrees above 1 (tp, dp, micro-batches, pp) over which tensors may be summed."""
+    """Return by name the degrees above 1 (tp, cp, dp, micro-batches, pp) over which tensors may be summed."""
     plan, phase = symptoms.plan, symptoms.phase
     if phase in (
         StepPhase.INITIAL,
@@ -136,7 +136,7 @@ def _degrees(symptoms: Symptoms) -> dict[str, int]:
     inside = phase in (StepPhase.FORWARD, StepPhase.INPUT_GRADIENT)
     degrees = {"tp": plan.tp} if symptoms.partitioned or not inside else {}
     if not inside and phase is not StepPhase.LOSS:
-        degrees |= {"dp": plan.dp, "the number of micro-batches": plan.microbatches}
+        degrees |= {"cp": plan.cp, "dp": plan.dp, "the number of micro-batches": plan.microbatches}
     if phase not in (StepPhase.FORWARD, StepPhase.INPUT_GRADIENT, StepPhase.LOSS, StepPhase.WEIGHT_GRADIENT):
         degrees |= {"pp": plan.pp}
     return {name: size for name, size in degrees.items() if size > 1}

@@ -15,7 +15,7 @@ from plait.verification.location import StepPhase
 
 FITS, ROUGHLY = 1e-6, 1e-3
 """Fraction of a difference that a hypothesis may leave unexplained, and at most where rounding is large."""
-AXES = ("tp", "dp", "pp")
+AXES = ("tp", "cp", "dp", "pp")
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,8 @@ class Symptoms:
     def axes(self) -> Sequence[str]:
         """Names of the mesh axes over which a tensor may be summed; with hybrid sharding `replicate`, too."""
         is_hybrid = self.plan.shards and self.plan.replicate > 1
-        return ("tp", "replicate", "dp", "pp") if is_hybrid else AXES
+        axes = ("tp", "cp", "replicate", "dp", "pp") if is_hybrid else AXES
+        return tuple(axis for axis in axes if axis != "cp" or self.plan.cp > 1)
 
 
 def bases_of(evidence: Evidence, phase: StepPhase) -> Iterator[tuple[str, Tensor]]:

@@ -31,6 +31,20 @@ def with_other_parameters(expected: Tensor, parameters: Mapping[str, Tensor], tp
             yield f"{name} is added {tp} times, once on each rank of tp", expected + (tp - 1) * value
 
 
+def with_local_positions(
+    expected: Tensor, parameters: Mapping[str, Tensor], positions: Tensor
+) -> NamedTensors:
+    """Yield a layer's output with positions counted from the start of this rank's part of the sequence.
+
+    `expected` `[rows, size, features]`, at `positions` `[size]`; `parameters`, whole, by name.
+    """
+    for name, table in parameters.items():
+        if table.dim() == 2 and table.shape[1] == expected.shape[-1] and len(positions) <= table.shape[0]:
+            own = table[: len(positions)] - table[positions.clamp(max=table.shape[0] - 1)]
+            text = f"{name} is read at positions 0, 1, 2, … instead of this rank's: take plait.positions"
+            yield text, expected + own
+
+
 def with_another_loss(
     loss: Loss, output: Tensor, targets: list[Value], number: int, total: Tensor
 ) -> NamedTensors:

@@ -1,0 +1,101 @@
+"""What attention layers keep of long sequences on a rank of `cp`: predicted, and counted in real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import plait
+from parity.live_bytes import LiveBytes
+from plait.blueprint import build_blueprint
+from plait.footprint.traces import trace_model
+from plait.plan import Plan
+from plait.schedules.action import Kind
+from plait.schedules.program import RunLayer
+
+CP, ATTENTION = 4, 1
+"""Ranks, and the number of the attention layer: the embedding is layer 0."""
+MOST = 0.27
+"""Of what one rank keeps, on each of four."""
+LONG, SHORTER = 32_768, 8_192
+SIZES = {"layers": 1, "vocab": 64, "tied": False}
+FAMILIES: dict[str, Callable[..., nn.Module]] = {
+    "gpt2": partial(plait.models.gpt2, **SIZES, hidden=768, heads=12),
+    "llama": partial(plait.models.llama, **SIZES, hidden=1024, heads=16, kv_heads=4, inner=512),
+}
+SMALL: dict[str, Callable[..., nn.Module]] = {
+    "gpt2": partial(plait.models.gpt2, **SIZES, hidden=32, heads=4),
+    "llama": partial(plait.models.llama, **SIZES, hidden=32, heads=4, kv_heads=2, inner=64),
+}
+
+
+def predicted(model: nn.Module, length: int, plan: Plan) -> int:
+    """Bytes that the attention layer keeps from its forward until its backward, with what layers share."""
+    tokens = torch.empty(1, length, dtype=torch.int64, device="meta")
+    traces = trace_model(build_blueprint(model, plan), tokens, tokens, plait.cross_entropy)
+    forward = traces.layers[ATTENTION].forward
+    made = sum(forward.allocated.get(number, 0) for number in forward.saved)
+    return made + sum(traces.shared[ATTENTION].values()) + sum(traces.caches[ATTENTION].values())
+
+
+def counted_in_a_rank(make: Callable[..., nn.Module], plan: Plan) -> int:
+    """The same, in the second step of a rank."""
+    live, found = LiveBytes(), dict[int, int]()
+    model: Any = make()
+    tokens = torch.randint(64, (1, model.context + 1), generator=torch.Generator().manual_seed(0))
+    with live:
+        engine = plait.parallelize(model, plan, plait.Mesh(plan), plait.cross_entropy)
+
+        def count(instruction: Any, _: Any) -> None:
+            if isinstance(instruction, RunLayer) and instruction.action.kind is Kind.F:
+                found[instruction.layer] = live.settled()
+
+        engine.observe(count)
+        engine.forward_backward(tokens[:, :-1], tokens[:, 1:])
+    return found[ATTENTION] - found[ATTENTION - 1]
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped", "contiguous"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rank_keeps_its_share_of_a_long_sequence(family: str, layout: Any) -> None:
+    """By default, where keys are sent again."""
+    model = FAMILIES[family](context=LONG)
+    whole = predicted(model, LONG, Plan(precision="fp32"))
+    plan = Plan(cp=CP, context_parallel="ring", context_layout=layout, precision="fp32")
+    assert predicted(model, LONG, plan) <= MOST * whole
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_breaks_the_quarter(family: str) -> None:
+    """Kept keys and values are those of all ranks; Ulysses keeps the output by heads and by positions."""
+    model = FAMILIES[family](context=LONG)
+    heads, kv_heads, width = (12, 12, 64) if family == "gpt2" else (16, 4, 64)
+    make = partial(Plan, cp=CP, precision="fp32")
+    ring = predicted(model, LONG, make(context_parallel="ring"))
+    kept = predicted(model, LONG, make(context_parallel="ring", sequence_parallel="keep"))
+    heads_divided = predicted(model, LONG, make(context_parallel="ulysses"))
+    others = LONG - LONG // CP
+    assert kept - ring == 2 * kv_heads * width * others * 4
+    assert heads_divided - ring == heads * width * (LONG // CP) * 4
+
+
+@pytest.mark.parametrize(
+    ("family", "length"),
+    [
+        ("llama", 1024),
+        *(pytest.param(family, SHORTER, marks=pytest.mark.full) for family in FAMILIES),
+    ],
+)
+def test_it_is_what_real_ranks_keep(rank_pool: Any, family: str, length: int) -> None:
+    make = partial(SMALL[family], context=length)
+    (whole,) = rank_pool.run(counted_in_a_rank, make, Plan(precision="fp32"), ranks=1)
+    plan = Plan(cp=CP, context_parallel="ring", precision="fp32")
+    ranks = rank_pool.run(counted_in_a_rank, make, plan, ranks=CP)
+    assert max(ranks) <= MOST * whole
+    assert ranks[0] == pytest.approx(predicted(make(), length, plan), rel=0.01)
+    assert whole == pytest.approx(predicted(make(), length, Plan(precision="fp32")), rel=0.01)

@@ -1,0 +1,107 @@
+"""What context parallelism refuses: layers that mix positions otherwise, and batches that cannot be cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import plait
+from parity.contexts import mixing
+from plait.errors import DataError, ModelError, PlanError
+from plait.plan import Plan
+
+HIDDEN = 24
+
+
+class Averaging(nn.Module):
+    """Adds the mean over all positions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.mean(1, keepdim=True)
+
+
+class Numbering(nn.Module):
+    """Numbers the positions by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        added: Tensor = x + self.table(torch.arange(x.shape[1]))
+        return added
+
+
+def with_layer(layer: nn.Module) -> nn.Module:
+    model = mixing(8).build()
+    assert isinstance(model, nn.Sequential)
+    return nn.Sequential(*model[:2], layer, *model[2:])
+
+
+def run(layer: nn.Module | None, shape: tuple[int, ...], targets: tuple[int, ...], fields: Any) -> None:
+    plan = Plan(cp=2, **fields)
+    model = mixing(8).build() if layer is None else with_layer(layer)
+    engine = plait.parallelize(model, plan, plait.Mesh(plan), loss=plait.cross_entropy)
+    engine.forward_backward(torch.zeros(shape, dtype=torch.int64), torch.zeros(targets, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (Averaging(), "layer '2' mixes positions of the sequence at aten.mean"),
+        (Numbering(), "layer '2' numbers the positions of the sequence by itself at aten.arange"),
+        (
+            nn.TransformerEncoderLayer(HIDDEN, 2, HIDDEN, dropout=0.0, batch_first=True),
+            "layer '2' mixes positions of the sequence at aten.bmm",
+        ),
+    ],
+    ids=["mean", "arange", "encoder"],
+)
+def test_a_layer_that_mixes_positions_is_named(thread_ranks: Any, layer: nn.Module, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        thread_ranks.run(run, layer, (2, 8), (2, 8), {}, ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "targets", "fields", "error", "message"),
+    [
+        ((2, 8), (2, 7), {}, DataError, r"targets have a tensor of shape \[2, 7\], but sequences of 8"),
+        ((2, 8), (2,), {}, DataError, r"targets have a tensor of shape \[2\].* set plan.cp to 1"),
+        ((2,), (2,), {}, DataError, "no tensor with rows and positions"),
+        (
+            (2, 8),
+            (2, 8),
+            {"context_parallel": "ulysses", "tp": 1, "cp": 4},
+            PlanError,
+            "6 heads do not divide over plan.cp = 4",
+        ),
+    ],
+)
+def test_batches_and_heads_that_cannot_be_cut(
+    thread_ranks: Any, shape: Any, targets: Any, fields: Any, error: Any, message: str
+) -> None:
+    fields = dict(fields)
+    ranks = fields.pop("cp", 2)
+
+    def body() -> None:
+        plan = Plan(cp=ranks, **fields)
+        engine = plait.parallelize(mixing(8).build(), plan, plait.Mesh(plan), loss=plait.cross_entropy)
+        engine.forward_backward(torch.zeros(shape).long(), torch.zeros(targets).long())
+
+    with pytest.raises(error, match=message):
+        thread_ranks.run(body, ranks=ranks)
+
+
+def test_document_ids_are_one_for_each_position(thread_ranks: Any) -> None:
+    def body(ids: Tensor) -> None:
+        engine = plait.parallelize(mixing(8).build(), Plan(), plait.Mesh(), loss=plait.cross_entropy)
+        batch = {"tokens": torch.zeros(2, 8).long(), "document_ids": ids}
+        engine.forward_backward(batch, torch.zeros(2, 8).long())
+
+    with pytest.raises(DataError, match=r"document_ids are \[2, 7\], but its sequences have 8 positions"):
+        thread_ranks.run(body, torch.zeros(2, 7).long(), ranks=1)
+    with pytest.raises(DataError, match=r"document_ids are .*give whole numbers \[rows, length\]"):
+        thread_ranks.run(body, torch.zeros(2, 8), ranks=1)
