@@ -99,7 +99,8 @@ def _storages(value: Value) -> dict[int, int]:
 
 def _bytes(result: Any) -> int:
     """Return the bytes of the tensors in a shared result; tensors with one memory count once."""
-    return sum({id(one.untyped_storage()): one.nbytes for one in _tensors(result)}.values())
+    storages = {id(storage): storage for storage in (one.untyped_storage() for one in _tensors(result))}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def _tensors(result: Any) -> Iterator[Tensor]:
