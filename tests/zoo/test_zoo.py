@@ -7,6 +7,7 @@ from plait.verification.options import VerifyOptions
 from zoo.backward import BACKWARD
 from zoo.bounds import BOUNDS
 from zoo.cases import TWO_COPIES
+from zoo.context import CONTEXT
 from zoo.dropping import DROPPING
 from zoo.forward import FORWARD
 from zoo.four import FOUR
@@ -35,6 +36,7 @@ TABLES = (
     SCATTERING,
     DROPPING,
     SEQUENCE,
+    CONTEXT,
     STEPPING,
     BOUNDS,
     PRECISION,
@@ -43,7 +45,7 @@ TABLES = (
 ROWS = tuple(row for table in TABLES for row in table)
 EXACT = VerifyOptions(mode="exact", steps=1)
 IN_ONE_STEP = (row for row in (*SHARDING, *SCATTERING) if not row.named.step)
-SEEN_BY_EXACT = (*FORWARD, *BACKWARD, *WEIGHTS, *REDUCTIONS, *FOUR, *IN_ONE_STEP, *SEQUENCE)
+SEEN_BY_EXACT = (*FORWARD, *BACKWARD, *WEIGHTS, *REDUCTIONS, *FOUR, *IN_ONE_STEP, *SEQUENCE, *CONTEXT)
 UNSEEN_BY_EXACT = {
     "inputs_in_single_precision": "float32 has room for small whole numbers",
     "hidden_state_sent_in_single_precision": "likewise",
@@ -59,6 +61,8 @@ UNSEEN_BY_EXACT = {
     "copy_differs": "likewise",
     "flat_pieces_do_not_decay": "nothing decays",
     "dropout_counts_from_the_piece": "there are no whole numbers left, so that it is refused",
+    "blocks_added_without_rescaling": "that is how blocks of the stand-in are merged",
+    "backward_with_the_blocks_own_sum": "the stand-in has no weights to normalise",
     "backward_of_the_reduction_scaled": "the loss ends in a reduction, so that it begins there",
 }
 ENOUGH, NAMED, EXPLAINED = 48, 0.95, 0.9

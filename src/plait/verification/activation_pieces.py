@@ -65,6 +65,13 @@ class ActivationPieces:
         layout = sequence_layout(length, self.cp, self.blueprint.plan.context_layout)
         return layout.positions(self.mesh.index("cp"))
 
+    def targets_shifted_late(self, targets: Value) -> list[tuple[str, Value]]:
+        """Return this rank's part of next tokens as `targets` if they were shifted in this part; named."""
+        if self.cp == 1 or not isinstance(targets, Tensor) or targets.dim() < 2:
+            return []
+        tokens = self.at_positions(targets.roll(1, 1), self.mesh.index("cp"))
+        return [("targets that are shifted after the cut, within this rank's positions", tokens.roll(-1, 1))]
+
     def total(
         self, loss: Loss, output: Value, targets: Value, recorded: Tensor, tolerance: Tolerance
     ) -> tuple[Tensor, Tolerance]:

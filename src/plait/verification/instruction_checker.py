@@ -261,7 +261,8 @@ class InstructionChecker:
         output = self.recording.find(scope, RecordKey("output", last, "0"))
         if output is not None and self.recording.find(scope, RecordKey("output", last, "1")) is None:
             output, *targets = self.pieces.of_cp([output, *self.targets])
-            yield from with_another_loss(self.runtime.loss, output, targets, microbatch, total)
+            others = self.pieces.targets_shifted_late(self.targets[microbatch])
+            yield from with_another_loss(self.runtime.loss, output, targets, microbatch, total, others)
 
     def _inner_difference(self, action: Action, layer: int, scope: RecordScope) -> InnerDifference | None:
         sketches = self.sketches.get((action.stage, layer - self.blueprint.stage_layers[action.stage].start))

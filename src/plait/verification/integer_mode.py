@@ -7,7 +7,7 @@ of attention works on each head by itself, and is a sum over keys, which blocks 
     norms                 fold(x) · weight + bias
     activations           relu(fold(x))
     softmax               fold(x)
-    attention             Σ (fold(q) + fold(k) + 2 fold(v)) over the positions that may be seen
+    attention             Σ (fold(q) + |fold(k)| + 2 |fold(v)|) over the positions that may be seen
     sin, cos, …           rounded; rotary angles need no gradient
     the loss              a weighted sum of the output; weights per position add up to a power of two
 
@@ -105,15 +105,16 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
-        ctx.save_for_backward(seen)
-        return seen.sum(-1, keepdim=True) * _folded(query) + seen @ (_folded(key) + 2 * _folded(value))
+        key, value = _folded(key), _folded(value)
+        ctx.save_for_backward(seen, key.sign(), value.sign())
+        return seen.sum(-1, keepdim=True) * _folded(query) + seen @ (key.abs() + 2 * value.abs())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        (seen,) = ctx.saved_tensors
+        seen, key_sign, value_sign = ctx.saved_tensors
         folded = _folded(gradient)
-        of_key = seen.mT @ folded
-        return seen.sum(-1, keepdim=True) * folded, of_key, 2 * of_key, None
+        total = seen.mT @ folded
+        return seen.sum(-1, keepdim=True) * folded, key_sign * total, 2 * value_sign * total, None
 
 
 def _attention(

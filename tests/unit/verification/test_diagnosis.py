@@ -163,6 +163,58 @@ class TestSummands:
         assert fitting(symptoms(parts, plan=TP)) == []
 
 
+CP = Plan(cp=2)
+
+
+class TestContextParallelism:
+    def test_a_sum_over_cp_is_missing(self) -> None:
+        parts = {0: NOISE, 1: EXPECTED - NOISE}
+        assert "their sum over cp is missing" in cause(parts, plan=CP, location=REDUCTION)
+
+    def test_over_dp_and_cp(self) -> None:
+        parts = {0: NOISE, 1: EXPECTED, 2: -3 * NOISE, 3: 2 * NOISE}
+        told = cause(parts, plan=Plan(dp=2, cp=2), location=REDUCTION)
+        assert "the ranks of cp and dp hold summands" in told
+
+    @pytest.mark.parametrize(("factor", "told"), [(3.0, "the size of cp"), (1 / 3, "one over cp: either")])
+    def test_the_size_of_cp_is_a_factor(self, factor: float, told: str) -> None:
+        parts = dict.fromkeys(range(3), factor * EXPECTED)
+        assert told in cause(parts, plan=Plan(cp=3), location=REDUCTION)
+        assert "cp" not in cause(parts, plan=Plan(dp=3), location=REDUCTION)
+
+    def test_no_factor_of_a_layers_output(self) -> None:
+        parts = dict.fromkeys(range(3), 3 * EXPECTED)
+        assert "the size of cp" not in cause(parts, plan=Plan(cp=3))
+
+    def test_positions_of_one_rank(self) -> None:
+        told = cause({1: NOISE}, plan=CP, compared_on=(0, 1))
+        assert told.startswith("only some ranks' positions of the sequence differ")
+        assert told.endswith("; equal on cp 0.")
+        assert fitting(symptoms({0: NOISE, 1: NOISE}, plan=CP, compared_on=(0, 1))) == []
+        assert fitting(symptoms({1: NOISE}, plan=Plan(dp=2), compared_on=(0, 1))) == []
+
+    @pytest.mark.parametrize(
+        ("phase", "told"),
+        [
+            (StepPhase.FORWARD, "its positions are not this rank's, or it sees other keys"),
+            (StepPhase.INPUT_GRADIENT, "a gradient of keys and values that other ranks of cp return is lost"),
+            (StepPhase.INPUT, "either other rows, or other positions, or changed ones"),
+            (StepPhase.LOSS, "or the loss is no sum over positions"),
+            (StepPhase.REDUCTION, "here over cp"),
+        ],
+    )
+    def test_it_is_suspected_only_where_it_is(self, phase: StepPhase, told: str) -> None:
+        location, parts = Location(0, phase, 1, 0), {0: NOISE, 1: NOISE}
+        assert told in cause(parts, plan=CP, location=location)
+        assert told not in cause({0: NOISE}, location=location)
+
+    def test_a_norm_that_counts_each_rank(self) -> None:
+        location, expected = Location(0, StepPhase.NORM), torch.tensor([2.0])
+        parts = dict.fromkeys(range(3), expected * 3**0.5)
+        told = cause(parts, plan=Plan(cp=3), location=location, expected=expected)
+        assert "as if every square counted on each rank of cp" in told
+
+
 class TestZero:
     def test_fits_zero(self) -> None:
         assert cause(0 * EXPECTED) == "it is zero: it was never computed, or never added or sent."

@@ -9,7 +9,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from plait.tensor.losses import cross_entropy
-from plait.verification.diagnosis.values_after_mistakes import with_another_loss, with_other_parameters
+from plait.verification.diagnosis.values_after_mistakes import (
+    with_another_loss,
+    with_local_positions,
+    with_other_parameters,
+)
 
 OUTPUT = torch.randn(2, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 TARGETS = [torch.tensor([[0, 1, 2], [3, 4, 0]]), torch.tensor([[4, 4, 1], [2, 0, 3]])]
@@ -31,6 +35,29 @@ def test_parameters_that_are_left_out_or_added_again() -> None:
     assert torch.equal(found["bias is not added"], OUTPUT - bias)
     assert torch.equal(found["table is added twice"], OUTPUT + table[:3])
     assert torch.equal(found["bias is added 4 times, once on each rank of tp"], OUTPUT + 3 * bias)
+
+
+def test_positions_that_are_counted_from_the_start_of_a_part() -> None:
+    table, positions = torch.arange(40.0).view(8, 5).double(), torch.tensor([0, 6, 7])
+    given = {"table": table, "bias": table[0], "narrow": table[:, :2], "short": table[:2]}
+    found = dict(with_local_positions(OUTPUT, given, positions))
+    (text,) = found
+    assert text.startswith("table is read at positions 0, 1, 2, …")
+    assert torch.equal(found[text] - OUTPUT + table[positions], table[:3].expand(2, 3, 5))
+
+
+def test_targets_on_which_the_loss_does_not_depend_explain_nothing() -> None:
+    class Sum:
+        def total(self, output: Tensor, targets: Tensor) -> Tensor:
+            return output.sum()
+
+        def weight(self, targets: Tensor) -> int:
+            return 1
+
+    others = [("some targets", TARGETS[1])]
+    assert list(with_another_loss(Sum(), OUTPUT, TARGETS, 0, OUTPUT.sum(), others)) == []
+    named = dict(with_another_loss(cross_entropy, OUTPUT, TARGETS, 0, total(TARGETS[0]), others))
+    assert torch.equal(named["it is the loss for some targets"], total(TARGETS[1]))
 
 
 def test_losses_of_other_targets() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -46,11 +46,17 @@ def with_local_positions(
 
 
 def with_another_loss(
-    loss: Loss, output: Tensor, targets: list[Value], number: int, total: Tensor
+    loss: Loss,
+    output: Tensor,
+    targets: list[Value],
+    number: int,
+    total: Tensor,
+    others: Iterable[tuple[str, Value]] = (),
 ) -> NamedTensors:
     """Yield the loss of micro-batch `number` with shifted or other targets, and as a mean instead of a sum.
 
-    `targets` are those of each of the rank's micro-batches. Targets that the loss refuses are skipped.
+    `targets` are those of each of the rank's micro-batches; `others`: further ones, named. Targets that the
+    loss refuses are skipped.
     """
     own = targets[number]
     weight = torch.as_tensor(loss.weight(own)).to(total)
@@ -59,12 +65,18 @@ def with_another_loss(
             f"it is a mean: divided by its weight, {float(weight):g}, which the engine does itself",
             total / weight,
         )
-    for text, other in _other_targets(targets, number):
-        try:
-            value = loss.total(output.clone(), other).detach()
-        except Exception:  # a user's loss, on targets that it may not support
-            continue
-        yield f"it is the loss for {text}", value
+    right = _total_of(loss, output, own)
+    for text, other in (*others, *_other_targets(targets, number)):
+        value = _total_of(loss, output, other)
+        if value is not None and (right is None or not torch.equal(value, right)):
+            yield f"it is the loss for {text}", value
+
+
+def _total_of(loss: Loss, output: Tensor, targets: Value) -> Tensor | None:
+    try:
+        return loss.total(output.clone(), targets).detach()
+    except Exception:  # a user's loss, on targets that it may not support
+        return None
 
 
 def _other_targets(targets: list[Value], number: int) -> Iterator[tuple[str, Value]]:

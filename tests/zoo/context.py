@@ -1,0 +1,350 @@
+"""Mistakes of context parallelism: positions, masks, exchanges of keys, sums over the ranks of cp."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from parity.case import Case
+from parity.cases import llama
+from parity.contexts import mixing, packed
+from plait import composer
+from plait.autograd.running_sequence import ContextParallelism, DocumentBounds, LocalSequence
+from plait.comm.handle import Handle
+from plait.context_attention import exchange_plan, ring, ulysses
+from plait.context_attention.exchange_plan import ExchangePlan, Mask, build_plan
+from plait.context_attention.kernels import block_backward, block_forward
+from plait.context_attention.key_exchange import KeyExchange
+from plait.engine import local_batch, runner
+from plait.layers.nested import Value, map_tensors
+from plait.layout.sequence_layout import SequenceLayout
+from plait.plan import Plan
+from plait.sharding import reducer
+from plait.verification.location import StepPhase
+from zoo import cases
+from zoo.patching import during, replaced_all_reduce
+from zoo.row import Named, Row
+
+WINDOW = 3
+
+
+def loss_weight_of_own_positions() -> Any:
+    """The loss's weight is summed over dp, and not over cp: gradients are cp times too large."""
+    return replaced_all_reduce(runner, "dp_cp", lambda tensor, group: tensor)
+
+
+@contextmanager
+def positions_of_the_part() -> Iterator[None]:
+    """A rank counts the positions of its part from 0, and looks up its position embedding there."""
+    original = LocalSequence.positions
+
+    def positions(self: LocalSequence, device: torch.device) -> Tensor:
+        if self.group.size == 1:
+            return original(self, device)
+        return torch.arange(self.size, device=device)
+
+    with patch.object(LocalSequence, "positions", positions):
+        yield
+
+
+def angles_of_the_part() -> Any:
+    """So do rotary angles."""
+    return positions_of_the_part()
+
+
+def _with_peers(change: Any) -> Any:
+    """Replace the plan of a rank that has peers by what `change` returns for the arguments of the plan."""
+
+    def build(layout: SequenceLayout, index: int, mask: Mask, documents: Any = None) -> ExchangePlan:
+        plan = build_plan(layout, index, mask, documents)
+        return plan if layout.ranks == 1 else change(plan, layout, index, mask, documents)
+
+    return patch.object(exchange_plan, "build_plan", build)
+
+
+def mask_of_the_other_ranks_block() -> Any:
+    """Each of two ranks masks the other's keys as that one masks its own."""
+
+    def change(plan: ExchangePlan, layout: SequenceLayout, index: int, *more: Any) -> ExchangePlan:
+        other = build_plan(layout, 1 - index, *more).peers[index]
+        peers = [one and replace(one, calls=other.calls) for one in plan.peers if other is not None]
+        return replace(plan, peers=tuple(peers))
+
+    return _with_peers(change)
+
+
+def window_one_too_narrow_for_other_ranks_keys() -> Any:
+    """A window that begins in another rank's part is one position too narrow."""
+
+    def change(
+        plan: ExchangePlan, layout: SequenceLayout, index: int, mask: Mask, documents: Any
+    ) -> ExchangePlan:
+        narrower = build_plan(layout, index, replace(mask, window=WINDOW - 1), documents)
+        return replace(plan, peers=narrower.peers)
+
+    return _with_peers(change)
+
+
+def blocks_added_without_rescaling() -> Any:
+    """What two blocks give is added up, as if both had the same log-sum-exp."""
+
+    def merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+        out += part_out
+        torch.logaddexp(lse, part_lse, out=lse)
+
+    return patch.object(ring, "merge", merge)
+
+
+def backward_with_the_blocks_own_sum() -> Any:
+    """The backward of a block takes the log-sum-exp of that block's scores."""
+
+    def backward(
+        gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: Any,
+        scale: float,
+        *more: Any,
+    ) -> Any:
+        _, own = block_forward(query, key, value, mask, scale, *more)
+        return block_backward(gradient, query, key, value, out, own, mask, scale, *more)
+
+    return patch.object(ring, "block_backward", backward)
+
+
+def gradients_of_keys_to_the_wrong_rank() -> Any:
+    """A rank returns to each peer what is the next one's."""
+    original = KeyExchange.start_return
+
+    def start_return(self: KeyExchange, gradients: Tensor, each: int) -> None:
+        parts = [part for part in gradients.split(self.plan.received(each)) if len(part)]
+        original(self, torch.cat([*parts[1:], parts[0]]), each)
+
+    return patch.object(KeyExchange, "start_return", start_return)
+
+
+def gradients_of_own_keys_dropped() -> Any:
+    """What arrives from other ranks replaces what a rank's own queries give, instead of being added."""
+    original = KeyExchange.add_returned
+
+    def add_returned(self: KeyExchange, key: Tensor, value: Tensor) -> None:
+        key.zero_()
+        value.zero_()
+        original(self, key, value)
+
+    return patch.object(KeyExchange, "add_returned", add_returned)
+
+
+def keys_of_the_first_micro_batch() -> Any:
+    """The buffer of the first micro-batch's keys is read for all of them."""
+    kept: list[Tensor] = []
+    original = KeyExchange.received
+
+    def received(self: KeyExchange, key: Tensor, value: Tensor) -> Tensor:
+        kept.append(original(self, key, value))
+        return kept[-1 if kept[0].is_meta else 0]
+
+    return during("forward", lambda: patch.object(KeyExchange, "received", received))
+
+
+def heads_in_another_order() -> Any:
+    """The heads that come back from the other ranks begin with the second."""
+    attention = import_module("plait.context_attention.attention")  # the package has a function of this name
+    original = attention.to_positions
+    return patch.object(attention, "to_positions", lambda *given: original(*given).roll(-1, 1))
+
+
+def positions_in_the_order_of_the_ranks() -> Any:
+    """The parts of a sequence are joined one after the other, though each rank has two chunks of it."""
+    return patch.object(SequenceLayout, "join", lambda self, pieces, dim=1: torch.cat(tuple(pieces), dim))
+
+
+def gradient_of_a_shared_head_of_one_rank() -> Any:
+    """A head of keys that two ranks have gets the gradient of the first one only."""
+    original = ulysses._positions_for_heads
+
+    def kept(tensor: Tensor, sequence: LocalSequence, heads: Any, all_heads: int) -> Tensor:
+        is_shared = sum(map(len, heads)) > all_heads
+        left_out = is_shared and sequence.group.index
+        return original(torch.zeros_like(tensor) if left_out else tensor, sequence, heads, all_heads)
+
+    return patch.object(ulysses, "_positions_for_heads", kept)
+
+
+def second_chunk_reversed() -> Any:
+    """The second of a rank's two chunks of the inputs is cut from its end."""
+    original = local_batch.cut
+
+    def cut(value: Value, sequence: LocalSequence | None, *more: Any) -> Value:
+        def reversed_half(part: Tensor) -> Tensor:
+            first, second = part.chunk(2, 1)
+            return torch.cat([first, second.flip(1)], 1)
+
+        found = original(value, sequence, *more)
+        is_cut = sequence is not None and sequence.group.size > 1
+        return map_tensors(reversed_half, found) if is_cut else found
+
+    return patch.object(local_batch, "cut", cut)
+
+
+def labels_shifted_after_the_cut() -> Any:
+    """The label of a chunk's last token is the first token of the rank's next chunk."""
+    original = runner.cut
+
+    def cut(value: Value, sequence: LocalSequence | None, *more: Any) -> Value:
+        tokens = original(map_tensors(lambda labels: labels.roll(1, 1), value), sequence, *more)
+        return map_tensors(lambda part: part.roll(-1, 1), tokens)
+
+    return patch.object(runner, "cut", cut)
+
+
+def documents_end_with_the_part() -> Any:
+    """Bounds of documents are found in a rank's part: what continues there is a document of its own."""
+    original = ContextParallelism.sequence
+
+    def sequence(
+        self: ContextParallelism, length: int, documents: DocumentBounds | None = None
+    ) -> LocalSequence:
+        whole = original(self, length, documents)
+        if self.group.size == 1 or documents is None:
+            return whole
+        border, place = whole.layout.size(0), torch.arange(length)
+        starts = torch.where(place < border, documents.starts, documents.starts.clamp(min=border))
+        stops = torch.where(place < border, documents.stops.clamp(max=border), documents.stops)
+        return replace(whole, documents=DocumentBounds(starts, stops), _results={})
+
+    return patch.object(ContextParallelism, "sequence", sequence)
+
+
+def gradients_averaged_over_cp() -> Any:
+    """Gradients are a mean over cp, as if its ranks had sequences of their own and means of losses."""
+    original = reducer.all_reduce
+
+    def mean(tensor: Tensor, group: Any) -> Tensor:
+        return original(tensor, group, checked=False).wait() / group.size
+
+    return replaced_all_reduce(reducer, "dp_cp", mean)
+
+
+def gradients_not_summed_over_cp() -> Any:
+    """Gradients are summed over dp alone."""
+    original = composer.reduction_groups
+
+    def groups(owners: Any, summed: Any, mesh: Any, *axis: str) -> dict[str, Any]:
+        found = original(owners, summed, mesh, *axis)
+        return {name: mesh.group("dp") if one.name == "dp_cp" else one for name, one in found.items()}
+
+    return patch.object(composer, "reduction_groups", groups)
+
+
+def mean_loss_of_the_first_part() -> Any:
+    """The mean loss leaves out the positions of other ranks than the first of cp."""
+    original = runner.all_reduce
+
+    def all_reduce(tensor: Tensor, group: Any, *arguments: Any, **options: Any) -> Handle[Tensor]:
+        is_mean = group.name == "world" and group.index
+        return original(torch.zeros_like(tensor) if is_mean else tensor, group, *arguments, **options)
+
+    return patch.object(runner, "all_reduce", all_reduce)
+
+
+RING = Plan(cp=2, microbatches=2, context_parallel="ring")
+RING_OF_THREE = replace(RING, cp=3, context_layout="contiguous")
+HEADS = replace(RING, context_parallel="ulysses")
+CONTIGUOUS = replace(RING, context_layout="contiguous")
+THREE_MICRO_BATCHES = replace(RING, microbatches=3)
+ACROSS = mixing(6, causal=False)
+IN_A_WINDOW = mixing(8, window=WINDOW)
+PACKED = packed(llama(layers=1), 8)
+
+
+def _row(
+    defect: Any,
+    phase: StepPhase,
+    layer: str | None,
+    *,
+    model: Case = cases.GPT2,
+    plan: Plan = RING,
+    **more: Any,
+) -> Row:
+    of_all = phase in (StepPhase.REDUCTION, StepPhase.MEAN_LOSS)
+    named = {"microbatch": None if of_all else 0, "ranks": (0, 1)} | more
+    return Row(defect=defect, model=model, plan=plan, named=Named(phase=phase, layer=layer, **named))
+
+
+CONTEXT = (
+    _row(
+        loss_weight_of_own_positions,
+        StepPhase.LOSS_GRADIENT,
+        "head",
+        plan=THREE_MICRO_BATCHES,
+        cause="2 times what it should be, the size of cp",
+    ),
+    _row(positions_of_the_part, StepPhase.FORWARD, "embedding", cause=r"position.weight is read at"),
+    _row(
+        angles_of_the_part,
+        StepPhase.FORWARD,
+        cases.ATTENTION,
+        model=cases.LLAMA,
+        cause="its positions are not",
+    ),
+    _row(mask_of_the_other_ranks_block, StepPhase.FORWARD, cases.ATTENTION, cause="other keys"),
+    _row(
+        window_one_too_narrow_for_other_ranks_keys, StepPhase.FORWARD, "1", model=IN_A_WINDOW, cause="window"
+    ),
+    _row(blocks_added_without_rescaling, StepPhase.FORWARD, cases.ATTENTION),
+    _row(backward_with_the_blocks_own_sum, StepPhase.INPUT_GRADIENT, cases.ATTENTION, model=cases.LLAMA),
+    _row(
+        gradients_of_keys_to_the_wrong_rank,
+        StepPhase.INPUT_GRADIENT,
+        "3",
+        model=ACROSS,
+        plan=RING_OF_THREE,
+        ranks=(0, 1, 2),
+        cause="another rank's",
+    ),
+    _row(gradients_of_own_keys_dropped, StepPhase.INPUT_GRADIENT, cases.ATTENTION, cause="is lost"),
+    _row(
+        keys_of_the_first_micro_batch, StepPhase.FORWARD, cases.ATTENTION, microbatch=1, cause="before it are"
+    ),
+    _row(heads_in_another_order, StepPhase.FORWARD, cases.ATTENTION, plan=HEADS),
+    _row(positions_in_the_order_of_the_ranks, StepPhase.FORWARD, cases.ATTENTION, plan=HEADS),
+    _row(
+        gradient_of_a_shared_head_of_one_rank,
+        StepPhase.INPUT_GRADIENT,
+        cases.ATTENTION,
+        model=cases.SHARING,
+        plan=HEADS,
+        cause="is lost",
+    ),
+    _row(second_chunk_reversed, StepPhase.INPUT, "", cause="another order"),
+    _row(labels_shifted_after_the_cut, StepPhase.LOSS, None, cause="shifted after the cut"),
+    _row(
+        documents_end_with_the_part,
+        StepPhase.FORWARD,
+        cases.ATTENTION,
+        model=PACKED,
+        plan=CONTIGUOUS,
+        ranks=(1,),
+        cause="only some ranks|documents",
+    ),
+    _row(
+        gradients_averaged_over_cp,
+        StepPhase.REDUCTION,
+        None,
+        plan=THREE_MICRO_BATCHES,
+        cause="one over cp: either averaged",
+    ),
+    _row(gradients_not_summed_over_cp, StepPhase.REDUCTION, None, cause="sum over cp is missing"),
+    _row(mean_loss_of_the_first_part, StepPhase.MEAN_LOSS, None, cause="not all of them"),
+)
