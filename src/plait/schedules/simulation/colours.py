@@ -54,6 +54,12 @@ def shade(kind: Kind, part: float) -> str:
     return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
 
 
+def rank_colour(rank: int) -> str:
+    """Return the colour of a rank as `#rrggbb`: four hues, then lighter ones, which repeat after sixteen."""
+    hues = list(_HUES)
+    return shade(hues[rank % len(hues)], rank // len(hues) % 4 / 3)
+
+
 def page_colours() -> str:
     """Return the CSS variables of the HTML page, for light and dark."""
     light, dark = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from textwrap import wrap
 
@@ -45,17 +45,24 @@ def draw_svg(
     top = heading.height
     body = (Bands if crowded else Cells)(frame, top).rows()
     height = round(top + body.height + _BELOW)
-    elements = [
+    axis = _axis(frame, top, top + body.height)
+    return svg_document(name, width, height, [*heading.elements, *axis, *body.elements])
+
+
+def svg_document(name: str, width: int, height: int, elements: Iterable[str]) -> str:
+    """Return an SVG document of `elements`, which may have the classes of timelines: title, cell, track, ….
+
+    `name`: its accessible name. `width`, `height`: in pixels.
+    """
+    lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" role="img">',
         f"<title>{escape(name)}</title>",
         f"<style>\n{_STYLE}\n</style>",
-        *heading.elements,
-        *_axis(frame, top, top + body.height),
-        *body.elements,
+        *elements,
         "</svg>\n",
     ]
-    return "\n".join(elements)
+    return "\n".join(lines)
 
 
 def _heading(frame: Frame, name: str, *, crowded: bool) -> SvgPart:
