@@ -25,11 +25,12 @@ from plait.context_attention.key_exchange import KeyExchange
 from plait.engine import local_batch, runner
 from plait.layers.nested import Value, map_tensors
 from plait.layout.sequence_layout import SequenceLayout
+from plait.pipeline.stage import Stage
 from plait.plan import Plan
 from plait.sharding import reducer
 from plait.verification.location import StepPhase
 from zoo import cases
-from zoo.patching import during, replaced_all_reduce
+from zoo.patching import during, rank, replaced_all_reduce
 from zoo.row import Named, Row
 
 WINDOW = 3
@@ -258,6 +259,20 @@ def mean_loss_of_the_first_part() -> Any:
     return patch.object(runner, "all_reduce", all_reduce)
 
 
+@contextmanager
+def weight_gradient_of_the_second_part_twice() -> Iterator[None]:
+    """The second rank adds the head's weight gradient twice in each micro-batch."""
+    original = Stage.backward_weight
+
+    def backward_weight(self: Stage, microbatch: int, layer: int) -> None:
+        if rank() == 1 and self.layers[layer].path == "head":
+            self.runs[microbatch, layer].work *= 2
+        original(self, microbatch, layer)
+
+    with patch.object(Stage, "backward_weight", backward_weight):
+        yield
+
+
 RING = Plan(cp=2, microbatches=2, context_parallel="ring")
 RING_OF_THREE = replace(RING, cp=3, context_layout="contiguous")
 HEADS = replace(RING, context_parallel="ulysses")
@@ -337,6 +352,13 @@ CONTEXT = (
         plan=CONTIGUOUS,
         ranks=(1,),
         cause="only some ranks|documents",
+    ),
+    _row(
+        weight_gradient_of_the_second_part_twice,
+        StepPhase.WEIGHT_GRADIENT,
+        "head",
+        model=cases.UNTIED,
+        parameter="head.output.weight",
     ),
     _row(
         gradients_averaged_over_cp,
