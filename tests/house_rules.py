@@ -97,6 +97,7 @@ PRIVATE_USES = {
         "_efficient_backward",
         "_scaled_dot_product_efficient_attention_backward",
     ): "likewise",
+    ("pipeline/recompute.py", "versions_of", "_version"): "whether a result was written to: no public way",
     ("autograd/regather.py", "_version", "_version"): "whether a layer wrote to what entered: likewise",
     (
         "layers/shape_inference.py",

@@ -13,9 +13,11 @@ from parity import woven
 from parity.case import Case
 from parity.dropping import by_hand
 from parity.huggingface_contexts import DROPPING, HEADS, MODELS, case, dropping_by_hand
+from parity.norm import assert_equal
 from parity.pairs import covering_rows, every_row, in_turns
 from parity.parity import TWO_STEPS, check_parity, compare
 from parity.rows import name_of
+from plait.errors import ModelError
 from plait.plan import Plan
 from plait.verification.case import Case as VerifyCase
 from plait.verification.options import VerifyOptions
@@ -105,3 +107,30 @@ def test_verify_says_equal(thread_ranks: Any, make: Any, plan: Plan) -> None:
     given = VerifyCase(model, plait.cross_entropy, [(inputs, targets)] * 2, VerifyOptions())
     report = build_report(thread_ranks.run(verify_rank, given, plan, ranks=plan.world), plan, given.options)
     assert report, report
+
+
+LENGTHS = (5, 8, 1, 3)
+"""Of the documents in a row: none is longer than the context of 8."""
+
+
+def output_of(name: str, plan: Plan, ids: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """On a rank: the logits of packed documents."""
+    model = plait.models.from_huggingface(cases.drawn(MODELS[name]))
+    engine = plait.parallelize(model, plan, plait.Mesh(plan), plait.cross_entropy)
+    output: torch.Tensor = engine.output({"tokens": tokens, "document_ids": ids})
+    return output
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_only_documents_have_to_fit_the_context(thread_ranks: Any, name: str) -> None:
+    ids = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))[None]
+    tokens = torch.randint(cases.GPT2_VOCAB, ids.shape, generator=torch.Generator().manual_seed(1))
+    plan = Plan(cp=2, precision="fp64")
+    found = thread_ranks.run(output_of, name, plan, ids, tokens, ranks=2)
+    model = cases.drawn(MODELS[name]).eval()
+    with torch.no_grad():
+        expected = torch.cat([model(part).logits for part in tokens.split(LENGTHS, 1)], 1)
+    for logits in found:
+        assert_equal({"logits": logits}, {"logits": expected}, 1e-12, "the value")
+    with pytest.raises(ModelError, match="a sequence of 13 tokens is longer than the model's context of 8"):
+        thread_ranks.run(output_of, name, plan, ids // 2, tokens, ranks=2)

@@ -171,5 +171,5 @@ def test_pieces_are_those_of_the_layouts(thread_ranks: RankPool) -> None:
     first, second = thread_ranks.run(body, ranks=2)
     for name, value in model().state_dict().items():
         if name in first:
-            pieces = {(0, 0, 0): first[name][0], (0, 1, 0): second[name][0]}
+            pieces = {(0, 0, 0, 0): first[name][0], (0, 1, 0, 0): second[name][0]}
             assert torch.equal(assemble(pieces, first[name][1]), value), name

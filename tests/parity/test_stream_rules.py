@@ -124,6 +124,8 @@ def test_axes_are_connected_when_the_mesh_is_made(thread_ranks: Any, monkeypatch
     monkeypatch.setattr(plait.Mesh, "uses_nccl", True)
     for counts in thread_ranks.under_rules("late").run(first_operations, plan, ranks=8):
         assert {axis for axis, count in counts.items() if not count} == {"pp"}
+    for counts in thread_ranks.under_rules("late").run(first_operations, Plan(pp=2, cp=2), ranks=4):
+        assert counts["cp"] == 2, "a message to each rank, too, for attention's exchange"
 
 
 @pytest.mark.full
@@ -137,6 +139,7 @@ LAYOUTS = {
     "interleaved": {"pp": 4, "schedule": "interleaved"},
     "full": {"pp": 2, "dp": 2, "strategy": "full", "reduce": "each", "schedule": "zb-h1"},
     "regather": {"tp": 2, "dp": 2, "sequence_parallel": "regather", "strategy": "gradients"},
+    "ring": {"pp": 2, "cp": 2, "context_parallel": "ring", "schedule": "zb-h1"},
 }
 
 

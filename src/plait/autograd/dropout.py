@@ -87,9 +87,15 @@ class Dropout(nn.Module):
         size = sequence.size if piece is None else shape[1]
         fits = len(shape) > 1 and shape[1] == size and all(dim % len(shape) != 1 for dim in pieces)
         if self.generator is not None:
-            self.generator.require_positions(self, shape, size, fits=fits)
+            path, rows = self.generator.path_and_rows(self)
+            if not fits or shape[0] != rows:
+                raise ModelError(
+                    f"the dropout {path} was given a tensor of shape {list(shape)}, but under context "
+                    f"parallelism this rank has {size} positions of {rows} rows: give it one whose dims 0 "
+                    "and 1 are rows and positions, or set plan.cp to 1."
+                )
         if not fits:
-            return {}
+            return {}  # on the meta device; the layer's run raises
         first = 0 if piece is None else piece.start
         held = parts_of(sequence.layout.ranges[sequence.group.index], slice(first, first + size))
         return {1: DimRanges(held, sequence.layout.length)}
@@ -188,16 +194,10 @@ class DropoutGenerator:
         calls[id(module)] = call + 1
         return key_of(self.seed, self.step, path, call), DimPiece(shape[0] // len(rows) * rows.start, 0)
 
-    def require_positions(self, module: Dropout, shape: Sequence[int], size: int, *, fits: bool) -> None:
-        """Raise ModelError unless the input of `module` `fits` `size` positions, and dim 0 is the rows."""
+    def path_and_rows(self, module: Dropout) -> tuple[str, int]:
+        """Return the path of a dropout in the running layer, and the number of the micro-batch's rows."""
         assert self._layer is not None
-        rows = len(self._layer.rows)
-        if not fits or shape[0] != rows:
-            raise ModelError(
-                f"the dropout {self._layer.path_of(module)} was given a tensor of shape {list(shape)}, but "
-                f"under context parallelism this rank has {size} positions of {rows} rows: give it one whose "
-                "dims 0 and 1 are rows and positions, or set plan.cp to 1."
-            )
+        return self._layer.path_of(module), len(self._layer.rows)
 
 
 def key_of(seed: int, step: int, path: str, call: int) -> int:

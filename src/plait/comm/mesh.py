@@ -14,7 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from plait.comm import coordinates
-from plait.comm.collectives import all_reduce
+from plait.comm.collectives import all_reduce, all_to_all
 from plait.comm.group import Group
 from plait.comm.handle import Handle
 from plait.comm.operation_watch import OperationWatch
@@ -374,6 +374,9 @@ class Mesh(GridMesh):
 
 def _reduce_first(group: Group, device: torch.device) -> None:
     all_reduce(torch.zeros(1, device=device), group, checked=False).about("the first connection").wait()
+    if group.name == "cp":  # a collective connects neighbours only, and attention sends to all ranks
+        token = torch.zeros(group.size, device=device)
+        all_to_all(token, group, checked=False).about("the first connection").wait()
 
 
 def _send_first_message(group: Group, device: torch.device) -> None:

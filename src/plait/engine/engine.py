@@ -26,7 +26,7 @@ from plait.engine.runtime_objects import InstructionObserver, Runtime
 from plait.errors import NonFiniteError
 from plait.layers.evaluation_mode import evaluating
 from plait.layers.fingerprint import fingerprint_of_order
-from plait.layers.nested import Microbatches, Value, with_tensors
+from plait.layers.nested import Value
 from plait.layout import Layout
 from plait.layout.shard_plan import ShardPlan
 from plait.schedules.schedule import Schedule
@@ -266,16 +266,10 @@ class Engine:
     def input_gradients(self) -> Value | None:
         """Return the gradients of the last step's inputs, nested like them; None if not computed.
 
-        None for integer tensors. On the ranks of the first stage; None on the others.
+        None for integer tensors. On the ranks of the first stage; None on the others. Of whole sequences.
+        Communication: with context parallelism one all-gather of each micro-batch's tensors over `cp`.
         """
-        pieces, batch = self._pipeline.input_gradients, self._pipeline.batch
-        if not pieces:
-            return None
-        if self._runner.inputs_are_cut:
-            return Microbatches(with_tensors(batch[number], pieces[number]) for number in sorted(pieces))
-        columns = [[pieces[m][i] for m in sorted(pieces)] for i in range(len(pieces[0]))]
-        whole = (None if column[0] is None else torch.cat(column) for column in columns)  # type: ignore[arg-type]
-        return with_tensors(batch[0], whole)
+        return self._runner.input_gradients()
 
     def observe(self, observer: InstructionObserver | None) -> None:
         """Call `observer(instruction, runtime)` after each instruction of later steps; None removes it."""

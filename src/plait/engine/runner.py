@@ -11,16 +11,24 @@ import torch
 from torch import Tensor, nn
 
 from plait.autograd.dropout import names_of
-from plait.autograd.running_sequence import running
+from plait.autograd.running_sequence import LocalSequence, running
 from plait.comm.collectives import all_reduce, broadcast
 from plait.comm.consistency_check import require_same_text
 from plait.device import sent
-from plait.engine.local_batch import LocalInputs, cut, local_inputs, whole_length
+from plait.engine.local_batch import LocalInputs, cut, joined, local_inputs, whole_length
 from plait.engine.recorder import Recorder
 from plait.engine.runtime_objects import InstructionObserver, Runtime
 from plait.errors import DataError, PlanError
 from plait.layers.fingerprint import fingerprint_of_tokens
-from plait.layers.nested import Microbatches, Value, signature, signatures, split_both, tensors_of
+from plait.layers.nested import (
+    Microbatches,
+    Value,
+    signature,
+    signatures,
+    split_both,
+    tensors_of,
+    with_tensors,
+)
 from plait.layers.precision import DTYPES
 from plait.layers.shape_inference import LayerInfo
 from plait.pipeline.executor import Executor
@@ -64,6 +72,8 @@ class Runner:
         """Whether the inputs of the latest step were `Microbatches`."""
         self._has_dropout = any(names_of(layer.module) for layer in blueprint.sequence.layers)
         self._infos: dict[Any, list[LayerInfo]] = {}
+        self._sequences: Sequence[LocalSequence | None] = ()
+        """Of the micro-batches of the latest step."""
         self._weights: Tensor | None = None
         self._totals: list[Tensor] = []
         self._agreed: dict[tuple[str, str], None] = {}
@@ -158,6 +168,22 @@ class Runner:
             losses = totals / divisor(self.runtime.loss, weights)
         return broadcast(losses, self.mesh.group("pp"), self.steps.schedule.rank_of[-1], checked=False).wait()
 
+    def input_gradients(self) -> Value | None:
+        """Return the gradients of the last step's inputs; see `Engine.input_gradients`."""
+        pieces, batch = self.pipeline.input_gradients, self.pipeline.batch
+        if not pieces:
+            return None
+        each = {
+            number: [None if one is None else joined(one, self._sequences[number]) for one in pieces[number]]
+            for number in sorted(pieces)
+        }
+        if self.inputs_are_cut:
+            return Microbatches(with_tensors(batch[number], each[number]) for number in each)
+        whole = (
+            None if column[0] is None else torch.cat(column) for column in zip(*each.values(), strict=True)
+        )
+        return with_tensors(batch[0], whole)
+
     def non_finite(self) -> Tensor:
         """Return whether losses and gradients of the last step are not finite; see `Engine.non_finite`."""
         losses = torch.stack(self._totals) if self.is_last else torch.zeros((), device=self.mesh.device)
@@ -209,6 +235,7 @@ class Runner:
             raise PlanError("torch.autocast is active around a step: leave it, and set plan.precision.")
         if torch.is_inference_mode_enabled():
             raise PlanError("torch.inference_mode is active around a step: leave it, or use torch.no_grad.")
+        self._sequences = batch.sequences
         self.pipeline.begin(batch.values, self._layer_infos(batch, input_gradients), batch.sequences)
         self.pipeline.loss_stage.begin(targets, scale)
         trains, program = torch.is_grad_enabled(), programs[self.mesh.index("pp")]

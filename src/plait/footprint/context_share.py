@@ -29,6 +29,13 @@ class ContextShare:
     uncut: int
     """Bytes of the micro-batch's tensors that are not part of `inputs` and `targets`: those are copies."""
 
+    def uncut_beside(self, classes: Value) -> int:
+        """Return `uncut`, with the whole tensors that `classes` are parts of where no targets were given."""
+        if self.targets is not None or self.sequence is None or self.sequence.group.size == 1:
+            return self.uncut
+        parts = sum(tensor.nbytes for tensor in tensors_of(classes))
+        return self.uncut + parts * self.sequence.layout.length // self.sequence.size
+
     def new_sequence(self) -> LocalSequence | None:
         """Return a copy of `sequence` for which no layer has computed results."""
         known = self.sequence
@@ -99,7 +106,8 @@ def _storages(value: Value) -> dict[int, int]:
 
 def _bytes(result: Any) -> int:
     """Return the bytes of the tensors in a shared result; tensors with one memory count once."""
-    return sum({id(one.untyped_storage()): one.nbytes for one in _tensors(result)}.values())
+    storages = {id(storage): storage for storage in (one.untyped_storage() for one in _tensors(result))}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def _tensors(result: Any) -> Iterator[Tensor]:

@@ -50,11 +50,12 @@ def memory(
     """Return the bytes that each rank of `plan` would allocate for `model`, during a step and between steps.
 
     `inputs` and `targets` are one data-parallel rank's share of a batch, as `Engine.forward_backward` takes
-    it; tensors on meta will do. Without `inputs`, a model that has a `context`, as plait's own have, is
-    assumed to get `rows` full sequences of tokens (default: one a micro-batch); for other models no
-    activations are counted. Without `targets` there is a class for each row of the output. `moments`: how
-    many tensors of a parameter's size the optimizer keeps for it: 2 for AdamW, 1 for SGD with momentum.
-    `device` is where layers run, by default CUDA where that is available.
+    it, in whole sequences; tensors on meta will do. Packed documents count as those of the first micro-batch,
+    where their ids are on meta as whole sequences. Without `inputs`, a model that has a `context`, as
+    plait's own have, is assumed to get `rows` full sequences of tokens (default: one a micro-batch); for
+    other models no activations are counted. Without `targets` there is a class for each row of the output.
+    `moments`: how many tensors of a parameter's size the optimizer keeps for it: 2 for AdamW, 1 for SGD with
+    momentum. `device` is where layers run, by default CUDA where that is available.
 
     Layers run once, on the meta device, and ranks do not communicate. Not counted: temporaries of the
     optimizer's step, memory of communication backends, and fragmentation. Gradients of an earlier step are

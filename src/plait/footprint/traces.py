@@ -291,7 +291,7 @@ def trace_model(blueprint: Blueprint, microbatch: Value, targets: Value | None, 
         _bytes(classes),
         [{id(cache): cache.nbytes for cache in result_caches(layer.module)} for layer in layers],
         [result_bytes(sequence) for sequence in sequences],
-        share.uncut,
+        share.uncut_beside(classes),
         frozenset(chain.from_iterable(map(method_choices, sequences))),
     )
 

@@ -18,7 +18,6 @@ Angles = tuple[Tensor, Tensor]
 """Cosines and sines."""
 
 
-@gives_positions
 def rotary_angles(
     length: int, size: int, base: float, like: Tensor, cache: ResultCache | None = None
 ) -> Angles:
@@ -37,6 +36,7 @@ def rotary_angles(
     return angles_of_positions((size, base), compute, length, dtype, like, cache)
 
 
+@gives_positions
 def angles_of_positions(
     key: Hashable,
     compute: Callable[[Tensor], Angles],

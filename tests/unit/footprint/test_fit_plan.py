@@ -72,6 +72,19 @@ def test_a_rank_without_others_can_only_take_smaller_pieces_or_offload() -> None
     assert list(changes(Plan(microbatches=8), offloads=False)) == [{}]
 
 
+def test_state_is_cut_over_ranks_that_share_sequences() -> None:
+    assert list(changes(Plan(cp=2, microbatches=8), offloads=False))[:4] == [
+        {},
+        {"strategy": "optimizer"},
+        {"strategy": "gradients"},
+        {"strategy": "full"},
+    ]
+    plan = Plan(cp=2, microbatches=2)
+    found = fit_plan(estimator(), plan, int(most_of(plan) * 0.6))
+    assert found is not None
+    assert most_of(found) <= most_of(plan) * 0.6
+
+
 def test_micro_batches_divide_the_batch() -> None:
     assert {"microbatches": 6} in changes(Plan(microbatches=3), 6)
     assert not any("microbatches" in change for change in changes(Plan(microbatches=4), 6))
