@@ -86,27 +86,29 @@ def counted_in_a_rank(make: Callable[..., nn.Module], plan: Plan) -> Bytes:
 @pytest.mark.parametrize("layout", ["zigzag", "striped", "contiguous"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_rank_keeps_its_share_of_a_long_sequence(family: str, layout: Any) -> None:
-    """By default, where keys are sent again."""
+    """By default, where keys, or outputs, are sent again."""
     model = FAMILIES[family](context=LONG)
     whole = predicted(model, LONG, Plan(precision="fp32"))
-    plan = Plan(cp=CP, context_parallel="ring", context_layout=layout, precision="fp32")
-    share = predicted(model, LONG, plan)
-    assert share.kept + share.cached <= MOST * (whole.kept + whole.cached)
+    for method in ("ring", "ulysses", "auto"):
+        plan = Plan(cp=CP, context_parallel=method, context_layout=layout, precision="fp32")
+        share = predicted(model, LONG, plan)
+        assert share.kept + share.cached <= MOST * (whole.kept + whole.cached), method
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_breaks_the_quarter(family: str) -> None:
-    """Kept keys and values are those of all ranks; Ulysses keeps the output by heads and by positions."""
+    """Kept keys and values are those of all ranks; with Ulysses the output by heads and by positions."""
     model = FAMILIES[family](context=LONG)
     heads, kv_heads, width = (12, 12, 64) if family == "gpt2" else (16, 4, 64)
     make = partial(Plan, cp=CP, precision="fp32")
     ring = predicted(model, LONG, make(context_parallel="ring")).kept
     kept = predicted(model, LONG, make(context_parallel="ring", sequence_parallel="keep")).kept
     heads_divided = predicted(model, LONG, make(context_parallel="ulysses")).kept
+    twice = predicted(model, LONG, make(context_parallel="ulysses", sequence_parallel="keep")).kept
     others = LONG - LONG // CP
     assert kept - ring == 2 * kv_heads * width * others * 4
-    positions = 8 * LONG // CP
-    assert heads_divided - ring == heads * width * (LONG // CP) * 4 - 3 * positions, "of others"
+    assert twice - heads_divided == heads * width * (LONG // CP) * 4
+    assert ring - heads_divided == 3 * 8 * LONG // CP, "positions of the plan of the exchange"
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from plait.context_attention.exchange_plan import Mask, exchange_plan
 from plait.context_attention.key_exchange import KeyExchange
 from plait.context_attention.method_choice import method_choice
 from plait.context_attention.ring import attend_to_all, share
-from plait.context_attention.ulysses import evenly_shared, heads_of_ranks, to_heads, to_positions
+from plait.context_attention.ulysses import attend_by_heads, evenly_shared, heads_of_ranks, to_heads
 from plait.context_attention.visibility import document_bounds
 from plait.context_attention.weight_dropout import (
     AnyDropout,
@@ -144,8 +144,8 @@ def attend(
     if mask is not None:
         mask = mask.from_head(of_ranks[sequence.group.index][0])
     mine = to_heads(query, sequence, of_ranks)
-    mixed = _tagged(attend_to_all(mine, keys.key, keys.value, exchange, scale, mask), dropout)
-    return to_positions(mixed, sequence, of_ranks)
+    arguments = exchange, scale, mask, sequence, of_ranks
+    return _tagged(attend_by_heads(mine, keys.key, keys.value, *arguments), dropout)
 
 
 def _tagged(output: Tensor, dropout: AnyDropout | None) -> Tensor:

@@ -44,14 +44,15 @@ def vectors_sent(query_heads: int, heads: int, ranks: int, *, keeps_keys: bool) 
     Forward and backward, on average over the ranks, without a mask. "ring": a key and a value of each head
     go to every other rank and their gradients return, `4 · heads · (ranks - 1)`; half as much again where
     keys are not kept for the backward. "ulysses": queries, outputs, keys and values, and their gradients,
-    `4 · (query_heads + heads) · (ranks - 1) / ranks`, and more where ranks share a head of keys;
-    None where the ranks do not divide the query heads.
+    `4 · (query_heads + heads) · (ranks - 1) / ranks`, and more where ranks share a head of keys; outputs
+    once more where they are not kept. None where the ranks do not divide the query heads.
     """
     ring = float((4 if keeps_keys else 6) * heads * (ranks - 1))
     if query_heads % ranks:
         return ring, None
     held = query_heads + sum(map(len, heads_of_ranks(query_heads, heads, ranks)))
-    return ring, 4 * held * (ranks - 1) / ranks
+    again = 0 if keeps_keys else query_heads
+    return ring, (4 * held + again) * (ranks - 1) / ranks
 
 
 def method_choice(sequence: LocalSequence, query_heads: int, heads: int) -> MethodChoice:

@@ -17,8 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.autograd.kept_results import kept
 from plait.autograd.running_sequence import LocalSequence
 from plait.comm.collectives import all_to_all_uneven
+from plait.context_attention.blocks import SavedAttention, attend_blocks, attention_gradients
+from plait.context_attention.key_exchange import KeyExchange
+from plait.context_attention.weight_dropout import WeightMask
 
 Heads = Sequence[tuple[int, ...]]
 """Indices of the heads that each rank gets."""
@@ -55,12 +59,25 @@ def to_heads(tensor: Tensor, sequence: LocalSequence, heads: Heads) -> Tensor:
     return result
 
 
-def to_positions(tensor: Tensor, sequence: LocalSequence, heads: Heads) -> Tensor:
-    """Return all heads for this rank's positions: inverse of `to_heads`, where each head is on one rank.
+def attend_by_heads(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    exchange: KeyExchange,
+    scale: float,
+    mask: WeightMask | None,
+    sequence: LocalSequence,
+    heads: Heads,
+) -> Tensor:
+    """Return attention of all heads at this rank's positions: `[rows, all heads, own positions, width]`.
 
-    Communication: one all-to-all over `cp`, and one in the backward.
+    `query`, `key`, `value`: results of `to_heads`, of which each query head is on one rank; `exchange`: of
+    a rank that holds whole sequences. Unless keys are kept, the output is kept by positions only, as the next
+    layer keeps it, and sent again in the backward. Communication: one all-to-all over `cp`, and one in the
+    backward, of twice the bytes where the output is sent again.
     """
-    result: Tensor = _ToPositions.apply(tensor, sequence, heads)  # type: ignore[no-untyped-call]
+    arguments = query, key, value, exchange, scale, mask, sequence, heads
+    result: Tensor = _AttendByHeads.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -72,39 +89,73 @@ class _ToHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _positions_for_heads(gradient, ctx.sequence, ctx.heads, ctx.all_heads), None, None
+        found = _positions_for_heads(gradient, ctx.sequence, ctx.heads, ctx.all_heads, overlaps=True)
+        return found, None, None
 
 
-class _ToPositions(torch.autograd.Function):
+class _AttendByHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, sequence: LocalSequence, heads: Heads) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        exchange: KeyExchange,
+        scale: float,
+        mask: WeightMask | None,
+        sequence: LocalSequence,
+        heads: Heads,
+    ) -> Tensor:
+        def compute() -> tuple[Tensor, Tensor, Tensor | None]:
+            out, lse, _ = attend_blocks(query, key, value, exchange, scale, mask)
+            every = _positions_for_heads(out, sequence, heads, heads[-1][-1] + 1)
+            return every, lse, out if sequence.parallelism.keeps_keys else None
+
+        result, lse, out = kept(compute)
+        ctx.arguments = exchange, scale, mask
         ctx.sequence, ctx.heads = sequence, heads
-        return _positions_for_heads(tensor, sequence, heads, heads[-1][-1] + 1)
+        ctx.save_for_backward(query, key, value, lse, out, result if out is None else None)
+        assert result is not None
+        return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _heads_for_positions(gradient, ctx.sequence, ctx.heads), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, lse, out, by_positions = ctx.saved_tensors
+        if out is None:
+            both = torch.cat([gradient, by_positions], 3)
+            both = _heads_for_positions(both, ctx.sequence, ctx.heads, overlaps=True)
+            gradient, out = both.chunk(2, 3)
+        else:
+            gradient = _heads_for_positions(gradient, ctx.sequence, ctx.heads, overlaps=True)
+        saved = SavedAttention(query, key, value, out, lse, None)
+        found = attention_gradients(gradient, saved, *ctx.arguments, returns=False)
+        return *found, *[None] * 5
 
 
-def _heads_for_positions(tensor: Tensor, sequence: LocalSequence, heads: Heads) -> Tensor:
+def _heads_for_positions(
+    tensor: Tensor, sequence: LocalSequence, heads: Heads, *, overlaps: bool = False
+) -> Tensor:
     """Send each rank its heads at this rank's positions; return this rank's heads at all positions."""
     rows, width = tensor.shape[0], tensor.shape[3]
     layout, mine = sequence.layout, heads[sequence.group.index]
     pieces = [torch.cat([tensor[:, run] for run in _runs(one)], 1).reshape(-1) for one in heads]
     shapes = [(rows, len(mine), layout.size(rank), width) for rank in range(layout.ranks)]
-    return layout.join(_all_to_all(pieces, sequence, shapes), 2)
+    return layout.join(_all_to_all(pieces, sequence, shapes, overlaps=overlaps), 2)
 
 
-def _positions_for_heads(tensor: Tensor, sequence: LocalSequence, heads: Heads, all_heads: int) -> Tensor:
-    """Send each rank its positions of this rank's heads; return all heads, each summed over its ranks."""
+def _positions_for_heads(
+    tensor: Tensor, sequence: LocalSequence, heads: Heads, all_heads: int, *, overlaps: bool = False
+) -> Tensor:
+    """Send each rank its positions of this rank's heads; return all heads, each summed over its ranks.
+
+    In memory the heads of the result lie within positions, as a linear reads them.
+    """
     rows, width = tensor.shape[0], tensor.shape[3]
     layout, size = sequence.layout, sequence.size
     pieces = [layout.cut(tensor, rank, 2).reshape(-1) for rank in range(layout.ranks)]
     shapes = [(rows, len(one), size, width) for one in heads]
-    arrived = _all_to_all(pieces, sequence, shapes)
-    if sum(map(len, heads)) == all_heads:
-        return torch.cat(arrived, 1)
-    total = tensor.new_zeros(rows, all_heads, size, width)
+    arrived = _all_to_all(pieces, sequence, shapes, overlaps=overlaps)
+    total = tensor.new_zeros(rows, size, all_heads, width).transpose(1, 2)
     for one, part in zip(heads, arrived, strict=True):
         first = 0
         for run in _runs(one):
@@ -121,13 +172,19 @@ def _runs(heads: tuple[int, ...]) -> list[slice]:
 
 
 def _all_to_all(
-    pieces: Sequence[Tensor], sequence: LocalSequence, shapes: Sequence[tuple[int, ...]]
+    pieces: Sequence[Tensor], sequence: LocalSequence, shapes: Sequence[tuple[int, ...]], *, overlaps: bool
 ) -> list[Tensor]:
-    """Send each rank its flat piece; return what each rank sent, in `shapes`."""
+    """Send each rank its flat piece; return what each rank sent, in `shapes`.
+
+    `overlaps`: meanwhile compute queued weight gradients.
+    """
     flat, sent = torch.cat(tuple(pieces)), [len(piece) for piece in pieces]
     received = [torch.Size(shape).numel() for shape in shapes]
     if flat.is_meta:
         result = flat.new_empty(sum(received))
     else:
-        result = all_to_all_uneven(flat, sequence.group, sent, received, checked=False).wait()
+        pending = all_to_all_uneven(flat, sequence.group, sent, received, checked=False)
+        if overlaps and sequence.parallelism.overlap is not None:
+            sequence.parallelism.overlap()
+        result = pending.wait()
     return [part.view(shape) for part, shape in zip(torch.split(result, received), shapes, strict=True)]

@@ -71,7 +71,7 @@ def test_heads_that_do_not_divide() -> None:
 def test_the_report_says_what_was_chosen_and_why() -> None:
     model = plait.models.llama(layers=1, hidden=24, heads=6, kv_heads=3, inner=48, vocab=31, context=12)
     report = plait.memory(model, Plan(cp=3), device="cpu")
-    ring, ulysses = 6 * 3 * 2, 4 * (6 + 3) * 2 / 3
+    ring, ulysses = 6 * 3 * 2, (4 * (6 + 3) + 6) * 2 / 3
     assert [(one.method, one.ring, one.ulysses) for one in report.attention] == [("ulysses", ring, ulysses)]
     sends = f"vectors a position: ring {ring:g}, ulysses {ulysses:g}"
     assert f"ulysses, which sends less ({sends})" in str(report)

@@ -1,0 +1,151 @@
+"""Attention of queries to several blocks of keys: its own rank's, then each other rank's, in their order.
+
+Blocks are merged by log-sum-exp. The gradients take the merged output and log-sum-exp, so that the gradient
+of each block is part of the whole softmax's; sums over blocks are the gradients of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from plait.context_attention.exchange_plan import ExchangePlan, PeerBlock, sizes_of
+from plait.context_attention.kernels import block_backward, block_forward, empty_result, merge
+from plait.context_attention.key_exchange import KeyExchange, Pair
+from plait.context_attention.unfused_kernel import WeightDropout
+from plait.context_attention.visibility import BlockCall
+from plait.context_attention.weight_dropout import WeightMask
+
+DropoutOfCall = Callable[[BlockCall], WeightDropout | None]
+"""Returns the dropout of the weights of one kernel call."""
+
+
+def attend_blocks(
+    query: Tensor, key: Tensor, value: Tensor, exchange: KeyExchange, scale: float, mask: WeightMask | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return attention to all keys, its log-sum-exp, and the other ranks' keys if they are to be kept."""
+    out, lse = empty_result(query, value)
+    dropouts = partial(_dropouts, mask, query, exchange.plan)
+    _add_blocks(out, lse, exchange.plan.own, query, (key, value), scale, dropouts())
+    received = exchange.received(key, value)
+    for peer, pair in zip(exchange.plan.peers, exchange.views_of(received, key, value), strict=True):
+        if peer is not None:
+            _add_blocks(out, lse, peer.calls, query, pair, scale, dropouts(peer))
+    return out.to(query.dtype), lse, received if exchange.keeps else None
+
+
+class SavedAttention(NamedTuple):
+    """What the backward of an attention to several blocks needs."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    """Attention to all keys."""
+    lse: Tensor
+    """The log-sum-exp of all scores."""
+    received: Tensor | None
+    """The other ranks' keys and values; None: they are to be sent again."""
+
+
+def attention_gradients(
+    gradient: Tensor,
+    saved: SavedAttention,
+    exchange: KeyExchange,
+    scale: float,
+    mask: WeightMask | None,
+    *,
+    returns: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradient of the queries, and those of this rank's keys and values from its own queries.
+
+    The gradients of the other ranks' keys are on their way when it returns, unless not `returns`: where keys
+    are kept they travel while those of the own block are computed. Communication: one all-to-all over `cp`,
+    and one before where keys are not kept.
+    """
+    query, key, value, out, lse, received = saved
+    given = _Given(gradient, query, out, lse, scale)
+    dropouts = partial(_dropouts, mask, query, exchange.plan)
+    of_query = torch.zeros_like(query, dtype=lse.dtype)
+    own = torch.zeros_like(key), torch.zeros_like(value)
+    sends_again = received is None
+    if received is None:
+        exchange.start(key, value)
+        exchange.overlap()
+        given.add_gradients(of_query, own, exchange.plan.own, (key, value), dropouts())
+        received = exchange.received(key, value)
+    returned = torch.zeros_like(received)
+    pairs = exchange.views_of(received, key, value)
+    totals = exchange.views_of(returned, key, value)
+    for peer, pair, total in zip(exchange.plan.peers, pairs, totals, strict=True):
+        if peer is not None:
+            given.add_gradients(of_query, total, peer.calls, pair, dropouts(peer))
+    if returns:
+        exchange.start_return(returned, sizes_of(key, value))
+    if not sends_again:
+        exchange.overlap()
+        given.add_gradients(of_query, own, exchange.plan.own, (key, value), dropouts())
+    return of_query.to(query.dtype), *own
+
+
+class _Given(NamedTuple):
+    """The arguments of a backward that all blocks share: output and log-sum-exp are those of all keys."""
+
+    gradient: Tensor
+    query: Tensor
+    out: Tensor
+    lse: Tensor
+    scale: float
+
+    def add_gradients(
+        self,
+        of_query: Tensor,
+        totals: Pair,
+        calls: Sequence[BlockCall],
+        pair: Pair,
+        dropout_of: DropoutOfCall,
+    ) -> None:
+        """Add the gradients of the queries, keys and values of one block in place."""
+        for call in calls:
+            queries, keys = (call.rows, slice(None), call.query), (call.rows, slice(None), call.key)
+            gradient, query, out, lse = (
+                one[queries] for one in (self.gradient, self.query, self.out, self.lse)
+            )
+            key, value = (one[keys] for one in pair)
+            parts = block_backward(
+                gradient, query, key, value, out, lse, call.mask, self.scale, dropout_of(call)
+            )
+            of_query[queries] += parts[0]
+            totals[0][keys] += parts[1]
+            totals[1][keys] += parts[2]
+
+
+def _dropouts(
+    mask: WeightMask | None, query: Tensor, plan: ExchangePlan, peer: PeerBlock | None = None
+) -> DropoutOfCall:
+    """Return a function that returns the dropout of a call on a peer's keys, or on this rank's own."""
+    if mask is None:
+        return lambda call: None
+    keys = plan.positions if peer is None else peer.key_ranges
+    return partial(mask.of_call, query=query, queries=plan.positions, keys=keys)
+
+
+def _add_blocks(
+    out: Tensor,
+    lse: Tensor,
+    calls: Sequence[BlockCall],
+    query: Tensor,
+    pair: Pair,
+    scale: float,
+    dropout_of: DropoutOfCall,
+) -> None:
+    """Merge attention to one block's keys into `out` and `lse`."""
+    for call in calls:
+        queries, keys = (call.rows, slice(None), call.query), (call.rows, slice(None), call.key)
+        key, value = (one[keys] for one in pair)
+        part = block_forward(query[queries], key, value, call.mask, scale, dropout_of(call))
+        merge(out[queries], lse[queries], *part)
