@@ -18,18 +18,19 @@ from parity.contexts import mixing, packed
 from plait import composer
 from plait.autograd.running_sequence import ContextParallelism, DocumentBounds, LocalSequence
 from plait.comm.handle import Handle
-from plait.context_attention import exchange_plan, ring, ulysses
+from plait.context_attention import blocks, exchange_plan, ulysses
 from plait.context_attention.exchange_plan import ExchangePlan, Mask, build_plan
 from plait.context_attention.kernels import block_backward, block_forward
 from plait.context_attention.key_exchange import KeyExchange
 from plait.engine import local_batch, runner
 from plait.layers.nested import Value, map_tensors
 from plait.layout.sequence_layout import SequenceLayout
+from plait.pipeline.stage import Stage
 from plait.plan import Plan
 from plait.sharding import reducer
 from plait.verification.location import StepPhase
 from zoo import cases
-from zoo.patching import during, replaced_all_reduce
+from zoo.patching import during, rank, replaced_all_reduce
 from zoo.row import Named, Row
 
 WINDOW = 3
@@ -99,7 +100,7 @@ def blocks_added_without_rescaling() -> Any:
         out += part_out
         torch.logaddexp(lse, part_lse, out=lse)
 
-    return patch.object(ring, "merge", merge)
+    return patch.object(blocks, "merge", merge)
 
 
 def backward_with_the_blocks_own_sum() -> Any:
@@ -119,7 +120,7 @@ def backward_with_the_blocks_own_sum() -> Any:
         _, own = block_forward(query, key, value, mask, scale, *more)
         return block_backward(gradient, query, key, value, out, own, mask, scale, *more)
 
-    return patch.object(ring, "block_backward", backward)
+    return patch.object(blocks, "block_backward", backward)
 
 
 def gradients_of_keys_to_the_wrong_rank() -> Any:
@@ -160,8 +161,8 @@ def keys_of_the_first_micro_batch() -> Any:
 def heads_in_another_order() -> Any:
     """The heads that come back from the other ranks begin with the second."""
     attention = import_module("plait.context_attention.attention")  # the package has a function of this name
-    original = attention.to_positions
-    return patch.object(attention, "to_positions", lambda *given: original(*given).roll(-1, 1))
+    original = attention.attend_by_heads
+    return patch.object(attention, "attend_by_heads", lambda *given: original(*given).roll(-1, 1))
 
 
 def positions_in_the_order_of_the_ranks() -> Any:
@@ -173,10 +174,11 @@ def gradient_of_a_shared_head_of_one_rank() -> Any:
     """A head of keys that two ranks have gets the gradient of the first one only."""
     original = ulysses._positions_for_heads
 
-    def kept(tensor: Tensor, sequence: LocalSequence, heads: Any, all_heads: int) -> Tensor:
+    def kept(tensor: Tensor, sequence: LocalSequence, heads: Any, all_heads: int, **more: Any) -> Tensor:
         is_shared = sum(map(len, heads)) > all_heads
         left_out = is_shared and sequence.group.index
-        return original(torch.zeros_like(tensor) if left_out else tensor, sequence, heads, all_heads)
+        given = torch.zeros_like(tensor) if left_out else tensor
+        return original(given, sequence, heads, all_heads, **more)
 
     return patch.object(ulysses, "_positions_for_heads", kept)
 
@@ -258,6 +260,20 @@ def mean_loss_of_the_first_part() -> Any:
     return patch.object(runner, "all_reduce", all_reduce)
 
 
+@contextmanager
+def weight_gradient_of_the_second_part_twice() -> Iterator[None]:
+    """The second rank adds the head's weight gradient twice in each micro-batch."""
+    original = Stage.backward_weight
+
+    def backward_weight(self: Stage, microbatch: int, layer: int) -> None:
+        if rank() == 1 and self.layers[layer].path == "head":
+            self.runs[microbatch, layer].work *= 2
+        original(self, microbatch, layer)
+
+    with patch.object(Stage, "backward_weight", backward_weight):
+        yield
+
+
 RING = Plan(cp=2, microbatches=2, context_parallel="ring")
 RING_OF_THREE = replace(RING, cp=3, context_layout="contiguous")
 HEADS = replace(RING, context_parallel="ulysses")
@@ -337,6 +353,13 @@ CONTEXT = (
         plan=CONTIGUOUS,
         ranks=(1,),
         cause="only some ranks|documents",
+    ),
+    _row(
+        weight_gradient_of_the_second_part_twice,
+        StepPhase.WEIGHT_GRADIENT,
+        "head",
+        model=cases.UNTIED,
+        parameter="head.output.weight",
     ),
     _row(
         gradients_averaged_over_cp,

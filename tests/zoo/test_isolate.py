@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager
 from plait.verification.location import StepPhase
 from plait.verification.options import VerifyOptions
 from zoo import cases
+from zoo.context import RING, labels_shifted_after_the_cut, weight_gradient_of_the_second_part_twice
 from zoo.forward import message_of_another_microbatch, other_epsilon
 from zoo.row import ONE_STEP, report_of
 from zoo.updates import clipped_twice
@@ -60,3 +61,14 @@ def test_a_wrong_message_makes_one_difference_for_each(rank_pool):
     assert [(location.phase, location.microbatch) for location in places_of(report)] == [
         (StepPhase.MESSAGE, 1)
     ]
+
+
+def test_mistakes_of_parts_of_a_sequence(rank_pool):
+    """A gradient that is a sum over the ranks of cp is replaced on one of them, and is 0 on the others."""
+    defect = together(labels_shifted_after_the_cut, weight_gradient_of_the_second_part_twice)
+    report = report_of(rank_pool, cases.UNTIED, RING, defect, ISOLATED)
+    assert {(location.phase, location.name, location.microbatch) for location in places_of(report)} == {
+        *((StepPhase.LOSS, "", microbatch) for microbatch in range(2)),
+        *((StepPhase.LOSS_GRADIENT, "", microbatch) for microbatch in range(2)),
+        *((StepPhase.WEIGHT_GRADIENT, "head.output.weight", microbatch) for microbatch in range(2)),
+    }

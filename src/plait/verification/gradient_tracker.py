@@ -7,7 +7,7 @@ is unchanged, or is neither.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -56,6 +56,8 @@ class GradientTracker:
     gradients: Mapping[GradientKey, Tensor]
     """The accumulated gradients of the engine."""
     epsilon: float
+    total: Callable[[Tensor], Tensor] = lambda gradient: gradient
+    """Returns the sum of a gradient over the ranks that add to it in this backward; equal on all of them."""
     settled: dict[GradientKey, tuple[Tensor, Tolerance]] = field(default_factory=dict)
     """The expected value from contributions that are known to be added."""
     open: dict[GradientKey, dict[ParameterUse, Contribution]] = field(default_factory=dict)
@@ -141,7 +143,7 @@ class GradientTracker:
         return sum(tolerance.allowed for (own, _), (_, tolerance) in self.settled.items() if own == name)
 
     def _tracked(self, gradient: GradientKey, uses: Iterable[ParameterUse]) -> TrackedGradient:
-        actual = self.gradients[gradient]
+        actual = self.total(self.gradients[gradient])
         before = self.settled.get(gradient)
         total, (size, allowed) = before or (actual.new_zeros(()).expand_as(actual), NO_TOLERANCE)
         for use in uses:

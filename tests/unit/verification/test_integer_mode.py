@@ -206,6 +206,19 @@ def test_query_heads_that_share_a_key_head() -> None:
     assert torch.equal(attention(q, k, v, enable_gqa=True), attention(q, *copied))
 
 
+def test_attention_is_its_formula_and_tells_keys_apart_in_the_backward() -> None:
+    """In numbers that are not folded."""
+    tensors = [whole(2, 4, 5, 3, seed=seed, largest=8).requires_grad_() for seed in (1, 2, 3)]
+    gradient, seen = whole(2, 4, 5, 3, seed=4, largest=8), torch.ones(5, 5).tril().double()
+    query, key, value = tensors
+    expected = seen.sum(1, keepdim=True) * query + seen @ (key.abs() + 2 * value.abs())
+    found = attention(*tensors, is_causal=True)
+    assert torch.equal(found, expected)
+    wanted = torch.autograd.grad(expected, tensors, gradient)
+    for one, other in zip(torch.autograd.grad(found, tensors, gradient), wanted, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_attention_has_whole_gradients_for_all_three() -> None:
     tensors = [heads(seed).requires_grad_() for seed in (1, 2, 3)]
     attention(*tensors, is_causal=True).backward(heads(4))
