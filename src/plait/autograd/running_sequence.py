@@ -102,7 +102,10 @@ class LocalSequence:
         return self.layout.positions(self.group.index)
 
     def positions(self, device: torch.device) -> Tensor:
-        """Return the positions of this rank in their documents: int64 `[size]`, or `[rows, size]`."""
+        """Return the positions of this rank in their documents: int64 `[size]`, or `[rows, size]`.
+
+        All layers share the tensor: nobody may write to it.
+        """
         return self.result(("positions", device), lambda: sent(self._positions(), device))
 
     def _positions(self) -> Tensor:
@@ -157,9 +160,9 @@ def positions(tensor: Tensor) -> Tensor:
     """Return the positions of the tokens along dim 1 of `tensor`: int64 `[length]`, or `[rows, length]`.
 
     0, 1, 2, … in plain PyTorch. Under context parallelism those that this rank holds; with packed documents
-    they begin anew in each document, for each row.
+    they begin anew in each document, for each row. A new tensor, which the caller may write to.
     """
     sequence = running_sequence()
     if sequence is None:
         return torch.arange(tensor.shape[1], device=tensor.device)
-    return sequence.positions(tensor.device)
+    return sequence.positions(tensor.device).clone()

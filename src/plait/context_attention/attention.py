@@ -75,6 +75,8 @@ class SharedKeys:
     mask: Mask
     sequence: LocalSequence | None
     exchange: KeyExchange | None
+    query_heads: int
+    """The number of heads that the query must have."""
 
 
 @positions_may_mix(2, "key", "value")
@@ -94,13 +96,8 @@ def share_keys(
     mask = Mask(causal, window)
     sequence = _sequence_of(key, documents, mask)
     if sequence is None:
-        return SharedKeys(key, value, mask, None, None)
-    if key.shape[2] != sequence.size:
-        raise ModelError(
-            f"attention was given keys {list(key.shape)} of {key.shape[2]} positions, where this rank has "
-            f"{sequence.size} of the {sequence.layout.length} positions of the sequence: give it all of a "
-            "layer's positions, in their order."
-        )
+        return SharedKeys(key, value, mask, None, None, query_heads)
+    _require_keys(key, value, sequence, query_heads)
     heads, ranks = key.shape[1], sequence.group.size
     if ranks > 1 and method_choice(sequence, query_heads, heads).method == "ulysses":
         of_ranks = heads_of_ranks(query_heads, heads, ranks)
@@ -108,11 +105,11 @@ def share_keys(
             evenly_shared(to_heads(one, sequence, of_ranks), query_heads, heads, ranks, sequence.group.index)
             for one in (key, value)
         )
-        return SharedKeys(key, value, mask, sequence, None)
+        return SharedKeys(key, value, mask, sequence, None, query_heads)
     exchange = KeyExchange(exchange_plan(sequence, mask, key.device), sequence.parallelism)
     if ranks > 1:
         key, value = share(key, value, exchange)
-    return SharedKeys(key, value, mask, sequence, exchange)
+    return SharedKeys(key, value, mask, sequence, exchange, query_heads)
 
 
 @positions_may_mix(2, "query")
@@ -133,6 +130,12 @@ def attend(
             is_causal=keys.mask.causal,
             scale=scale,
             enable_gqa=heads != keys.key.shape[1],
+        )
+    rows = keys.key.shape[0]
+    if query.shape[:3] != (rows, keys.query_heads, sequence.size):
+        raise ModelError(
+            f"attention was given a query {list(query.shape)} for keys of {rows} rows, {keys.query_heads} "
+            f"query heads and {sequence.size} positions: give it [rows, heads, length, size] of the same."
         )
     mask = None
     if dropout is not None:
@@ -166,7 +169,47 @@ def _sequence_of(key: Tensor, documents: Tensor | None, mask: Mask) -> LocalSequ
     return sequence
 
 
+def _require_keys(key: Tensor, value: Tensor, sequence: LocalSequence, query_heads: int) -> None:
+    """Raise ModelError unless keys and values are those of `sequence` and divide the query heads."""
+    if key.shape[2] != sequence.size:
+        raise ModelError(
+            f"attention was given keys {list(key.shape)} of {key.shape[2]} positions, where this rank has "
+            f"{sequence.size} of the {sequence.layout.length} positions of the sequence: give it all of a "
+            "layer's positions, in their order."
+        )
+    if value.shape[:3] != key.shape[:3]:
+        raise ModelError(
+            f"attention was given keys {list(key.shape)} and values {list(value.shape)}: give both the same "
+            "rows, heads and positions."
+        )
+    if query_heads % max(1, key.shape[1]):
+        raise ModelError(
+            f"attention was given {query_heads} query heads for {key.shape[1]} heads of keys: give a multiple."
+        )
+    if sequence.documents is not None and len(sequence.documents.starts) != key.shape[0]:
+        raise ModelError(
+            f"attention was given keys {list(key.shape)} of {key.shape[0]} rows, but document ids of "
+            f"{len(sequence.documents.starts)} rows: give ids for each row."
+        )
+
+
 def _with_documents(sequence: LocalSequence | None, documents: Tensor) -> LocalSequence:
+    if documents.dim() != 2 or documents.is_floating_point():
+        raise ModelError(
+            f"attention was given documents of {documents.dtype} {list(documents.shape)}: give whole numbers "
+            "[rows, length]."
+        )
+    if documents.is_meta:
+        raise ModelError(
+            "attention was given documents that a layer computes or keeps, which have no values on the meta "
+            "device: give document_ids in the batch of the engine instead."
+        )
+    if sequence is not None and documents.shape[1] != sequence.layout.length:
+        raise ModelError(
+            f"attention was given documents {list(documents.shape)}, where sequences have "
+            f"{sequence.layout.length} positions: give ids of the whole sequences."
+        )
+
     def bounds() -> DocumentBounds:
         return DocumentBounds(*document_bounds(documents.cpu()))
 

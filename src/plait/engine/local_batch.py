@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -140,6 +140,13 @@ def joined(value: Value, sequence: LocalSequence | None) -> Value:
         return sequence.layout.join([part[:, :size] for part, size in parts])
 
     return map_tensors(whole, value)
+
+
+def map_inputs(convert: Callable[[Tensor], Tensor], value: Value) -> Value:
+    """Return inputs with `convert` applied to all tensors but document ids."""
+    if not isinstance(value, dict) or DOCUMENT_IDS not in value:
+        return map_tensors(convert, value)
+    return {key: one if key == DOCUMENT_IDS else map_tensors(convert, one) for key, one in value.items()}
 
 
 def _without_documents(value: Value) -> tuple[Value, Tensor | None]:

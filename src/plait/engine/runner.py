@@ -15,7 +15,7 @@ from plait.autograd.running_sequence import LocalSequence, running
 from plait.comm.collectives import all_reduce, broadcast
 from plait.comm.consistency_check import require_same_text
 from plait.device import sent
-from plait.engine.local_batch import LocalInputs, cut, joined, local_inputs, whole_length
+from plait.engine.local_batch import LocalInputs, cut, joined, local_inputs, map_inputs, whole_length
 from plait.engine.recorder import Recorder
 from plait.engine.runtime_objects import InstructionObserver, Runtime
 from plait.errors import DataError, PlanError
@@ -23,6 +23,7 @@ from plait.layers.fingerprint import fingerprint_of_tokens
 from plait.layers.nested import (
     Microbatches,
     Value,
+    map_tensors,
     signature,
     signatures,
     split_both,
@@ -206,15 +207,22 @@ class Runner:
             while len(self._agreed) > REMEMBERED_SHAPES:
                 del self._agreed[next(iter(self._agreed))]
 
-    def as_input(self, tensor: Tensor) -> Tensor:
-        """Cast a floating-point input to the plan's precision; on the first stage move it to the device."""
-        dtype = DTYPES[self.plan.precision] if tensor.is_floating_point() else None
-        first = self.mesh.index("pp") == self.steps.schedule.rank_of[0]
-        return sent(tensor, self.mesh.device if first else tensor.device, dtype)
+    def as_input(self, value: Value) -> Value:
+        """Cast floating-point inputs to the plan's precision; on the first stage move them to the device.
 
-    def _as_target(self, tensor: Tensor) -> Tensor:
+        Document ids stay where they are: the host reads them.
+        """
+        first = self.mesh.index("pp") == self.steps.schedule.rank_of[0]
+
+        def convert(tensor: Tensor) -> Tensor:
+            dtype = DTYPES[self.plan.precision] if tensor.is_floating_point() else None
+            return sent(tensor, self.mesh.device if first else tensor.device, dtype)
+
+        return map_inputs(convert, value)
+
+    def _as_target(self, value: Value) -> Value:
         """Move targets to the device on the last stage; return them unchanged on others."""
-        return sent(tensor, self.mesh.device) if self.is_last else tensor
+        return map_tensors(lambda tensor: sent(tensor, self.mesh.device), value) if self.is_last else value
 
     def run(
         self,

@@ -93,11 +93,11 @@ def split(value: Value, microbatches: int, what: str) -> list[Value]:
 
 
 def split_both(
-    inputs: Value, targets: Value, microbatches: int, convert: Sequence[Callable[[Tensor], Tensor]]
+    inputs: Value, targets: Value, microbatches: int, convert: Sequence[Callable[[Value], Value]]
 ) -> list[list[Value]]:
     """Return the micro-batches of inputs and targets: the items of `Microbatches`, or the results of `split`.
 
-    `convert` converts the tensors of the inputs and those of the targets. PlanError for another number of
+    `convert` converts the inputs and the targets. PlanError for another number of
     micro-batches, DataError where one of the two is split already and the other is not; and as `split`.
     """
     given = {"inputs": inputs, "targets": targets}
@@ -110,19 +110,19 @@ def split_both(
     return [split_one(value, what, microbatches, convert_of[what]) for what, value in given.items()]
 
 
-def split_one(value: Value, what: str, microbatches: int, convert: Callable[[Tensor], Tensor]) -> list[Value]:
+def split_one(value: Value, what: str, microbatches: int, convert: Callable[[Value], Value]) -> list[Value]:
     """Return the converted micro-batches of one value: items of `Microbatches`, or results of `split`.
 
     Raises PlanError for another number of micro-batches; and as `split`.
     """
     if not isinstance(value, Microbatches):
-        return split(map_tensors(convert, value), microbatches, what)
+        return split(convert(value), microbatches, what)
     if len(value.values) != microbatches:
         raise PlanError(
             f"the {what} are {len(value.values)} micro-batches, but the plan runs {microbatches} a step: "
             "give as many, or change plan.microbatches."
         )
-    return [map_tensors(convert, one) for one in value.values]
+    return [convert(one) for one in value.values]
 
 
 def with_tensors(value: Value, tensors: Iterable[Any]) -> Value:

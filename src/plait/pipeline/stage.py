@@ -99,7 +99,10 @@ class Stage:
         if roots:
             parameters = self._parameters[layer] if self.adds_late else ()
             try:
-                with _without_buffers(parameters, computed, self.queue):
+                with (
+                    _without_buffers(parameters, computed, self.queue),
+                    self._part(microbatch, backward=True),
+                ):
                     torch.autograd.backward(roots, seeds)
             except Exception as error:
                 self._add_note(error, microbatch, layer)
@@ -137,10 +140,8 @@ class Stage:
         named, info, names = self.layers[layer], self.infos[microbatch][layer], self._dropouts[layer]
         given = map_tensors(torch.clone, value) if info.writes_input else value
         dropout = self.dropout.running(microbatch, named.path, names) if self.dropout and names else None
-        sequence = self.sequences[microbatch] if self.sequences else None
-        part = nullcontext() if sequence is None else running(sequence)
         # A layer that runs backwards of its own asks for no weight gradient.
-        with self.queue.discarding(), dropout or nullcontext(), part:
+        with self.queue.discarding(), dropout or nullcontext(), self._part(microbatch):
             if named.run_on_pieces is None:
                 output = named.module(given)
             else:
@@ -150,6 +151,21 @@ class Stage:
         return map_tensors(
             lambda tensor: tensor.clone() if tensor.untyped_storage().data_ptr() in own else tensor, output
         )
+
+    @contextmanager
+    def _part(self, microbatch: int, *, backward: bool = False) -> Iterator[None]:
+        """Context in which layers work on this rank's part of a micro-batch's sequences.
+
+        In a `backward`, too: a layer may have a `torch.utils.checkpoint` of its own. The context is one of
+        this thread, so that autograd must not run the layer in another.
+        """
+        sequence = self.sequences[microbatch] if self.sequences else None
+        if sequence is None:
+            yield
+            return
+        threads = torch.autograd.set_multithreading_enabled(False) if backward else nullcontext()
+        with running(sequence), threads:
+            yield
 
     def _add_note(self, error: Exception, microbatch: int, layer: int) -> None:
         path = self.layers[layer].path

@@ -1,0 +1,33 @@
+"""`plait.attention` on one rank: tensors that do not fit are refused, where blocks would leave them out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import plait
+from plait.errors import ModelError
+
+SHAPE = (4, 2, 6, 8)
+IDS = torch.tensor([[0, 0, 0, 1, 1, 1]] * 4)
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "value", "ids", "message"),
+    [
+        (SHAPE, SHAPE, SHAPE, IDS[:2], "document ids of 2 rows"),
+        (SHAPE, SHAPE, SHAPE, IDS[0], "whole numbers"),
+        (SHAPE, SHAPE, SHAPE, IDS.float(), "whole numbers"),
+        (SHAPE, SHAPE, SHAPE, IDS.to("meta"), "have no values on the meta device"),
+        ((4, 2, 9, 8), SHAPE, SHAPE, IDS, "a query"),
+        ((2, 2, 6, 8), SHAPE, SHAPE, IDS, "a query"),
+        (SHAPE, SHAPE, (4, 2, 7, 8), IDS, "the same rows, heads and positions"),
+        ((4, 3, 6, 8), SHAPE, SHAPE, IDS, "give a multiple"),
+    ],
+)
+def test_tensors_that_do_not_fit(
+    query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], ids: torch.Tensor, message: str
+) -> None:
+    tensors = [torch.zeros(shape) for shape in (query, key, value)]
+    with pytest.raises(ModelError, match=message):
+        plait.attention(*tensors, documents=ids)
