@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
