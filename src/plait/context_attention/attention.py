@@ -184,7 +184,8 @@ def _require_keys(key: Tensor, value: Tensor, sequence: LocalSequence, query_hea
         )
     if query_heads % max(1, key.shape[1]):
         raise ModelError(
-            f"attention was given {query_heads} query heads for {key.shape[1]} heads of keys: give a multiple."
+            f"attention was given {query_heads} query heads for {key.shape[1]} heads of keys: give a "
+            "multiple."
         )
     if sequence.documents is not None and len(sequence.documents.starts) != key.shape[0]:
         raise ModelError(
