@@ -78,8 +78,8 @@ def run(
 @pytest.mark.parametrize(
     "name",
     [
-        *("zb-v", "offload", "ring"),
-        *(pytest.param(n, marks=pytest.mark.full) for n in ("full", "regather", "kept", "ulysses")),
+        *("zb-v", "offload"),
+        *(pytest.param(n, marks=pytest.mark.full) for n in ("full", "regather", "ring", "kept", "ulysses")),
     ],
 )
 def test_no_race(thread_ranks: Any, tmp_path: Path, name: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -90,17 +90,9 @@ def exchange_plan(sequence: LocalSequence, mask: Mask, device: torch.device) -> 
 
     def compute() -> ExchangePlan:
         whole = sequence.layout, sequence.group.index, mask
-        if sequence.documents is None:
-            return plan_without_documents(*whole).on(device)
         return build_plan(*whole, sequence.documents).on(device)
 
     return sequence.result(("exchange plan", mask, device, id(sequence.documents)), compute)
-
-
-@lru_cache(maxsize=64)
-def plan_without_documents(layout: SequenceLayout, index: int, mask: Mask) -> ExchangePlan:
-    """Return `build_plan`, or its earlier result: it takes milliseconds, and is the same in each step."""
-    return build_plan(layout, index, mask)
 
 
 def build_plan(

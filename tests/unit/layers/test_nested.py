@@ -8,6 +8,7 @@ import torch
 from plait.errors import DataError, PlanError
 from plait.layers.nested import (
     Microbatches,
+    Value,
     leaf_of,
     map_tensors,
     signature,
@@ -102,12 +103,12 @@ def test_one_value_is_not_taken_for_micro_batches(given: object) -> None:
         Microbatches(given)
 
 
-def double(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor * 2
+def double(value: Value) -> Value:
+    return map_tensors(lambda tensor: tensor * 2, value)
 
 
-def same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+def same(value: Value) -> Value:
+    return value
 
 
 def test_what_is_cut_already_stays_as_it_is() -> None:
