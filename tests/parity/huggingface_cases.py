@@ -36,8 +36,13 @@ def _model(model: str, config: str, sizes: Sizes) -> nn.Module:
     """The class `model` of transformers, built from its class `config` with `sizes`."""
     import transformers
 
-    built: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**sizes))
+    made = getattr(transformers, config)(**sizes)
+    built: nn.Module = getattr(transformers, model)(_CONFIGURATIONS.setdefault(f"{config} {sizes}", made))
     return built
+
+
+_CONFIGURATIONS: dict[str, Any] = {}
+"""By class and sizes: layers of one object share their runs on the meta device, also between ranks."""
 
 
 def _llama_like(family: str, heads: int = 4, kv_heads: int = 2, **more: Any) -> nn.Module:

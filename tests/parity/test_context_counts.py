@@ -115,6 +115,33 @@ def test_blocks_are_merged_in_the_order_of_the_ranks(thread_ranks: Any, kind: st
         assert torch.equal(found, expected)
 
 
+def gradient_of_shared_values(method: Any, heads: int) -> Tensor:
+    """Of values that all queries of four ranks weigh alike, one position each: 256, 1, 1 and 1 from them."""
+    mesh = plait.Mesh(cp=4)
+    sequence = ContextParallelism(mesh.group("cp"), "contiguous", method).sequence(4)
+    query, key = (torch.zeros(1, count, 1, 8, dtype=torch.bfloat16) for count in (heads, 1))
+    value = torch.zeros_like(key).requires_grad_()
+    with running(sequence):
+        output = plait.attention(query, key, value, causal=False)
+    # With four heads each is on one rank of Ulysses.
+    given = torch.zeros_like(output)
+    given[:, :, 0] = torch.tensor([256.0, 1.0, 1.0, 1.0])[mesh.index("cp")] * 4 if method == "ring" else 0
+    if method == "ulysses":
+        given[0, :, 0] = torch.tensor([256.0, 1.0, 1.0, 1.0])[:, None]
+    output.backward(given)
+    assert value.grad is not None
+    return value.grad
+
+
+@pytest.mark.parametrize(("method", "heads"), [("ring", 1), ("ulysses", 4)])
+def test_gradients_of_16_bits_are_summed_over_ranks_in_more(
+    thread_ranks: Any, method: str, heads: int
+) -> None:
+    """In bfloat16 256 + 1 is 256; the sum of all four rounds to 260."""
+    for found in thread_ranks.run(gradient_of_shared_values, method, heads, ranks=4):
+        assert found.unique().tolist() == [260.0]
+
+
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_schedules_give_the_same_bits(thread_ranks: Any, method: Any) -> None:
     case, runs = of_length(gpt2(heads=4), 7), []

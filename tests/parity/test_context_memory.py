@@ -14,6 +14,7 @@ from torch import nn
 import plait
 from parity.live_bytes import LiveBytes
 from plait.blueprint import build_blueprint
+from plait.context_attention.exchange_plan import remembered_plan
 from plait.footprint.traces import trace_model
 from plait.plan import Plan
 from plait.schedules.action import Kind
@@ -46,7 +47,7 @@ class Bytes:
     backward: int
     """The most within the backward of its input."""
     cached: int = 0
-    """Angles, at all times."""
+    """Angles and the plan of the exchange, at all times."""
 
 
 def predicted(model: nn.Module, length: int, plan: Plan) -> Bytes:
@@ -55,7 +56,7 @@ def predicted(model: nn.Module, length: int, plan: Plan) -> Bytes:
     layer = traces.layers[ATTENTION]
     kept = sum(layer.forward.allocated.get(number, 0) for number in layer.forward.saved)
     kept += sum(traces.shared[ATTENTION].values())
-    cached = sum(traces.caches[ATTENTION].values())
+    cached = sum((*traces.caches[ATTENTION].values(), *traces.lasting[ATTENTION].values()))
     return Bytes(kept, layer.forward.peak, layer.backward.peak, cached)
 
 
@@ -63,6 +64,7 @@ def counted_in_a_rank(make: Callable[..., nn.Module], plan: Plan) -> Bytes:
     """In the second step of a rank."""
     live, after, most = LiveBytes(), dict[Any, int](), dict[Any, int]()
     model: Any = make()
+    remembered_plan.cache_clear()
     tokens = torch.randint(64, (1, model.context + 1), generator=torch.Generator().manual_seed(0))
     with live:
         engine = plait.parallelize(model, plan, plait.Mesh(plan), plait.cross_entropy)
@@ -101,14 +103,17 @@ def test_what_breaks_the_quarter(family: str) -> None:
     model = FAMILIES[family](context=LONG)
     heads, kv_heads, width = (12, 12, 64) if family == "gpt2" else (16, 4, 64)
     make = partial(Plan, cp=CP, precision="fp32")
-    ring = predicted(model, LONG, make(context_parallel="ring")).kept
+    of_ring = predicted(model, LONG, make(context_parallel="ring"))
+    ring = of_ring.kept
     kept = predicted(model, LONG, make(context_parallel="ring", sequence_parallel="keep")).kept
-    heads_divided = predicted(model, LONG, make(context_parallel="ulysses")).kept
+    of_ulysses = predicted(model, LONG, make(context_parallel="ulysses"))
+    heads_divided = of_ulysses.kept
     twice = predicted(model, LONG, make(context_parallel="ulysses", sequence_parallel="keep")).kept
     others = LONG - LONG // CP
     assert kept - ring == 2 * kv_heads * width * others * 4
     assert twice - heads_divided == heads * width * (LONG // CP) * 4
-    assert ring - heads_divided == 3 * 8 * LONG // CP, "positions of the plan of the exchange"
+    assert ring == heads_divided
+    assert of_ring.cached - of_ulysses.cached == 3 * 8 * LONG // CP, "positions of the plan of the exchange"
 
 
 @pytest.mark.parametrize(

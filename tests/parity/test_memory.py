@@ -16,6 +16,7 @@ from parity.case import Batch, Case
 from parity.cases import USER_CASES, with_values
 from parity.dropping import dropping
 from parity.live_bytes import LiveBytes
+from plait.context_attention.exchange_plan import remembered_plan
 from plait.footprint.estimate import MemoryEstimator
 from plait.footprint.memory_report import RankMemory
 from plait.layers.nested import tensors_of
@@ -123,6 +124,7 @@ class Counted:
 
 def count_in_a_rank(case: Case, plan: Plan, momentum: bool, rows: int = ROWS) -> Counted:
     live = LiveBytes()
+    remembered_plan.cache_clear()
     with live:
         engine = plait.parallelize(case.build(), plan, plait.Mesh(plan), case.loss)
         for unit in engine._runtime.units.values():

@@ -21,7 +21,7 @@ from plait.comm.handle import Handle
 from plait.context_attention import blocks, exchange_plan, ulysses
 from plait.context_attention.exchange_plan import ExchangePlan, Mask, build_plan
 from plait.context_attention.kernels import block_backward, block_forward
-from plait.context_attention.key_exchange import KeyExchange
+from plait.context_attention.key_exchange import KeyExchange, Pair
 from plait.engine import local_batch, runner
 from plait.layers.nested import Value, map_tensors
 from plait.layout.sequence_layout import SequenceLayout
@@ -60,14 +60,20 @@ def angles_of_the_part() -> Any:
     return positions_of_the_part()
 
 
-def _with_peers(change: Any) -> Any:
+@contextmanager
+def _with_peers(change: Any) -> Iterator[None]:
     """Replace the plan of a rank that has peers by what `change` returns for the arguments of the plan."""
 
     def build(layout: SequenceLayout, index: int, mask: Mask, documents: Any = None) -> ExchangePlan:
         plan = build_plan(layout, index, mask, documents)
         return plan if layout.ranks == 1 else change(plan, layout, index, mask, documents)
 
-    return patch.object(exchange_plan, "build_plan", build)
+    anew = exchange_plan.remembered_plan.__wrapped__
+    with (
+        patch.object(exchange_plan, "build_plan", build),
+        patch.object(exchange_plan, "remembered_plan", anew),
+    ):
+        yield
 
 
 def mask_of_the_other_ranks_block() -> Any:
@@ -136,14 +142,12 @@ def gradients_of_keys_to_the_wrong_rank() -> Any:
 
 def gradients_of_own_keys_dropped() -> Any:
     """What arrives from other ranks replaces what a rank's own queries give, instead of being added."""
-    original = KeyExchange.add_returned
+    original = KeyExchange.with_returned
 
-    def add_returned(self: KeyExchange, key: Tensor, value: Tensor) -> None:
-        key.zero_()
-        value.zero_()
-        original(self, key, value)
+    def with_returned(self: KeyExchange, key: Tensor, value: Tensor) -> Pair:
+        return original(self, torch.zeros_like(key), torch.zeros_like(value))
 
-    return patch.object(KeyExchange, "add_returned", add_returned)
+    return patch.object(KeyExchange, "with_returned", with_returned)
 
 
 def keys_of_the_first_micro_batch() -> Any:

@@ -10,7 +10,7 @@ keys before it computes its queries.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 from torch.nn import functional
@@ -23,8 +23,6 @@ from plait.autograd.running_sequence import (
     LocalSequence,
     running_sequence,
 )
-from plait.comm.group import Group
-from plait.comm.traffic import Traffic
 from plait.context_attention.exchange_plan import Mask, exchange_plan
 from plait.context_attention.key_exchange import KeyExchange
 from plait.context_attention.method_choice import method_choice
@@ -162,7 +160,7 @@ def _sequence_of(key: Tensor, documents: Tensor | None, mask: Mask) -> LocalSequ
     if documents is not None:
         sequence = _with_documents(sequence, documents)
     if sequence is None and mask.window is not None:
-        sequence = ContextParallelism(_NOBODY_ELSE).sequence(key.shape[2])
+        sequence = ContextParallelism.of_one_rank().sequence(key.shape[2])
     if sequence is not None and sequence.group.size == 1:
         needs_mask = mask.window is not None and mask.window < key.shape[2]
         return sequence if needs_mask or sequence.documents is not None else None
@@ -215,7 +213,7 @@ def _with_documents(sequence: LocalSequence | None, documents: Tensor) -> LocalS
         return DocumentBounds(*document_bounds(documents.cpu()))
 
     if sequence is None:
-        return ContextParallelism(_NOBODY_ELSE).sequence(documents.shape[1], bounds())
+        return ContextParallelism.of_one_rank().sequence(documents.shape[1], bounds())
 
     def compute() -> tuple[Tensor, LocalSequence]:  # the tensor, too, so that no other has its id
         return documents, LocalSequence(sequence.parallelism, sequence.layout, bounds())
@@ -227,11 +225,7 @@ def _whole(sequence: LocalSequence) -> LocalSequence:
     """Return the whole sequence as one rank holds it."""
 
     def compute() -> LocalSequence:
-        alone = ContextParallelism(_NOBODY_ELSE, overlap=sequence.parallelism.overlap)
+        alone = replace(ContextParallelism.of_one_rank(), overlap=sequence.parallelism.overlap)
         return alone.sequence(sequence.layout.length, sequence.documents)
 
     return sequence.result(("whole", id(sequence.documents)), compute)
-
-
-_NOBODY_ELSE = Group("cp", (0,), 0, None, Traffic(), 0.0)
-"""The group of a rank that holds whole sequences."""

@@ -70,26 +70,26 @@ def attention_gradients(
     query, key, value, out, lse, received = saved
     given = _Given(gradient, query, out, lse, scale)
     dropouts = partial(_dropouts, mask, query, exchange.plan)
-    of_query = torch.zeros_like(query, dtype=lse.dtype)
-    own = torch.zeros_like(key), torch.zeros_like(value)
+    of_query, of_key, of_value = (torch.zeros_like(one, dtype=lse.dtype) for one in (query, key, value))
+    own = of_key, of_value
     sends_again = received is None
     if received is None:
         exchange.start(key, value)
         exchange.overlap()
         given.add_gradients(of_query, own, exchange.plan.own, (key, value), dropouts())
         received = exchange.received(key, value)
-    returned = torch.zeros_like(received)
+    of_received = torch.zeros_like(received, dtype=lse.dtype)
     pairs = exchange.views_of(received, key, value)
-    totals = exchange.views_of(returned, key, value)
-    for peer, pair, total in zip(exchange.plan.peers, pairs, totals, strict=True):
+    for number, peer in enumerate(exchange.plan.peers):
         if peer is not None:
-            given.add_gradients(of_query, total, peer.calls, pair, dropouts(peer))
+            totals = exchange.views_of(of_received, key, value)[number]
+            given.add_gradients(of_query, totals, peer.calls, pairs[number], dropouts(peer))
     if returns:
-        exchange.start_return(returned, sizes_of(key, value))
+        exchange.start_return(of_received.to(key.dtype), sizes_of(key, value))
     if not sends_again:
         exchange.overlap()
         given.add_gradients(of_query, own, exchange.plan.own, (key, value), dropouts())
-    return of_query.to(query.dtype), *own
+    return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
 
 
 class _Given(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -86,13 +86,26 @@ class ExchangePlan:
 
 
 def exchange_plan(sequence: LocalSequence, mask: Mask, device: torch.device) -> ExchangePlan:
-    """Return the plan of `sequence`, with masks on `device`; layers with an equal `mask` share it."""
+    """Return the plan of `sequence`, with masks on `device`.
+
+    Layers with an equal `mask` share it; where each sequence is one document, all micro-batches do.
+    """
 
     def compute() -> ExchangePlan:
         whole = sequence.layout, sequence.group.index, mask
-        return build_plan(*whole, sequence.documents).on(device)
+        if sequence.documents is not None:
+            return build_plan(*whole, sequence.documents).on(device)
+        if device.type == "meta":
+            return remembered_plan(*whole, torch.device("cpu")).on(device)
+        return remembered_plan(*whole, device)
 
     return sequence.result(("exchange plan", mask, device, id(sequence.documents)), compute)
+
+
+@lru_cache(maxsize=32)  # it takes some milliseconds of the host, for windows in long sequences tens
+def remembered_plan(layout: SequenceLayout, index: int, mask: Mask, device: torch.device) -> ExchangePlan:
+    """Return the plan of a rank, with masks on `device`, for sequences of one document each."""
+    return build_plan(layout, index, mask).on(device)
 
 
 def build_plan(
@@ -137,7 +150,7 @@ def add_selected(total: Tensor, which: Selection, summand: Tensor) -> None:
     if isinstance(which, slice):
         total[:, :, which] += summand
     else:
-        total.index_add_(2, which, summand)
+        total.index_add_(2, which, summand.to(total.dtype))
 
 
 def sizes_of(*tensors: Tensor) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from plait.autograd.running_sequence import ContextParallelism
@@ -64,18 +65,24 @@ class KeyExchange:
         """Start sending the gradients of received keys and values to their ranks, flat as received."""
         self._returning = self._exchange(gradients, self.plan.received(each), self.plan.sent(each))
 
-    def add_returned(self, key: Tensor, value: Tensor) -> None:
-        """Wait for the gradients from other ranks, and add them to those of this rank's keys and values."""
+    def with_returned(self, key: Tensor, value: Tensor) -> Pair:
+        """Wait for the gradients from other ranks; return their sums with those of this rank's own queries.
+
+        16-bit gradients are summed in float32.
+        """
         if self._returning is None:
-            return
+            return key, value
         self.overlap()
         returning, self._returning = self._returning, None
+        wide = torch.promote_types(key.dtype, torch.float32)
+        totals = key.to(wide), value.to(wide)
         counts = [0 if peer is None else peer.sent_count for peer in self.plan.peers]
         parts = views(returning(), counts, (key, value))
         for peer, pair in zip(self.plan.peers, parts, strict=True):
             if peer is not None and peer.sent_count:
-                for total, part in zip((key, value), pair, strict=True):
+                for total, part in zip(totals, pair, strict=True):
                     add_selected(total, peer.sent, part)
+        return tuple(total.to(key.dtype) for total in totals)
 
     def overlap(self) -> None:
         """Compute queued weight gradients while a message is on its way."""

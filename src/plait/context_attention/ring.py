@@ -59,8 +59,8 @@ class _Share(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, None]:
-        ctx.exchange.add_returned(key, value)
-        return key, value, None
+        of_key, of_value = ctx.exchange.with_returned(key, value)
+        return of_key, of_value, None
 
 
 class _Attend(torch.autograd.Function):

@@ -148,21 +148,24 @@ def _positions_for_heads(
 ) -> Tensor:
     """Send each rank its positions of this rank's heads; return all heads, each summed over its ranks.
 
-    In memory the heads of the result lie within positions, as a linear reads them.
+    In memory the heads of the result lie within positions, as a linear reads them. Sums are in the wider one
+    of float32 and the tensor's dtype.
     """
     rows, width = tensor.shape[0], tensor.shape[3]
     layout, size = sequence.layout, sequence.size
     pieces = [layout.cut(tensor, rank, 2).reshape(-1) for rank in range(layout.ranks)]
     shapes = [(rows, len(one), size, width) for one in heads]
     arrived = _all_to_all(pieces, sequence, shapes, overlaps=overlaps)
-    total = tensor.new_zeros(rows, size, all_heads, width).transpose(1, 2)
+    is_sum = sum(map(len, heads)) > all_heads
+    dtype = torch.promote_types(tensor.dtype, torch.float32) if is_sum else tensor.dtype
+    total = tensor.new_zeros(rows, size, all_heads, width, dtype=dtype).transpose(1, 2)
     for one, part in zip(heads, arrived, strict=True):
         first = 0
         for run in _runs(one):
             stop = first + run.stop - run.start
             total[:, run] += part[:, first:stop]
             first = stop
-    return total
+    return total.to(tensor.dtype)
 
 
 def _runs(heads: tuple[int, ...]) -> list[slice]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from plait.autograd.running_sequence import ContextParallelism, LocalSequence
 from plait.comm.group import Group
 from plait.comm.traffic import Traffic
+from plait.context_attention.exchange_plan import ExchangePlan
 from plait.context_attention.method_choice import MethodChoice
 from plait.engine.local_batch import DOCUMENT_IDS, cut, local_inputs
 from plait.layers.nested import Value, map_tensors, tensors_of
@@ -83,10 +84,19 @@ def result_bytes(sequence: LocalSequence | None) -> Mapping[Hashable, int]:
     """Return the bytes of the results that layers share for a micro-batch's sequences, by key."""
     if sequence is None:
         return {}
-    found = {key: _bytes(result) for key, result in sequence.results.items()}
+    lasting = lasting_bytes(sequence)
+    found = {key: _bytes(result) for key, result in _results(sequence) if key not in lasting}
     if sequence.documents is not None:
         found["documents"] = _bytes(sequence.documents)
     return found
+
+
+def lasting_bytes(sequence: LocalSequence | None) -> Mapping[Hashable, int]:
+    """Return the bytes of the results that layers share for all micro-batches, by key."""
+    if sequence is None or sequence.documents is not None:
+        return {}
+    plans = (result for result in _results(sequence) if isinstance(result[1], ExchangePlan))
+    return {key: _bytes(plan) for key, plan in plans}
 
 
 def method_choices(sequence: LocalSequence | None) -> Iterator[MethodChoice]:
@@ -110,11 +120,18 @@ def _bytes(result: Any) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
+def _results(sequence: LocalSequence) -> Iterator[tuple[Hashable, Any]]:
+    """Yield keys and results of a sequence, and of the sequences among them."""
+    for key, result in sequence.results.items():
+        if isinstance(result, LocalSequence):
+            yield from (((key, inner), one) for inner, one in _results(result))
+        else:
+            yield key, result
+
+
 def _tensors(result: Any) -> Iterator[Tensor]:
     if isinstance(result, Tensor):
         yield result
-    elif isinstance(result, LocalSequence):
-        yield from _tensors(tuple(result.results.values()))
     elif isinstance(result, tuple):
         for one in result:
             yield from _tensors(one)

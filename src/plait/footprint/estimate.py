@@ -181,7 +181,8 @@ def simulate_step(
     handlers = [dict.fromkeys(INSTRUCTION_TYPES, lambda _: None), units.handlers()]
     activations = None
     if traces is not None:
-        cached = sum(_cache_bytes(traces, stage) for stage in spans.values())
+        cached = sum(_total(traces.caches[layer] for layer in stage) for stage in spans.values())
+        cached += _total(traces.lasting[layer] for stage in spans.values() for layer in stage)
         ledger.hold("caches", [MemoryBlock(cached, Category.PARAMETERS)])
         activations = _activations(ledger, blueprint, spans, traces, device)
         handlers.append(activations.handlers())
@@ -221,11 +222,11 @@ def _buffer_bytes(blueprint: Blueprint, layers: Iterable[int]) -> int:
     )
 
 
-def _cache_bytes(traces: ModelTraces, layers: Iterable[int]) -> int:
-    """Return the bytes that `layers` keep in caches; a cache that several layers share counts once."""
-    found: dict[int, int] = {}
-    for layer in layers:
-        found |= traces.caches[layer]
+def _total(bytes_of_layers: Iterable[Mapping[Any, int]]) -> int:
+    """Return the bytes of what layers hold, by key; what several layers share counts once."""
+    found: dict[Any, int] = {}
+    for one in bytes_of_layers:
+        found |= one
     return sum(found.values())
 
 

@@ -25,6 +25,7 @@ from plait.footprint.context_share import (
     as_input,
     as_input_batch,
     context_share,
+    lasting_bytes,
     method_choices,
     result_bytes,
 )
@@ -240,8 +241,10 @@ class ModelTraces:
     inputs: Sequence[int]
     """Bytes of each tensor of the input."""
     targets: Sequence[int]
-    caches: Sequence[Mapping[int, int]]
+    caches: Sequence[Mapping[Hashable, int]]
     """Of each layer the bytes that its `ResultCache`s hold, by a number of the cache."""
+    lasting: Sequence[Mapping[Hashable, int]]
+    """Of each layer the bytes of what all layers of a rank share for all micro-batches, by key."""
     shared: Sequence[Mapping[Hashable, int]]
     """Of each layer the bytes of the results that layers share for a micro-batch's sequences, by key."""
     uncut: int
@@ -290,6 +293,7 @@ def trace_model(blueprint: Blueprint, microbatch: Value, targets: Value | None, 
         _bytes(share.inputs),
         _bytes(classes),
         [{id(cache): cache.nbytes for cache in result_caches(layer.module)} for layer in layers],
+        [lasting_bytes(sequence) for sequence in sequences],
         [result_bytes(sequence) for sequence in sequences],
         share.uncut_beside(classes),
         frozenset(chain.from_iterable(map(method_choices, sequences))),

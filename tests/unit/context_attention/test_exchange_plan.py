@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from plait.autograd.running_sequence import DocumentBounds
-from plait.context_attention.exchange_plan import ExchangePlan, Mask, build_plan
+from plait.autograd.running_sequence import ContextParallelism, DocumentBounds
+from plait.context_attention.exchange_plan import ExchangePlan, Mask, build_plan, exchange_plan
 from plait.context_attention.visibility import document_bounds
 from plait.layout.sequence_layout import SequenceLayout, sequence_layout
 
@@ -119,3 +119,16 @@ def test_every_visible_pair_is_computed_once_by_the_rank_of_its_query(
             assert torch.equal(times, rest[:, :, selected].long())
             assert int(times.sum()) == int(rest[:, :, layout.positions(other)].sum()), "no pair is left out"
             assert bool(times.any(0).any(0).all()), "every key that is sent is seen"
+
+
+def test_a_plan_is_built_once_for_all_micro_batches_of_whole_documents() -> None:
+    one_rank, cpu, mask = ContextParallelism.of_one_rank(), torch.device("cpu"), Mask(window=3)
+    first, second = (exchange_plan(one_rank.sequence(16), mask, cpu) for _ in range(2))
+    assert first is second
+    assert first is not exchange_plan(one_rank.sequence(17), mask, cpu)
+    assert first is not exchange_plan(one_rank.sequence(16), Mask(), cpu)
+    ids = torch.zeros(1, 16, dtype=torch.int64)
+    bounds = DocumentBounds(*document_bounds(ids))
+    packed, other = one_rank.sequence(16, bounds), one_rank.sequence(16, bounds)
+    assert exchange_plan(packed, mask, cpu) is exchange_plan(packed, mask, cpu)
+    assert exchange_plan(packed, mask, cpu) is not exchange_plan(other, mask, cpu)
