@@ -61,15 +61,7 @@ def fits(row: dict[str, Any]) -> bool:
     return bool(row.get("pipeline", (1,))[0] * row.get("data", (1,))[0] * tp * cp <= 8)
 
 
-QUICK = FACTORS | {
-    "cp": (2, 3),
-    "length": (7, 3),
-    "tensor": ((1, "none"), (2, "keep")),
-    "pipeline": ((1, "1f1b"), (2, "zb-h1")),
-    "data": ((1, "none", "last"), (2, "full", "last")),
-    "recompute": ("none", "selective"),
-}
-COVERING = covering_rows(QUICK, fits)
+COVERING = covering_rows(FACTORS, fits)
 PLANS = every_row({name: FACTORS[name] for name in ("family", "cp", "method", "layout", "length")}, fits)
 """Every attention; the rest is chosen so that every pair of all factors is there."""
 REST = [row for row in covering_rows(FACTORS, fits, PLANS) if row not in COVERING]

@@ -41,10 +41,9 @@ def with_layer(layer: nn.Module) -> nn.Module:
     return nn.Sequential(*model[:2], layer, *model[2:])
 
 
-def run(layer: nn.Module | None, shape: tuple[int, ...], targets: tuple[int, ...], fields: Any) -> None:
+def run(layer: nn.Module, shape: tuple[int, ...], targets: tuple[int, ...], fields: Any) -> None:
     plan = Plan(cp=2, **fields)
-    model = mixing(8).build() if layer is None else with_layer(layer)
-    engine = plait.parallelize(model, plan, plait.Mesh(plan), loss=plait.cross_entropy)
+    engine = plait.parallelize(with_layer(layer), plan, plait.Mesh(plan), loss=plait.cross_entropy)
     engine.forward_backward(torch.zeros(shape, dtype=torch.int64), torch.zeros(targets, dtype=torch.int64))
 
 

@@ -77,7 +77,24 @@ def fits(row: dict[str, Any]) -> bool:
     return divides and cp * tp * row.get("dp", 1) <= 8
 
 
-@pytest.mark.parametrize("row", covering_rows(CONTEXTS, fits), ids=name_of)
+QUICK = {
+    "cp": (2, 3),
+    "context_parallel": ("ring", "ulysses"),
+    "context_layout": ("zigzag", "striped", "contiguous"),
+    "length": (7, 2),
+    "tensor": ((1, "none"), (2, "keep")),
+    "recompute": ("none", "selective"),
+}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        *covering_rows(QUICK, fits),
+        *(pytest.param(row, marks=pytest.mark.full) for row in covering_rows(CONTEXTS, fits)),
+    ],
+    ids=name_of,
+)
 def test_parts_of_the_sequence_draw_the_same(thread_ranks: Any, row: dict[str, Any]) -> None:
     fields = dict(row)
     case, (tp, mode) = of_length(IN_CONTEXTS, fields.pop("length")), fields.pop("tensor")

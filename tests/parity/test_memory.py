@@ -62,7 +62,6 @@ QUICK = (
     "hybrid",
     "offload-full",
     "mixed-full",
-    "context-full",
     "context-ulysses",
 )
 """Of the others those in which most settings occur once; the full run has all."""

@@ -78,14 +78,16 @@ def attention_gradients(
         exchange.overlap()
         given.add_gradients(of_query, own, exchange.plan.own, (key, value), dropouts())
         received = exchange.received(key, value)
-    of_received = torch.zeros_like(received, dtype=lse.dtype)
-    pairs = exchange.views_of(received, key, value)
-    for number, peer in enumerate(exchange.plan.peers):
+    returned = torch.empty_like(received)
+    pairs, results = (exchange.views_of(one, key, value) for one in (received, returned))
+    for peer, pair, result in zip(exchange.plan.peers, pairs, results, strict=True):
         if peer is not None:
-            totals = exchange.views_of(of_received, key, value)[number]
-            given.add_gradients(of_query, totals, peer.calls, pairs[number], dropouts(peer))
+            totals = tuple(torch.zeros_like(one, dtype=lse.dtype) for one in pair)
+            given.add_gradients(of_query, totals, peer.calls, pair, dropouts(peer))
+            for one, total in zip(result, totals, strict=True):
+                one.copy_(total)
     if returns:
-        exchange.start_return(of_received.to(key.dtype), sizes_of(key, value))
+        exchange.start_return(returned, sizes_of(key, value))
     if not sends_again:
         exchange.overlap()
         given.add_gradients(of_query, own, exchange.plan.own, (key, value), dropouts())
