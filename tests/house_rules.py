@@ -33,7 +33,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("schedules",),
     ("layout",),
     ("device",),
-    ("plan", "rules", "model_size_rules", "huggingface_files"),
+    ("plan", "rules", "model_size_rules", "huggingface_files", "data"),
     ("errors",),
 )
 """Each room imports rooms of lower floors, and itself. The last three lines are the ground."""

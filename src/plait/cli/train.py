@@ -35,8 +35,8 @@ def run(argv: Sequence[str]) -> int:
         from plait.comm.launch import launch
         from plait.comm.rank_process import STOP_SIGNAL
         from plait.comm.world import find_world
-        from plait.train.data import check_data
         from plait.train.loop import train
+        from plait.train.run_data import check_data
 
     plan = config.plan()
     local = find_world() is None

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from plait.comm.mesh import Mesh
+from plait.data.batches import rank_rows
 from plait.engine import Engine, Recording
 from plait.footprint.measured_balance import balance
 from plait.plan import Plan
@@ -13,11 +14,10 @@ from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.pictures import write_pictures
 from plait.schedules.simulation.terminal import title
 from plait.schedules.simulation.timeline import simulate
-from plait.train.batches import rank_rows
 from plait.train.build import build_model
 from plait.train.config import Config
-from plait.train.data import Data
 from plait.train.metrics import unwritable
+from plait.train.run_data import Data
 
 SCHEDULE_FILE = "schedule.json"
 TRACE_FILES = {"trace": "trace.json", "svg": "trace.svg", "html": "trace.html"}

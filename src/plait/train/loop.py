@@ -13,13 +13,13 @@ from plait.train.balance_reorder_trace import balanced, write_schedule
 from plait.train.build import build_model
 from plait.train.checkpoints import RunCheckpoints
 from plait.train.config import Config
-from plait.train.data import Data, load_data
 from plait.train.memory_limit import peak_line, predict_memory, prediction_line
 from plait.train.meter import Meter
 from plait.train.metrics import Metrics, open_metrics
 from plait.train.monitored_step import MonitoredStep
 from plait.train.progress import ProgressReporter
 from plait.train.reference_steps import Comparison, compare_steps
+from plait.train.run_data import Data, load_data
 from plait.train.stop_signals import StopSignals
 from plait.train.trainer import Trainer
 

@@ -13,7 +13,7 @@ from plait.comm.collectives import all_reduce, barrier
 from plait.comm.mesh import Mesh
 from plait.plan import Plan, Precision
 from plait.train.config import Config
-from plait.train.data import Data
+from plait.train.run_data import Data
 from plait.train.trainer import Trainer
 
 # Largest relative difference that rounding explains, by precision.

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from plait.comm.mesh import Mesh
 from plait.composer import parallelize
+from plait.data.batches import rank_rows
+from plait.data.tokenizer import printable
 from plait.errors import NonFiniteError
 from plait.plan import Plan
 from plait.tensor.losses import cross_entropy
-from plait.train.batches import rank_rows
 from plait.train.build import build_model, build_optimizer, initial_weights, learning_rate
 from plait.train.config import Config
-from plait.train.data import Data
 from plait.train.meter import StepNumbers
-from plait.train.tokenizer import printable
+from plait.train.run_data import Data
 
 
 class Trainer:

@@ -7,7 +7,7 @@ from functools import partial
 from plait.tensor.losses import cross_entropy
 from plait.train.build import build_model, build_optimizer
 from plait.train.config import Config
-from plait.train.data import load_data
+from plait.train.run_data import load_data
 from plait.verification.case import Case
 from plait.verification.options import Mode, VerifyOptions, usual_steps
 

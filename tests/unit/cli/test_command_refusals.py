@@ -10,10 +10,10 @@ import pytest
 
 from plait.cli import main as module
 from plait.cli.main import main
+from plait.data.corpus import open_tokens
 from plait.errors import DataError, RankError
 from plait.train.config import LIMITS, MOST
 from plait.train.config_parser import config_from_arguments
-from plait.train.corpus import open_tokens
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:

@@ -19,8 +19,8 @@ from plait.models.huggingface.pretrained import weights_in
 from plait.train.build import build_model
 from plait.train.config import Config
 from plait.train.config_parser import config_from_arguments
-from plait.train.data import load_data
 from plait.train.loop import banner, train
+from plait.train.run_data import load_data
 
 pytestmark = pytest.mark.transformers
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from plait.data.tokenizer import Tokens
 from plait.errors import DataError
-from plait.train.tokenizer import Tokens
 
 if TYPE_CHECKING:
     from torch import Tensor

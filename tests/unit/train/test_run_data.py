@@ -9,7 +9,7 @@ import torch
 
 from plait.errors import ConfigError, DataError, PlaitError
 from plait.train.config import Config
-from plait.train.data import check_data, load_data
+from plait.train.run_data import check_data, load_data
 
 ALL = slice(None)
 
@@ -128,7 +128,7 @@ def test_just_long_enough(tmp_path: Path) -> None:
 
 def test_checking_needs_no_torch() -> None:
     program = (
-        "import sys; from plait.train.config import Config; from plait.train.data import check_data; "
+        "import sys; from plait.train.config import Config; from plait.train.run_data import check_data; "
         "check_data(Config()); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from plait.data.batches import Batches, RandomBatches, ShuffledBatches, TokenWindows, ValidationBatches
+from plait.data.corpus import holds_tokens, open_tokens, read_documents
+from plait.data.tokenizer import ByteTokenizer, Tokenizer, Tokens, open_tokenizer
 from plait.errors import ConfigError, DataError
-from plait.train.batches import Batches, RandomBatches, ShuffledBatches, TokenWindows, ValidationBatches
 from plait.train.config import Config
-from plait.train.corpus import holds_tokens, open_tokens, read_documents
-from plait.train.tokenizer import ByteTokenizer, Tokenizer, Tokens, open_tokenizer
 
 # Tokens that are checked against the vocabulary when a corpus is opened (a fraction of a second); later ones
 # are checked with their batch, so that a huge array opens at once.

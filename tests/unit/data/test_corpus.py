@@ -3,9 +3,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from plait.data import corpus
+from plait.data.corpus import holds_tokens, open_tokens, read_documents
 from plait.errors import DataError
-from plait.train import corpus
-from plait.train.corpus import holds_tokens, open_tokens, read_documents
 
 
 def test_standard_library_is_python_and_always_the_same() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from plait.data.tokenizer import Tokens
 from plait.errors import DataError
-from plait.train.tokenizer import Tokens
 
 STDLIB_BYTES = 20_000_000  # about the whole library; a bound in case an installation is unusual
 _SKIPPED = frozenset({"__pycache__", "dist-packages", "site-packages", "test", "tests", "idlelib"})

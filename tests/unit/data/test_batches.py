@@ -4,8 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.errors import DataError
-from plait.train.batches import (
+from plait.data.batches import (
     Batches,
     RandomBatches,
     ShuffledBatches,
@@ -14,6 +13,7 @@ from plait.train.batches import (
     permute,
     rank_rows,
 )
+from plait.errors import DataError
 
 
 def counting(windows: int, context: int) -> TokenWindows:

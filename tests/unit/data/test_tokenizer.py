@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from plait.data.tokenizer import ByteTokenizer, open_tokenizer, printable
 from plait.errors import ConfigError, DataError
-from plait.train.tokenizer import ByteTokenizer, open_tokenizer, printable
 
 
 def test_bytes_are_their_own_tokens() -> None:

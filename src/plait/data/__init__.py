@@ -1,0 +1,1 @@
+"""Corpora, tokenizers, prepared token shards, and the order of training batches."""
