@@ -5,22 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from plait.blueprint import build_blueprint
 from plait.checkpoint.checkpoint_manager import CheckpointManager
 from plait.checkpoint.folders import complete_checkpoints
 from plait.checkpoint.loading import load
 from plait.checkpoint.manifest import Manifest, section
-from plait.comm.mesh import Mesh
 from plait.comm.text_collectives import broadcast_result
 from plait.errors import CheckpointError, ConfigError, NonFiniteError, ReplicaError, listed
 from plait.layout.shard_plan import ShardPlan
+from plait.loop.training import Callback, TrainingLoop
 from plait.train.build import build_model
 from plait.train.config import Config
 from plait.train.config_parser import config_from_arguments
 from plait.train.progress import ProgressReporter
-from plait.train.trainer import Trainer
 
 FOLDER = "checkpoints"
 """The folder in `run.dir`."""
@@ -40,38 +39,36 @@ _TOKEN_EMBEDDING = "model.embedding.token.weight"
 """In plait's own models: one row for each token."""
 
 
-class RunCheckpoints:
+class RunCheckpoints(Callback):
     """Saves checkpoints of a training run and resumes it; every rank makes one and calls the same methods."""
 
-    def __init__(self, config: Config, trainer: Trainer, mesh: Mesh, progress: ProgressReporter) -> None:
+    def __init__(self, config: Config, progress: ProgressReporter) -> None:
         self._config = config
-        self._trainer = trainer
-        self._mesh = mesh
         self._progress = progress
         self._folder = config.run.dir / FOLDER
         run = config.run
         self._manager = CheckpointManager(
             self._folder, keep_last=run.keep_last, keep_every=run.keep_every, start_step=0
         )
-        self.resumed_steps = 0
-        """Steps done before this run was resumed from a checkpoint in `run.dir`."""
         self._warned = False
 
-    def resume(self) -> int:
-        """Load the checkpoint that `run.resume` names, and return its number of steps; 0 without one.
+    def resume(self, run: TrainingLoop) -> None:
+        """Load the checkpoint that `run.resume` names, if there is one, and set the run's number of steps.
 
         `auto` names the newest checkpoint of the run that is not damaged, if there is one. Raises
         `CheckpointError`, and `ConfigError` where the data has changed.
         """
         source = self._config.run.resume
         if source == "no":
-            return 0
+            return
         if source != "auto":
-            return self._load(Path(source).expanduser())
+            self._load(Path(source).expanduser(), run)
+            return
         damaged: list[str] = []
-        for path in self._saved():
+        for path in self._saved(run):
             try:
-                return self._load(path)
+                self._load(path, run)
+                return
             except CheckpointError as error:
                 if not error.damaged:
                     raise
@@ -83,48 +80,45 @@ class RunCheckpoints:
                 "with --run.resume no."
             )
         self._progress.print(f"There is no checkpoint in {self._folder}: the run starts from the beginning.")
-        return 0
 
     @property
     def failed(self) -> bool:
         """Whether the last checkpoint could not be written."""
         return not self._manager.complete
 
-    def are_due(self, step: int) -> bool:
-        """Return whether a checkpoint is due because `step` is a multiple of `run.save_every`."""
+    def is_due(self, step: int) -> bool:
+        """Return whether `step` is a multiple of `run.save_every`."""
         every = self._config.run.save_every
         return bool(every) and step % (every or 1) == 0
 
-    def after(self, step: int, *, last: bool) -> None:
-        """Unless `run.save_every` is None, save if `step` is due or `last`; print a failure as a warning."""
-        if self._config.run.save_every is None or not (last or self.are_due(step)):
+    def after_step(self, run: TrainingLoop) -> None:
+        """Unless `run.save_every` is None, save if it is due or no step follows; a failure is a warning."""
+        if self._config.run.save_every is None or not (run.is_last or self.is_due(run.done)):
             self._warn_early()
             return
+        step = run.done
         state = {
             "step": step,
             "sequences": step * self._config.train.batch,
             "config": json.loads(self._config.model_dump_json()),
         }
         self.finish()
-        self._try(lambda: self._manager.save(self._trainer.engine, self._trainer.optimizer, step, state))
+        self._try(lambda: self._manager.save(run.engine, run.optimizer, step, state))
 
     def finish(self) -> None:
         """Block until the last checkpoint is written."""
         self._try(self._manager.finish)
         self._warned = False
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def end(self, run: TrainingLoop, error: BaseException | None) -> None:
         """Call `finish`, unless an error was raised that other ranks may not have raised."""
         if error is None or isinstance(error, NonFiniteError | ReplicaError):
             self.finish()
 
-    def _load(self, path: Path) -> int:
-        optimizer = self._trainer.optimizer
+    def _load(self, path: Path, run: TrainingLoop) -> None:
+        optimizer = run.optimizer
         options = [{name: group[name] for name in OPTIMIZER_OPTIONS} for group in optimizer.param_groups]
-        state = load(self._trainer.engine, optimizer, path)
+        state = load(run.engine, optimizer, path)
         for group, kept in zip(optimizer.param_groups, options, strict=True):
             group.update(kept)
         step = state.get("step")
@@ -135,11 +129,11 @@ class RunCheckpoints:
             )
         self._require_same_data(state, path)
         if self._folder.resolve() in (path.resolve(), path.resolve().parent):
-            self.resumed_steps = self._manager.start_step = step
+            run.resumed_steps = self._manager.start_step = step
         self._progress.print(f"Resumed from {path}, after step {step}.")
-        return step
+        run.done = step
 
-    def _saved(self) -> list[Path]:
+    def _saved(self, run: TrainingLoop) -> list[Path]:
         """Return on every rank the complete checkpoints of this run found by rank 0, newest first."""
 
         def find() -> str:
@@ -149,7 +143,7 @@ class RunCheckpoints:
                 error = f"{self._folder} cannot be read: mend its permissions, or the disk."
                 raise CheckpointError(error) from None
 
-        found = broadcast_result(find, CheckpointError, self._mesh.group("world"), self._mesh.device)
+        found = broadcast_result(find, CheckpointError, run.mesh.group("world"), run.mesh.device)
         return [Path(path) for path in json.loads(found)]
 
     def _try(self, action: Callable[[], None]) -> None:

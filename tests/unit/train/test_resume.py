@@ -191,11 +191,10 @@ def test_a_step_that_is_none_is_refused(
 ) -> None:
     monkeypatch.setattr(checkpoints, "load", lambda *told: {"step": step})
     trainer: Any = SimpleNamespace(engine=None, optimizer=SimpleNamespace(param_groups=[]))
-    mesh: Any = SimpleNamespace(rank=0)
     config = make(tmp_path, resume=str(tmp_path / "one"))
-    run = checkpoints.RunCheckpoints(config, trainer, mesh, ProgressReporter(1, shown=False))
+    run = checkpoints.RunCheckpoints(config, ProgressReporter(1, shown=False))
     with pytest.raises(CheckpointError, match="has no number of steps: give one of plait train"):
-        run.resume()
+        run.resume(trainer)
 
 
 def test_a_checkpoint_that_fails_in_the_background_is_told_once(
