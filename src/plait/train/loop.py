@@ -12,7 +12,7 @@ from plait.loop.callbacks import Log, ReplicaChecks, Validation
 from plait.plan import Plan
 from plait.train.balance_reorder_trace import balanced
 from plait.train.build import build_model
-from plait.train.checkpoints import RunCheckpoints
+from plait.train.checkpoints import run_checkpoints
 from plait.train.config import Config
 from plait.train.memory_limit import peak_line, predict_memory, prediction_line
 from plait.train.metrics import FIELD, open_loggers
@@ -75,7 +75,7 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
             progress.print(line)
         if memory is not None:
             progress.print(prediction_line(memory))
-        shown, checkpoints = Progress(progress, stop, run.compare), RunCheckpoints(config, progress)
+        shown, checkpoints = Progress(progress, stop, run.compare), run_checkpoints(config, progress)
         validation = _validation(config, data, progress)
         log = Log(*loggers, folder=run.dir, field=FIELD, tell=progress.print)
         trainer.run(
