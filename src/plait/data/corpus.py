@@ -30,7 +30,7 @@ def read_documents(source: str) -> list[bytes]:
     """
     if source == "stdlib":
         return list(_standard_library(Path(sysconfig.get_path("stdlib"))))
-    documents = [_read_text(path) for path in _files(source)]
+    documents = [_read_text(path) for path in source_files(source)]
     if not any(documents):
         raise DataError(f"data.source = {source!r} is empty: give a file, folder or glob with text in it.")
     return documents
@@ -88,7 +88,7 @@ def _standard_library(root: Path) -> Iterator[bytes]:
         )
 
 
-def _files(source: str) -> list[Path]:
+def source_files(source: str) -> list[Path]:
     """Return the files that a path or glob names."""
     path = Path(source).expanduser()
     if path.is_file():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from plait.data.batches import Batches, RandomBatches, ShuffledBatches, TokenWindows, ValidationBatches
 from plait.data.corpus import holds_tokens, open_tokens, read_documents
-from plait.data.tokenizer import ByteTokenizer, Tokenizer, Tokens, open_tokenizer
+from plait.data.token_shards import Corpus, corpus_of, is_prepared, open_corpus
+from plait.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from plait.errors import ConfigError, DataError
 from plait.train.config import Config
 
@@ -43,13 +45,18 @@ def load_data(config: Config) -> Data:
     vocab = config.model.vocab or tokenizer.vocab
     if source == "random":
         return _random(config, tokenizer, vocab)
+    if is_prepared(source):
+        corpus, index = open_corpus(Path(source).expanduser())
+        return _split(
+            config, corpus, tokenizer, config.model.vocab or index.vocab, tokenizer.name == index.tokenizer
+        )
     if holds_tokens(source):
         tokens = open_tokens(source, config.data.dtype)
         readable = not (isinstance(tokenizer, ByteTokenizer) and vocab > tokenizer.vocab)
     else:
         tokens = tokenizer.encode(read_documents(source))
         readable = True
-    return _split(config, tokens, tokenizer, vocab, readable)
+    return _split(config, corpus_of(tokens), tokenizer, vocab, readable)
 
 
 def check_data(config: Config) -> None:
@@ -57,14 +64,15 @@ def check_data(config: Config) -> None:
 
     Only encoding text with a `tokenizer.json` is left to the ranks, since it may take long.
     """
-    if config.data.tokenizer == "bytes" or holds_tokens(config.data.source):
+    source = config.data.source
+    if config.data.tokenizer == "bytes" or holds_tokens(source) or is_prepared(source):
         data = load_data(config)
         vocab, tokenizer, readable = data.vocab, data.tokenizer, data.readable
     else:
         tokenizer = open_tokenizer(config.data.tokenizer)
-        vocab, readable = config.model.vocab or tokenizer.vocab, config.data.source != "random"
+        vocab, readable = config.model.vocab or tokenizer.vocab, source != "random"
         if readable:
-            read_documents(config.data.source)
+            read_documents(source)
     if config.train.sample and readable:
         prompt = tokenizer.encode([config.train.sample.encode()])
         if len(prompt) and int(prompt.max()) >= vocab:
@@ -87,12 +95,13 @@ def _random(config: Config, tokenizer: Tokenizer, vocab: int) -> Data:
     )
 
 
-def _split(config: Config, tokens: Tokens, tokenizer: Tokenizer, vocab: int, readable: bool) -> Data:
+def _split(config: Config, corpus: Corpus, tokenizer: Tokenizer, vocab: int, readable: bool) -> Data:
     source, context, fraction = config.data.source, config.model.context, config.data.validation
-    TokenWindows(tokens, context, vocab, source).check(_CHECKED_AT_ONCE)
-    cut = len(tokens) - int(len(tokens) * fraction)
-    training = TokenWindows(tokens[:cut], context, vocab, source)
-    held_out = TokenWindows(tokens[cut:], context, vocab, source, start=cut)
+    size = len(corpus)
+    TokenWindows(corpus, context, vocab, source).check(_CHECKED_AT_ONCE)
+    cut = size - int(size * fraction)
+    training = TokenWindows(corpus, context, vocab, source, stop=cut)
+    held_out = TokenWindows(corpus, context, vocab, source, start=cut)
     if not training.count:
         raise DataError(
             f"data.source = {source!r} has {cut} tokens for training, fewer than the {context + 1} of one "
@@ -100,7 +109,7 @@ def _split(config: Config, tokens: Tokens, tokenizer: Tokenizer, vocab: int, rea
         )
     if fraction and not held_out.count:
         raise DataError(
-            f"data.validation = {fraction:g} leaves {len(tokens) - cut} tokens of data.source = {source!r} "
+            f"data.validation = {fraction:g} leaves {size - cut} tokens of data.source = {source!r} "
             f"for validation, fewer than the {context + 1} of one sequence (model.context = {context} and "
             "the next one): raise it, or set it to 0 for none."
         )
@@ -113,5 +122,5 @@ def _split(config: Config, tokens: Tokens, tokenizer: Tokenizer, vocab: int, rea
         tokenizer=tokenizer,
         vocab=vocab,
         readable=readable,
-        summary=f"{title}, {len(tokens):,} tokens ({tokenizer.name}){share}",
+        summary=f"{title}, {size:,} tokens ({tokenizer.name}){share}",
     )
