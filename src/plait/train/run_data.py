@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plait.data.batches import Batches, RandomBatches, ShuffledBatches, TokenWindows, ValidationBatches
-from plait.data.corpus import holds_tokens, open_tokens, read_documents
+from plait.data.corpus import read_documents
+from plait.data.token_files import holds_tokens, open_tokens
 from plait.data.token_shards import Corpus, corpus_of, is_prepared, open_corpus
 from plait.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from plait.errors import ConfigError, DataError
@@ -51,12 +52,11 @@ def load_data(config: Config) -> Data:
             config, corpus, tokenizer, config.model.vocab or index.vocab, tokenizer.name == index.tokenizer
         )
     if holds_tokens(source):
-        tokens = open_tokens(source, config.data.dtype)
+        corpus = open_tokens(source, config.data.dtype)
         readable = not (isinstance(tokenizer, ByteTokenizer) and vocab > tokenizer.vocab)
     else:
-        tokens = tokenizer.encode(read_documents(source))
-        readable = True
-    return _split(config, corpus_of(tokens), tokenizer, vocab, readable)
+        corpus, readable = corpus_of(tokenizer.encode(read_documents(source))), True
+    return _split(config, corpus, tokenizer, vocab, readable)
 
 
 def check_data(config: Config) -> None:

@@ -211,3 +211,30 @@ def test_killed_it_goes_on(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_killed_at_20_moments_it_gives_the_same_shards(tmp_path: Path) -> None:
     killed_again_and_again(tmp_path, 20)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["parquet", "dataset"])
+def test_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    in_one_process(monkeypatch)
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    texts = [f"document {number}\n" * (number % 3) for number in range(50)]
+    table, path = datasets.Dataset.from_dict({"body": texts}), tmp_path / "table.parquet"
+    if kind == "parquet":
+        table.to_parquet(path, batch_size=7)
+    else:
+        path = tmp_path / "table"
+        table.save_to_disk(path)
+    with pytest.raises(DataError, match=r"has no column 'text' .it has: body.: give --column"):
+        prepare_corpus([str(path)], tmp_path / "none", "bytes")
+    prepare_corpus([str(path)], tmp_path / "out", "bytes", column="body", portion=150)
+    assert documents_in(tmp_path / "out") == [one for one in texts if one]
+    assert len(open_corpus(tmp_path / "out")[1].shards) > 2
+
+
+def test_tables_need_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ConfigError, match="needs the package datasets: pip install"):
+        prepare_corpus([str(tmp_path / "a.parquet")], tmp_path / "out", "bytes")
