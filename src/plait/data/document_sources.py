@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -96,6 +96,15 @@ def read_pieces(portion: SourceRange, column: str) -> Iterator[TextPiece]:
         yield from _text(portion)
 
 
+def read_records(one: SourceRange) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yield the records of a range of JSON lines, with the byte at which each begins."""
+    if one.kind != "jsonl":
+        raise DataError(f"{one.path} holds no JSON lines: give conversations as .jsonl files.")
+    for at, line in _lines(one):
+        if line.strip():
+            yield at, _record(line, one.path, at)
+
+
 def _pieces_of_text(text: str) -> Iterator[TextPiece]:
     """Cut a document into pieces, after a line end where there is one in the second half of a piece.
 
@@ -178,14 +187,21 @@ def _decoded(data: bytes, path: str, at: int) -> str:
     return text
 
 
-def _field(line: bytes, column: str, path: str, at: int) -> str:
+def _record(line: bytes, path: str, at: int) -> Mapping[str, Any]:
     try:
         found = json.loads(line)
     except ValueError:
-        raise DataError(f"{path} has a line at byte {at} that is no JSON: mend or remove it.") from None
-    text = found.get(column) if isinstance(found, dict) else None
+        found = None
+    if not isinstance(found, dict):
+        raise DataError(f"{path} has a line at byte {at} that is no JSON object: mend or remove it.")
+    return found
+
+
+def _field(line: bytes, column: str, path: str, at: int) -> str:
+    found = _record(line, path, at)
+    text = found.get(column)
     if not isinstance(text, str):
-        known = ", ".join(sorted(found)) if isinstance(found, dict) else type(found).__name__
+        known = ", ".join(sorted(found))
         raise DataError(
             f"{path} has a line at byte {at} without a text {column!r} (it has: {known}): give --column."
         )

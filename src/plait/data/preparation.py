@@ -18,12 +18,22 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from plait.data.document_sources import PIECE, SourceRange, TextPiece, portions_of, read_pieces
+from plait.data.chats import ChatEncoder, EncodedChat, first_record, holds_chats
+from plait.data.document_sources import (
+    PIECE,
+    SourceRange,
+    TextPiece,
+    portions_of,
+    read_pieces,
+    read_records,
+)
 from plait.data.token_shards import INDEX, SETTINGS, CorpusIndex, ShardEntry, shard_files, write_index
-from plait.data.tokenizer import Tokenizer, open_tokenizer
+from plait.data.tokenizer import Tokenizer, Tokens, open_tokenizer
 from plait.errors import DataError
 
 PORTION = 1 << 26
@@ -42,6 +52,8 @@ class TextEncoding:
     end: int | None
     """The token that is written after each document."""
     dtype: str
+    chats: bool = False
+    """Whether the sources hold conversations."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +90,8 @@ def prepare_corpus(
         [one for source in sources for one in portions_of(source, portion, lines=lines)], portion
     )
     dtype = "uint16" if reader.vocab <= 1 << 16 else "uint32"
-    settings = TextEncoding(tokenizer, column, reader.end_token(end), dtype)
+    chats = all(holds_chats(first_record(Path(one.path))) for shard in shards for one in shard[:1])
+    settings = TextEncoding(tokenizer, column, None if chats else reader.end_token(end), dtype, chats)
     _begin(folder, shards, settings)
     sizes = [sum(one.size for one in shard) for shard in shards]
     done = {number: entry for number in range(len(shards)) if (entry := _finished(folder, number, dtype))}
@@ -96,7 +109,12 @@ def prepare_corpus(
         done[number] = entry
         report(progress(), sum(sizes))
     index = CorpusIndex(
-        reader.name, reader.vocab, dtype, settings.end, tuple(done[number] for number in range(len(shards)))
+        reader.name,
+        reader.vocab,
+        dtype,
+        settings.end,
+        chats,
+        tuple(done[number] for number in range(len(shards))),
     )
     write_index(folder, index)
     for path in [folder / SETTINGS, *(_counts(folder, number) for number in range(len(shards)))]:
@@ -108,28 +126,68 @@ def write_shard(
     folder: Path, number: int, ranges: Sequence[SourceRange], settings: TextEncoding
 ) -> ShardEntry:
     """Tokenize ranges of sources and write them as one shard; return its counts, which are written last."""
-    reader, dtype = _tokenizer(settings.tokenizer), settings.dtype
-    end = np.array([] if settings.end is None else [settings.end], dtype=dtype)
-    tokens_path, ends_path = shard_files(folder, number)
+    dtype = settings.dtype
+    paths = shard_files(folder, number)
     ends: list[int] = []
-    total = 0
-    with _partial(tokens_path).open("wb") as file:
-        for pieces in _batches(ranges, settings.column):
-            encoded = reader.encode_each([piece.text for piece in pieces])
-            for piece, tokens in zip(pieces, encoded, strict=True):
-                found = tokens.astype(dtype)
-                if piece.ends:
-                    found = np.concatenate([found, end])
-                    ends.append(total + len(found))
-                found.tofile(file)
-                total += len(found)
-    with _partial(ends_path).open("wb") as file:
+    total = answers = unanswered = 0
+    with _partial(paths.tokens).open("wb") as file, _partial(paths.answers).open("wb") as marks:
+        for piece in _encoded(ranges, settings):
+            piece.tokens.astype(dtype).tofile(file)
+            total += len(piece.tokens)
+            if piece.answers is not None:
+                piece.answers.tofile(marks)
+                answers += (found := int(piece.answers.sum()))
+                unanswered += not found
+            if piece.ends:
+                ends.append(total)
+    with _partial(paths.ends).open("wb") as file:
         np.save(file, np.array(ends, dtype=np.int64))
-    for path in (tokens_path, ends_path):
+    for path in (paths.tokens, paths.ends, *([paths.answers] if settings.chats else [])):
         _partial(path).replace(path)
-    entry = ShardEntry(total, len(ends))
+    _partial(paths.answers).unlink(missing_ok=True)
+    entry = ShardEntry(total, len(ends), answers, unanswered)
     _write(_counts(folder, number), json.dumps(asdict(entry)))
     return entry
+
+
+class _EncodedPiece(NamedTuple):
+    """Tokens of one document, or of a part of it."""
+
+    tokens: Tokens
+    answers: NDArray[np.bool_] | None
+    """Whether each is part of an answer; None but for chats."""
+    ends: bool
+    """Whether the document ends with them."""
+
+
+def _encoded(ranges: Sequence[SourceRange], settings: TextEncoding) -> Iterator[_EncodedPiece]:
+    """Yield the documents of some ranges in tokens."""
+    if settings.chats:
+        for one in ranges:
+            yield from (_EncodedPiece(*chat, True) for chat in _encoded_chats(one, settings.tokenizer))
+        return
+    reader = _tokenizer(settings.tokenizer)
+    end = np.array([] if settings.end is None else [settings.end], dtype=settings.dtype)
+    for pieces in _batches(ranges, settings.column):
+        encoded = reader.encode_each([piece.text for piece in pieces])
+        for piece, tokens in zip(pieces, encoded, strict=True):
+            yield _EncodedPiece(np.concatenate([tokens, end]) if piece.ends else tokens, None, piece.ends)
+
+
+def _encoded_chats(one: SourceRange, tokenizer: str) -> Iterator[EncodedChat]:
+    """Yield the conversations of a range. Raises DataError, which names the place of one that is none."""
+    encoder = _chat_encoder(tokenizer)
+    for at, record in read_records(one):
+        try:
+            yield encoder.encode(record)
+        except DataError as error:
+            raise DataError(f"{one.path} has a conversation at byte {at} that {error}.") from None
+
+
+@lru_cache(maxsize=1)
+def _chat_encoder(folder: str) -> ChatEncoder:
+    """Return the tokenizer and chat template of a folder, which a process opens once."""
+    return ChatEncoder(folder)
 
 
 @lru_cache(maxsize=1)
@@ -190,9 +248,9 @@ def _finished(folder: Path, number: int, dtype: str) -> ShardEntry | None:
         entry = ShardEntry(**json.loads(_counts(folder, number).read_text()))
     except FileNotFoundError:
         return None
-    tokens, ends = shard_files(folder, number)
-    whole = tokens.is_file() and tokens.stat().st_size == entry.tokens * np.dtype(dtype).itemsize
-    return entry if whole and ends.is_file() else None
+    paths = shard_files(folder, number)
+    whole = paths.tokens.is_file() and paths.tokens.stat().st_size == entry.tokens * np.dtype(dtype).itemsize
+    return entry if whole and paths.ends.is_file() else None
 
 
 def _written(

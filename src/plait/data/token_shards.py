@@ -5,6 +5,7 @@ A folder that `plait data prepare` has written:
     index.json               tokenizer, vocabulary, dtype, and per shard its tokens and documents
     00000.tokens.bin         the tokens of the shard, one after another, little-endian
     00000.documents.npy      int64: the number of the shard's tokens up to the end of each document
+    00000.answers.bin        of chats: a byte for each token, 1 where it belongs to an answer
 
 A document may continue in the next shard. Files are memory-mapped when they are first read, so that a corpus
 of any size opens in milliseconds.
@@ -17,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,10 @@ class ShardEntry:
     tokens: int
     documents: int
     """The number of documents that end in the shard."""
+    answers: int = 0
+    """Of chats: the number of tokens in answers."""
+    unanswered: int = 0
+    """Of chats: the number of conversations without any."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,8 @@ class CorpusIndex:
     """uint16 or uint32."""
     end: int | None
     """The token after each document, if any."""
+    chats: bool
+    """Whether the documents are conversations, whose answers are known."""
     shards: tuple[ShardEntry, ...]
 
     @property
@@ -64,9 +71,18 @@ class CorpusIndex:
         return sum(shard.documents for shard in self.shards)
 
 
-def shard_files(folder: Path, number: int) -> tuple[Path, Path]:
-    """Return the paths of a shard's tokens and document ends."""
-    return folder / f"{number:05}.tokens.bin", folder / f"{number:05}.documents.npy"
+class ShardFiles(NamedTuple):
+    """The paths of a shard's files."""
+
+    tokens: Path
+    ends: Path
+    answers: Path
+
+
+def shard_files(folder: Path, number: int) -> ShardFiles:
+    """Return the paths of a shard's files."""
+    names = (f"{number:05}.{name}" for name in ("tokens.bin", "documents.npy", "answers.bin"))
+    return ShardFiles(*(folder / name for name in names))
 
 
 def write_index(folder: Path, index: CorpusIndex) -> None:
@@ -106,6 +122,8 @@ class TokenShard:
     tokens: Tokens
     ends: NDArray[np.int64] | None
     """The number of its tokens up to the end of each document; None: documents are not kept apart."""
+    answers: NDArray[np.uint8] | None = None
+    """1 where a token belongs to an answer; None: all are to be predicted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,6 +149,15 @@ class Corpus:
         """Return `count` consecutive tokens as a new array, or a view within one shard."""
         parts = [shard.tokens[begin:end] for shard, begin, end in self._pieces(first, count)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def answers(self, first: int, count: int) -> NDArray[np.bool_] | None:
+        """Return for `count` consecutive tokens whether each belongs to an answer; None where all count."""
+        parts = [
+            shard.answers[begin:end]
+            for shard, begin, end in self._pieces(first, count)
+            if shard.answers is not None
+        ]
+        return np.concatenate(parts).astype(bool) if parts else None
 
     def documents(self, first: int, count: int) -> NDArray[np.int64]:
         """Return for `count` consecutive tokens the number of document ends before each, from `first` on.
@@ -185,7 +212,7 @@ def open_corpus(folder: Path) -> tuple[Corpus, CorpusIndex]:
     index = read_index(folder)
     itemsize = np.dtype(index.dtype).itemsize
     for number, shard in enumerate(index.shards):
-        path, _ = shard_files(folder, number)
+        path = shard_files(folder, number).tokens
         if not path.is_file() or path.stat().st_size != shard.tokens * itemsize:
             raise DataError(
                 f"{path} is missing or has not the {shard.tokens:,} tokens that {INDEX} counts: prepare the "
@@ -208,10 +235,12 @@ class _ShardFiles(Sequence[TokenShard]):
     def __getitem__(self, number: Any) -> Any:
         """Return a shard."""
         if number not in self._open:
-            tokens, ends = shard_files(self._folder, number)
-            entry = self._index.shards[number]
-            mapped = np.memmap(tokens, self._index.dtype, "r") if entry.tokens else np.empty(0, np.uint16)
-            self._open[number] = TokenShard(mapped, _open_ends(ends, entry.documents))
+            paths, entry = shard_files(self._folder, number), self._index.shards[number]
+            tokens = (
+                np.memmap(paths.tokens, self._index.dtype, "r") if entry.tokens else np.empty(0, np.uint16)
+            )
+            answers = np.memmap(paths.answers, "u1", "r") if entry.tokens and self._index.chats else None
+            self._open[number] = TokenShard(tokens, _open_ends(paths.ends, entry.documents), answers)
         return self._open[number]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -138,7 +138,7 @@ def test_the_end_token_follows_each_document(
     ("name", "content", "message"),
     [
         ("a.txt", b"\xff\xfe", "is no UTF-8 text at byte 0"),
-        ("a.jsonl", b'{"text": "a"}\nnothing\n', "has a line at byte 14 that is no JSON"),
+        ("a.jsonl", b'{"text": "a"}\nnothing\n', "has a line at byte 14 that is no JSON object"),
         ("a.jsonl", b'{"body": "a"}\n', "without a text 'text' .it has: body.: give --column"),
         ("a.jsonl", b"", "is empty"),
         ("a.jsonl.gz", b"no gzip", "cannot be read"),
