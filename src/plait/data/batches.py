@@ -7,7 +7,7 @@ Nothing is communicated and no state is kept: any batch of any step can be made 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from plait.errors import DataError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    InputsAndTargets = tuple[Tensor | dict[str, Tensor], Tensor]
+InputsAndTargets: TypeAlias = "tuple[Tensor | dict[str, Tensor], Tensor]"
 
 UInt64s = NDArray[np.uint64]
 NO_TARGET = -100
@@ -67,9 +67,8 @@ class TokenWindows:
         """
         first, size = self.start + windows.astype(np.int64) * self.context, self.context + 1
         cut = np.stack([self.corpus.read(int(one), size) for one in first]).astype(np.int64)
-        if cut.size and (int(cut.max()) >= self.vocab or int(cut.min()) < 0):
-            row, column = np.argwhere((cut >= self.vocab) | (cut < 0))[0]
-            self._refuse(int(cut[row, column]), int(first[row]) + int(column))
+        for one, tokens in zip(first, cut, strict=True):
+            require_vocabulary(tokens, int(one), self.vocab, self.source)
         if not self.corpus.has_documents:
             return _inputs_and_targets(cut)
         return _inputs_and_targets(cut, np.stack([self.corpus.documents(int(one), size) for one in first]))
@@ -79,24 +78,39 @@ class TokenWindows:
         chunk = 1 << 22
         end = self.start + min(count, self.size)
         for begin in range(self.start, end, chunk):
-            part = self.corpus.read(begin, min(chunk, end - begin))
-            if int(part.max()) >= self.vocab or int(part.min()) < 0:
-                offset = int(np.argmax((part >= self.vocab) | (part < 0)))
-                self._refuse(int(part[offset]), begin + offset)
+            tokens = self.corpus.read(begin, min(chunk, end - begin))
+            require_vocabulary(tokens, begin, self.vocab, self.source)
 
-    def _refuse(self, token: int, position: int) -> None:
-        remedy = f"set model.vocab to at least {token + 1}" if token >= 0 else "write tokens from 0 on"
-        raise DataError(
-            f"data.source = {self.source!r} holds token {token} at position {position}, "
-            f"outside the vocabulary of {self.vocab}: {remedy}, or use the tokenizer the model is meant for."
-        )
+
+def require_vocabulary(tokens: NDArray[Any], first: int, vocab: int, source: str) -> None:
+    """Raise `DataError` where a token is beyond the vocabulary; `first`: the position of the first one."""
+    if not tokens.size or (int(tokens.max()) < vocab and int(tokens.min()) >= 0):
+        return
+    at = int(np.argmax((tokens >= vocab) | (tokens < 0)))
+    token = int(tokens[at])
+    remedy = f"set model.vocab to at least {token + 1}" if token >= 0 else "write tokens from 0 on"
+    raise DataError(
+        f"data.source = {source!r} holds token {token} at position {first + at}, outside the vocabulary of "
+        f"{vocab}: {remedy}, or use the tokenizer the model is meant for."
+    )
+
+
+class Rows(Protocol):
+    """Rows of tokens, of which batches are made."""
+
+    @property
+    def count(self) -> int:
+        """The number of rows."""
+
+    def take(self, rows: NDArray[Any], /) -> InputsAndTargets:
+        """Return the rows with these numbers, `[n]`, as inputs and targets."""
 
 
 @dataclass(frozen=True)
 class ShuffledBatches:
     """Training batches: each window once per epoch, in a different order in each epoch."""
 
-    windows: TokenWindows
+    windows: Rows
     size: int
     seed: int
 
@@ -114,7 +128,7 @@ class ShuffledBatches:
 class ValidationBatches:
     """Validation batches: the same `size` × `count` windows every time, evenly spaced in the corpus."""
 
-    windows: TokenWindows
+    windows: Rows
     size: int
     count: int
 

@@ -150,6 +150,14 @@ class Corpus:
         parts = [shard.tokens[begin:end] for shard, begin, end in self._pieces(first, count)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, np.int64)
 
+    def document_ends(self) -> NDArray[np.int64]:
+        """Return the number of tokens up to the end of each document, of the whole corpus."""
+        found = [
+            start + (np.array([size]) if shard.ends is None else shard.ends)
+            for start, size, shard in zip(self._starts, self.sizes, self._shards, strict=False)
+        ]
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
     def answers(self, first: int, count: int) -> NDArray[np.bool_] | None:
         """Return for `count` consecutive tokens whether each belongs to an answer; None where all count."""
         parts = [
