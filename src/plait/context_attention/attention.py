@@ -210,7 +210,7 @@ def _with_documents(sequence: LocalSequence | None, documents: Tensor) -> LocalS
         )
 
     def bounds() -> DocumentBounds:
-        return DocumentBounds(*document_bounds(documents.cpu()))
+        return document_bounds(documents.cpu())
 
     if sequence is None:
         return ContextParallelism.of_one_rank().sequence(documents.shape[1], bounds())

@@ -113,9 +113,8 @@ def build_plan(
 ) -> ExchangePlan:
     """Return the plan of the rank at `index`: it receives only keys that one of its queries sees."""
     positions = [layout.positions(rank) for rank in range(layout.ranks)]
-    bounds = None if documents is None else (documents.starts, documents.stops)
     seen = [
-        visible_range(one, layout.length, causal=mask.causal, window=mask.window, bounds=bounds)
+        visible_range(one, layout.length, causal=mask.causal, window=mask.window, documents=documents)
         for one in positions
     ]
     peers: list[PeerBlock | None] = []

@@ -212,9 +212,9 @@ class Engine:
         """Yield this rank's parameters as `DTensor`s, without gradients, one after another.
 
         Each is a `DTensor` over the axes `replicate`, `shard`, `cp`, `tp` of this rank's stage that have more
-        than one rank. It shares the parameter's memory, unless a `DTensor` cannot describe this rank's piece: then
-        the pieces are gathered, all ranks of the stage take part, and it is a copy (see `as_dtensor`). So
-        all of them must iterate over all names. Communication: one all-gather, over `shard`, `cp` or `tp`,
+        than one rank. It shares the parameter's memory, unless a `DTensor` cannot describe this rank's piece:
+        then the pieces are gathered, all ranks of the stage take part, and it is a copy (see `as_dtensor`).
+        So all of them must iterate over all names. Communication: one all-gather, over `shard`, `cp` or `tp`,
         for each axis of a parameter that is gathered.
         """
         from plait.checkpoint.dtensor import as_dtensor  # loads 500 modules

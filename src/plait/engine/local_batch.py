@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from plait.autograd.running_sequence import ContextParallelism, DocumentBounds, LocalSequence
+from plait.autograd.running_sequence import ContextParallelism, LocalSequence
 from plait.comm.collectives import all_gather
 from plait.context_attention.visibility import document_bounds
 from plait.errors import DataError
@@ -78,7 +78,7 @@ def local_inputs(
         value, ids = _without_documents(given)
         sequence = None
         if parallelism.group.size > 1 or ids is not None:
-            bounds = None if ids is None else DocumentBounds(*document_bounds(ids.cpu()))
+            bounds = None if ids is None else document_bounds(ids.cpu())
             sequence = parallelism.sequence(length or _length(value), bounds)
         if ids is not None and sequence is not None and ids.shape[1] != sequence.layout.length:
             raise DataError(
