@@ -9,7 +9,7 @@ from torch import Tensor
 
 from plait.autograd.paired_collectives import gather
 from plait.comm.collectives import broadcast
-from plait.engine.local_batch import joined, whole_length
+from plait.engine.local_batch import joined, values_and_length
 from plait.engine.runner import Runner
 from plait.errors import DataError
 from plait.layers.evaluation_mode import evaluating
@@ -28,7 +28,7 @@ from plait.tensor.sampling import next_token, padded, require_prompt
 
 def model_output(runner: Runner, inputs: Value, *, whole: bool, everywhere: bool) -> Value | None:
     """Return the last stage's output for `inputs`; see `Engine.output`."""
-    (inputs,), length = whole_length(inputs)
+    (inputs,), length = values_and_length(inputs)
     batch = split_one(inputs, "inputs", runner.plan.microbatches, runner.as_input)
     call = f"the output of micro-batches of {signatures(batch)}, whole {whole}, everywhere {everywhere}"
     runner.require_same_call(call, "pp")

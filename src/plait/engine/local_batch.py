@@ -51,10 +51,10 @@ def sequence_part(batch: Value, plan: Plan, index: int) -> SequencePart:
     return SequencePart(mine if ids is None else {"inputs": mine, DOCUMENT_IDS: ids}, layout.length)
 
 
-def whole_length(*given: Value) -> tuple[list[Value], int | None]:
-    """Return values without `SequencePart`, and the length of the sequences of which they are parts, if any.
+def values_and_length(*given: Value) -> tuple[list[Value], int | None]:
+    """Return the values in each `SequencePart`, and the length of the whole sequences; None where not parts.
 
-    Raises DataError where only some are parts.
+    Raises DataError where only some are parts, or of sequences of unlike lengths.
     """
     lengths = {one.length if isinstance(one, SequencePart) else None for one in given}
     if len(lengths) > 1:
@@ -91,7 +91,11 @@ def local_inputs(
 
 
 def cut(value: Value, sequence: LocalSequence | None, what: str, length: int | None = None) -> Value:
-    """Return the tensors of `value` at this rank's positions, along dim 1; as they are with a `length`."""
+    """Return the tensors of `value` at this rank's positions along dim 1.
+
+    With `length`, that of the whole sequences, a data loader has cut `value` already: it is checked, and
+    returned as it is. Raises DataError for tensors of another size in dim 1.
+    """
     if sequence is None or sequence.group.size == 1:
         return value
     layout, index = sequence.layout, sequence.group.index
@@ -155,11 +159,11 @@ def _without_documents(value: Value) -> tuple[Value, Tensor | None]:
         return value, None
     rest = {key: one for key, one in value.items() if key != DOCUMENT_IDS}
     ids = value[DOCUMENT_IDS]
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or not rest:
-        raise DataError(
-            f"the batch's {DOCUMENT_IDS} are {type(ids).__name__}: give whole numbers [rows, length] beside "
-            "the inputs."
-        )
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
+        found = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise DataError(f"the batch's {DOCUMENT_IDS} are {found}: give whole numbers [rows, length].")
+    if not rest:
+        raise DataError(f"the batch has {DOCUMENT_IDS} only: give the inputs beside them.")
     return (next(iter(rest.values())) if len(rest) == 1 else rest), ids
 
 

@@ -15,7 +15,7 @@ from plait.autograd.running_sequence import LocalSequence, running
 from plait.comm.collectives import all_reduce, broadcast
 from plait.comm.consistency_check import require_same_text
 from plait.device import sent
-from plait.engine.local_batch import LocalInputs, cut, joined, local_inputs, map_inputs, whole_length
+from plait.engine.local_batch import LocalInputs, cut, joined, local_inputs, map_inputs, values_and_length
 from plait.engine.recorder import Recorder
 from plait.engine.runtime_objects import InstructionObserver, Runtime
 from plait.errors import DataError, PlanError
@@ -103,7 +103,7 @@ class Runner:
 
         Communication: as `Engine.forward_backward`, without that of the program and of the mean loss.
         """
-        (inputs, targets), length = whole_length(inputs, targets)
+        (inputs, targets), length = values_and_length(inputs, targets)
         self.inputs_are_cut = isinstance(inputs, Microbatches)
         batch, parts = split_both(inputs, targets, self.plan.microbatches, (self.as_input, self._as_target))
         call = f"a step on micro-batches of {signatures(batch)} with targets {signatures(parts)}"
