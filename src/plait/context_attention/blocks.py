@@ -73,7 +73,7 @@ def attention_gradients(
     and one before where keys are not kept.
     """
     query, key, value, out, lse, received = saved
-    given = _Given(gradient, query, out, lse, scale)
+    arguments = _BackwardArguments(gradient, query, out, lse, scale)
     dropouts = partial(_dropouts, dropout_mask, query, exchange.plan)
     of_query, of_key, of_value = (torch.zeros_like(one, dtype=lse.dtype) for one in (query, key, value))
     own = of_key, of_value
@@ -81,25 +81,25 @@ def attention_gradients(
     if received is None:
         exchange.start(key, value)
         exchange.overlap()
-        given.add_gradients(of_query, own, exchange.plan.own, (key, value), dropouts())
+        arguments.add_gradients(of_query, own, exchange.plan.own, (key, value), dropouts())
         received = exchange.received(key, value)
     returned = torch.empty_like(received)
     pairs, results = (exchange.views_of(one, key, value) for one in (received, returned))
     for peer, pair, result in zip(exchange.plan.peers, pairs, results, strict=True):
         if peer is not None:
             totals = tuple(torch.zeros_like(one, dtype=lse.dtype) for one in pair)
-            given.add_gradients(of_query, totals, peer.calls, pair, dropouts(peer))
+            arguments.add_gradients(of_query, totals, peer.calls, pair, dropouts(peer))
             for one, total in zip(result, totals, strict=True):
                 one.copy_(total)
     if returns:
         exchange.start_return(returned, sizes_of(key, value))
     if not sends_again:
         exchange.overlap()
-        given.add_gradients(of_query, own, exchange.plan.own, (key, value), dropouts())
+        arguments.add_gradients(of_query, own, exchange.plan.own, (key, value), dropouts())
     return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
 
 
-class _Given(NamedTuple):
+class _BackwardArguments(NamedTuple):
     """The arguments of a backward that all blocks share: output and log-sum-exp are those of all keys."""
 
     gradient: Tensor

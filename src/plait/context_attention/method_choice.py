@@ -15,9 +15,9 @@ class MethodChoice:
     """The method of one attention on the ranks of `cp`, and what each method sends."""
 
     query_heads: int
-    """Of this rank of `tp`, as are `kv_heads`."""
+    """The number of query heads of this rank of `tp`."""
     kv_heads: int
-    """Of keys and values."""
+    """The number of its heads of keys and values."""
     method: Literal["ring", "ulysses"]
     asked: bool
     """Whether the plan asks for the method; else it sends fewer bytes."""

@@ -54,7 +54,7 @@ class WeightDropoutMask:
     first_row: int
     """In the global batch."""
     heads: DimPiece
-    """Those of the tensors that the kernels get."""
+    """Which of the whole model's query heads the kernels' tensors have."""
     length: int
     """Of the whole sequence."""
 
