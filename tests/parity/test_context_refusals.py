@@ -103,7 +103,8 @@ def test_document_ids_are_one_for_each_position(thread_ranks: Any) -> None:
 
     with pytest.raises(DataError, match=r"document_ids are \[2, 7\], but its sequences have 8 positions"):
         thread_ranks.run(body, torch.zeros(2, 7).long(), ranks=1)
-    with pytest.raises(DataError, match=r"document_ids are .*give whole numbers \[rows, length\]"):
+    found = r"document_ids are torch.float32 \[2, 8\]: give whole numbers \[rows, length\]"
+    with pytest.raises(DataError, match=found):
         thread_ranks.run(body, torch.zeros(2, 8), ranks=1)
 
 
@@ -160,3 +161,8 @@ def test_parts_are_of_ranks_that_there_are(index: int) -> None:
 def test_parts_of_micro_batches_are_refused() -> None:
     with pytest.raises(DataError, match="sequence_part was given Microbatches"):
         plait.sequence_part(Microbatches([torch.zeros(2, 8)]), Plan(cp=2), 0)
+
+
+def test_document_ids_alone_are_no_batch() -> None:
+    with pytest.raises(DataError, match="the batch has document_ids only: give the inputs beside them"):
+        plait.sequence_part({"document_ids": torch.zeros(2, 8).long()}, Plan(cp=2), 0)

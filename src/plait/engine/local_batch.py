@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from plait.autograd.running_sequence import ContextParallelism, DocumentBounds, LocalSequence
+from plait.autograd.running_sequence import ContextParallelism, LocalSequence
 from plait.comm.collectives import all_gather
 from plait.context_attention.visibility import document_bounds
 from plait.errors import DataError
@@ -116,7 +116,7 @@ def local_inputs(
         value, ids = _without_documents(given)
         sequence = None
         if parallelism.group.size > 1 or ids is not None:
-            bounds = None if ids is None else DocumentBounds(*document_bounds(ids.cpu()))
+            bounds = None if ids is None else document_bounds(ids.cpu())
             sequence = parallelism.sequence(length or _length(value), bounds)
         if ids is not None and sequence is not None and ids.shape[1] != sequence.layout.length:
             raise DataError(
@@ -129,7 +129,11 @@ def local_inputs(
 
 
 def cut(value: Value, sequence: LocalSequence | None, what: str, length: int | None = None) -> Value:
-    """Return the tensors of `value` at this rank's positions, along dim 1; as they are with a `length`."""
+    """Return the tensors of `value` at this rank's positions along dim 1.
+
+    With `length`, that of the whole sequences, a data loader has cut `value` already: it is checked, and
+    returned as it is. Raises DataError for tensors of another size in dim 1.
+    """
     if sequence is None or sequence.group.size == 1:
         return value
     layout, index = sequence.layout, sequence.group.index
@@ -193,11 +197,11 @@ def _without_documents(value: Value) -> tuple[Value, Tensor | None]:
         return value, None
     rest = {key: one for key, one in value.items() if key != DOCUMENT_IDS}
     ids = value[DOCUMENT_IDS]
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or not rest:
-        raise DataError(
-            f"the batch's {DOCUMENT_IDS} are {type(ids).__name__}: give whole numbers [rows, length] beside "
-            "the inputs."
-        )
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
+        found = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise DataError(f"the batch's {DOCUMENT_IDS} are {found}: give whole numbers [rows, length].")
+    if not rest:
+        raise DataError(f"the batch has {DOCUMENT_IDS} only: give the inputs beside them.")
     return (next(iter(rest.values())) if len(rest) == 1 else rest), ids
 
 

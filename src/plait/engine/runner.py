@@ -82,7 +82,7 @@ class Runner:
         self._has_dropout = any(names_of(layer.module) for layer in blueprint.sequence.layers)
         self._infos: dict[Any, list[LayerInfo]] = {}
         self._sequences: Sequence[LocalSequence | None] = ()
-        """Of the micro-batches of the latest step."""
+        """This rank's part of each micro-batch's sequences in the latest step; None where they are whole."""
         self._weights: Tensor | None = None
         self._totals: list[Tensor] = []
         self._agreed: dict[tuple[str, str], None] = {}
