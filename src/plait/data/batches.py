@@ -6,6 +6,7 @@ Nothing is communicated and no state is kept: any batch of any step can be made 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -106,6 +107,37 @@ class Rows(Protocol):
         """Return the rows with these numbers, `[n]`, as inputs and targets."""
 
 
+class Batches(Protocol):
+    """A numbered sequence of global batches."""
+
+    def batch(self, step: int, rows: slice) -> InputsAndTargets:
+        """Return `rows` of the global batch of `step`, counted from 0."""
+
+
+@dataclass(frozen=True, eq=False)
+class ConcatenatedRows:
+    """The rows of several corpora, one after another."""
+
+    corpora: Sequence[Rows]
+
+    @property
+    def count(self) -> int:
+        """The number of rows."""
+        return sum(each.count for each in self.corpora)
+
+    def take(self, rows: NDArray[Any]) -> InputsAndTargets:
+        """Return the rows with these numbers; see `joined`."""
+        starts = np.cumsum([0, *(each.count for each in self.corpora)])
+        corpus = np.searchsorted(starts, rows, side="right") - 1
+        mine = [np.nonzero(corpus == index)[0] for index in range(len(self.corpora))]
+        parts = [
+            each.take(rows[one] - start)
+            for each, one, start in zip(self.corpora, mine, starts[:-1], strict=True)
+            if len(one)
+        ]
+        return joined(parts, np.concatenate(mine))
+
+
 @dataclass(frozen=True)
 class ShuffledBatches:
     """Training batches: each window once per epoch, in a different order in each epoch."""
@@ -155,8 +187,20 @@ class RandomBatches:
         return _inputs_and_targets(tokens[rows])
 
 
-Batches = ShuffledBatches | ValidationBatches | RandomBatches
-"""A numbered sequence of global batches."""
+def joined(parts: Sequence[InputsAndTargets], order: NDArray[np.int64]) -> InputsAndTargets:
+    """Return the rows of several batches as one; row `n` of all of them becomes row `order[n]`.
+
+    Where one of them keeps documents apart, a row of the others is one document.
+    """
+    import torch  # late, as below
+
+    places = torch.from_numpy(np.argsort(order))
+    targets = torch.cat([part[1] for part in parts])[places]
+    tokens = [one["tokens"] if isinstance(one, dict) else one for one, _ in parts]
+    if not any(isinstance(one, dict) for one, _ in parts):
+        return torch.cat(tokens)[places], targets
+    ids = [one["document_ids"] if isinstance(one, dict) else torch.zeros_like(one) for one, _ in parts]
+    return {"tokens": torch.cat(tokens)[places], "document_ids": torch.cat(ids)[places]}, targets
 
 
 def _inputs_and_targets(

@@ -29,9 +29,11 @@ DATA_FIELDS = (
     "train.batch",
     "model.context",
     "data.source",
+    "data.mixture",
     "data.tokenizer",
     "data.dtype",
     "data.validation",
+    "data.validation_source",
 )
 """Fields that decide which tokens a step trains on; a resumed run has the same."""
 OPTIMIZER_OPTIONS = ("weight_decay", "betas", "eps")
