@@ -64,6 +64,8 @@ WOVEN = {
     ),
 }
 FAMILIES = ("gpt2", "llama", "qwen2", "mistral", "gpt-neox")
+NEW = ("qwen3", "gemma2", "gemma3", "phi3", "olmo2", "smollm3")
+"""Families that the layers of Llama serve, with what they declare."""
 
 
 QUICK = (

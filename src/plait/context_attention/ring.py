@@ -19,6 +19,7 @@ from torch import Tensor
 
 from plait.autograd.kept_results import kept, next_result_is_kept
 from plait.context_attention.blocks import SavedAttention, attend_blocks, attention_gradients
+from plait.context_attention.kernels import Scaling
 from plait.context_attention.key_exchange import KeyExchange
 from plait.context_attention.weight_dropout import WeightMask
 
@@ -37,7 +38,7 @@ def attend_to_all(
     key: Tensor,
     value: Tensor,
     exchange: KeyExchange,
-    scale: float,
+    scaling: Scaling,
     mask: WeightMask | None = None,
 ) -> Tensor:
     """Return attention of this rank's queries to all keys that they see: `[rows, heads, length, width]`.
@@ -45,7 +46,7 @@ def attend_to_all(
     `key`, `value`: what `share` returned for the same `exchange`. `mask`: of the dropout of weights.
     Communication: unless keys are kept, one all-to-all over `cp` in the backward.
     """
-    output: Tensor = _Attend.apply(query, key, value, exchange, scale, mask)  # type: ignore[no-untyped-call]
+    output: Tensor = _Attend.apply(query, key, value, exchange, scaling, mask)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -71,11 +72,11 @@ class _Attend(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         exchange: KeyExchange,
-        scale: float,
+        scaling: Scaling,
         mask: WeightMask | None,
     ) -> Tensor:
-        result, lse, received = kept(partial(attend_blocks, query, key, value, exchange, scale, mask))
-        ctx.exchange, ctx.scale, ctx.mask = exchange, scale, mask
+        result, lse, received = kept(partial(attend_blocks, query, key, value, exchange, scaling, mask))
+        ctx.exchange, ctx.scaling, ctx.mask = exchange, scaling, mask
         ctx.save_for_backward(query, key, value, result, lse, received)
         assert result is not None
         return result
@@ -83,5 +84,5 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         saved, returns = SavedAttention(*ctx.saved_tensors), ctx.needs_input_grad[1]
-        found = attention_gradients(gradient, saved, ctx.exchange, ctx.scale, ctx.mask, returns=returns)
+        found = attention_gradients(gradient, saved, ctx.exchange, ctx.scaling, ctx.mask, returns=returns)
         return *found, None, None, None
