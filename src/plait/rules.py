@@ -39,7 +39,7 @@ class Rule:
     heads. `sequence`: a layer of the model that, outside of regions (norms, dropouts, residual connections),
     treats each position of the sequence by itself; with `Plan.sequence_parallel` each rank does so for a
     piece of the sequence. `replicated`: a module in a region whose parameters every rank has whole, such as a
-    norm of each head; their gradients are summed over `tp`. `norm`: an RMS norm in a region over all the
+    norm of each head; their gradients are summed over `tp`. `norm`: an `nn.RMSNorm` in a region over all the
     features of which each rank has some, weight · x / sqrt(mean(x²) + eps); its weight is partitioned with
     them and its mean square summed over `tp`.
 

@@ -5,9 +5,14 @@ transformers is imported when a model is built: that takes seconds, for which no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -112,6 +117,28 @@ gemma3 = partial(_decoder, "Gemma3", **GEMMA, layer_types=["sliding_attention", 
 phi3 = partial(_decoder, "Phi3", sliding_window=3)
 olmo2 = partial(_decoder, "Olmo2")
 smollm3 = partial(_decoder, "SmolLM3", no_rope_layer_interval=2)
+
+
+@contextmanager
+def norms_in_float64() -> Iterator[None]:
+    """The norms of Gemma, OLMo 2 and Qwen3 with float64 in the code of transformers where it has float32.
+
+    In float32 they sum gradients, or here mean squares over ranks, whose order then shows in float64 runs.
+    """
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+    from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    with ExitStack() as entered:
+        for kind in (Gemma2RMSNorm, Gemma3RMSNorm, Olmo2RMSNorm, Qwen3RMSNorm):
+            written = inspect.getsource(kind.forward)
+            changed = written.replace("torch.float32", "torch.float64").replace(".float()", ".double()")
+            assert changed != written
+            found: dict[str, Any] = {}
+            exec(textwrap.dedent(changed), vars(sys.modules[kind.__module__]), found)
+            entered.enter_context(patch.object(kind, "forward", found["forward"]))
+        yield
 
 
 def load() -> None:

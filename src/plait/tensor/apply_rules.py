@@ -33,7 +33,7 @@ from plait.tensor.feature_partition import (
     row_layouts,
 )
 from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from plait.tensor.norm import ParallelRMSNorm, epsilon_of, is_rms_norm, size_of
+from plait.tensor.norm import ParallelRMSNorm
 from plait.tensor.region_boundary import RegionBoundary
 
 APPLICABLE: Mapping[str, tuple[type[nn.Module], ...]] = {
@@ -41,6 +41,7 @@ APPLICABLE: Mapping[str, tuple[type[nn.Module], ...]] = {
     "row": (nn.Linear,),
     "vocabulary": (nn.Linear, nn.Embedding),
     "piece": (Dropout, nn.Dropout),
+    "norm": (nn.RMSNorm,),
 }
 """The classes to which each rule applies, not their subclasses; column and row also to `Conv1D`."""
 WITHOUT_LAYOUT = ("entrance", "piece", "sequence", "replicated")
@@ -54,17 +55,12 @@ def match_modules(rules: Rules, layers: Layers) -> dict[str, Rule]:
     for path, rule in matched.items():
         kind = type(modules[path])
         if not _is_applicable(modules[path], rule):
-            known = APPLICABLE.get(rule.kind, (nn.RMSNorm,))
-            classes = " or ".join(_public_name(one) for one in known)
+            classes = " or ".join(_public_name(one) for one in APPLICABLE[rule.kind])
             raise PlanError(
                 f"the rule {rule.kind} is for {classes}, but {path} is a {kind.__name__}: "
                 "name another module, or remove the rule."
             )
-        if (
-            rule.kind in (*APPLICABLE, "norm")
-            and rule.kind not in WITHOUT_LAYOUT
-            and _is_altered(modules[path])
-        ):
+        if rule.kind in APPLICABLE and rule.kind not in WITHOUT_LAYOUT and _is_altered(modules[path]):
             raise PlanError(
                 f"{path} has hooks, or a forward of its own, which the parallel module that replaces it "
                 "would not have: remove them, or remove the rule."
@@ -158,7 +154,8 @@ def _applied(
         set_region_piece(module, rule.dim, group.index, group.size)
         return module
     if rule.kind == "norm":
-        return ParallelRMSNorm(module.get_parameter("weight"), epsilon_of(module), group)
+        assert isinstance(module, nn.RMSNorm)
+        return ParallelRMSNorm(module.weight, module.eps, group)
     made = _parallel(module, rule, group, _partition(path, rule, parent), path)
     made.queue = queue
     if not isinstance(made, VocabParallelEmbedding):
@@ -180,8 +177,6 @@ def _public_name(kind: type[nn.Module]) -> str:
 
 
 def _is_applicable(module: nn.Module, rule: Rule) -> bool:
-    if rule.kind == "norm":
-        return is_rms_norm(module)
     transposed = rule.kind in ("column", "row") and is_transposed_linear(module)
     return transposed or rule.kind not in APPLICABLE or type(module) in APPLICABLE[rule.kind]
 
@@ -218,8 +213,8 @@ def _layouts(path: str, module: nn.Module, partition: Partition, rule: Rule, axe
     """Return the layouts of a module's parameters, by name."""
     if isinstance(module, nn.Embedding):
         return column_layouts(module.num_embeddings, module.embedding_dim, partition, axes, path)
-    if rule.kind == "norm":
-        return norm_layouts(size_of(module), partition, axes, path)
+    if isinstance(module, nn.RMSNorm):
+        return norm_layouts(module.weight.numel(), partition, axes, path)
     inputs, outputs = _features(module)
     layouts = row_layouts if rule.kind == "row" else column_layouts
     return layouts(outputs, inputs, partition, axes, path, transposed=is_transposed_linear(module))

@@ -44,23 +44,3 @@ def partitioned_rms_norm(x: Tensor, weight: Tensor, epsilon: float | None, group
         epsilon = torch.finfo(wide.dtype).eps
     mean = copy(reduce(wide.pow(2).mean(-1, keepdim=True), group), group) / group.size
     return (weight * (wide * torch.rsqrt(mean + epsilon))).to(x.dtype)
-
-
-def is_rms_norm(module: nn.Module) -> bool:
-    """Return whether a module has the parameter and the epsilon of an RMS norm, and nothing else."""
-    names = [name for name, _ in module.named_parameters()]
-    has_epsilon = any(hasattr(module, name) for name in ("eps", "variance_epsilon"))
-    return "RMSNorm" in type(module).__name__ and names == ["weight"] and has_epsilon
-
-
-def epsilon_of(module: nn.Module) -> float | None:
-    """Return the epsilon of an RMS norm of torch or transformers."""
-    found: float | None = getattr(module, "variance_epsilon", None)
-    if found is None:
-        found = getattr(module, "eps", None)
-    return found
-
-
-def size_of(module: nn.Module) -> int:
-    """Return the features of a whole norm, also if its weight is a shard."""
-    return module.get_parameter("weight").numel()

@@ -42,7 +42,8 @@ class Attention(InitializedLayer):
     def __init__(self, block: Any, family: Family, rotaries: dict[str | None, Rotary], std: float) -> None:
         super().__init__(std, norm_start=family.norm_start)
         self.branch = add_branch(self, block, family.attention)
-        attn = self.self_attn = block.self_attn
+        attn = block.self_attn
+        self.self_attn: Any = with_plain_norms(attn) if family.head_norms == "joint" else attn
         self.joined, self.head_norms = family.query_key_value, family.head_norms
         self.rotary = rotaries[getattr(attn, "layer_type", None) if None not in rotaries else None]
         self.rotates = bool(getattr(attn, "use_rope", True))
@@ -110,6 +111,24 @@ class MLP(InitializedLayer):
     def forward(self, x: Tensor) -> Tensor:
         """Return x plus the MLP's output. With `tp` above 1, each rank's linears hold some features."""
         return residual(self, x, self.branch, self.mlp)
+
+
+def with_plain_norms(attn: Any) -> nn.Module:
+    """Return the modules of an attention, `q_norm` and `k_norm` as norms of torch with the same weights.
+
+    The rule `norm` takes these. In float64 they compute in float64, where transformers takes float32.
+    """
+    result: Any = nn.Module()
+    for name, module in attn.named_children():
+        result.add_module(name, _plain_norm(module) if name in ("q_norm", "k_norm") else module)
+    result.config, result.head_dim, result.scaling = attn.config, attn.head_dim, attn.scaling
+    return result.train(attn.training)  # type: ignore[no-any-return]
+
+
+def _plain_norm(norm: Any) -> nn.RMSNorm:
+    plain = nn.RMSNorm(norm.weight.shape, norm.variance_epsilon, device="meta")
+    plain.weight = norm.weight
+    return plain
 
 
 def add_branch(layer: nn.Module, block: Any, branch: Branch) -> tuple[str, ...]:
