@@ -179,7 +179,7 @@ def _sequence_of(key: Tensor, documents: Tensor | None, mask: Mask) -> LocalSequ
     """Return the sequence on which the layer works; None where plain causal or full attention suffices."""
     sequence = running_sequence()
     if documents is not None:
-        sequence = _with_documents(sequence, documents)
+        sequence = _with_documents(sequence, documents, key.is_meta)
     if sequence is None and mask.window is not None:
         sequence = ContextParallelism.of_one_rank().sequence(key.shape[2])
     if sequence is not None and sequence.group.size == 1:
@@ -213,13 +213,13 @@ def _require_keys(key: Tensor, value: Tensor, sequence: LocalSequence, query_hea
         )
 
 
-def _with_documents(sequence: LocalSequence | None, documents: Tensor) -> LocalSequence:
+def _with_documents(sequence: LocalSequence | None, documents: Tensor, on_meta: bool) -> LocalSequence:
     if documents.dim() != 2 or documents.is_floating_point():
         raise ModelError(
             f"attention was given documents of {documents.dtype} {list(documents.shape)}: give whole numbers "
             "[rows, length]."
         )
-    if documents.is_meta:
+    if documents.is_meta or on_meta:  # there, rows and length are others than those of a step
         raise ModelError(
             "attention was given documents that a layer computes or keeps, which have no values on the meta "
             "device: give document_ids in the batch of the engine instead."
