@@ -91,7 +91,7 @@ MORE_PLANS = {
     ),
 }
 MORE_ROWS = [
-    pytest.param(*row, marks=[] if row in (("gemma2", "ring"), ("gemma3", "pieces")) else pytest.mark.full)
+    pytest.param(*row, marks=[] if row == ("gemma2", "ring") else pytest.mark.full)
     for row in product(MORE, MORE_PLANS)
 ]
 
