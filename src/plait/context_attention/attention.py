@@ -24,6 +24,7 @@ from plait.autograd.running_sequence import (
     running_sequence,
 )
 from plait.context_attention.exchange_plan import Mask, exchange_plan
+from plait.context_attention.kernels import Scaling
 from plait.context_attention.key_exchange import KeyExchange
 from plait.context_attention.method_choice import method_choice
 from plait.context_attention.ring import attend_to_all, share
@@ -47,6 +48,7 @@ def attention(
     documents: Tensor | None = None,
     *,
     scale: float | None = None,
+    softcap: float | None = None,
     dropout: AnyDropout | None = None,
 ) -> Tensor:
     """Return softmax attention `[rows, heads, length, width]`, without any position of another document.
@@ -54,15 +56,16 @@ def attention(
     `query` `[rows, heads, length, size]`; `key` and `value` may have fewer heads, each for consecutive query
     heads. `causal`: no position sees a later one. `window`: a position sees those at a distance below it.
     `documents`: ids `[rows, length]` of the whole sequences, by default those of the batch that an engine
-    runs; a document is a run of equal ids. `scale`: of the scores, by default `size ** -0.5`. `dropout`:
-    of the attention weights, `[rows, heads, length, length]`, in training mode.
+    runs; a document is a run of equal ids. `scale`: of the scores, by default `size ** -0.5`.
+    `softcap`: a bound c of the scores s, which become c · tanh(s / c); no fused kernel has it. `dropout`: of
+    the attention weights, `[rows, heads, length, length]`, in training mode.
     Communication under context parallelism, over `cp`, as `Plan.context_parallel` chooses: keys and values,
     and in the backward their gradients; or queries, keys, values and outputs, and all gradients. Unless
     `Plan.sequence_parallel` is "keep", keys and values, or outputs, are sent again in the backward. Raises
     ModelError for shapes that do not fit.
     """
     keys = share_keys(key, value, causal, window, documents, query_heads=query.shape[1])
-    return attend(query, keys, scale=scale, dropout=dropout)
+    return attend(query, keys, scale=scale, softcap=softcap, dropout=dropout)
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,12 @@ def share_keys(
 
 @positions_may_mix(2, "query")
 def attend(
-    query: Tensor, keys: SharedKeys, *, scale: float | None = None, dropout: AnyDropout | None = None
+    query: Tensor,
+    keys: SharedKeys,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout: AnyDropout | None = None,
 ) -> Tensor:
     """Return attention of `query` to the keys of `share_keys`; other arguments as for `attention`.
 
@@ -125,8 +133,10 @@ def attend(
     two, and two in the backward.
     """
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
+    if softcap is not None:
+        keys = _in_blocks(keys, softcap)
     dropout = dropout if is_active(dropout) else None
-    sequence, heads = keys.sequence, query.shape[1]
+    sequence, heads, scaling = keys.sequence, query.shape[1], Scaling(scale, softcap)
     if sequence is None and dropout is not None:
         return attention_with_dropout(query, keys.key, keys.value, keys.mask.causal, scale, dropout)
     if sequence is None:
@@ -151,15 +161,26 @@ def attend(
         )
     if keys.exchange is not None:
         return _tagged(
-            attend_to_all(query, keys.key, keys.value, keys.exchange, scale, dropout_mask), dropout
+            attend_to_all(query, keys.key, keys.value, keys.exchange, scaling, dropout_mask), dropout
         )
     of_ranks, whole = heads_of_ranks(heads, heads, sequence.group.size), _whole(sequence)
     exchange = KeyExchange(exchange_plan(whole, keys.mask, query.device), whole.parallelism)
     if dropout_mask is not None:
         dropout_mask = dropout_mask.from_head(of_ranks[sequence.group.index][0])
     mine = to_heads(query, sequence, of_ranks)
-    arguments = exchange, scale, dropout_mask, sequence, of_ranks
+    arguments = exchange, scaling, dropout_mask, sequence, of_ranks
     return _tagged(attend_by_heads(mine, keys.key, keys.value, *arguments), dropout)
+
+
+def _in_blocks(keys: SharedKeys, softcap: float) -> SharedKeys:
+    """Return keys with an exchange, by which attention is computed in blocks. ModelError for a cap of 0."""
+    if softcap <= 0.0:
+        raise ModelError(f"attention was given softcap = {softcap:g}: give a bound above 0, or None.")
+    if keys.sequence is not None:
+        return keys
+    sequence = ContextParallelism.of_one_rank().sequence(keys.key.shape[2])
+    exchange = KeyExchange(exchange_plan(sequence, keys.mask, keys.key.device), sequence.parallelism)
+    return replace(keys, sequence=sequence, exchange=exchange)
 
 
 def _tagged(output: Tensor, dropout: AnyDropout | None) -> Tensor:

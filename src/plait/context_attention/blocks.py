@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from plait.context_attention.exchange_plan import ExchangePlan, PeerBlock, sizes_of
-from plait.context_attention.kernels import block_backward, block_forward, empty_result, merge
+from plait.context_attention.kernels import Scaling, block_backward, block_forward, empty_result, merge
 from plait.context_attention.key_exchange import KeyExchange, Pair
 from plait.context_attention.unfused_kernel import WeightDropout
 from plait.context_attention.visibility import BlockCall
@@ -29,17 +29,17 @@ def attend_blocks(
     key: Tensor,
     value: Tensor,
     exchange: KeyExchange,
-    scale: float,
+    scaling: Scaling,
     dropout_mask: WeightDropoutMask | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return attention to all keys, its log-sum-exp, and the other ranks' keys if they are to be kept."""
     out, lse = empty_result(query, value)
     dropouts = partial(_dropouts, dropout_mask, query, exchange.plan)
-    _add_blocks(out, lse, exchange.plan.own, query, (key, value), scale, dropouts())
+    _add_blocks(out, lse, exchange.plan.own, query, (key, value), scaling, dropouts())
     received = exchange.received(key, value)
     for peer, pair in zip(exchange.plan.peers, exchange.views_of(received, key, value), strict=True):
         if peer is not None:
-            _add_blocks(out, lse, peer.calls, query, pair, scale, dropouts(peer))
+            _add_blocks(out, lse, peer.calls, query, pair, scaling, dropouts(peer))
     return out.to(query.dtype), lse, received if exchange.keeps else None
 
 
@@ -61,7 +61,7 @@ def attention_gradients(
     gradient: Tensor,
     saved: SavedAttention,
     exchange: KeyExchange,
-    scale: float,
+    scaling: Scaling,
     dropout_mask: WeightDropoutMask | None,
     *,
     returns: bool = True,
@@ -73,7 +73,7 @@ def attention_gradients(
     and one before where keys are not kept.
     """
     query, key, value, out, lse, received = saved
-    arguments = _BackwardArguments(gradient, query, out, lse, scale)
+    arguments = _BackwardArguments(gradient, query, out, lse, scaling)
     dropouts = partial(_dropouts, dropout_mask, query, exchange.plan)
     of_query, of_key, of_value = (torch.zeros_like(one, dtype=lse.dtype) for one in (query, key, value))
     own = of_key, of_value
@@ -106,7 +106,7 @@ class _BackwardArguments(NamedTuple):
     query: Tensor
     out: Tensor
     lse: Tensor
-    scale: float
+    scaling: Scaling
 
     def add_gradients(
         self,
@@ -123,8 +123,9 @@ class _BackwardArguments(NamedTuple):
                 one[queries] for one in (self.gradient, self.query, self.out, self.lse)
             )
             key, value = (one[keys] for one in pair)
+            scale, softcap = self.scaling
             parts = block_backward(
-                gradient, query, key, value, out, lse, call.mask, self.scale, dropout_of(call)
+                gradient, query, key, value, out, lse, call.mask, scale, dropout_of(call), softcap
             )
             of_query[queries] += parts[0]
             totals[0][keys] += parts[1]
@@ -147,12 +148,14 @@ def _add_blocks(
     calls: Sequence[BlockCall],
     query: Tensor,
     pair: Pair,
-    scale: float,
+    scaling: Scaling,
     dropout_of: DropoutOfCall,
 ) -> None:
     """Merge attention to one block's keys into `out` and `lse`."""
     for call in calls:
         queries, keys = (call.rows, slice(None), call.query), (call.rows, slice(None), call.key)
         key, value = (one[keys] for one in pair)
-        part = block_forward(query[queries], key, value, call.mask, scale, dropout_of(call))
+        part = block_forward(
+            query[queries], key, value, call.mask, scaling.scale, dropout_of(call), scaling.softcap
+        )
         merge(out[queries], lse[queries], *part)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from plait.autograd.kept_results import kept, next_result_is_kept
 from plait.context_attention.blocks import SavedAttention, attend_blocks, attention_gradients
+from plait.context_attention.kernels import Scaling
 from plait.context_attention.key_exchange import KeyExchange
 from plait.context_attention.weight_dropout import WeightDropoutMask
 
@@ -37,7 +38,7 @@ def attend_to_all(
     key: Tensor,
     value: Tensor,
     exchange: KeyExchange,
-    scale: float,
+    scaling: Scaling,
     dropout_mask: WeightDropoutMask | None = None,
 ) -> Tensor:
     """Return attention of this rank's queries to all keys that they see: `[rows, heads, length, width]`.
@@ -45,7 +46,7 @@ def attend_to_all(
     `key`, `value`: what `share` returned for the same `exchange`. `dropout_mask`: of the dropout of weights.
     Communication: unless keys are kept, one all-to-all over `cp` in the backward.
     """
-    arguments = query, key, value, exchange, scale, dropout_mask
+    arguments = query, key, value, exchange, scaling, dropout_mask
     output: Tensor = _Attend.apply(*arguments)  # type: ignore[no-untyped-call]
     return output
 
@@ -72,11 +73,13 @@ class _Attend(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         exchange: KeyExchange,
-        scale: float,
+        scaling: Scaling,
         dropout_mask: WeightDropoutMask | None,
     ) -> Tensor:
-        result, lse, received = kept(partial(attend_blocks, query, key, value, exchange, scale, dropout_mask))
-        ctx.exchange, ctx.scale, ctx.dropout_mask = exchange, scale, dropout_mask
+        result, lse, received = kept(
+            partial(attend_blocks, query, key, value, exchange, scaling, dropout_mask)
+        )
+        ctx.exchange, ctx.scaling, ctx.dropout_mask = exchange, scaling, dropout_mask
         ctx.save_for_backward(query, key, value, result, lse, received)
         assert result is not None
         return result
@@ -85,6 +88,6 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         saved, returns = SavedAttention(*ctx.saved_tensors), ctx.needs_input_grad[1]
         found = attention_gradients(
-            gradient, saved, ctx.exchange, ctx.scale, ctx.dropout_mask, returns=returns
+            gradient, saved, ctx.exchange, ctx.scaling, ctx.dropout_mask, returns=returns
         )
         return *found, None, None, None

@@ -21,6 +21,7 @@ from plait.autograd.kept_results import kept
 from plait.autograd.running_sequence import LocalSequence
 from plait.comm.collectives import all_to_all_uneven
 from plait.context_attention.blocks import SavedAttention, attend_blocks, attention_gradients
+from plait.context_attention.kernels import Scaling
 from plait.context_attention.key_exchange import KeyExchange
 from plait.context_attention.weight_dropout import WeightDropoutMask
 
@@ -64,7 +65,7 @@ def attend_by_heads(
     key: Tensor,
     value: Tensor,
     exchange: KeyExchange,
-    scale: float,
+    scaling: Scaling,
     dropout_mask: WeightDropoutMask | None,
     sequence: LocalSequence,
     heads: Heads,
@@ -76,7 +77,7 @@ def attend_by_heads(
     layer keeps it, and sent again in the backward. Communication: one all-to-all over `cp`, and one in the
     backward, of twice the bytes where the output is sent again.
     """
-    arguments = query, key, value, exchange, scale, dropout_mask, sequence, heads
+    arguments = query, key, value, exchange, scaling, dropout_mask, sequence, heads
     result: Tensor = _AttendByHeads.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
 
@@ -101,18 +102,18 @@ class _AttendByHeads(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         exchange: KeyExchange,
-        scale: float,
+        scaling: Scaling,
         dropout_mask: WeightDropoutMask | None,
         sequence: LocalSequence,
         heads: Heads,
     ) -> Tensor:
         def compute() -> tuple[Tensor, Tensor, Tensor | None]:
-            out, lse, _ = attend_blocks(query, key, value, exchange, scale, dropout_mask)
+            out, lse, _ = attend_blocks(query, key, value, exchange, scaling, dropout_mask)
             every = _positions_for_heads(out, sequence, heads, heads[-1][-1] + 1)
             return every, lse, out if sequence.parallelism.keeps_keys else None
 
         result, lse, out = kept(compute)
-        ctx.arguments = exchange, scale, dropout_mask
+        ctx.arguments = exchange, scaling, dropout_mask
         ctx.sequence, ctx.heads = sequence, heads
         ctx.save_for_backward(query, key, value, lse, out, result if out is None else None)
         assert result is not None
