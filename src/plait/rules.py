@@ -38,21 +38,25 @@ class Rule:
     this rank's piece of a dim with equal pieces: features of a column linear, or heads, but no repeated
     heads. `sequence`: a layer of the model that, outside of regions (norms, dropouts, residual connections),
     treats each position of the sequence by itself; with `Plan.sequence_parallel` each rank does so for a
-    piece of the sequence.
+    piece of the sequence. `replicated`: a module in a region whose parameters every rank has whole, such as a
+    norm of each head; their gradients are summed over `tp`. `norm`: an `nn.RMSNorm` in a region over all the
+    features of which each rank has some, weight · x / sqrt(mean(x²) + eps); its weight is partitioned with
+    them and its mean square summed over `tp`.
 
     In a layer without an entrance, each column linear enters the region by itself: correct, but with one sum
     of gradients for each.
     """
 
-    kind: Literal["entrance", "column", "row", "vocabulary", "piece", "sequence"]
+    kind: Literal["entrance", "column", "row", "vocabulary", "piece", "sequence", "replicated", "norm"]
     parts: str | None = None
     """The attribute of the parent module that is the number of equal parts in the partitioned dim, such as
     heads; a part is never divided. None: single features."""
     repeated: bool = False
-    """Column: whether there may be fewer parts than ranks, so that neighbouring ranks hold the same part."""
-    blocks: int = 1
+    """Column, norm: whether there may be fewer parts than ranks, so that neighbouring ranks hold the same."""
+    blocks: int | tuple[str, ...] = 1
     """Column: the number of equal blocks of features, each partitioned by itself: 3 for query, key and value
-    in one linear. `parts` are those of one block."""
+    in one linear. `parts` are those of one block. For unequal blocks: for each the attribute of the parent
+    module that is its number of parts, all of one size."""
     gather_output: bool = False
     """Column, vocabulary linear: whether every rank gets the whole output."""
     input_is_parallel: bool = True
@@ -77,11 +81,16 @@ class Rule:
                 f"a rule {self.kind} has dim = {self.dim!r}: give a dim of the tensor, but not 0, its rows, "
                 "which tp never partitions."
             )
+        if self.parts is not None and isinstance(self.blocks, tuple):
+            raise PlanError(
+                f"a rule {self.kind} has parts = {self.parts!r} and blocks = {self.blocks!r}, which name "
+                "their parts themselves: leave out one of them."
+            )
         if self.kind == "sequence" and self.dim < 0:
             raise PlanError(f"a rule sequence has dim = {self.dim}: count the dims from 0.")
-        if self.blocks > 1 and self.gather_output:
+        if self.blocks != 1 and self.gather_output:
             raise PlanError(
-                f"a rule {self.kind} has gather_output and blocks = {self.blocks}, whose pieces are not "
+                f"a rule {self.kind} has gather_output and blocks = {self.blocks!r}, whose pieces are not "
                 "contiguous: leave one of them out."
             )
 
@@ -93,9 +102,13 @@ class Rule:
         """Return a copy of the rule with `dim`, the partitioned dim, set."""
         return replace(self, dim=dim)
 
-    def joined(self, blocks: int) -> Rule:
-        """Return the rule for a linear that concatenates the features of `blocks` linears."""
-        return replace(self, blocks=blocks)
+    def joined(self, blocks: int | str, *more: str) -> Rule:
+        """Return the rule for a linear that concatenates the features of `blocks` linears.
+
+        Their number; or, where they differ in size, for each the module attribute with the number of its
+        parts: `column.joined("heads", "key_heads", "key_heads")`.
+        """
+        return replace(self, blocks=(blocks, *more) if isinstance(blocks, str) else blocks)
 
 
 Rules = Mapping[str, Rule]
@@ -107,6 +120,8 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
     "vocabulary": ("gather_output",),
     "sequence": ("dim",),
     "piece": ("dim",),
+    "replicated": (),
+    "norm": ("parts", "repeated"),
 }
 """The fields that apply to each kind of rule."""
 
@@ -116,6 +131,8 @@ row = Rule("row")
 vocabulary = Rule("vocabulary")
 sequence = Rule("sequence", dim=1)
 piece = Rule("piece")
+replicated = Rule("replicated")
+norm = Rule("norm")
 
 
 def match(rules: Rules, paths: Iterable[str]) -> dict[str, Rule]:
@@ -128,8 +145,8 @@ def match(rules: Rules, paths: Iterable[str]) -> dict[str, Rule]:
     for pattern, rule in rules.items():
         if not isinstance(rule, Rule):
             raise PlanError(
-                f"the rule {pattern!r} is {rule!r}: give entrance, column, row, vocabulary, piece or "
-                "sequence of plait.rules."
+                f"the rule {pattern!r} is {rule!r}: give entrance, column, row, vocabulary, piece, "
+                "sequence, replicated or norm of plait.rules."
             )
         matched = [name for name in names if _fits(pattern, name)]
         if not matched:

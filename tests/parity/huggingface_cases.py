@@ -5,12 +5,17 @@ transformers is imported when a model is built: that takes seconds, for which no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import plait
 from parity.case import SEED, Case
@@ -48,7 +53,10 @@ _CONFIGURATIONS: dict[str, Any] = {}
 def _llama_like(family: str, heads: int = 4, kv_heads: int = 2, **more: Any) -> nn.Module:
     sizes = {"hidden_size": 24, "intermediate_size": 20, "num_attention_heads": heads}
     sizes = {**SIZES, **sizes, "num_key_value_heads": kv_heads, **more}
-    return _model(f"{family}ForCausalLM", f"{family}Config", sizes)
+    return _model(f"{family}ForCausalLM", CONFIGURATIONS.get(family, f"{family}Config"), sizes)
+
+
+CONFIGURATIONS = {"Gemma3": "Gemma3TextConfig"}
 
 
 llama = partial(_llama_like, "Llama")
@@ -59,6 +67,78 @@ mistral = partial(_llama_like, "Mistral", sliding_window=3)
 def gpt_neox(heads: int = 4, **more: Any) -> nn.Module:
     sizes = {"hidden_size": 48, "intermediate_size": 20, "num_attention_heads": heads}
     return _model("GPTNeoXForCausalLM", "GPTNeoXConfig", {**SIZES, **sizes, **more})
+
+
+def _decoder(family: str, heads: int = 4, kv_heads: int = 2, **more: Any) -> nn.Module:
+    """One without tokens that the small vocabulary lacks."""
+    tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), None)
+    return _llama_like(family, heads, kv_heads, **tokens, **more)
+
+
+WIDE = "float64"
+"""The name of an attention for transformers, which computes capped scores in float32 otherwise."""
+
+
+def _capped(family: str, **more: Any) -> nn.Module:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
+
+    AttentionInterface.register(WIDE, wide_attention)
+    AttentionMaskInterface.register(WIDE, eager_mask)
+    return _decoder(family, attn_implementation=WIDE, **more)
+
+
+def wide_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Return the attention of `eager_attention_forward` of Gemma 2, with the softmax in the query's dtype."""
+    assert dropout == 0.0
+    key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
+    scores = query @ key.mT * scaling
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    return ((scores + attention_mask).softmax(-1) @ value).transpose(1, 2).contiguous(), None
+
+
+qwen3 = partial(_decoder, "Qwen3", head_dim=8, use_sliding_window=True, sliding_window=3, max_window_layers=1)
+GEMMA = {"head_dim": 8, "sliding_window": 3, "query_pre_attn_scalar": 6}
+gemma2 = partial(_capped, "Gemma2", **GEMMA, attn_logit_softcapping=1.5, final_logit_softcapping=2.0)
+gemma3 = partial(_decoder, "Gemma3", **GEMMA, layer_types=["sliding_attention", "full_attention"])
+"""With a base of the rotary embedding for each type of layer."""
+phi3 = partial(_decoder, "Phi3", sliding_window=3)
+olmo2 = partial(_decoder, "Olmo2")
+smollm3 = partial(_decoder, "SmolLM3", no_rope_layer_interval=2)
+
+
+@contextmanager
+def norms_in_float64() -> Iterator[None]:
+    """The norms of Gemma, OLMo 2 and Qwen3 with float64 in the code of transformers where it has float32.
+
+    In float32 they sum gradients, or here mean squares over ranks, whose order then shows in float64 runs.
+    """
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+    from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    with ExitStack() as entered:
+        for kind in (Gemma2RMSNorm, Gemma3RMSNorm, Olmo2RMSNorm, Qwen3RMSNorm):
+            written = inspect.getsource(kind.forward)
+            changed = written.replace("torch.float32", "torch.float64").replace(".float()", ".double()")
+            assert changed != written
+            found: dict[str, Any] = {}
+            exec(textwrap.dedent(changed), vars(sys.modules[kind.__module__]), found)
+            entered.enter_context(patch.object(kind, "forward", found["forward"]))
+        yield
 
 
 def load() -> None:
@@ -85,6 +165,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "qwen2-sliding": partial(qwen2, use_sliding_window=True, sliding_window=3, max_window_layers=1),
     "mistral": mistral,
     "gpt-neox": gpt_neox,
+    "qwen3": qwen3,
+    "gemma2": gemma2,
+    "gemma3": gemma3,
+    "gemma3-capped-untied": partial(gemma3, final_logit_softcapping=2.0, tie_word_embeddings=False),
+    "phi3": phi3,
+    "phi3-partly-rotated": partial(phi3, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+    "olmo2": olmo2,
+    "smollm3": smollm3,
     "gpt-neox-in-turn": partial(gpt_neox, use_parallel_residual=False, attention_bias=False),
 }
 
@@ -94,6 +182,7 @@ DROPPING: dict[str, Callable[[], nn.Module]] = {
     "llama": partial(llama, attention_dropout=0.1),
     "qwen2": partial(qwen2, attention_dropout=0.1),
     "mistral": partial(mistral, attention_dropout=0.1),
+    "phi3": partial(phi3, attention_dropout=0.1, resid_pdrop=0.1),
     "gpt-neox": partial(gpt_neox, attention_dropout=0.1, hidden_dropout=0.1),
 }
 """With dropout; GPT-2's is that of its configuration."""

@@ -16,12 +16,12 @@ from parity import huggingface_cases as cases
 from parity.case import Batch, Case
 from parity.contexts import packed
 from parity.dropping import ByHand, run_by_hand
-from plait.autograd.running_sequence import ContextParallelism, DocumentBounds, running
+from plait.autograd.running_sequence import ContextParallelism, running
 from plait.comm.group import Group
 from plait.comm.traffic import Traffic
 from plait.context_attention import SharedKeys
 from plait.context_attention.visibility import document_bounds
-from plait.models.huggingface import gpt2, gpt_neox, llama
+from plait.models.huggingface import decoder, gpt2, gpt_neox
 
 HEADS, KEY_HEADS, WINDOW = 6, 2, 3
 SHARED = {"heads": HEADS, "kv_heads": KEY_HEADS}
@@ -35,6 +35,15 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "gpt-neox": partial(cases.gpt_neox, heads=HEADS),
 }
 """Mistral has a window in each layer, Qwen2 in the second."""
+MORE: dict[str, Callable[..., nn.Module]] = {
+    "qwen3": partial(cases.qwen3, **SHARED),
+    "gemma2": partial(cases.gemma2, **SHARED),
+    "gemma3": partial(cases.gemma3, **SHARED),
+    "phi3": partial(cases.phi3, **SHARED),
+    "olmo2": partial(cases.olmo2, **SHARED),
+    "smollm3": partial(cases.smollm3, **SHARED),
+}
+"""Families whose layers are those of Llama, but for what they declare: they take fewer plans."""
 P = 0.3
 DROPPING: dict[str, Callable[[], nn.Module]] = {
     **{name: partial(make, attention_dropout=P) for name, make in MODELS.items()},
@@ -51,7 +60,7 @@ def case(name: str, length: int, *, in_documents: bool = False, drops: bool = Fa
     """
 
     def build() -> nn.Module:
-        theirs = cases.drawn((DROPPING if drops else MODELS)[name])
+        theirs = cases.drawn((DROPPING if drops else MODELS | MORE)[name])
         sequence = plait.models.from_huggingface(theirs)
         sequence.theirs = (theirs,)  # type: ignore[assignment]  # no module of the sequence
         return sequence
@@ -75,17 +84,19 @@ def dropping_by_hand(model: nn.Module, inputs: Any, step: int) -> Tensor:
     """The output of plait's layers on one device, with dropouts by hand and a mask of all pairs."""
     tokens, bounds = inputs, None
     if isinstance(inputs, dict):
-        tokens, bounds = inputs["tokens"], DocumentBounds(*document_bounds(inputs["document_ids"]))
+        tokens, bounds = inputs["tokens"], document_bounds(inputs["document_ids"])
     alone = ContextParallelism(Group("cp", (0,), 0, None, Traffic(), 0.0))
     sequence = alone.sequence(tokens.shape[1], bounds)
     with ExitStack() as entered:
-        for module in (gpt2, gpt_neox, llama):
+        for module in (decoder, gpt2, gpt_neox):
             entered.enter_context(patch.object(module, "attend", explicitly))
         entered.enter_context(running(sequence))
         return run_by_hand(model, tokens, step)
 
 
-def explicitly(query: Tensor, keys: SharedKeys, *, scale: float, dropout: ByHand) -> Tensor:
+def explicitly(
+    query: Tensor, keys: SharedKeys, *, scale: float, dropout: ByHand, softcap: float | None = None
+) -> Tensor:
     """Attention to the shared keys of one device, with the weights of all pairs."""
     groups, length = query.shape[1] // keys.key.shape[1], query.shape[2]
     key, value = (one.repeat_interleave(groups, 1) for one in (keys.key, keys.value))
@@ -94,6 +105,9 @@ def explicitly(query: Tensor, keys: SharedKeys, *, scale: float, dropout: ByHand
     if keys.sequence is not None and keys.sequence.documents is not None:
         starts = keys.sequence.documents.starts
         hidden = hidden | (starts[:, :, None] != starts[:, None])
-    scores = (query @ key.transpose(-1, -2) * scale).masked_fill(hidden[:, None], -torch.inf)
+    scores = query @ key.transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores.masked_fill(hidden[:, None], -torch.inf)
     result: Tensor = dropout(scores.softmax(-1)) @ value
     return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from parity import huggingface_cases as cases
 from parity import woven
 from parity.case import Case
 from parity.dropping import by_hand
-from parity.huggingface_contexts import DROPPING, HEADS, MODELS, case, dropping_by_hand
+from parity.huggingface_contexts import DROPPING, HEADS, MODELS, MORE, case, dropping_by_hand
 from parity.norm import assert_equal
 from parity.pairs import covering_rows, every_row, in_turns
 from parity.parity import TWO_STEPS, check_parity, compare
@@ -80,6 +81,25 @@ def test_every_pair_of_factors(thread_ranks: Any, row: dict[str, Any]) -> None:
 @pytest.mark.parametrize("row", REST, ids=name_of)
 def test_every_model_and_exchange(thread_ranks: Any, row: dict[str, Any]) -> None:
     check_row(thread_ranks, row)
+
+
+MORE_PLANS = {
+    "ring": Plan(cp=2, microbatches=2, precision="fp64"),
+    "ulysses": Plan(cp=3, microbatches=2, context_parallel="ulysses", recompute="full", precision="fp64"),
+    "pieces": Plan(
+        cp=2, tp=2, pp=2, microbatches=2, sequence_parallel="keep", recompute="full", precision="fp64"
+    ),
+}
+MORE_ROWS = [
+    pytest.param(*row, marks=[] if row == ("gemma2", "ring") else pytest.mark.full)
+    for row in product(MORE, MORE_PLANS)
+]
+
+
+@pytest.mark.parametrize(("name", "plan"), MORE_ROWS)
+def test_declared_families_on_packed_documents(thread_ranks: Any, name: str, plan: str) -> None:
+    with cases.norms_in_float64():
+        check_parity(thread_ranks, case(name, 8, in_documents=True), MORE_PLANS[plan])
 
 
 @pytest.mark.parametrize("drops", [False, True])

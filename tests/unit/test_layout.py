@@ -144,6 +144,17 @@ class TestLayout:
         held = [(box.offsets[0], box.sizes[0]) for box in map(layout.box, layout.coordinates())]
         assert held == [(0, 3), (3, 2)] * 2 + [(5, 3), (8, 2)] * 2
 
+    def test_blocks_of_different_sizes_are_cut(self) -> None:
+        layout = Layout((2, 12), {"tp": 2}, {"tp": Shard(-1, blocks=(8, 2, 2))})
+        assert str(layout) == "Layout((2, 12), tp=2: Shard(1, blocks=(8, 2, 2)))"
+        whole = torch.arange(24).view(2, 12)
+        assert shard(whole, layout, (1,))[0].tolist() == [4, 5, 6, 7, 9, 11]
+        assert layout.local_shape((1,)) == (2, 6)
+        assert torch.equal(assemble([shard(whole, layout, where) for where in ((0,), (1,))], layout), whole)
+        for blocks in ((8, 2), (9, 3)):
+            with pytest.raises(LayoutError, match="give multiples of 2 that add up to 12"):
+                Layout((2, 12), {"tp": 2}, {"tp": Shard(-1, blocks=blocks)})
+
     def test_each_of_several_blocks_is_cut(self) -> None:
         layout = Layout((2, 12), {"tp": 4}, {"tp": Shard(-1, copies=2, blocks=3)})
         assert str(layout) == "Layout((2, 12), tp=4: Shard(1, copies=2, blocks=3))"

@@ -28,6 +28,7 @@ of a `DTensor`).
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -82,10 +83,28 @@ def full_tensor(piece: Tensor, layout: Layout, mesh: GridMesh) -> Tensor:
     axes = dict(zip(layout.axes, layout.degrees, strict=True))
     if layout.blocked_dim is None:
         return redistribute(piece.detach(), layout, Layout(layout.shape, axes), mesh)
+    if any(isinstance(p, Shard) and isinstance(p.blocks, tuple) for p in layout.placements):
+        return _of_unequal_blocks(piece.detach(), layout, mesh)
     split = _with_blocks_as_dim(layout)
     where = tuple(mesh.index(axis) for axis in layout.axes)
     pieces = piece.detach().reshape(split.local_shape(where))
     return redistribute(pieces, split, Layout(split.shape, axes), mesh).reshape(layout.shape)
+
+
+def _of_unequal_blocks(piece: Tensor, layout: Layout, mesh: GridMesh) -> Tensor:
+    """Return the whole tensor: the ranks' pieces one after another, their blocks then put in order."""
+    placements, blocks, parts = dict[str, Placement](), tuple[int, ...](), 1
+    for axis, degree, placement in zip(layout.axes, layout.degrees, layout.placements, strict=True):
+        placements[axis] = placement
+        if isinstance(placement, Shard) and isinstance(placement.blocks, tuple):
+            placements[axis] = replace(placement, blocks=1)
+            blocks, parts = placement.blocks, degree // placement.copies
+    axes = layout.axis_degrees
+    gathered = redistribute(piece, Layout(layout.shape, axes, placements), Layout(layout.shape, axes), mesh)
+    dim = layout.blocked_dim
+    assert dim is not None
+    pieces = [torch.split(one, [rows // parts for rows in blocks], dim) for one in gathered.chunk(parts, dim)]
+    return torch.cat([part for block in zip(*pieces, strict=True) for part in block], dim)
 
 
 def _with_blocks_as_dim(layout: Layout) -> Layout:
@@ -95,6 +114,7 @@ def _with_blocks_as_dim(layout: Layout) -> Layout:
     for axis, placement in zip(layout.axes, layout.placements, strict=True):
         placements[axis] = placement
         if isinstance(placement, Shard):
+            assert isinstance(placement.blocks, int)
             blocks = max(blocks, placement.blocks)
             placements[axis] = Shard(placement.dim + (placement.dim >= dim), placement.copies)
     shape = *layout.shape[:dim], blocks, layout.shape[dim] // blocks, *layout.shape[dim + 1 :]

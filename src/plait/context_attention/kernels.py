@@ -13,7 +13,7 @@ consecutive query heads. PyTorch's fused kernels compute a block where it has on
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,15 @@ BIAS_MULTIPLE = 16
 """Rows of a bias begin at multiples of so many elements, as the efficient kernel requires."""
 
 
+class Scaling(NamedTuple):
+    """What is done to the products of queries and keys, to make them scores."""
+
+    scale: float
+    """Their factor."""
+    softcap: float | None = None
+    """The bound c of scores s that become c · tanh(s / c)."""
+
+
 def block_forward(
     query: Tensor,
     key: Tensor,
@@ -36,23 +45,28 @@ def block_forward(
     mask: BlockMask,
     scale: float,
     dropout: WeightDropout | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return attention `[rows, heads, n, value size]` to a block of keys, and the log-sum-exp of its scores.
 
     The log-sum-exp `[rows, heads, n]` is in float32, for float64 tensors in float64. A query that sees no key
     has output 0 and log-sum-exp -inf. `mask`: as in `BlockCall`. `dropout`: of the weights; the log-sum-exp
-    is that without dropout. Overridable by a `TorchFunctionMode`, as `block_backward` and `merge` are.
+    is that without dropout. `softcap`: as in `Scaling`. Overridable by a `TorchFunctionMode`, as
+    `block_backward` and `merge` are.
     """
     if has_torch_function_variadic(query, key, value):
-        arguments = query, key, value, mask, scale, dropout
+        arguments = query, key, value, mask, scale, dropout, softcap
         replaced: tuple[Tensor, Tensor] = handle_torch_function(
             block_forward, (query, key, value), *arguments
         )
         return replaced
     causal, pairs = _causal_and_mask(mask, query)
-    kernel = None if dropout is not None else fused_kernel(query, key, value, pairs, causal)
+    kernel = None
+    if dropout is None and softcap is None:
+        kernel = fused_kernel(query, key, value, pairs, causal)
     if kernel is None:
-        return unfused_forward(query, key, value, _as_mask(pairs, causal, query, key), scale, dropout)
+        pairs = _as_mask(pairs, causal, query, key)
+        return unfused_forward(query, key, value, pairs, scale, dropout, softcap)
     if pairs is None:
         return kernel.forward(query, key, value, None, causal, scale)
     bias = _bias(pairs, query)
@@ -73,6 +87,7 @@ def block_backward(
     mask: BlockMask,
     scale: float,
     dropout: WeightDropout | None = None,
+    softcap: float | None = None,
 ) -> Gradients:
     """Return a block's summand of the gradient of `query`, and the gradients of its `key` and `value`.
 
@@ -80,15 +95,17 @@ def block_backward(
     log-sum-exp. Other arguments as for `block_forward`.
     """
     if has_torch_function_variadic(gradient, query, key, value):
-        arguments = gradient, query, key, value, out, lse, mask, scale, dropout
+        arguments = gradient, query, key, value, out, lse, mask, scale, dropout, softcap
         replaced: Gradients = handle_torch_function(block_backward, (gradient, query, key, value), *arguments)
         return replaced
     causal, pairs = _causal_and_mask(mask, query)
     lse = lse.masked_fill(lse == -math.inf, math.inf)  # weights exp(s - lse) of 0
-    kernel = None if dropout is not None else fused_kernel(query, key, value, pairs, causal)
+    kernel = None
+    if dropout is None and softcap is None:
+        kernel = fused_kernel(query, key, value, pairs, causal)
     if kernel is None:
         pairs = _as_mask(pairs, causal, query, key)
-        return unfused_backward(gradient, query, key, value, out, lse, pairs, scale, dropout)
+        return unfused_backward(gradient, query, key, value, out, lse, pairs, scale, dropout, softcap)
     bias = None if pairs is None else _of_all_heads(_bias(pairs, query), query)
     return kernel.backward(gradient, query, key, value, out, lse, bias, causal, scale)
 

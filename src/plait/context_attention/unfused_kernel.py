@@ -1,4 +1,4 @@
-"""A block of attention by matrix products, for what no fused kernel computes, such as dropout.
+"""A block of attention by matrix products, for what no fused kernel computes: dropout, capped scores.
 
 Computes in the wider one of float32 and the query's dtype, and holds the weights of all pairs in memory.
 """
@@ -35,9 +35,10 @@ def unfused_forward(
     mask: Tensor | None,
     scale: float,
     dropout: WeightDropout | None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp; see `block_forward`."""
-    scores = _scores(query, key, mask, scale)
+    scores, _ = _scores(query, key, mask, scale, softcap)
     lse = scores.logsumexp(-1)
     weights = _weights(scores, _finite(lse))
     if dropout is not None:
@@ -56,9 +57,10 @@ def unfused_backward(
     mask: Tensor | None,
     scale: float,
     dropout: WeightDropout | None,
+    softcap: float | None = None,
 ) -> Gradients:
     """Return the gradients of query, key and value; see `block_backward`."""
-    scores = _scores(query, key, mask, scale)
+    scores, slopes = _scores(query, key, mask, scale, softcap, slopes=True)
     weights = _weights(scores, lse)
     wide = weights.dtype
     factors = None if dropout is None else dropout.factors(wide)
@@ -69,18 +71,34 @@ def unfused_backward(
     if factors is not None:
         of_weights *= factors
     mean = (gradient.to(wide) * out.to(wide)).sum(-1, keepdim=True)
-    of_scores = _by_group(weights.mul_(of_weights.sub_(mean)).mul_(scale), key)
+    of_products = weights.mul_(of_weights.sub_(mean)).mul_(scale)
+    of_scores = _by_group(of_products if slopes is None else of_products.mul_(slopes), key)
     of_query = torch.matmul(of_scores, key.to(wide)).view_as(query)
     of_key = torch.matmul(of_scores.mT, _by_group(query.to(wide), key))
     return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
 
 
-def _scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Return the scores `[rows, heads, n, m]`, -inf outside of the mask."""
+def _scores(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    *,
+    slopes: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the scores `[rows, heads, n, m]`, -inf outside of the mask, and the derivative of their cap.
+
+    The derivative is None without a cap, and unless `slopes`.
+    """
     wide = torch.promote_types(query.dtype, torch.float32)
     products = torch.matmul(_by_group(query.to(wide), key), key.to(wide).mT)
-    scores = products.mul_(scale).view(*query.shape[:3], key.shape[2])
-    return scores if mask is None else scores.masked_fill_(~mask, -math.inf)
+    scores, found = products.mul_(scale).view(*query.shape[:3], key.shape[2]), None
+    if softcap is not None:
+        capped = scores.div_(softcap).tanh_()
+        found = capped.square().neg_().add_(1.0) if slopes else None
+        scores = capped.mul_(softcap)
+    return scores if mask is None else scores.masked_fill_(~mask, -math.inf), found
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:

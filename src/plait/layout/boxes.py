@@ -124,9 +124,10 @@ def _global_boxes(held: Sequence[Box], blocked: int | None, block: Box, start: i
     if blocked is None or len(held) == 1:
         yield PieceBox(_shifted(block, held[0].offsets), start, block.sizes, full_box(block.sizes).slices)
         return
-    each = held[0].sizes[blocked]
-    for number, home in enumerate(held):
-        before = tuple(number * each * (dim == blocked) for dim in range(len(block.sizes)))
+    rows = 0
+    for home in held:
+        before = tuple(rows * (dim == blocked) for dim in range(len(block.sizes)))
+        rows += home.sizes[blocked]
         common = intersection(block, Box(before, home.sizes))
         if common.numel:
             shift = tuple(to - from_ for to, from_ in zip(home.offsets, before, strict=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 from math import prod
 
 from plait.errors import LayoutError
@@ -26,17 +26,32 @@ class Shard:
     With `copies` > 1, that many neighbouring ranks hold the same piece: of 4 ranks with 2 copies ranks 0 and
     1 hold the first half, 2 and 3 the second. With `blocks` > 1, the dim consists of that many equal blocks,
     and each rank holds the concatenation of its pieces of all blocks: of 2 ranks with 3 blocks of 4 rows rank
-    0 holds rows 0, 1, 4, 5, 8 and 9.
+    0 holds rows 0, 1, 4, 5, 8 and 9. Blocks of different sizes are given by their rows, each
+    a multiple of the ranks.
     """
 
     dim: int
     copies: int = 1
-    blocks: int = 1
+    blocks: int | tuple[int, ...] = 1
 
     def __repr__(self) -> str:
         copies = f", copies={self.copies}" if self.copies > 1 else ""
-        blocks = f", blocks={self.blocks}" if self.blocks > 1 else ""
+        blocks = f", blocks={self.blocks}" if self.is_blocked else ""
         return f"Shard({self.dim}{copies}{blocks})"
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether the dim consists of several blocks."""
+        return self.blocks != 1
+
+    def blocks_of(self, rows: range) -> list[range]:
+        """Return the blocks of a dim that has these rows."""
+        if isinstance(self.blocks, tuple):
+            bounds = accumulate(self.blocks, initial=rows.start)
+            return [range(*bound) for bound in pairwise(bounds)]
+        size = len(rows) // self.blocks
+        starts = (rows.start + number * size for number in range(self.blocks))
+        return [range(start, start + size) for start in starts]
 
 
 @dataclass(frozen=True)
@@ -217,35 +232,26 @@ class Layout:
     def boxes(self, where: Sequence[int] | Mapping[str, int]) -> tuple[Box, ...]:
         """Return the boxes at this coordinate before a `Flat` axis divides them: one per block, see `Shard`.
 
-        They have equal sizes; the rank holds their concatenation along `blocked_dim`.
+        The rank holds their concatenation along `blocked_dim`.
         """
-        pieces = [range(size) for size in self.shape]
-        blocks, stride = 1, 0
+        pieces = [[range(size)] for size in self.shape]
         for index, degree, placement in self._along(where):
             if isinstance(placement, Shard):
-                piece = pieces[placement.dim]
-                size = len(piece) // placement.blocks
-                cut = divide(size, degree // placement.copies)[index // placement.copies]
-                pieces[placement.dim] = range(piece.start + cut.start, piece.start + cut.stop)
-                if placement.blocks > 1:
-                    blocks, stride = placement.blocks, size
-        offsets, sizes = tuple(piece.start for piece in pieces), tuple(len(piece) for piece in pieces)
-        if blocks == 1:
-            return (Box(offsets, sizes),)
+                held = [block for rows in pieces[placement.dim] for block in placement.blocks_of(rows)]
+                parts = degree // placement.copies
+                cuts = [divide(len(block), parts)[index // placement.copies] for block in held]
+                pieces[placement.dim] = [
+                    range(block.start + cut.start, block.start + cut.stop)
+                    for block, cut in zip(held, cuts, strict=True)
+                ]
         return tuple(
-            Box(
-                tuple(
-                    offset + block * stride * (dim == self.blocked_dim) for dim, offset in enumerate(offsets)
-                ),
-                sizes,
-            )
-            for block in range(blocks)
+            Box(tuple(rows.start for rows in ranges), tuple(map(len, ranges))) for ranges in product(*pieces)
         )
 
     @cached_property
     def blocked_dim(self) -> int | None:
         """The dim with a `Shard` of several `blocks`, each sharded by itself; None if there is none."""
-        blocked = (p.dim for p in self.placements if isinstance(p, Shard) and p.blocks > 1)
+        blocked = (p.dim for p in self.placements if isinstance(p, Shard) and p.is_blocked)
         return next(blocked, None)
 
     def sizes(self, where: Sequence[int] | Mapping[str, int]) -> tuple[int, ...]:
@@ -253,8 +259,10 @@ class Layout:
         first, *others = self.boxes(where)
         if not others:
             return first.sizes
-        many = 1 + len(others)
-        return tuple(n * many if dim == self.blocked_dim else n for dim, n in enumerate(first.sizes))
+        dim = self.blocked_dim
+        assert dim is not None
+        rows = first.sizes[dim] + sum(box.sizes[dim] for box in others)
+        return (*first.sizes[:dim], rows, *first.sizes[dim + 1 :])
 
     def local_shape(self, where: Sequence[int] | Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape of the piece at this coordinate."""
@@ -280,7 +288,7 @@ class Layout:
 
     def _refuse_nested_blocks(self) -> None:
         shards = [p for p in self.placements if isinstance(p, Shard)]
-        blocked = [p for p in shards if p.blocks > 1]
+        blocked = [p for p in shards if p.is_blocked]
         if len(blocked) > 1 or (blocked and sum(p.dim == blocked[0].dim for p in shards) > 1):
             raise LayoutError(
                 f"{self} shards the blocks of a dim over several axes, or has blocks in several dims: give "
@@ -346,7 +354,14 @@ def _checked(placement: Placement, axis: str, degree: int, shape: tuple[int, ...
             f"give a divisor of {degree}."
         )
     size = shape[placement.dim]
-    if placement.blocks < 1 or size % placement.blocks:
+    if isinstance(placement.blocks, tuple):
+        pieces = degree // placement.copies
+        if sum(placement.blocks) != size or any(rows % pieces for rows in placement.blocks):
+            raise LayoutError(
+                f"axis {axis!r} shards blocks of {placement.blocks} rows of dim {placement.dim} of shape "
+                f"{shape} into {pieces} pieces: give multiples of {pieces} that add up to {size}."
+            )
+    elif placement.blocks < 1 or size % placement.blocks:
         raise LayoutError(
             f"axis {axis!r} shards each of {placement.blocks} equal blocks of dim {placement.dim} of shape "
             f"{shape}, which has {size} rows: give a divisor of {size}."

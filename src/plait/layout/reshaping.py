@@ -26,7 +26,7 @@ def reshape(layout: Layout, shape: Sequence[int]) -> Layout:
     for before, after in _groups(layout.shape, shape):
         dims = {axis: placement.dim for axis, placement in shards.items() if placement.dim in before}
         if dims:
-            blocked = any(shards[axis].blocks > 1 for axis in dims)
+            blocked = any(shards[axis].is_blocked for axis in dims)
             if blocked and not len(before) == len(after) == 1:
                 raise LayoutError(
                     f"cannot reshape {layout.shape} to {shape} without moving data while a dim of several "

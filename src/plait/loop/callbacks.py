@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 
+from plait.data.batches import Batches
 from plait.errors import NonFiniteError, ReplicaError
 from plait.loop.loggers import Logger, LoggerGroup
-from plait.loop.training import Batches, Callback, TrainingLoop, require_divisible
+from plait.loop.training import Callback, TrainingLoop, require_divisible
 
 
 class Validation(Callback):

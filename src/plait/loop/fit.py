@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from plait.comm.mesh import Mesh
 from plait.composer import parallelize
+from plait.data.batches import Batches
 from plait.engine import Engine
 from plait.loop.callbacks import Validation
-from plait.loop.training import Batches, Callback, TrainingLoop
+from plait.loop.training import Callback, TrainingLoop
 from plait.plan import Plan
 from plait.rules import Rules
 from plait.tensor.losses import cross_entropy

@@ -6,28 +6,16 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from plait.data.batches import rank_rows
+from plait.data.batches import Batches, rank_rows
 from plait.device import is_accelerator
 from plait.engine import Engine
 from plait.errors import DataError, NonFiniteError
 from plait.layers.nested import Value, tensors_of
 from plait.loop.meter import Meter, StepNumbers
-
-
-class Batches(Protocol):
-    """A numbered sequence of global batches; a `plait.Loader` is one."""
-
-    @property
-    def size(self) -> int:
-        """The number of rows of a global batch."""
-
-    def batch(self, step: int, rows: slice) -> tuple[Any, Any]:
-        """Return the inputs and targets of `rows` of the global batch of `step`, counted from 0."""
 
 
 class Callback:
@@ -159,8 +147,8 @@ class TrainingLoop:
 
         The loss is the mean over the global batch, the norm is that before clipping. Both are
         the same on every rank, and returned without waiting for the device.
-        Communication: the engine's (activations over `pp`, regions and the loss over `tp`, gradients over
-        `dp`, the norm over `pp` and `tp`).
+        Communication: the engine's (activations over `pp`, attention over `cp`, regions and the loss over
+        `tp`, gradients over `dp_cp`, the norm over `model`).
         """
         loss = self.forward_backward(step)
         return loss, self.engine.step(self.optimizer, self.max_norm)

@@ -20,20 +20,25 @@ INITIAL_STD = 0.02
 class InitializedLayer(nn.Module):
     """Base class of layers whose parameters get initial values by their names and shapes."""
 
-    def __init__(self, std: float, exceptions: Mapping[str, float] | None = None) -> None:
-        """`std`: initial standard deviation of matrices; `exceptions`: other values, by module name."""
+    def __init__(
+        self, std: float, exceptions: Mapping[str, float] | None = None, *, norm_start: float = 1.0
+    ) -> None:
+        """`std`: initial standard deviation of matrices; `exceptions`: other values, by module name.
+
+        `norm_start`: the initial weight of norms.
+        """
         super().__init__()
-        self.std, self.exceptions = std, dict(exceptions or {})
+        self.std, self.exceptions, self.norm_start = std, dict(exceptions or {}), norm_start
 
     def initial_values(self) -> dict[str, Initial]:
-        """Return the initial distribution of each parameter: matrices normal, norm weights 1, biases 0."""
+        """Return the initial distribution of each parameter: matrices normal, norms constant, biases 0."""
         found: dict[str, Initial] = {}
         for name, parameter in self.named_parameters(remove_duplicate=False):
             module = name.split(".")[-2]
             if parameter.dim() > 1:
                 found[name] = Normal(self.exceptions.get(module, self.std))
             else:
-                found[name] = Constant(1.0) if name.endswith(".weight") else Constant(0.0)
+                found[name] = Constant(self.norm_start if name.endswith(".weight") else 0.0)
         return found
 
 

@@ -29,9 +29,11 @@ from plait.tensor.feature_partition import (
     Layers,
     Partition,
     column_layouts,
+    norm_layouts,
     row_layouts,
 )
 from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from plait.tensor.norm import ParallelRMSNorm
 from plait.tensor.region_boundary import RegionBoundary
 
 APPLICABLE: Mapping[str, tuple[type[nn.Module], ...]] = {
@@ -39,9 +41,10 @@ APPLICABLE: Mapping[str, tuple[type[nn.Module], ...]] = {
     "row": (nn.Linear,),
     "vocabulary": (nn.Linear, nn.Embedding),
     "piece": (Dropout, nn.Dropout),
+    "norm": (nn.RMSNorm,),
 }
 """The classes to which each rule applies, not their subclasses; column and row also to `Conv1D`."""
-WITHOUT_LAYOUT = ("entrance", "piece", "sequence")
+WITHOUT_LAYOUT = ("entrance", "piece", "sequence", "replicated")
 """Rules of modules whose parameters stay whole."""
 
 
@@ -142,12 +145,17 @@ def _applied(
     queue: WeightGradientQueue | None,
 ) -> nn.Module:
     """Return the parallel form of `module`; a dropout, or a module with rule `entrance`, is only modified."""
+    if rule.kind == "replicated":
+        return module
     if rule.kind == "entrance":
         module.register_forward_hook(partial(_enter, boundary, path))
         return module
     if isinstance(module, Dropout):
         set_region_piece(module, rule.dim, group.index, group.size)
         return module
+    if rule.kind == "norm":
+        assert isinstance(module, nn.RMSNorm)
+        return ParallelRMSNorm(module.weight, module.eps, group)
     made = _parallel(module, rule, group, _partition(path, rule, parent), path)
     made.queue = queue
     if not isinstance(made, VocabParallelEmbedding):
@@ -205,6 +213,8 @@ def _layouts(path: str, module: nn.Module, partition: Partition, rule: Rule, axe
     """Return the layouts of a module's parameters, by name."""
     if isinstance(module, nn.Embedding):
         return column_layouts(module.num_embeddings, module.embedding_dim, partition, axes, path)
+    if isinstance(module, nn.RMSNorm):
+        return norm_layouts(module.weight.numel(), partition, axes, path)
     inputs, outputs = _features(module)
     layouts = row_layouts if rule.kind == "row" else column_layouts
     return layouts(outputs, inputs, partition, axes, path, transposed=is_transposed_linear(module))
@@ -221,12 +231,20 @@ def _partition(path: str, rule: Rule, parent: nn.Module | None) -> Partition:
     if rule.kind == "vocabulary":
         return UNEVEN
     if rule.parts is None:
-        return replace(EVEN, blocks=rule.blocks)
+        if isinstance(rule.blocks, int):
+            return replace(EVEN, blocks=rule.blocks)
+        return replace(EVEN, blocks=tuple(_number(path, name, parent) for name in rule.blocks))
+    assert isinstance(rule.blocks, int)
+    return Partition(_number(path, rule.parts, parent), rule.repeated, blocks=rule.blocks)
+
+
+def _number(path: str, attribute: str, parent: nn.Module | None) -> int:
+    """Return the number of parts that an attribute of a module's parent holds. PlanError without it."""
     try:
-        return Partition(int(attrgetter(rule.parts)(parent)), rule.repeated, blocks=rule.blocks)
+        return int(attrgetter(attribute)(parent))
     except (AttributeError, TypeError, ValueError):
         raise PlanError(
-            f"the rule of {path} partitions by {rule.parts!r}, but the module around it has no number of "
+            f"the rule of {path} partitions by {attribute!r}, but the module around it has no number of "
             "that name: name an attribute that is the number of parts."
         ) from None
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
 from plait.comm.group import Group
-from plait.errors import PlanError
+from plait.errors import PlanError, listed
 from plait.layout import Layout, Shard, shard
 
 AXIS = "tp"
@@ -25,13 +26,13 @@ class Partition:
     `parts`: the dim consists of that many equal parts (heads), none of which is divided. `repeated`: there
     may be fewer parts than ranks; neighbouring ranks then hold the same part. `uneven`: the first ranks may
     hold one row more. `blocks`: the dim consists of that many equal blocks, each partitioned by itself;
-    `parts` are those of one block.
+    `parts` are those of one block. Or the number of parts of each block, where blocks differ.
     """
 
     parts: int | None = None
     repeated: bool = False
     uneven: bool = False
-    blocks: int = 1
+    blocks: int | tuple[int, ...] = 1
 
 
 EVEN = Partition()
@@ -47,7 +48,7 @@ def column_layouts(
     fit.
     """
     shape = (inputs, outputs) if transposed else (outputs, inputs)
-    bias = Shard(0, _copies(outputs, shape, partition, axes[AXIS], path), partition.blocks)
+    bias = _shard(outputs, shape, partition, axes[AXIS], path)
     weight = replace(bias, dim=1 if transposed else 0)
     return {"weight": Layout(shape, axes, {AXIS: weight}), "bias": Layout((outputs,), axes, {AXIS: bias})}
 
@@ -77,8 +78,36 @@ def local_shard(parameter: Tensor, layout: Layout, group: Group) -> nn.Parameter
     return nn.Parameter(shard(parameter, layout, {AXIS: group.index}), parameter.requires_grad)
 
 
+def norm_layouts(features: int, partition: Partition, axes: Axes, path: str) -> dict[str, Layout]:
+    """Return the layout of the weight of a norm over partitioned features. PlanError as above."""
+    return {"weight": column_layouts(features, features, partition, axes, path)["bias"]}
+
+
+def _shard(features: int, shape: tuple[int, int], partition: Partition, ranks: int, path: str) -> Shard:
+    """Return the sharding of a column linear's bias. Raises PlanError unless `partition` fits."""
+    if not isinstance(partition.blocks, tuple):
+        return Shard(0, _copies(features, shape, partition, ranks, path), partition.blocks)
+    refused = f"{path} with a weight of shape {list(shape)} cannot be partitioned over tp = {ranks}:"
+    parts = sum(partition.blocks)
+    if min(partition.blocks) < 1 or features % parts:
+        raise PlanError(
+            f"{refused} its {features} features are not {parts} equal parts (heads); name attributes that "
+            "divide them."
+        )
+    smallest = math.gcd(*partition.blocks)
+    if smallest % ranks:
+        fitting = [str(n) for n in range(1, smallest + 1) if smallest % n == 0]
+        counts = listed([str(count) for count in partition.blocks])
+        raise PlanError(
+            f"{refused} its blocks of {counts} parts (heads) do not divide into {ranks}; "
+            f"set tp to {' or '.join(fitting)}, or change the model's sizes."
+        )
+    return Shard(0, blocks=tuple(features // parts * one for one in partition.blocks))
+
+
 def _copies(features: int, shape: tuple[int, int], partition: Partition, ranks: int, path: str) -> int:
     """Return how many ranks hold each piece of the features. Raises PlanError unless `partition` fits."""
+    assert isinstance(partition.blocks, int)
     if partition.uneven and features >= ranks:
         return 1
     refused = f"{path} with a weight of shape {list(shape)} cannot be partitioned over tp = {ranks}:"

@@ -66,7 +66,7 @@ class MetaLayers:
         return (
             any(self._sharded)
             or any(dims.input is not None for dims in sequence_dims)
-            or any(rule.kind == "piece" for rule in rules)
+            or any(rule.kind in ("piece", "replicated") for rule in rules)
         )
 
     def infer(self, microbatch: Value, *, input_gradients: bool) -> list[LayerInfo]:

@@ -5,7 +5,8 @@ A layer with the rule `sequence` is given this rank's piece and gives one, but f
 sequence and gives it. Between the two kinds the sequence is split where it is made and gathered where it is
 read, so that pieces cross the boundary.
 
-Parameters that such a layer has whole see one piece each rank: their gradients are summed over `tp`.
+Parameters that such a layer has whole see one piece each rank: their gradients are summed over `tp`. So are
+those of modules with the rule `replicated`, which see one rank's heads or features.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def summed_over_tp(
     """Return, by the `id` of each parameter, over how many ranks of `tp` its gradient has to be summed.
 
     Those with the same shard of the parameter; for a whole parameter all ranks, if its layer runs on pieces
-    of the sequence, else 1. Raises PlanError for a parameter that is whole in layers of both kinds.
+    of the sequence or its module has the rule `replicated`, else 1. Raises PlanError for a parameter that is
+    whole in layers or modules of both kinds.
     """
     found: dict[int, tuple[str, int]] = {}
     for path, layer in layers:
@@ -71,14 +73,17 @@ def summed_over_tp(
             layout, full = layouts[id(parameter)], join(path, name)
             tp = layout.axes.index(AXIS)
             placement = layout.placements[tp]
-            ranks = layout.degrees[tp] if on_pieces else 1
+            rule = matched.get(join(path, name.rpartition(".")[0]))
+            in_region = rule is not None and rule.kind == "replicated"
+            ranks = layout.degrees[tp] if on_pieces or in_region else 1
             if isinstance(placement, Shard):
                 ranks = placement.copies
             first, known = found.setdefault(id(parameter), (full, ranks))
             if known != ranks:
                 raise PlanError(
                     f"{first} and {full} are one parameter, whole on every rank of tp, but only one of its "
-                    "layers has the rule sequence: give it to both, or to neither."
+                    "layers has the rule sequence, or only one of its modules the rule replicated: give it "
+                    "to both, or to neither."
                 )
     return {parameter: ranks for parameter, (_, ranks) in found.items()}
 

@@ -25,9 +25,11 @@ DATA_FIELDS = (
     "train.batch",
     "model.context",
     "data.source",
+    "data.mixture",
     "data.tokenizer",
     "data.dtype",
     "data.validation",
+    "data.validation_source",
 )
 """Fields that decide which tokens a step trains on; a resumed run has the same."""
 _TOKEN_EMBEDDING = "model.embedding.token.weight"

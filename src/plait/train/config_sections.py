@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from plait.errors import ConfigError
 from plait.plan import (
     ContextLayout,
     ContextParallel,
@@ -22,6 +24,14 @@ from plait.train.model_section import OWN_MODELS, with_folder_sizes
 
 Count = Annotated[int, Field(ge=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+def is_positive_number(text: str) -> bool:
+    """Return whether `text` spells a finite number above 0."""
+    try:
+        return 0 < float(text) < inf
+    except ValueError:
+        return False
 
 
 class Section(BaseModel):
@@ -76,15 +86,45 @@ class DataConfig(Section):
         default="stdlib",
         min_length=1,
         description="stdlib (the source of Python's standard library), random (uniform tokens from the "
-        "seed), a text file, a folder, a glob, or a token array (.bin, .npy)",
+        "seed), a text file, a folder, a glob, token arrays (.bin, .npy), a folder of `plait data prepare`, "
+        "or conversations (.jsonl with messages, or prompt and completion)",
     )
-    tokenizer: str = Field(
-        default="bytes", min_length=1, description="bytes, or the path of a tokenizer.json"
+    tokenizer: str | None = Field(
+        default=None,
+        min_length=1,
+        description="bytes, or the path of a tokenizer.json or its folder; none: that in the model's folder, "
+        "else bytes",
+    )
+    mixture: tuple[str, ...] = Field(
+        default=(),
+        description="in place of source: sources, each as SOURCE=WEIGHT, whose sequences are mixed by weight",
+    )
+    validation_source: str = Field(
+        default="", description="a source for validation, in place of a fraction of the corpus"
     )
     dtype: Literal["uint16", "uint32"] = Field(
         default="uint16", description="type of the tokens in a .bin array"
     )
     validation: Decay = Field(default=0.05, description="fraction of the corpus kept for validation; 0: none")
+
+    @property
+    def sources(self) -> dict[str, float]:
+        """The sources and the weight of each."""
+        parts = (one.rpartition("=") for one in self.mixture)
+        return {source: float(weight) for source, _, weight in parts} or {self.source: 1.0}
+
+    @field_validator("mixture")
+    @classmethod
+    def _weighted(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        for one in given:
+            source, _, weight = one.rpartition("=")
+            if not source or not is_positive_number(weight):
+                raise ConfigError(
+                    f"data.mixture holds {one!r}: write a source and a weight above 0, as SOURCE=3."
+                )
+        if len({one.rpartition("=")[0] for one in given}) < len(given):
+            raise ConfigError("data.mixture names a source twice: write its weight once.")
+        return given
 
 
 class TrainConfig(Section):

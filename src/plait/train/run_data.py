@@ -1,18 +1,26 @@
-"""Load the data of a run: corpus, tokenizer and batches, as the `data` section describes them."""
+"""Load the data of a run: tokenizer, and batches of one corpus or of several."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from plait.data.batches import Batches, RandomBatches, ShuffledBatches, TokenWindows, ValidationBatches
-from plait.data.corpus import holds_tokens, open_tokens, read_documents
-from plait.data.tokenizer import ByteTokenizer, Tokenizer, Tokens, open_tokenizer
-from plait.errors import ConfigError, DataError
+from plait.data.batches import (
+    Batches,
+    ConcatenatedRows,
+    RandomBatches,
+    Rows,
+    ShuffledBatches,
+    ValidationBatches,
+)
+from plait.data.corpus import read_documents
+from plait.data.mixture import MixedBatches
+from plait.data.read_ahead import ReadAhead
+from plait.data.token_files import holds_tokens
+from plait.data.token_shards import is_prepared
+from plait.data.tokenizer import Tokenizer, open_tokenizer
+from plait.errors import ConfigError
 from plait.train.config import Config
-
-# Tokens that are checked against the vocabulary when a corpus is opened (a fraction of a second); later ones
-# are checked with their batch, so that a huge array opens at once.
-_CHECKED_AT_ONCE = 1 << 26
+from plait.train.data_sources import is_chats, open_source, require_chats
 
 
 @dataclass(frozen=True)
@@ -32,39 +40,67 @@ class Data:
 
 
 def load_data(config: Config) -> Data:
-    """Open the corpus, and split it into training data and, from its end, validation data.
+    """Open the corpora, and hold the end of each out for validation, unless there is another source for that.
 
     Every rank gets the same result, without communication. Raises `DataError` or `ConfigError` that
-    names the field when the corpus is missing, empty, binary or too short, or a token is beyond the
+    names the field when a corpus is missing, empty, binary or too short, or a token is beyond the
     vocabulary.
     """
-    source = config.data.source
-    tokenizer = open_tokenizer(config.data.tokenizer)
-    vocab = config.model.vocab or tokenizer.vocab
-    if source == "random":
-        return _random(config, tokenizer, vocab)
-    if holds_tokens(source):
-        tokens = open_tokens(source, config.data.dtype)
-        readable = not (isinstance(tokenizer, ByteTokenizer) and vocab > tokenizer.vocab)
+    data, settings = config.data, config.train
+    tokenizer = open_tokenizer(config.tokenizer)
+    if data.source == "random":
+        return _random(config, tokenizer, config.model.vocab or tokenizer.vocab)
+    fraction = 0.0 if data.validation_source else data.validation
+    opened = [open_source(config, source, tokenizer, fraction) for source in data.sources]
+    vocab = max(one.vocab for one in opened)
+    rows = [one.training for one in opened]
+    training: Batches
+    if len(rows) == 1:
+        training = ShuffledBatches(rows[0], settings.batch, settings.seed)
     else:
-        tokens = tokenizer.encode(read_documents(source))
-        readable = True
-    return _split(config, tokens, tokenizer, vocab, readable)
+        training = MixedBatches(rows, list(data.sources.values()), settings.batch, settings.seed)
+    held_out = [one.held_out for one in opened if one.held_out is not None]
+    if data.validation_source:
+        held_out = [open_source(config, data.validation_source, tokenizer, 0.0).training]
+    return Data(
+        training=ReadAhead(training),
+        validation=_validation(config, held_out),
+        tokenizer=tokenizer,
+        vocab=vocab,
+        readable=all(one.readable for one in opened),
+        summary="; ".join(one.summary for one in opened),
+    )
 
 
-def check_data(config: Config) -> None:
+def _validation(config: Config, rows: list[Rows]) -> Batches | None:
+    if not rows:
+        return None
+    batch, count = config.train.batch, config.train.validate_batches
+    return ValidationBatches(rows[0] if len(rows) == 1 else ConcatenatedRows(rows), batch, count)
+
+
+def check_data(config: Config, *, prepares: bool = False) -> None:
     """Raise the same errors as `load_data`, before ranks are started.
 
-    Only encoding text with a `tokenizer.json` is left to the ranks, since it may take long.
+    `prepares`: tokenize conversations into `run.dir`, where they have not been yet. Only encoding text with a
+    `tokenizer.json` is left to the ranks, since it may take long.
     """
-    if config.data.tokenizer == "bytes" or holds_tokens(config.data.source):
-        data = load_data(config)
-        vocab, tokenizer, readable = data.vocab, data.tokenizer, data.readable
+    data = config.data
+    sources = [*data.sources, *([data.validation_source] if data.validation_source else [])]
+    for source in sources:
+        if is_chats(source):
+            require_chats(config, source, prepares=prepares)
+    if config.tokenizer == "bytes" or all(
+        holds_tokens(one) or is_prepared(one) or is_chats(one) for one in sources
+    ):
+        loaded = load_data(config)
+        vocab, tokenizer, readable = loaded.vocab, loaded.tokenizer, loaded.readable
     else:
-        tokenizer = open_tokenizer(config.data.tokenizer)
-        vocab, readable = config.model.vocab or tokenizer.vocab, config.data.source != "random"
-        if readable:
-            read_documents(config.data.source)
+        tokenizer = open_tokenizer(config.tokenizer)
+        vocab, readable = config.model.vocab or tokenizer.vocab, data.source != "random"
+        for source in sources if readable else ():
+            if not (holds_tokens(source) or is_prepared(source) or is_chats(source)):
+                read_documents(source)
     if config.train.sample and readable:
         prompt = tokenizer.encode([config.train.sample.encode()])
         if len(prompt) and int(prompt.max()) >= vocab:
@@ -84,34 +120,4 @@ def _random(config: Config, tokenizer: Tokenizer, vocab: int) -> Data:
         vocab=vocab,
         readable=False,
         summary=f"uniformly drawn tokens of a vocabulary of {vocab:,}",
-    )
-
-
-def _split(config: Config, tokens: Tokens, tokenizer: Tokenizer, vocab: int, readable: bool) -> Data:
-    source, context, fraction = config.data.source, config.model.context, config.data.validation
-    TokenWindows(tokens, context, vocab, source).check(_CHECKED_AT_ONCE)
-    cut = len(tokens) - int(len(tokens) * fraction)
-    training = TokenWindows(tokens[:cut], context, vocab, source)
-    held_out = TokenWindows(tokens[cut:], context, vocab, source, start=cut)
-    if not training.count:
-        raise DataError(
-            f"data.source = {source!r} has {cut} tokens for training, fewer than the {context + 1} of one "
-            f"sequence (model.context = {context} and the next one): give more data or lower model.context."
-        )
-    if fraction and not held_out.count:
-        raise DataError(
-            f"data.validation = {fraction:g} leaves {len(tokens) - cut} tokens of data.source = {source!r} "
-            f"for validation, fewer than the {context + 1} of one sequence (model.context = {context} and "
-            "the next one): raise it, or set it to 0 for none."
-        )
-    batch, count = config.train.batch, config.train.validate_batches
-    title = "Python's standard library" if source == "stdlib" else source
-    share = f", {fraction:.1%} of them for validation" if fraction else ""
-    return Data(
-        training=ShuffledBatches(training, batch, config.train.seed),
-        validation=ValidationBatches(held_out, batch, count) if fraction else None,
-        tokenizer=tokenizer,
-        vocab=vocab,
-        readable=readable,
-        summary=f"{title}, {len(tokens):,} tokens ({tokenizer.name}){share}",
     )

@@ -34,6 +34,7 @@ from plait.context_attention.kernels import BlockMask, block_backward, block_for
 from plait.errors import ModelError
 from plait.layers.nested import Value, map_tensors, tensors_of
 from plait.models.initial import normal_values
+from plait.tensor.norm import partitioned_rms_norm
 from plait.tensor.vocabulary_partition import Vocabulary
 
 PERIOD = 16.0
@@ -74,6 +75,10 @@ def _norm(
 ) -> Tensor:
     scaled = fold(input) if weight is None else fold(input) * weight
     return scaled if bias is None else scaled + bias
+
+
+def _norm_of_pieces(input: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    return fold(input) * weight
 
 
 def _group_norm(
@@ -178,6 +183,7 @@ STAND_INS: Mapping[Any, Callable[..., Any]] = {
     functional.layer_norm: _norm,
     functional.rms_norm: _norm,
     functional.group_norm: _group_norm,
+    partitioned_rms_norm: _norm_of_pieces,
     functional.scaled_dot_product_attention: _attention,
     block_forward: _block_forward,
     block_backward: _block_backward,

@@ -33,7 +33,7 @@ from plait.checkpoint.huggingface.importing import import_folder
 from plait.checkpoint.huggingface.model_sizes import ModelSizes, sizes_from_manifest
 from plait.errors import CheckpointError
 from plait.huggingface_files import INDEX
-from plait.models.huggingface.pretrained import model_in
+from plait.models.huggingface.pretrained import model_in, weights_in
 from plait.models.rotary import rotary_angles
 
 pytestmark = pytest.mark.transformers
@@ -163,7 +163,13 @@ def test_plait_computes_what_was_imported(name: str, shard: str, tmp_path: Path)
     assert all(torch.equal(value, before[key]) for key, value in again.items())
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-tied-biased", "qwen2", "gpt-neox"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gpt2", "llama-tied-biased", "qwen2", "gpt-neox", "qwen3", "gemma2", "gemma3", "phi3", "olmo2"),
+        "smollm3",
+    ],
+)
 def test_a_model_of_transformers_that_plait_trained_goes_back(name: str, tmp_path: Path) -> None:
     theirs = lively(cases.MODELS[name](), torch.float32)
     theirs.save_pretrained(tmp_path / "theirs")
@@ -171,6 +177,9 @@ def test_a_model_of_transformers_that_plait_trained_goes_back(name: str, tmp_pat
     adapted = model_in(tmp_path / "theirs")
     names: Any = adapted.huggingface_names
     values = {name: theirs.state_dict()[other] for name, other in names.items()}
+    read = weights_in(tmp_path / "theirs", adapted)
+    assert read is not None
+    assert all(torch.equal(one[:], values[name]) for name, one in read.items())
     path = saved(adapted, tmp_path / "ours", values=values)
     export_adapted(FullTensors(path), tmp_path / "again", adapted, tmp_path / "theirs")
     assert (tmp_path / "again" / "tokenizer.json").read_text() == "{}"

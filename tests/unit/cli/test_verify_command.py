@@ -364,8 +364,13 @@ def test_as_a_command_over_every_layout_of_four_ranks() -> None:
     read = json.loads(done.stdout)
     assert read["equal"]
     refused = [plan for plan in read["plans"] if plan["equal"] is None]
-    assert {plan["plan"]["tp"] for plan in refused if "stages" not in plan["reason"]} == {4}  # two heads
-    assert {plan["plan"]["pp"] for plan in refused if "stages" in plan["reason"]} == {4}  # four layers
+    of_stages = [one["plan"] for one in refused if "stages" in one["reason"]]
+    of_heads = [one["plan"] for one in refused if "stages" not in one["reason"]]
+    assert {plan["pp"] for plan in of_stages} == {4}  # four layers
+    by_heads = [
+        plan["tp"] * (plan["cp"] if plan["context_parallel"] == "ulysses" else 1) for plan in of_heads
+    ]
+    assert set(by_heads) == {4}  # two heads
 
 
 def test_ranks_as_threads_give_the_report_of_processes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ from plait.context_attention.unfused_kernel import WeightDropout
 from plait.context_attention.visibility import BlockCall, block_calls, document_bounds, visible_range
 
 SCALE = 0.4
+CAP = 0.5
 NAMES = "query", "key", "value"
 Part = tuple[Tensor, Tensor]
 
@@ -112,7 +113,7 @@ def test_calls_of_a_rank_make_up_its_attention(layout: str, window: int | None, 
     query, key, value = random_inputs(kv_heads=2, n=length, m=length)
     for rank in range(ranks):
         own = LAYOUTS[layout](length, ranks, rank)
-        lo, hi = visible_range(own, length, causal=True, window=window, bounds=bounds)
+        lo, hi = visible_range(own, length, causal=True, window=window, documents=bounds)
         inputs = query[:, :, own], key, value
         gradient = torch.randn(2, 4, len(own), 8, dtype=torch.float64)
         out, lse = empty_result(inputs[0], value)
@@ -176,6 +177,45 @@ def test_dropout_of_the_weights(p: float, kv_heads: int) -> None:
     (out, lse), gradients = run_calls(inputs, gradient, calls, drops)
     assert_equal({"out": out, **gradients}, {"out": expected[0], **expected[1]}, 1e-12, f"p = {p}")
     assert torch.allclose(lse, log_sum_exp(inputs, mask), rtol=1e-12, atol=1e-12), "without dropout"
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_capped_scores(dropped: bool) -> None:
+    """Against autograd, in three blocks of keys; some scores are far above the cap."""
+    torch.manual_seed(3)
+    inputs = random_inputs(kv_heads=2)
+    mask, keep = torch.rand(37, 53) < 0.5, torch.rand(2, 4, 37, 53) < 0.7
+    gradient = torch.randn(2, 4, 37, 8, dtype=torch.float64)
+    leaves = [one.clone().requires_grad_() for one in inputs]
+    query, key, value = (one.repeat_interleave(4 // one.shape[1], 1) for one in leaves)
+    scores = (CAP * (query @ key.mT * SCALE / CAP).tanh()).masked_fill(~mask, -math.inf)
+    weights = scores.softmax(-1).nan_to_num() * (keep.double() / 0.7 if dropped else 1.0)
+    expected = weights @ value
+    of_leaves = torch.autograd.grad(expected, leaves, gradient)
+    out, lse = empty_result(inputs[0], inputs[2])
+    ranges = [slice(0, 20), slice(20, 21), slice(21, 53)]
+
+    def options(keys: slice) -> tuple[WeightDropout | None, float]:
+        part = keep[..., keys]
+        return WeightDropout(0.3, lambda: part) if dropped else None, CAP
+
+    for keys in ranges:
+        pair = (one[:, :, keys] for one in inputs[1:])
+        merge(out, lse, *block_forward(inputs[0], *pair, mask[:, keys], SCALE, *options(keys)))
+    totals = [torch.zeros_like(one) for one in inputs]
+    for keys in ranges:
+        block = gradient, inputs[0], *(one[:, :, keys] for one in inputs[1:]), out, lse, mask[:, keys]
+        parts = block_backward(*block, SCALE, *options(keys))
+        totals[0] += parts[0]
+        for total, part in zip(totals[1:], parts[1:], strict=True):
+            total[:, :, keys] += part
+    named = dict(zip(NAMES, of_leaves, strict=True))
+    assert_equal(
+        {"out": out, **dict(zip(NAMES, totals, strict=True))},
+        {"out": expected.detach(), **named},
+        1e-12,
+        "cap",
+    )
 
 
 def test_a_dropout_within_a_causal_call() -> None:

@@ -23,6 +23,8 @@ def test_other_models_are_refused(model: nn.Module) -> None:
         plait.models.from_huggingface(model)
     assert str(refusal.value) == (
         f"{type(model).__module__}.{type(model).__qualname__} is no model that plait can adapt: give an "
-        "unmodified GPT2LMHeadModel, GPTNeoXForCausalLM, LlamaForCausalLM, MistralForCausalLM, "
-        "Qwen2ForCausalLM of transformers, or write an nn.Sequential of its layers."
+        "unmodified GPT2LMHeadModel, GPTNeoXForCausalLM, Gemma2ForCausalLM, Gemma3ForCausalLM, "
+        "LlamaForCausalLM, MistralForCausalLM, Olmo2ForCausalLM, Phi3ForCausalLM, Qwen2ForCausalLM, "
+        "Qwen3ForCausalLM, SmolLM3ForCausalLM of transformers, describe its family, or write an "
+        "nn.Sequential of its layers."
     )

@@ -7,40 +7,72 @@ neither copied nor altered. Only residual connections, positions and causal atte
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from plait.errors import ModelError
-from plait.models.huggingface import gpt2, gpt_neox, llama
+from plait.models.huggingface import gpt2, gpt_neox
+from plait.models.huggingface.decoder import adapt
+from plait.models.huggingface.family import (
+    GEMMA2,
+    GEMMA3,
+    LLAMA,
+    OLMO2,
+    PHI3,
+    QWEN3,
+    Branch,
+    Family,
+)
+
+__all__ = ["DECODERS", "FAMILIES", "Branch", "Family", "from_huggingface"]
+
+DECODERS: Mapping[str, Family] = {
+    "Gemma2ForCausalLM": GEMMA2,
+    "Gemma3ForCausalLM": GEMMA3,
+    "LlamaForCausalLM": LLAMA,
+    "MistralForCausalLM": LLAMA,
+    "Olmo2ForCausalLM": OLMO2,
+    "Phi3ForCausalLM": PHI3,
+    "Qwen2ForCausalLM": LLAMA,
+    "Qwen3ForCausalLM": QWEN3,
+    "SmolLM3ForCausalLM": LLAMA,
+}
+"""Families by class name of transformers."""
 
 FAMILIES: Mapping[str, Callable[[Any], nn.Sequential]] = {
     "GPT2LMHeadModel": gpt2.adapt,
     "GPTNeoXForCausalLM": gpt_neox.adapt,
-    "LlamaForCausalLM": llama.adapt,
-    "MistralForCausalLM": llama.adapt,
-    "Qwen2ForCausalLM": llama.adapt,
+    **{name: partial(adapt, family=family) for name, family in DECODERS.items()},
 }
 """Converters by class name of transformers, which may not be installed."""
 
 
-def from_huggingface(model: nn.Module) -> nn.Sequential:
+def from_huggingface(model: nn.Module, family: Family | None = None) -> nn.Sequential:
     """Return `model` as a sequence embedding → blocks.0.attention → blocks.0.mlp → … → head.
 
     Tokens `[batch, length ≤ context]` → logits `[batch, length, vocab]`. The layers hold the modules of
     `model` itself, unchanged; a model on the meta device gets values by name and seed, from the distributions
     of transformers. The sequence has `context` and `rules`, as plait's own models have, and
-    `huggingface_names`, which maps each name of its `state_dict()` to that of `model`. ModelError for other
-    classes, and for settings that plait does not support.
+    `huggingface_names`, which maps each name of its `state_dict()` to that of `model`. `family`: a
+    description of a decoder that plait does not know; without one ModelError for other classes, and always
+    for settings that plait does not support.
     """
+    if family is not None:
+        return _with_names(adapt(model, family), model)
     kind = type(model)
     known = FAMILIES if kind.__module__.startswith("transformers.") else {}
     if kind.__name__ not in known:
         raise ModelError(
             f"{kind.__module__}.{kind.__qualname__} is no model that plait can adapt: give an unmodified "
-            f"{', '.join(FAMILIES)} of transformers, or write an nn.Sequential of its layers."
+            f"{', '.join(FAMILIES)} of transformers, describe its family, or write an nn.Sequential of its "
+            "layers."
         )
-    sequence = known[kind.__name__](model)
+    return _with_names(known[kind.__name__](model), model)
+
+
+def _with_names(sequence: nn.Sequential, model: nn.Module) -> nn.Sequential:
     sequence.huggingface_names = _names(sequence, model)  # type: ignore[assignment]
     return sequence
 

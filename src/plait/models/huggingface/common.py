@@ -26,14 +26,28 @@ class Embedding(InitializedLayer):
         """`name`: the attribute that holds `table`, as in the model of transformers."""
         super().__init__(std)
         self.name, self.context = name, context
-        self.add_module(name, table)
+        # A table that scales what it gives is a class of its own; the rule vocabulary takes plain ones.
+        self.scale: float | None = getattr(table, "scalar_embed_scale", None)
+        self.add_module(name, table if self.scale is None else _plain(table))
         self.emb_dropout = emb_dropout
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the embeddings. Raises ModelError for a sequence longer than the context."""
         require_length(tokens, self.context)
         embedded: Tensor = self.get_submodule(self.name)(tokens)
+        if self.scale is not None:  # rounded as in transformers: to float32, then to the model's dtype
+            scale = torch.tensor(self.scale, dtype=torch.float32, device="cpu").to(embedded.dtype)
+            embedded = embedded * scale.item()
         return embedded if self.emb_dropout is None else self.emb_dropout(embedded)
+
+
+def _plain(table: Any) -> nn.Embedding:
+    """Return an embedding without a scale that holds the weight of `table`."""
+    plain = nn.Embedding(
+        table.num_embeddings, table.embedding_dim, table.padding_idx, _weight=table.weight.detach()
+    )
+    plain.weight = table.weight
+    return plain.train(table.training)
 
 
 class MLP(InitializedLayer):
@@ -62,17 +76,26 @@ class MLP(InitializedLayer):
 class Head(InitializedLayer):
     """`[batch, length, hidden]` → logits `[batch, length, vocab]`: the last norm and the output linear."""
 
-    def __init__(self, name: str, norm: nn.Module, lm_head: nn.Module, std: float) -> None:
-        """`name`: the attribute that holds `norm`, as in the model of transformers."""
-        super().__init__(std)
-        self.name = name
+    def __init__(
+        self,
+        name: str,
+        norm: nn.Module,
+        lm_head: nn.Module,
+        std: float,
+        *,
+        cap: float | None = None,
+        norm_start: float = 1.0,
+    ) -> None:
+        """`name`: the attribute that holds `norm`, as in the model of transformers; `cap`: of the logits."""
+        super().__init__(std, norm_start=norm_start)
+        self.name, self.cap = name, cap
         self.add_module(name, norm)
         self.lm_head = lm_head
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits."""
+        """Return the logits, with a cap of c those of c · tanh(logits / c)."""
         logits: Tensor = self.lm_head(self.get_submodule(self.name)(x))
-        return logits
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
 
 def attention_cost(layer: nn.Module, context: int, width: int) -> float:
@@ -90,22 +113,34 @@ class Rotary(nn.Module):
 
     bits: Tensor
 
-    def __init__(self, source: Any) -> None:
-        """Copy the frequencies of `source`; if on the meta device, compute them from its configuration."""
+    def __init__(self, source: Any, layer_type: str | None = None) -> None:
+        """Copy the frequencies of `source`; if on the meta device, compute them from its configuration.
+
+        `layer_type`: of the layers, where `source` has frequencies for each type.
+        """
         super().__init__()
-        if source.rope_type not in STEADY_ROTARY:
+        kind, prefix = source.rope_type, ""
+        if layer_type is not None:
+            kind, prefix = kind[layer_type], f"{layer_type}_"
+        if kind not in STEADY_ROTARY:
             raise ModelError(
-                f"the model's rotary embedding is of type {source.rope_type!r}, whose angles depend on the "
+                f"the model's rotary embedding is of type {kind!r}, whose angles depend on the "
                 f"length of a sequence: set rope_type to {', '.join(STEADY_ROTARY)}."
             )
-        if source.inv_freq.is_meta:
+        if getattr(source, f"{prefix}inv_freq").is_meta:
             with torch.device("cpu"):
                 source = type(source)(source.config)
-        self.scaling = float(source.attention_scaling)
+        self.scaling = float(getattr(source, f"{prefix}attention_scaling"))
         # As int32, which a plan's precision does not cast: 16-bit angles are wrong at distant positions.
-        frequencies = source.inv_freq.detach().to(torch.float32, copy=True)
+        frequencies = getattr(source, f"{prefix}inv_freq").detach().to(torch.float32, copy=True)
         self.register_buffer("bits", frequencies.view(torch.int32), persistent=False)
         self.angles = ResultCache()
+
+    @staticmethod
+    def by_layer_type(source: Any) -> dict[str | None, Rotary]:
+        """Return the rotary embeddings of a model by type of layer; by None where all layers share one."""
+        types = source.rope_type if isinstance(source.rope_type, dict) else (None,)
+        return {one: Rotary(source, one) for one in types}
 
     def forward(self, like: Tensor) -> Angles:
         """Return cosines and sines `[length, frequencies]` of the positions along dim 1 of `like`.

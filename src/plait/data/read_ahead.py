@@ -1,0 +1,37 @@
+"""Batches that a thread reads while a step runs."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from plait.data.batches import Batches, InputsAndTargets
+
+
+class ReadAhead:
+    """Returns the batches of `batches`, and meanwhile reads the next step's, so that nobody waits for a disk.
+
+    Not for threads that ask at the same time.
+    """
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+        self.size = batches.size
+        """Rows of a global batch."""
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="plait-read-ahead")
+        self._next: tuple[tuple[int, int, int], Future[InputsAndTargets]] | None = None
+
+    def batch(self, step: int, rows: slice) -> InputsAndTargets:
+        """Return `rows` of the global batch of `step`, and start to read the same rows of the next one."""
+        known, key = self._next, _key(step, rows)
+        made = known[1].result() if known is not None and known[0] == key else self._batches.batch(step, rows)
+        following = step + 1
+        self._next = _key(following, rows), self._reader.submit(self._batches.batch, following, rows)
+        return made
+
+    def close(self) -> None:
+        """End the thread."""
+        self._reader.shutdown(cancel_futures=True)
+
+
+def _key(step: int, rows: slice) -> tuple[int, int, int]:
+    return step, rows.start or 0, -1 if rows.stop is None else rows.stop

@@ -1,0 +1,140 @@
+"""One source of a run's data, opened: rows for training, and rows that are held out for validation."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from plait.data.batches import Rows, TokenWindows
+from plait.data.chats import first_record, holds_chats
+from plait.data.corpus import read_documents
+from plait.data.document_rows import DocumentRows
+from plait.data.preparation import prepare_corpus
+from plait.data.token_files import holds_tokens, open_tokens
+from plait.data.token_shards import INDEX, Corpus, CorpusIndex, corpus_of, is_prepared, open_corpus
+from plait.data.tokenizer import ByteTokenizer, Tokenizer
+from plait.errors import DataError
+from plait.train.config import Config
+
+# Tokens that are checked against the vocabulary when a corpus is opened (a fraction of a second); later ones
+# are checked with their batch, so that a huge array opens at once.
+_CHECKED_AT_ONCE = 1 << 26
+
+
+@dataclass(frozen=True)
+class OpenSource:
+    """A source of data. `readable`: whether the run's tokenizer can turn its tokens into text."""
+
+    training: Rows
+    held_out: Rows | None
+    vocab: int
+    readable: bool
+    summary: str
+
+
+def open_source(config: Config, source: str, tokenizer: Tokenizer, fraction: float) -> OpenSource:
+    """Open a source, and hold the last `fraction` of it out. Raises `DataError` or `ConfigError`."""
+    vocab = config.model.vocab or tokenizer.vocab
+    if is_chats(source) or is_prepared(source):
+        folder = chats_folder(config, source) if is_chats(source) else Path(source).expanduser()
+        corpus, index = open_corpus(folder)
+        vocab, readable = config.model.vocab or index.vocab, tokenizer.name == index.tokenizer
+        if index.chats:
+            return _split_chats(config, source, corpus, index, vocab, readable, fraction)
+    elif holds_tokens(source):
+        corpus = open_tokens(source, config.data.dtype)
+        readable = not (isinstance(tokenizer, ByteTokenizer) and vocab > tokenizer.vocab)
+    else:
+        corpus, readable = corpus_of(tokenizer.encode(read_documents(source))), True
+    return _split(config, source, corpus, tokenizer.name, vocab, readable, fraction)
+
+
+def is_chats(source: str) -> bool:
+    """Return whether `data.source` names a file of conversations."""
+    path = Path(source).expanduser()
+    return path.suffix in (".jsonl", ".ndjson") and holds_chats(first_record(path))
+
+
+def chats_folder(config: Config, source: str) -> Path:
+    """Return the folder in `run.dir` of the tokenized conversations of a file, as they are now."""
+    path = Path(source).expanduser().resolve()
+    state = path.stat()
+    text = f"{path} {state.st_size} {state.st_mtime_ns} {Path(config.tokenizer).resolve()}"
+    return config.run.dir / f"chats-{sha256(text.encode()).hexdigest()[:12]}"
+
+
+def require_chats(config: Config, source: str, *, prepares: bool) -> None:
+    """Tokenize the conversations of a file, unless they are; DataError if not `prepares`."""
+    folder = chats_folder(config, source)
+    if (folder / INDEX).is_file():
+        return
+    if not prepares:
+        raise DataError(
+            f"data.source = {source!r} holds conversations, which no rank of an external launcher tokenizes: "
+            f"run `plait data prepare {source} FOLDER --tokenizer {config.tokenizer}` once, and set "
+            "data.source to FOLDER."
+        )
+    prepare_corpus([source], folder, config.tokenizer, processes=os.cpu_count() or 1)
+
+
+def _split(
+    config: Config,
+    source: str,
+    corpus: Corpus,
+    tokenizer: str,
+    vocab: int,
+    readable: bool,
+    fraction: float,
+) -> OpenSource:
+    """Return windows of tokens; the last tokens are held out."""
+    context, size = config.model.context, len(corpus)
+    TokenWindows(corpus, context, vocab, source).check(_CHECKED_AT_ONCE)
+    cut = size - int(size * fraction)
+    training = TokenWindows(corpus, context, vocab, source, stop=cut)
+    held_out = TokenWindows(corpus, context, vocab, source, start=cut)
+    if not training.count:
+        raise DataError(
+            f"data.source = {source!r} has {cut} tokens for training, fewer than the {context + 1} of one "
+            f"sequence (model.context = {context} and the next one): give more data or lower model.context."
+        )
+    if fraction and not held_out.count:
+        raise DataError(
+            f"data.validation = {fraction:g} leaves {size - cut} tokens of data.source = {source!r} "
+            f"for validation, fewer than the {context + 1} of one sequence (model.context = {context} and "
+            "the next one): raise it, or set it to 0 for none."
+        )
+    title = "Python's standard library" if source == "stdlib" else source
+    share = f", {fraction:.1%} of them for validation" if fraction else ""
+    summary = f"{title}, {size:,} tokens ({tokenizer}){share}"
+    return OpenSource(training, held_out if fraction else None, vocab, readable, summary)
+
+
+def _split_chats(
+    config: Config,
+    source: str,
+    corpus: Corpus,
+    index: CorpusIndex,
+    vocab: int,
+    readable: bool,
+    fraction: float,
+) -> OpenSource:
+    """Return rows of whole conversations; the last ones are held out."""
+    context = config.model.context
+    kept = index.documents - (max(1, int(index.documents * fraction)) if fraction else 0)
+    if kept < 1:
+        raise DataError(
+            f"data.source = {source!r} has {index.documents} conversations, of which data.validation = "
+            f"{fraction:g} leaves none for training: give more, or set it to 0."
+        )
+    training = DocumentRows(corpus, context, vocab, source, stop=kept)
+    held_out = DocumentRows(corpus, context, vocab, source, first=kept)
+    unanswered = sum(shard.unanswered for shard in index.shards)
+    notes = [f"{index.tokens:,} tokens, {sum(shard.answers for shard in index.shards):,} of them in answers"]
+    if cut := training.cut + held_out.cut:
+        notes.append(f"{cut:,} conversations longer than model.context = {context} are cut")
+    if unanswered:
+        notes.append(f"{unanswered:,} without an answer")
+    summary = f"{source}, {index.documents:,} conversations in {training.count:,} rows, {'; '.join(notes)}"
+    return OpenSource(training, held_out if fraction else None, vocab, readable, summary)
