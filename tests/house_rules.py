@@ -182,6 +182,7 @@ FROZEN_VALUES = {
     ("rules.py", "vocabulary"): "likewise",
     ("rules.py", "sequence"): "likewise",
     ("rules.py", "piece"): "likewise",
+    ("rules.py", "replicated"): "likewise",
 }
 """Lower-case names of values at module level that cannot change."""
 IMMUTABLE_MAKERS = {"TypeVar", "ParamSpec", "NewType", "frozenset", "tuple"}

@@ -7,6 +7,7 @@
         "blocks.*.attention.output": row.by("heads"),      partition input features; the output is summed
         "blocks.*.attention": sequence,                    the rest may run on pieces of the sequence
         "blocks.*.attention.dropout": piece.along(1),      take the mask of this rank's heads
+    "blocks.*.attention.query_norm": replicated,       whole inside of the region, with a summed gradient
     }
 
 A key is a module's path in the model, in which `*` matches any one name. Every rule has to match a module,
@@ -36,15 +37,17 @@ class Rule:
     partitioned input features, whose output is summed over `tp`. `vocabulary`: an embedding, or the model's
     last linear, with partitioned rows, evenly or not. `piece`: a dropout in a region, whose mask is that of
     this rank's piece of a dim with equal pieces: features of a column linear, or heads, but no repeated
-    heads. `sequence`: a layer of the model that, outside of regions (norms, dropouts, residual connections),
-    treats each position of the sequence by itself; with `Plan.sequence_parallel` each rank does so for a
-    piece of the sequence.
+    heads. `replicated`: a module in a region whose parameters are whole on every rank; each rank has a
+    summand of their gradients, which are summed over `tp`. Its dropouts take one mask on all ranks, as for an
+    input that is the same on all of them. `sequence`: a layer of the model that, outside of regions (norms,
+    dropouts, residual connections), treats each position of the sequence by itself; with
+    `Plan.sequence_parallel` each rank does so for a piece of the sequence.
 
     In a layer without an entrance, each column linear enters the region by itself: correct, but with one sum
     of gradients for each.
     """
 
-    kind: Literal["entrance", "column", "row", "vocabulary", "piece", "sequence"]
+    kind: Literal["entrance", "column", "row", "vocabulary", "piece", "replicated", "sequence"]
     parts: str | None = None
     """The attribute of the parent module that is the number of equal parts in the partitioned dim, such as
     heads; a part is never divided. None: single features."""
@@ -105,6 +108,7 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
     "column": ("parts", "repeated", "blocks", "gather_output"),
     "row": ("parts", "input_is_parallel"),
     "vocabulary": ("gather_output",),
+    "replicated": (),
     "sequence": ("dim",),
     "piece": ("dim",),
 }
@@ -114,6 +118,7 @@ entrance = Rule("entrance")
 column = Rule("column")
 row = Rule("row")
 vocabulary = Rule("vocabulary")
+replicated = Rule("replicated")
 sequence = Rule("sequence", dim=1)
 piece = Rule("piece")
 
@@ -128,8 +133,8 @@ def match(rules: Rules, paths: Iterable[str]) -> dict[str, Rule]:
     for pattern, rule in rules.items():
         if not isinstance(rule, Rule):
             raise PlanError(
-                f"the rule {pattern!r} is {rule!r}: give entrance, column, row, vocabulary, piece or "
-                "sequence of plait.rules."
+                f"the rule {pattern!r} is {rule!r}: give entrance, column, row, vocabulary, piece, "
+                "replicated or sequence of plait.rules."
             )
         matched = [name for name in names if _fits(pattern, name)]
         if not matched:

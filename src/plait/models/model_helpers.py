@@ -21,7 +21,7 @@ class InitializedLayer(nn.Module):
     """Base class of layers whose parameters get initial values by their names and shapes."""
 
     def __init__(self, std: float, exceptions: Mapping[str, float] | None = None) -> None:
-        """`std`: initial standard deviation of matrices; `exceptions`: other values, by module name."""
+        """`std`: initial standard deviation of matrices; `exceptions`: others, by the innermost module."""
         super().__init__()
         self.std, self.exceptions = std, dict(exceptions or {})
 
@@ -29,9 +29,10 @@ class InitializedLayer(nn.Module):
         """Return the initial distribution of each parameter: matrices normal, norm weights 1, biases 0."""
         found: dict[str, Initial] = {}
         for name, parameter in self.named_parameters(remove_duplicate=False):
-            module = name.split(".")[-2]
+            around = reversed(name.split(".")[:-1])
             if parameter.dim() > 1:
-                found[name] = Normal(self.exceptions.get(module, self.std))
+                named = (self.exceptions[module] for module in around if module in self.exceptions)
+                found[name] = Normal(next(named, self.std))
             else:
                 found[name] = Constant(1.0) if name.endswith(".weight") else Constant(0.0)
         return found

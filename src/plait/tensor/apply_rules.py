@@ -41,7 +41,7 @@ APPLICABLE: Mapping[str, tuple[type[nn.Module], ...]] = {
     "piece": (Dropout, nn.Dropout),
 }
 """The classes to which each rule applies, not their subclasses; column and row also to `Conv1D`."""
-WITHOUT_LAYOUT = ("entrance", "piece", "sequence")
+WITHOUT_LAYOUT = ("entrance", "piece", "replicated", "sequence")
 """Rules of modules whose parameters stay whole."""
 
 
@@ -141,9 +141,13 @@ def _applied(
     boundary: RegionBoundary,
     queue: WeightGradientQueue | None,
 ) -> nn.Module:
-    """Return the parallel form of `module`; a dropout, or a module with rule `entrance`, is only modified."""
+    """Return the parallel form of `module`; where the rule has no layout, `module` itself, modified."""
     if rule.kind == "entrance":
         module.register_forward_hook(partial(_enter, boundary, path))
+        return module
+    if rule.kind == "replicated":
+        for dropout in (one for one in module.modules() if isinstance(one, Dropout)):
+            dropout.in_region = True
         return module
     if isinstance(module, Dropout):
         set_region_piece(module, rule.dim, group.index, group.size)

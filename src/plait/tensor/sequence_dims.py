@@ -62,23 +62,27 @@ def summed_over_tp(
     """Return, by the `id` of each parameter, over how many ranks of `tp` its gradient has to be summed.
 
     Those with the same shard of the parameter; for a whole parameter all ranks, if its layer runs on pieces
-    of the sequence, else 1. Raises PlanError for a parameter that is whole in layers of both kinds.
+    of the sequence or its module has the rule `replicated`, else 1. Raises PlanError for a parameter that is
+    whole in layers of both kinds.
     """
     found: dict[int, tuple[str, int]] = {}
     for path, layer in layers:
         on_pieces = _dim(matched.get(path)) is not None
+        replicated = [name for name, rule in matched.items() if rule.kind == "replicated"]
         for name, parameter in layer.named_parameters():
             layout, full = layouts[id(parameter)], join(path, name)
             tp = layout.axes.index(AXIS)
             placement = layout.placements[tp]
-            ranks = layout.degrees[tp] if on_pieces else 1
+            in_region = any(full.startswith(f"{name}.") for name in replicated)
+            ranks = layout.degrees[tp] if on_pieces or in_region else 1
             if isinstance(placement, Shard):
                 ranks = placement.copies
             first, known = found.setdefault(id(parameter), (full, ranks))
             if known != ranks:
                 raise PlanError(
                     f"{first} and {full} are one parameter, whole on every rank of tp, but only one of its "
-                    "layers has the rule sequence: give it to both, or to neither."
+                    "layers has the rule sequence, or of its modules the rule replicated: give it to both, "
+                    "or to neither."
                 )
     return {parameter: ranks for parameter, (_, ranks) in found.items()}
 
