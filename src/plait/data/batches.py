@@ -7,20 +7,22 @@ Nothing is communicated and no state is kept: any batch of any step can be made 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.data.tokenizer import Tokens
+from plait.data.token_shards import Corpus
 from plait.errors import DataError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    InputsAndTargets = tuple[Tensor, Tensor]
+InputsAndTargets: TypeAlias = "tuple[Tensor | dict[str, Tensor], Tensor]"
 
 UInt64s = NDArray[np.uint64]
+NO_TARGET = -100
+"""The target of a token whose next one is not to be predicted."""
 _ROUNDS = 6
 """Of the Feistel network in `permute`."""
 
@@ -35,54 +37,80 @@ def rank_rows(rank: int, ranks: int, batch: int) -> slice:
 class TokenWindows:
     """The tokens of a corpus in windows of `context` + 1, which overlap by one: each token is a target once.
 
-    `start` is the position of the first token in `source`, for error messages.
+    Where the corpus keeps documents apart, a window holds parts of several, packed.
     """
 
-    tokens: Tokens
+    corpus: Corpus
     context: int
     vocab: int
     source: str
     start: int = 0
+    """The first token of the corpus that is taken."""
+    stop: int | None = None
+    """The token after the last one; None: all are taken."""
+
+    @property
+    def size(self) -> int:
+        """The number of tokens."""
+        return (len(self.corpus) if self.stop is None else self.stop) - self.start
 
     @property
     def count(self) -> int:
         """The number of windows."""
-        return max(0, len(self.tokens) - 1) // self.context
+        return max(0, self.size - 1) // self.context
 
     def take(self, windows: NDArray[Any]) -> InputsAndTargets:
         """Return the windows with these numbers, `[rows]`, as inputs and targets `[rows, context]` int64.
 
-        Raises `DataError` when a token is beyond the vocabulary.
+        Where documents are kept apart, inputs are a dictionary of `tokens` and `document_ids`, and the last
+        token of each document has no target (-100). Raises `DataError` when a token is beyond the vocabulary.
         """
-        first = windows.astype(np.int64) * self.context
-        cut = self.tokens[first[:, None] + np.arange(self.context + 1)]
-        if cut.size and (int(cut.max()) >= self.vocab or int(cut.min()) < 0):
-            row, column = np.argwhere((cut >= self.vocab) | (cut < 0))[0]
-            self._refuse(int(cut[row, column]), int(first[row]) + int(column))
-        return _inputs_and_targets(cut)
+        first, size = self.start + windows.astype(np.int64) * self.context, self.context + 1
+        cut = np.stack([self.corpus.read(int(one), size) for one in first]).astype(np.int64)
+        for one, tokens in zip(first, cut, strict=True):
+            require_vocabulary(tokens, int(one), self.vocab, self.source)
+        if not self.corpus.has_documents:
+            return _inputs_and_targets(cut)
+        return _inputs_and_targets(cut, np.stack([self.corpus.documents(int(one), size) for one in first]))
 
     def check(self, count: int) -> None:
         """Raise `DataError` where one of the first `count` tokens is outside of the vocabulary."""
         chunk = 1 << 22
-        for begin in range(0, min(count, len(self.tokens)), chunk):
-            part = self.tokens[begin : min(begin + chunk, count)]
-            if int(part.max()) >= self.vocab or int(part.min()) < 0:
-                offset = int(np.argmax((part >= self.vocab) | (part < 0)))
-                self._refuse(int(part[offset]), begin + offset)
+        end = self.start + min(count, self.size)
+        for begin in range(self.start, end, chunk):
+            tokens = self.corpus.read(begin, min(chunk, end - begin))
+            require_vocabulary(tokens, begin, self.vocab, self.source)
 
-    def _refuse(self, token: int, position: int) -> None:
-        remedy = f"set model.vocab to at least {token + 1}" if token >= 0 else "write tokens from 0 on"
-        raise DataError(
-            f"data.source = {self.source!r} holds token {token} at position {self.start + position}, "
-            f"outside the vocabulary of {self.vocab}: {remedy}, or use the tokenizer the model is meant for."
-        )
+
+def require_vocabulary(tokens: NDArray[Any], first: int, vocab: int, source: str) -> None:
+    """Raise `DataError` where a token is beyond the vocabulary; `first`: the position of the first one."""
+    if not tokens.size or (int(tokens.max()) < vocab and int(tokens.min()) >= 0):
+        return
+    at = int(np.argmax((tokens >= vocab) | (tokens < 0)))
+    token = int(tokens[at])
+    remedy = f"set model.vocab to at least {token + 1}" if token >= 0 else "write tokens from 0 on"
+    raise DataError(
+        f"data.source = {source!r} holds token {token} at position {first + at}, outside the vocabulary of "
+        f"{vocab}: {remedy}, or use the tokenizer the model is meant for."
+    )
+
+
+class Rows(Protocol):
+    """Rows of tokens, of which batches are made."""
+
+    @property
+    def count(self) -> int:
+        """The number of rows."""
+
+    def take(self, rows: NDArray[Any], /) -> InputsAndTargets:
+        """Return the rows with these numbers, `[n]`, as inputs and targets."""
 
 
 @dataclass(frozen=True)
 class ShuffledBatches:
     """Training batches: each window once per epoch, in a different order in each epoch."""
 
-    windows: TokenWindows
+    windows: Rows
     size: int
     seed: int
 
@@ -100,7 +128,7 @@ class ShuffledBatches:
 class ValidationBatches:
     """Validation batches: the same `size` × `count` windows every time, evenly spaced in the corpus."""
 
-    windows: TokenWindows
+    windows: Rows
     size: int
     count: int
 
@@ -131,11 +159,18 @@ Batches = ShuffledBatches | ValidationBatches | RandomBatches
 """A numbered sequence of global batches."""
 
 
-def _inputs_and_targets(windows: NDArray[Any]) -> InputsAndTargets:
+def _inputs_and_targets(
+    windows: NDArray[np.int64], documents: NDArray[np.int64] | None = None
+) -> InputsAndTargets:
     import torch  # late: a corpus is checked before the ranks start, without torch
 
-    sequences = torch.from_numpy(windows.astype(np.int64))
-    return sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
+    sequences = torch.from_numpy(windows)
+    inputs, targets = sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
+    if documents is None:
+        return inputs, targets
+    ids = torch.from_numpy(documents)
+    targets[ids[:, 1:] != ids[:, :-1]] = NO_TARGET
+    return {"tokens": inputs, "document_ids": ids[:, :-1].contiguous()}, targets
 
 
 def permute(positions: NDArray[Any], count: int, seed: int, epoch: NDArray[Any]) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""Sources of text and tokens: Python's own standard library, a file, a folder, a glob, or a token array."""
+"""Sources of text: Python's own standard library, a file, a folder, or a glob."""
 
 from __future__ import annotations
 
@@ -8,19 +8,10 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
-from plait.data.tokenizer import Tokens
 from plait.errors import DataError
 
 STDLIB_BYTES = 20_000_000  # about the whole library; a bound in case an installation is unusual
 _SKIPPED = frozenset({"__pycache__", "dist-packages", "site-packages", "test", "tests", "idlelib"})
-_ARRAYS = frozenset({".bin", ".npy"})
-
-
-def holds_tokens(source: str) -> bool:
-    """Return whether `data.source` names a token array rather than text."""
-    return Path(source).suffix in _ARRAYS
 
 
 def read_documents(source: str) -> list[bytes]:
@@ -30,45 +21,10 @@ def read_documents(source: str) -> list[bytes]:
     """
     if source == "stdlib":
         return list(_standard_library(Path(sysconfig.get_path("stdlib"))))
-    documents = [_read_text(path) for path in _files(source)]
+    documents = [_read_text(path) for path in source_files(source)]
     if not any(documents):
         raise DataError(f"data.source = {source!r} is empty: give a file, folder or glob with text in it.")
     return documents
-
-
-def open_tokens(source: str, dtype: str) -> Tokens:
-    """Return a `.bin` (of `dtype`) or `.npy` token array as a memory map.
-
-    Raises `DataError` when the file is missing, empty, or no one-dimensional array of integers.
-    """
-    path = Path(source).expanduser()
-    if not path.is_file():
-        raise DataError(f"data.source = {source!r} does not exist: give the path of a token array.")
-    size = path.stat().st_size
-    if size == 0:
-        raise DataError(f"data.source = {source!r} is empty: give a token array with tokens in it.")
-    if path.suffix == ".bin":
-        if size % np.dtype(dtype).itemsize:
-            raise DataError(
-                f"data.source = {source!r} has {size} bytes, which is no whole number of {dtype} tokens: "
-                "set data.dtype to the type it was written with."
-            )
-        return np.memmap(path, dtype=dtype, mode="r")
-    try:
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except Exception as error:  # NumPy raises many types for an invalid header
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise DataError(f"data.source = {source!r} cannot be read as a .npy array: {reason}.") from None
-    if not isinstance(tokens, np.ndarray):
-        raise DataError(
-            f"data.source = {source!r} is an archive of arrays: save the tokens as one .npy array."
-        )
-    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-        raise DataError(
-            f"data.source = {source!r} holds {tokens.dtype} of shape {tokens.shape}: "
-            "save the tokens as whole numbers in one dim."
-        )
-    return tokens
 
 
 def _standard_library(root: Path) -> Iterator[bytes]:
@@ -88,7 +44,7 @@ def _standard_library(root: Path) -> Iterator[bytes]:
         )
 
 
-def _files(source: str) -> list[Path]:
+def source_files(source: str) -> list[Path]:
     """Return the files that a path or glob names."""
     path = Path(source).expanduser()
     if path.is_file():

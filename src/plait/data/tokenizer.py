@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,17 @@ class ByteTokenizer:
         """Return the bytes of all documents, concatenated (uint8)."""
         return np.frombuffer(b"".join(documents), dtype=np.uint8)
 
+    def encode_each(self, texts: Sequence[str]) -> list[Tokens]:
+        """Return the bytes of each text (uint8)."""
+        return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+
+    def end_token(self, asked: str | None) -> None:
+        """Return None: there is no token that ends a document. Raises ConfigError where one is asked for."""
+        if asked:
+            raise ConfigError(
+                f"--end {asked!r}: bytes have no such token; give a tokenizer.json, or no --end."
+            )
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the bytes as UTF-8 text, with `�` for tokens above 255 and invalid sequences."""
         replacement = "�".encode()
@@ -37,10 +49,11 @@ class FileTokenizer:
     """Tokenizer from a Hugging Face `tokenizer.json`; needs the `tokenizers` extra."""
 
     def __init__(self, path: Path) -> None:
+        path = path / "tokenizer.json" if path.is_dir() else path
         if not path.is_file():
             raise ConfigError(
                 f"data.tokenizer = {str(path)!r} is no file: "
-                'give "bytes" or the path of a Hugging Face tokenizer.json.'
+                'give "bytes" or the path of a Hugging Face tokenizer.json, or of its folder.'
             )
         try:
             from tokenizers import Tokenizer as Reader
@@ -53,15 +66,42 @@ class FileTokenizer:
             self._reader = Reader.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"data.tokenizer = {str(path)!r} is no tokenizer.json: {error}.") from None
-        self.name = path.name
+        self._path, self.name = path, path.name
         self.vocab: int = self._reader.get_vocab_size()
 
     def encode(self, documents: Sequence[bytes]) -> Tokens:
         """Return the tokens of all documents (uint32), without special tokens."""
-        texts = [document.decode() for document in documents]
-        encodings = self._reader.encode_batch_fast(texts, add_special_tokens=False)
-        pieces = [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
+        pieces = self.encode_each([document.decode() for document in documents])
         return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.uint32)
+
+    def encode_each(self, texts: Sequence[str]) -> list[Tokens]:
+        """Return the tokens of each text (uint32), without special tokens."""
+        encodings = self._reader.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def end_token(self, asked: str | None) -> int | None:
+        """Return the number of the token that ends a document.
+
+        `asked`: the token; "" for none; None for that of a `tokenizer_config.json` beside the tokenizer, if
+        there is one. Raises ConfigError for a token that the vocabulary does not have.
+        """
+        token = self._configured_end() if asked is None else asked
+        if not token:
+            return None
+        number: int | None = self._reader.token_to_id(token)
+        if number is None:
+            raise ConfigError(
+                f"{token!r}, which is to end each document, is no token of {self.name}: give another one by "
+                "--end, or --end '' for none."
+            )
+        return number
+
+    def _configured_end(self) -> str | None:
+        try:
+            token = json.loads((self._path.parent / "tokenizer_config.json").read_text()).get("eos_token")
+        except (OSError, ValueError, AttributeError):
+            return None
+        return token.get("content") if isinstance(token, dict) else token
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without tokens outside of the vocabulary."""

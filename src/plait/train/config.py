@@ -67,6 +67,14 @@ class Config(Section):
         _check_steps(self)
         return self
 
+    @property
+    def tokenizer(self) -> str:
+        """bytes, or the path of the tokenizer: `data.tokenizer`, or that in the model's folder."""
+        folder = self.model.folder
+        if self.data.tokenizer is None and folder is not None and (folder / "tokenizer.json").is_file():
+            return str(folder / "tokenizer.json")
+        return self.data.tokenizer or "bytes"
+
     def plan(self) -> Plan:
         """Return the plan: the `parallel` section, and the micro-batches and precisions in `train`."""
         return Plan(

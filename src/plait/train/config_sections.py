@@ -76,10 +76,14 @@ class DataConfig(Section):
         default="stdlib",
         min_length=1,
         description="stdlib (the source of Python's standard library), random (uniform tokens from the "
-        "seed), a text file, a folder, a glob, or a token array (.bin, .npy)",
+        "seed), a text file, a folder, a glob, token arrays (.bin, .npy), a folder of `plait data prepare`, "
+        "or conversations (.jsonl with messages, or prompt and completion)",
     )
-    tokenizer: str = Field(
-        default="bytes", min_length=1, description="bytes, or the path of a tokenizer.json"
+    tokenizer: str | None = Field(
+        default=None,
+        min_length=1,
+        description="bytes, or the path of a tokenizer.json or its folder; none: that in the model's folder, "
+        "else bytes",
     )
     dtype: Literal["uint16", "uint32"] = Field(
         default="uint16", description="type of the tokens in a .bin array"

@@ -10,7 +10,7 @@ import pytest
 
 from plait.cli import main as module
 from plait.cli.main import main
-from plait.data.corpus import open_tokens
+from plait.data.token_files import open_tokens
 from plait.errors import DataError, RankError
 from plait.train.config import LIMITS, MOST
 from plait.train.config_parser import config_from_arguments

@@ -13,13 +13,14 @@ from plait.data.batches import (
     permute,
     rank_rows,
 )
+from plait.data.token_shards import corpus_of
 from plait.errors import DataError
 
 
 def counting(windows: int, context: int) -> TokenWindows:
     """Tokens that name their own position."""
     tokens = np.arange(windows * context + 1, dtype=np.uint32)
-    return TokenWindows(tokens, context, vocab=len(tokens), source="counting")
+    return TokenWindows(corpus_of(tokens), context, vocab=len(tokens), source="counting")
 
 
 @given(count=st.integers(1, 3000), seed=st.integers(0, 2**64 - 1), epoch=st.integers(0, 10**6))
@@ -108,9 +109,9 @@ def test_random_tokens_cover_the_vocabulary_and_change_with_step_and_seed() -> N
 
 @pytest.mark.parametrize(("token", "remedy"), [(300, "at least 301"), (-1, "from 0 on")])
 def test_a_token_outside_the_vocabulary_is_named_with_its_position(token: int, remedy: str) -> None:
-    tokens = np.zeros(21, dtype=np.int64)
-    tokens[13] = token
-    corpus = TokenWindows(tokens, context=4, vocab=256, source="some.npy", start=1000)
+    tokens = np.zeros(1021, dtype=np.int64)
+    tokens[1013] = token
+    corpus = TokenWindows(corpus_of(tokens), context=4, vocab=256, source="some.npy", start=1000)
     expected = rf"'some\.npy' holds token {token} at position 1013, outside the vocabulary of 256.*{remedy}"
     with pytest.raises(DataError, match=expected):
         corpus.check(len(tokens))

@@ -1,10 +1,9 @@
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from plait.data import corpus
-from plait.data.corpus import holds_tokens, open_tokens, read_documents
+from plait.data.corpus import read_documents
 from plait.errors import DataError
 
 
@@ -62,35 +61,3 @@ def test_binary_names_the_file(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "picture.png").write_bytes(data)
     with pytest.raises(DataError, match=r"picture\.png is binary, not UTF-8 text"):
         read_documents(str(tmp_path))
-
-
-@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-def test_token_arrays_are_mapped(tmp_path: Path, dtype: str) -> None:
-    tokens = np.arange(60_000, dtype=dtype)
-    tokens.tofile(tmp_path / "tokens.bin")
-    np.save(tmp_path / "tokens.npy", tokens)
-    for name in ("tokens.bin", "tokens.npy"):
-        assert holds_tokens(name)
-        opened = open_tokens(str(tmp_path / name), dtype)
-        assert isinstance(opened, np.memmap)
-        assert opened.dtype == dtype
-        assert np.array_equal(opened, tokens)
-    assert not holds_tokens("tokens.txt")
-
-
-def test_token_arrays_that_cannot_be_used(tmp_path: Path) -> None:
-    def refused(name: str, match: str) -> None:
-        with pytest.raises(DataError, match=match):
-            open_tokens(str(tmp_path / name), "uint32")
-
-    refused("none.bin", "does not exist")
-    (tmp_path / "empty.bin").touch()
-    refused("empty.bin", "is empty")
-    (tmp_path / "odd.bin").write_bytes(b"123456")
-    refused("odd.bin", r"has 6 bytes, which is no whole number of uint32 tokens: set data\.dtype")
-    (tmp_path / "broken.npy").write_bytes(b"no array")
-    refused("broken.npy", r"cannot be read as a \.npy array")
-    np.save(tmp_path / "float.npy", np.zeros(3))
-    refused("float.npy", r"holds float64 of shape \(3,\)")
-    np.save(tmp_path / "square.npy", np.zeros((2, 2), dtype=np.uint16))
-    refused("square.npy", r"holds uint16 of shape \(2, 2\)")

@@ -1,0 +1,156 @@
+"""`plait data`: prepare corpora for training, and inspect them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from plait.cli.arguments import CommandParser, count
+from plait.data.preparation import PORTION, PreparationProgress, prepare_corpus
+from plait.data.token_shards import CorpusIndex, open_corpus
+from plait.data.tokenizer import open_tokenizer, printable
+
+_USAGE = """\
+usage: plait data ACTION [options]
+
+actions:
+  prepare  tokenize text, JSON lines, Parquet or a data set of Hugging Face for training
+  inspect  show what a prepared corpus holds
+
+`plait data ACTION --help` lists an action's options."""
+_ABOUT_PREPARE = """\
+Tokenizes a corpus into token shards, in several processes. Interrupted, the same command goes on.
+
+example: plait data prepare texts/ 'more/*.jsonl' corpus --tokenizer models/tokenizer.json
+         plait train --data.source corpus"""
+_ABOUT_INSPECT = "Shows the counts of a prepared corpus, and its first documents."
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the action that `argv` names; return 0. Raises PlaitError for errors that the user can correct."""
+    parsers = {"prepare": _prepare_parser(), "inspect": _inspect_parser()}
+    if not argv or argv[0] not in parsers or {"--help", "-h"} & set(argv):
+        print(parsers[argv[0]].format_help() if argv and argv[0] in parsers else _USAGE)
+        return 0 if argv and {"--help", "-h"} & set(argv) else 2
+    options = parsers[argv[0]].parse_args(argv[1:])
+    if argv[0] == "prepare":
+        _prepare(options)
+    else:
+        _inspect(options)
+    return 0
+
+
+def _prepare_parser() -> CommandParser:
+    parser = CommandParser("data prepare", _ABOUT_PREPARE)
+    parser.add_argument("source", nargs="+", help="a file, folder, glob, or folder of a data set")
+    parser.add_argument("folder", type=Path, help="the folder to write, empty or new")
+    parser.add_argument(
+        "--tokenizer", required=True, help="bytes, or the path of a tokenizer.json or its folder"
+    )
+    parser.add_argument("--processes", type=count, default=os.cpu_count() or 1, help="default: one a core")
+    parser.add_argument(
+        "--column", default="text", help="field of JSON lines, column of tables (default: text)"
+    )
+    parser.add_argument("--lines", action="store_true", help="each line of a text file is a document")
+    parser.add_argument("--end", help="token after each document (default: the tokenizer's; '' for none)")
+    parser.add_argument(
+        "--shard", type=count, default=PORTION >> 20, metavar="MIB", help="text in a shard (default: 64)"
+    )
+    return parser
+
+
+def _inspect_parser() -> CommandParser:
+    parser = CommandParser("data inspect", _ABOUT_INSPECT)
+    parser.add_argument("folder", type=Path, help="a folder that `plait data prepare` has written")
+    parser.add_argument("--tokenizer", help="to show text instead of tokens")
+    parser.add_argument("--documents", type=count, default=3, help="documents to show (default: 3)")
+    return parser
+
+
+def _prepare(options: Namespace) -> None:
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    shown, began = _ShownProgress(console), time.monotonic()
+    with shown:
+        index = prepare_corpus(
+            options.source,
+            options.folder,
+            options.tokenizer,
+            processes=options.processes,
+            column=options.column,
+            lines=options.lines,
+            end=options.end,
+            portion=options.shard << 20,
+            report=shown.report,
+        )
+    seconds = max(time.monotonic() - began, 1e-9)
+    speed = shown.read / 1e6 / seconds
+    console.print(f"{_described(index)}. {speed:.1f} MB/s in {seconds:.0f} s.")
+    console.print(f"Train on it: plait train --data.source {options.folder}")
+
+
+def _inspect(options: Namespace) -> None:
+    corpus, index = open_corpus(options.folder)
+    print(f"{_described(index)}.")
+    print(f"Tokenizer: {index.tokenizer}, vocabulary {index.vocab:,}, {index.dtype}.")
+    tokenizer = open_tokenizer(options.tokenizer) if options.tokenizer else None
+    first = 0
+    for number in range(min(options.documents, index.documents)):
+        length = corpus.document_length(first)
+        tokens = corpus.read(first, min(length, 64)).tolist()
+        text = (
+            " ".join(map(str, tokens[:16]))
+            if tokenizer is None
+            else repr(printable(tokenizer.decode(tokens)))
+        )
+        print(f"document {number}, {length:,} tokens: {text[:150]}")
+        first += length
+
+
+def _described(index: CorpusIndex) -> str:
+    return f"{index.documents:,} documents, {index.tokens:,} tokens in {len(index.shards)} shards"
+
+
+class _ShownProgress:
+    """A progress bar on a terminal, else a line every few seconds; a context manager."""
+
+    def __init__(self, console: Console) -> None:
+        self.read = 0
+        """The bytes that this call has read."""
+        self._console = console
+        columns = BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
+        self._bar = Progress(*columns, console=console) if console.is_terminal else None
+        self._task = None if self._bar is None else self._bar.add_task("", total=None)
+        self._first: int | None = None
+        self._printed_at = time.monotonic()
+
+    def __enter__(self) -> _ShownProgress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def report(self, done: PreparationProgress, total: int) -> None:
+        """Show the counts of the finished shards."""
+        if self._first is None:
+            self._first = done.size
+            if done.size:
+                self._console.print(f"Goes on after {done.size / 1e6:,.0f} MB that are finished.")
+        self.read = done.size - self._first
+        size = f"{done.size / 1e6:,.0f} of {total / 1e6:,.0f} MB"
+        text = f"{size}, {done.documents:,} documents, {done.tokens:,} tokens"
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=done.size, total=total, description=text)
+        elif time.monotonic() - self._printed_at > _SECONDS_BETWEEN_LINES:
+            self._printed_at = time.monotonic()
+            print(text, file=sys.stderr)

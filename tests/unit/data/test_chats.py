@@ -1,0 +1,155 @@
+"""Conversations: which tokens are answers, by the tokenizer's own template, and how rows hold them whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from plait.data.chats import ChatEncoder, holds_chats
+from plait.data.document_rows import DocumentRows
+from plait.data.document_sources import portions_of
+from plait.data.preparation import TextEncoding, write_shard
+from plait.data.token_shards import Corpus, TokenShard
+from plait.errors import ConfigError, DataError
+
+PLAIN = (
+    "{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] + '<end>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{{ '[' + m['role'] + ']' }}{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] + '<end>' }}{% endgeneration %}{% else %}{{ m['content'] + '<end>' }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+)
+FORGETFUL = "{{ messages[-1]['content'] }}"
+CHAT = [
+    {"role": "user", "content": "abc"},
+    {"role": "assistant", "content": "de"},
+    {"role": "user", "content": "f"},
+    {"role": "assistant", "content": "ghi"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory: Any) -> Path:
+    """A tokenizer of single characters, and a token for the end."""
+    tokenizers = pytest.importorskip("tokenizers")
+    pytest.importorskip("transformers")
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    words = ["<unk>", "<end>", "[user]", "[assistant]", *"abcdefghi "]
+    model = tokenizers.models.BPE({word: number for number, word in enumerate(words)}, [], unk_token="<unk>")
+    reader = tokenizers.Tokenizer(model)
+    reader.add_special_tokens(["<end>", "[user]", "[assistant]"])
+    reader.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def encoder(folder: Path, template: str | None) -> ChatEncoder:
+    configured = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}
+    if template is not None:
+        configured["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(configured))
+    return ChatEncoder(str(folder))
+
+
+def answered(folder: Path, template: str, record: Any) -> tuple[str, str]:
+    """The text of a conversation, and of its answers, each token in brackets if it has several letters."""
+    made = encoder(folder, template)
+    names = made._tokenizer.convert_ids_to_tokens
+    found = made.encode(record)
+    return "".join(names(found.tokens.tolist())), "".join(names(found.tokens[found.answers].tolist()))
+
+
+pytestmark = pytest.mark.transformers
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_answers_are_what_the_assistant_says(tokenizer_folder: Path, template: str) -> None:
+    text, answers = answered(tokenizer_folder, template, {"messages": CHAT})
+    assert text == "[user]abc<end>[assistant]de<end>[user]f<end>[assistant]ghi<end>"
+    assert answers == "de<end>ghi<end>"
+
+
+def test_prompts_and_completions(tokenizer_folder: Path) -> None:
+    text, answers = answered(tokenizer_folder, PLAIN, {"prompt": "abc ", "completion": "de"})
+    assert (text, answers) == ("abc de<end>", "de<end>")
+    text, answers = answered(tokenizer_folder, PLAIN, {"prompt": CHAT[:3], "completion": CHAT[3:]})
+    assert answers == "ghi<end>"
+
+
+@pytest.mark.parametrize(
+    ("template", "record", "error", "message"),
+    [
+        (PLAIN, {"text": "a"}, DataError, "has neither messages nor prompt and completion .it has: text"),
+        (PLAIN, {"messages": "a"}, DataError, "has messages that are no list of messages"),
+        (None, {"messages": CHAT}, ConfigError, "has no chat template: add chat_template.jinja"),
+        (
+            FORGETFUL,
+            {"messages": CHAT},
+            DataError,
+            "changes earlier messages: give one with generation marks",
+        ),
+        ("{{ nothing.at.all }}", {"messages": CHAT}, DataError, "is refused by the chat template"),
+    ],
+)
+def test_what_cannot_be_encoded(
+    tokenizer_folder: Path, template: str | None, record: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        encoder(tokenizer_folder, template).encode(record)
+
+
+def test_a_conversation_that_is_none_is_named_by_its_place(tokenizer_folder: Path, tmp_path: Path) -> None:
+    encoder(tokenizer_folder, PLAIN)
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps({"messages": CHAT}) + '\n{"messages": 3}\n')
+    settings = TextEncoding(str(tokenizer_folder), "text", None, "uint16", chats=True)
+    with pytest.raises(DataError, match=r"chats\.jsonl has a conversation at byte \d+ that has messages"):
+        write_shard(tmp_path, 0, portions_of(str(path), 1 << 20), settings)
+
+
+def test_what_is_a_conversation() -> None:
+    assert holds_chats({"messages": []})
+    assert holds_chats({"prompt": "", "completion": ""})
+    assert not holds_chats({"text": ""})
+    assert not holds_chats(None)
+
+
+def rows_of(lengths: list[int], context: int, answers: list[int] | None = None) -> DocumentRows:
+    tokens = np.arange(1, sum(lengths) + 1)
+    marks = None if answers is None else np.array(answers, dtype=np.uint8)
+    shard = TokenShard(tokens, np.cumsum(lengths, dtype=np.int64), marks)
+    return DocumentRows(Corpus((len(tokens),), True, [shard]), context, 1000, "some")
+
+
+def test_rows_hold_whole_documents() -> None:
+    made = rows_of([3, 2, 4, 9, 1], 6)
+    inputs, targets = made.take(np.arange(made.count))
+    assert (made.count, made.cut) == (4, 1)
+    assert inputs["tokens"].tolist() == [  # type: ignore[index]
+        [1, 2, 3, 4, 5, 0],
+        [6, 7, 8, 9, 0, 0],
+        [10, 11, 12, 13, 14, 15],
+        [19, 0, 0, 0, 0, 0],
+    ]
+    assert inputs["document_ids"].tolist() == [  # type: ignore[index]
+        [0, 0, 0, 1, 1, -1],
+        [2, 2, 2, 2, -1, -1],
+        [3, 3, 3, 3, 3, 3],
+        [4, -1, -1, -1, -1, -1],
+    ]
+    assert targets.tolist() == [
+        [2, 3, -100, 5, -100, -100],
+        [7, 8, 9, -100, -100, -100],
+        [11, 12, 13, 14, 15, -100],
+        [-100] * 6,
+    ]
+
+
+def test_only_answers_are_targets() -> None:
+    _, targets = rows_of([4, 2], 6, answers=[0, 0, 1, 1, 1, 0]).take(np.arange(1))
+    assert targets.tolist() == [[-100, 3, 4, -100, -100, -100]]

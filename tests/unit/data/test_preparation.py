@@ -1,0 +1,240 @@
+"""Corpora that are prepared: what is read, where documents end, and that interrupted work goes on."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plait.data import preparation
+from plait.data.document_sources import portions_of, read_pieces
+from plait.data.preparation import TextEncoding, prepare_corpus, write_shard
+from plait.data.token_shards import Corpus, TokenShard, open_corpus
+from plait.errors import ConfigError, DataError
+
+BYTES = TextEncoding("bytes", "text", None, "uint16")
+
+
+def in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write shards here instead of in other processes."""
+
+    def written(folder: Path, waiting: Any, asked: TextEncoding, processes: int) -> Any:
+        return ((number, write_shard(folder, number, waiting[number], asked)) for number in sorted(waiting))
+
+    monkeypatch.setattr(preparation, "_written", written)
+
+
+def documents_in(folder: Path) -> list[str]:
+    corpus, index = open_corpus(folder)
+    found, first = [], 0
+    for _ in range(index.documents):
+        length = corpus.document_length(first)
+        found.append(bytes(corpus.read(first, length).tolist()).decode())
+        first += length
+    assert first == len(corpus) == index.tokens
+    return found
+
+
+def as_jsonl(documents: list[str]) -> str:
+    return "".join(json.dumps({"text": one}) + "\n" for one in documents)
+
+
+@pytest.mark.parametrize("portion", [1, 7, 1000])
+def test_each_kind_of_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, portion: int) -> None:
+    in_one_process(monkeypatch)
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.txt").write_text("first\nof two lines\n")
+    (texts / "b.jsonl").write_text(as_jsonl(["second", "", "thïrd\nline"]))
+    with gzip.open(texts / "c.jsonl.gz", "wt") as file:
+        file.write(as_jsonl(["fourth"]))
+    (texts / "d.txt").write_text("no line end")
+    index = prepare_corpus([str(texts)], tmp_path / "out", "bytes", portion=portion)
+    expected = ["first\nof two lines\n", "second", "thïrd\nline", "fourth", "no line end"]
+    assert documents_in(tmp_path / "out") == expected
+    assert (index.documents, index.end, index.dtype) == (5, None, "uint16")
+
+
+@pytest.mark.parametrize("portion", [1, 5, 64])
+def test_lines_as_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, portion: int) -> None:
+    in_one_process(monkeypatch)
+    (tmp_path / "a.txt").write_text("one\n\ntwo and more\nthree")
+    prepare_corpus([str(tmp_path / "a.txt")], tmp_path / "out", "bytes", portion=portion, lines=True)
+    assert documents_in(tmp_path / "out") == ["one", "two and more", "three"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    text=st.text(st.sampled_from("ab\n\r éß漢😀"), min_size=1, max_size=60),
+    size=st.integers(1, 40),
+    piece=st.integers(1, 20),
+)
+def test_the_pieces_of_a_text_are_the_text(tmp_path_factory: Any, text: str, size: int, piece: int) -> None:
+    """Wherever portions and pieces are cut; the document ends once."""
+    path = tmp_path_factory.mktemp("texts") / "a.txt"
+    path.write_bytes(text.encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("plait.data.document_sources.PIECE", piece)
+        patch.setattr("plait.data.document_sources._LONGEST_LINE", 8)
+        pieces = [one for portion in portions_of(str(path), size) for one in read_pieces(portion, "text")]
+    assert "".join(one.text for one in pieces) == text
+    assert [one.ends for one in pieces] == [False] * (len(pieces) - 1) + [True]
+
+
+@given(
+    shards=st.lists(
+        st.tuples(st.lists(st.integers(0, 5), max_size=4), st.integers(0, 3)), min_size=1, max_size=5
+    ),
+    window=st.tuples(st.integers(0, 40), st.integers(0, 40)),
+)
+def test_document_numbers_of_any_window(shards: Any, window: tuple[int, int]) -> None:
+    """Of documents of some lengths in each shard, the last of which goes on in the next one."""
+    made, lengths, carried = [], [], 0
+    for own, rest in shards:
+        ends = np.cumsum(np.array(own, dtype=np.int64))
+        size = int(sum(own)) + rest
+        made.append(TokenShard(np.arange(size), ends))
+        lengths += [own[0] + carried, *own[1:]] if own else []
+        carried = rest if own else carried + rest
+    tokens = [number for number, length in enumerate([*lengths, carried]) for _ in range(length)]
+    corpus = Corpus(tuple(len(shard.tokens) for shard in made), True, made)
+    first = min(window[0], len(tokens))
+    count = min(window[1], len(tokens) - first)
+    found, expected = corpus.documents(first, count).tolist(), tokens[first : first + count]
+    assert [a != b for a, b in itertools.pairwise(found)] == [a != b for a, b in itertools.pairwise(expected)]
+    assert len(corpus.read(first, count)) == len(found) == count
+
+
+def test_the_end_token_follows_each_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word_tokenizer: Path
+) -> None:
+    in_one_process(monkeypatch)
+    (tmp_path / "a.jsonl").write_text(as_jsonl(["a b", "c"]))
+    sources = [str(tmp_path / "a.jsonl")]
+    index = prepare_corpus(sources, tmp_path / "out", str(word_tokenizer), end="b")
+    corpus, _ = open_corpus(tmp_path / "out")
+    assert (index.end, corpus.read(0, 5).tolist()) == (2, [1, 2, 2, 3, 2])
+    (word_tokenizer.parent / "tokenizer_config.json").write_text('{"eos_token": {"content": "c"}}')
+    assert prepare_corpus(sources, tmp_path / "two", str(word_tokenizer.parent)).end == 3
+    assert prepare_corpus(sources, tmp_path / "three", str(word_tokenizer), end="").end is None
+    with pytest.raises(ConfigError, match="'x', which is to end each document, is no token"):
+        prepare_corpus(sources, tmp_path / "four", str(word_tokenizer), end="x")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"\xff\xfe", "is no UTF-8 text at byte 0"),
+        ("a.jsonl", b'{"text": "a"}\nnothing\n', "has a line at byte 14 that is no JSON object"),
+        ("a.jsonl", b'{"body": "a"}\n', "without a text 'text' .it has: body.: give --column"),
+        ("a.jsonl", b"", "is empty"),
+        ("a.jsonl.gz", b"no gzip", "cannot be read"),
+    ],
+)
+def test_what_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes, message: str
+) -> None:
+    in_one_process(monkeypatch)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        prepare_corpus([str(tmp_path / name)], tmp_path / "out", "bytes")
+
+
+def test_a_folder_holds_one_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_one_process(monkeypatch)
+    (tmp_path / "a.txt").write_text("text")
+    arguments = [str(tmp_path / "a.txt")], tmp_path / "out", "bytes"
+    prepare_corpus(*arguments)
+    with pytest.raises(DataError, match="holds a finished corpus: choose a folder"):
+        prepare_corpus(*arguments)
+    with pytest.raises(DataError, match=r"has no index\.json: give a folder that"):
+        open_corpus(tmp_path)
+    (tmp_path / "out" / "00000.tokens.bin").write_bytes(b"ab")
+    with pytest.raises(DataError, match="has not the 4 tokens"):
+        open_corpus(tmp_path / "out")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def killed_again_and_again(tmp_path: Path, times: int) -> None:
+    """Kill the command at random moments, until it has finished; compare with one that was left alone."""
+    generator = random.Random(0)
+    words = ["".join(generator.choices("abcdefgh", k=5)) for _ in range(100)]
+    documents = [" ".join(generator.choices(words, k=400)) for _ in range(2500)]
+    (tmp_path / "a.jsonl").write_text(as_jsonl(documents))
+    code = "import sys; from plait.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    options = ["--tokenizer", "bytes", "--processes", "2", "--shard", "1"]
+
+    def started(folder: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", code, "data", "prepare", "a.jsonl", folder, *options]
+        return subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)
+
+    begun = time.monotonic()
+    assert started("whole").wait(60) == 0
+    usual, killed = time.monotonic() - begun, 0
+    while killed < times:
+        process = started("killed")
+        time.sleep(usual * generator.uniform(0.2, 0.9))
+        if process.poll() is not None:  # it had finished: from the start again
+            assert process.returncode == 0
+            assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+            for path in (tmp_path / "killed").iterdir():
+                path.unlink()
+        else:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            killed += 1
+    assert started("killed").wait(60) == 0
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+    assert os.listdir(tmp_path / "killed") != []
+
+
+def test_killed_it_goes_on(tmp_path: Path) -> None:
+    killed_again_and_again(tmp_path, 2)
+
+
+@pytest.mark.full
+def test_killed_at_20_moments_it_gives_the_same_shards(tmp_path: Path) -> None:
+    killed_again_and_again(tmp_path, 20)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["parquet", "dataset"])
+def test_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    in_one_process(monkeypatch)
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    texts = [f"document {number}\n" * (number % 3) for number in range(50)]
+    table, path = datasets.Dataset.from_dict({"body": texts}), tmp_path / "table.parquet"
+    if kind == "parquet":
+        table.to_parquet(path, batch_size=7)
+    else:
+        path = tmp_path / "table"
+        table.save_to_disk(path)
+    with pytest.raises(DataError, match=r"has no column 'text' .it has: body.: give --column"):
+        prepare_corpus([str(path)], tmp_path / "none", "bytes")
+    prepare_corpus([str(path)], tmp_path / "out", "bytes", column="body", portion=150)
+    assert documents_in(tmp_path / "out") == [one for one in texts if one]
+    assert len(open_corpus(tmp_path / "out")[1].shards) > 2
+
+
+def test_tables_need_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ConfigError, match="needs the package datasets: pip install"):
+        prepare_corpus([str(tmp_path / "a.parquet")], tmp_path / "out", "bytes")

@@ -1,0 +1,83 @@
+"""Token arrays of other programs, opened in place."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from plait.data.token_files import holds_tokens, open_tokens
+from plait.errors import DataError
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_token_arrays_are_mapped(tmp_path: Path, dtype: str) -> None:
+    tokens = np.arange(60_000, dtype=dtype)
+    tokens.tofile(tmp_path / "tokens.bin")
+    np.save(tmp_path / "tokens.npy", tokens)
+    for name in ("tokens.bin", "tokens.npy"):
+        assert holds_tokens(name)
+        opened = open_tokens(str(tmp_path / name), dtype)
+        read = opened.read(0, len(opened))
+        assert isinstance(read, np.memmap)
+        assert read.dtype == dtype
+        assert np.array_equal(read, tokens)
+        assert not opened.has_documents
+    assert not holds_tokens("tokens.txt")
+
+
+def test_token_arrays_that_cannot_be_used(tmp_path: Path) -> None:
+    def refused(name: str, match: str) -> None:
+        with pytest.raises(DataError, match=match):
+            open_tokens(str(tmp_path / name), "uint32")
+
+    refused("none.bin", "does not exist")
+    (tmp_path / "empty.bin").touch()
+    refused("empty.bin", "is empty")
+    (tmp_path / "odd.bin").write_bytes(b"123456")
+    refused("odd.bin", r"has 6 bytes, which is no whole number of uint32 tokens: set data\.dtype")
+    (tmp_path / "broken.npy").write_bytes(b"no array")
+    refused("broken.npy", r"cannot be read as a \.npy array")
+    np.save(tmp_path / "float.npy", np.zeros(3))
+    refused("float.npy", r"holds float64 of shape \(3,\)")
+    np.save(tmp_path / "square.npy", np.zeros((2, 2), dtype=np.uint16))
+    refused("square.npy", r"holds uint16 of shape \(2, 2\)")
+
+
+def test_files_of_a_folder_are_one_corpus(tmp_path: Path) -> None:
+    for number in range(3):
+        np.arange(10 * number, 10 * number + 10, dtype=np.uint16).tofile(tmp_path / f"{number}.bin")
+    for source in (str(tmp_path), str(tmp_path / "*.bin")):
+        assert holds_tokens(source)
+        assert open_tokens(source, "uint16").read(5, 20).tolist() == list(range(5, 25))
+    (tmp_path / "README.txt").write_text("text")
+    assert not holds_tokens(str(tmp_path))
+
+
+@pytest.mark.parametrize(("magic", "dtype"), [(20240520, np.uint16), (20240801, np.uint32)])
+def test_the_header_of_gpt_2_trainers(tmp_path: Path, magic: int, dtype: type) -> None:
+    tokens, header = np.arange(40, dtype=dtype), np.zeros(256, dtype=np.int32)
+    header[:3] = magic, 1, 40
+    (tmp_path / "a.bin").write_bytes(header.tobytes() + tokens.tobytes())
+    assert open_tokens(str(tmp_path / "a.bin"), "uint16").read(0, 40).tolist() == list(range(40))
+    (tmp_path / "a.bin").write_bytes(header.tobytes() + tokens[:39].tobytes())
+    with pytest.raises(DataError, match="has fewer than the 40 tokens that it announces"):
+        open_tokens(str(tmp_path / "a.bin"), "uint16")
+
+
+def test_megatrons_index(tmp_path: Path) -> None:
+    """Four sequences in three documents, of which the second is empty."""
+    sizes, documents = np.array([3, 2, 4, 1], dtype=np.int32), np.array([0, 2, 2, 4], dtype=np.int64)
+    positions = np.zeros(4, dtype=np.int64)
+    head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 4, len(sizes), len(documents))
+    (tmp_path / "a.idx").write_bytes(head + sizes.tobytes() + positions.tobytes() + documents.tobytes())
+    np.arange(10, dtype=np.int32).tofile(tmp_path / "a.bin")
+    corpus = open_tokens(str(tmp_path / "a.bin"), "uint16")
+    assert corpus.has_documents
+    assert corpus.read(0, 10).tolist() == list(range(10))
+    assert corpus.documents(0, 10).tolist() == [0] * 5 + [1] * 5
+    (tmp_path / "a.idx").write_bytes(head[:20])
+    with pytest.raises(DataError, match=r"a\.idx is no index of Megatron's, or damaged"):
+        open_tokens(str(tmp_path / "a.bin"), "uint16")
