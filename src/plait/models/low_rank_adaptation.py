@@ -18,7 +18,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,10 @@ from plait.models.initial import Constant, Initial, initial_value
 from plait.models.initial import Normal as NormalValues
 from plait.rules import Rule, Rules, join, match, piece, replicated
 
+Model = TypeVar("Model", bound=nn.Module)
 Sizes = tuple[int, int]
+HALVES = ("down", "up")
+"""The linears of an adapter."""
 _MOST_LISTED = 4
 
 
@@ -83,14 +86,14 @@ class LoraLinear(nn.Module):
 
 
 def lora(
-    model: nn.Module,
+    model: Model,
     *,
     rank: int = 8,
     alpha: float = 16,
     targets: Iterable[str] | None = None,
     dropout: float = 0.0,
     seed: int = 0,
-) -> nn.Module:
+) -> Model:
     """Return `model` itself, with a trainable adapter on its linears and all other parameters frozen.
 
     Adapts each linear whose path fits one of `targets`, such as "blocks.*.attention.query", "*.mlp.*" or
@@ -99,8 +102,24 @@ def lora(
     Adapters of a model on the meta device get values from `parallelize`, others here, by name and `seed`.
     Raises ModelError for sizes that make no adapter, and for targets that match no linear.
     """
+    if adapters_of(model):
+        raise ModelError("the model has adapters already: give lora a model without any.")
+    adapt(model, _targets(model, targets), rank=rank, alpha=alpha, dropout=dropout, seed=seed)
+    return model
+
+
+def adapt(
+    model: nn.Module,
+    chosen: Mapping[str, nn.Module],
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float = 0.0,
+    seed: int = 0,
+) -> None:
+    """Give the linears `chosen`, by path, adapters and freeze all other parameters; see `lora`."""
     _check_sizes(rank, alpha, dropout)
-    chosen = _targets(model, targets)
+    _refuse_shared(model, chosen)
     rules = getattr(model, "rules", None)
     paths = [name for name, _ in model.named_modules(remove_duplicate=False)]
     matched = match(rules, paths) if isinstance(rules, Mapping) else {}
@@ -119,12 +138,20 @@ def lora(
         model.huggingface_names = cast(Any, renamed)
     if isinstance(rules, Mapping):
         model.rules = cast(Any, rules_with_adapters(rules, model, paths, set(chosen), dropout > 0))
-    return model
 
 
 def adapters_of(model: nn.Module) -> dict[str, LoraLinear]:
     """Return the adapted linears of `model` by path; one that occurs in several places by its first."""
     return {path: one for path, one in model.named_modules() if isinstance(one, LoraLinear)}
+
+
+def adapter_values(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
+    """Return the initial values of the adapters of `model`, by its names: of names and `seed` only."""
+    return {
+        f"{path}.{half}.weight": initial_value(_on_meta(one), path, f"{half}.weight", seed)
+        for path, one in adapters_of(model).items()
+        for half in HALVES
+    }
 
 
 @torch.no_grad()
@@ -207,8 +234,6 @@ def _check_sizes(rank: int, alpha: float, dropout: float) -> None:
 
 def _targets(model: nn.Module, targets: Iterable[str] | None) -> dict[str, nn.Module]:
     """Return the linears to adapt by path. Raises ModelError for targets that match none."""
-    if adapters_of(model):
-        raise ModelError("the model has adapters already: give lora a model without any.")
     modules = dict(model.named_modules(remove_duplicate=False))
     linears = {path: one for path, one in modules.items() if path and is_linear(one)}
     if isinstance(targets, str):
@@ -225,7 +250,6 @@ def _targets(model: nn.Module, targets: Iterable[str] | None) -> dict[str, nn.Mo
             if not fitting:
                 raise ModelError(_matches_none(target, linears, modules))
             chosen |= fitting
-    _refuse_shared(model, {path: linears[path] for path in chosen})
     return {path: linear for path, linear in linears.items() if path in chosen}
 
 
@@ -287,8 +311,9 @@ def _fill(one: LoraLinear, path: str, seed: int) -> None:
     """Give the adapter at `path` its initial values, unless it is on the meta device."""
     if one.down.weight.is_meta:
         return
-    for name, tensor in (("down.weight", one.down.weight), ("up.weight", one.up.weight)):
-        tensor.copy_(initial_value(_on_meta(one), path, name, seed))
+    for half in HALVES:
+        value = initial_value(_on_meta(one), path, f"{half}.weight", seed)
+        one.get_parameter(f"{half}.weight").copy_(value)
 
 
 def _on_meta(one: LoraLinear) -> LoraLinear:
