@@ -243,6 +243,8 @@ def _targets(model: nn.Module, targets: Iterable[str] | None) -> dict[str, nn.Mo
         chosen = {path for path in linears if not last or not f"{path}.".startswith(f"{last}.")}
         if not chosen:
             raise ModelError("the model has no linear before its last layer to adapt: give targets.")
+    elif not (targets := tuple(targets)):
+        raise ModelError("lora has no targets: name linears, or give None for all but those of the head.")
     else:
         chosen = set()
         for target in targets:

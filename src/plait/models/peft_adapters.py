@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from plait.autograd.deferred_weight_gradients import is_transposed_linear
 from plait.errors import ModelError, listed
-from plait.models.low_rank_adaptation import HALVES, adapt, adapters_of, is_linear
+from plait.models.low_rank_adaptation import HALVES, LoraLinear, adapt, adapters_of, is_linear
 from plait.rules import join
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -50,25 +50,24 @@ def load_adapter(model: nn.Module, folder: str | Path) -> dict[str, Tensor]:
         raise ModelError("the model has adapters already: give load_adapter a model without any.")
     folder = Path(folder)
     config, tensors = _read(folder)
-    paths = _paths_of(model)
-    found: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        match = _KEY.fullmatch(key)
-        path = paths.get(match[1]) if match else None
-        if match is None or path is None or not is_linear(model.get_submodule(path)):
-            raise ModelError(
-                f"{folder / WEIGHTS} has {key}, which is no adapter of a linear of the model: give the model "
-                "for which it was trained."
-            )
-        found.setdefault(path, {})[_HALF[match[2]]] = tensor
+    adapted = {name.removesuffix(".weight").rpartition(".")[0] for name in _renamed(model, folder, tensors)}
     rank, alpha = config.get("r"), config.get("lora_alpha")
-    chosen = {path: model.get_submodule(path) for path in paths.values() if path in found}
+    chosen = {path: one for path, one in model.named_modules() if path in adapted}
     if not isinstance(rank, int) or not isinstance(alpha, int | float) or not chosen:
         raise ModelError(f"{folder / CONFIG} has no r and lora_alpha, or no adapters: give another folder.")
     adapt(model, chosen, rank=rank, alpha=alpha, dropout=float(config.get("lora_dropout") or 0.0))
-    values = {f"{path}.{half}.weight": one for path, halves in found.items() for half, one in halves.items()}
-    _check_shapes(model, values, folder)
+    values = values_in(model, folder)
     _copy(model, values)
+    return values
+
+
+def values_in(model: nn.Module, folder: Path) -> dict[str, Tensor]:
+    """Return the values in a folder of peft by their names in `model`, which has adapters like these.
+
+    Raises ModelError as `load_adapter`.
+    """
+    values = _renamed(model, folder, _read(folder)[1])
+    _check_shapes(model, values, folder)
     return values
 
 
@@ -131,9 +130,21 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return config, tensors
 
 
-def _paths_of(model: nn.Module) -> dict[str, str]:
-    """Return the path in `model` of each module of peft's model that has a weight."""
-    return {theirs: path for path, theirs in _names_in_peft(model).items()}
+def _renamed(model: nn.Module, folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of peft by the names that they have in `model` with adapters."""
+    paths = {theirs: path for path, theirs in _names_in_peft(model).items()}
+    found = {}
+    for key, tensor in tensors.items():
+        match = _KEY.fullmatch(key)
+        path = paths.get(match[1]) if match else None
+        module = None if path is None else model.get_submodule(path)
+        if match is None or module is None or not (is_linear(module) or isinstance(module, LoraLinear)):
+            raise ModelError(
+                f"{folder / WEIGHTS} has {key}, which is no adapter of a linear of the model: give the model "
+                "for which it was trained."
+            )
+        found[f"{path}.{_HALF[match[2]]}.weight"] = tensor
+    return found
 
 
 def _names_in_peft(model: nn.Module) -> dict[str, str]:
@@ -141,6 +152,8 @@ def _names_in_peft(model: nn.Module) -> dict[str, str]:
     names, adapters = getattr(model, "huggingface_names", None), adapters_of(model)
     found = {}
     for path, module in model.named_modules():
+        if path.endswith(".base") and path.removesuffix(".base") in adapters:
+            continue
         weight = "base.weight" if path in adapters else "weight"
         if names is not None and join(path, weight) in names:
             found[path] = names[join(path, weight)].removesuffix(".weight")
