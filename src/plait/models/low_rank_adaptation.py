@@ -73,7 +73,9 @@ class LoraLinear(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """Return the output of the linear and its adapter."""
         dropped = input if self.dropout is None else self.dropout(input)
-        return torch.add(self.base(input), self.up(self.down(dropped)), alpha=self.scale)
+        # The base last: no backward needs its product, which recomputation then leaves out.
+        update = self.up(self.down(dropped))
+        return torch.add(self.base(input), update, alpha=self.scale)
 
     def initial_values(self) -> dict[str, Initial]:
         """Return the distributions of the adapter: `down` normal, with the variance of peft's; `up` zero."""
