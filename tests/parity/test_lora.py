@@ -7,11 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from parity import lora_cases, woven
+import plait
+from parity import cases, lora_cases, woven
 from parity.case import Case, Recipe
 from parity.parity import check_parity, compare
 from plait.comm.rank_pool import RankPool
+from plait.errors import ModelError
 from plait.plan import Plan
+from plait.verification.case import Case as VerifiedCase
+from plait.verification.options import VerifyOptions
+from plait.verification.rank_verification import verify_rank
+from plait.verification.report_from_ranks import build_report
 
 QUICK: dict[str, dict[str, Any]] = {
     "regather": {"tp": 2, "pp": 2, "schedule": "zb-v", "sequence_parallel": "regather", "microbatches": 4},
@@ -65,3 +71,33 @@ def test_dropouts_draw_the_same_in_every_layout(thread_ranks: RankPool, settings
     compare(thread_ranks.run(woven.train, case, plan, recipe, ranks=plan.world), expected, torch.float64)
     (without,) = thread_ranks.run(woven.train, lora_cases.GPT2, alone, recipe, ranks=1)
     assert without.losses != expected.losses
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["none", "keep", "regather"])
+def test_verify_says_equal(thread_ranks: RankPool, mode: Any) -> None:
+    inputs, targets = cases.draw_contexts(cases.GPT2_VOCAB)(8, torch.Generator().manual_seed(3))
+    plan = Plan(pp=2, tp=2, schedule="zb-h1", microbatches=2, sequence_parallel=mode)
+    case = VerifiedCase(
+        lora_cases.DROPPING.build(), plait.cross_entropy, [(inputs, targets)] * 2, VerifyOptions()
+    )
+    report = build_report(thread_ranks.run(verify_rank, case, plan, ranks=plan.world), plan, case.options)
+    assert report, report
+
+
+def without_replicated() -> str:
+    """On a rank: what the proof says of rules that leave out the sum of a gradient."""
+    model: Any = lora_cases.LLAMA.build()
+    model.rules = {name: rule for name, rule in model.rules.items() if rule.kind != "replicated"}
+    plan = Plan(tp=2, microbatches=2, precision="fp64")
+    engine = plait.parallelize(model, plan, plait.Mesh(plan), plait.cross_entropy)
+    inputs, targets = cases.draw_contexts(cases.GPT2_VOCAB)(4, torch.Generator().manual_seed(3))
+    with pytest.raises(ModelError) as caught:
+        engine.forward_backward(inputs, targets)
+    return str(caught.value)
+
+
+def test_the_proof_sees_a_gradient_that_is_not_summed(thread_ranks: RankPool) -> None:
+    for text in thread_ranks.run(without_replicated, ranks=2):
+        assert "the whole parameter query.down.weight is used inside a region" in text
+        assert "give its module the rule replicated" in text

@@ -176,7 +176,7 @@ def _check_shapes(model: nn.Module, values: Mapping[str, Tensor], folder: Path) 
     ]
     if faults:
         raise ModelError(
-            f"the adapters in {folder} do not fit ({listed(faults, between='; ')}): give others."
+            f"the adapters in {folder} do not fit ({listed(faults, between='; ')}): give those of this model."
         )
 
 
