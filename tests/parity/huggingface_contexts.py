@@ -16,7 +16,7 @@ from parity import huggingface_cases as cases
 from parity.case import Batch, Case
 from parity.contexts import packed
 from parity.dropping import ByHand, run_by_hand
-from plait.autograd.running_sequence import ContextParallelism, DocumentBounds, running
+from plait.autograd.running_sequence import ContextParallelism, running
 from plait.comm.group import Group
 from plait.comm.traffic import Traffic
 from plait.context_attention import SharedKeys
@@ -75,7 +75,7 @@ def dropping_by_hand(model: nn.Module, inputs: Any, step: int) -> Tensor:
     """The output of plait's layers on one device, with dropouts by hand and a mask of all pairs."""
     tokens, bounds = inputs, None
     if isinstance(inputs, dict):
-        tokens, bounds = inputs["tokens"], DocumentBounds(*document_bounds(inputs["document_ids"]))
+        tokens, bounds = inputs["tokens"], document_bounds(inputs["document_ids"])
     alone = ContextParallelism(Group("cp", (0,), 0, None, Traffic(), 0.0))
     sequence = alone.sequence(tokens.shape[1], bounds)
     with ExitStack() as entered:

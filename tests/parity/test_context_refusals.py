@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import plait
 from parity.contexts import mixing
-from plait.errors import DataError, ModelError, PlanError
+from plait.errors import CommunicationError, DataError, ModelError, PlanError
+from plait.layers.nested import Microbatches
 from plait.plan import Plan
 
 HIDDEN = 24
@@ -102,5 +103,66 @@ def test_document_ids_are_one_for_each_position(thread_ranks: Any) -> None:
 
     with pytest.raises(DataError, match=r"document_ids are \[2, 7\], but its sequences have 8 positions"):
         thread_ranks.run(body, torch.zeros(2, 7).long(), ranks=1)
-    with pytest.raises(DataError, match=r"document_ids are .*give whole numbers \[rows, length\]"):
+    found = r"document_ids are torch.float32 \[2, 8\]: give whole numbers \[rows, length\]"
+    with pytest.raises(DataError, match=found):
         thread_ranks.run(body, torch.zeros(2, 8), ranks=1)
+
+
+# ── batches that a data loader has cut ──
+
+
+def step_on_parts(inputs: Any, plan: Plan, engine_plan: Plan | None = None, index: int | None = None) -> None:
+    """A step on the parts that `plan` makes; `inputs(index)` are what the rank's data loader has read."""
+    engine_plan = engine_plan or plan
+    mesh = plait.Mesh(engine_plan)
+    engine = plait.parallelize(mixing(8).build(), engine_plan, mesh, loss=plait.cross_entropy)
+    index = mesh.index("cp") if index is None else index
+    given = inputs(mesh.index("cp"))
+    targets = given["tokens"] if isinstance(given, dict) else given
+    engine.forward_backward(*(plait.sequence_part(one, plan, index) for one in (given, targets)))
+
+
+UNLIKE = {
+    "rows": lambda index: torch.zeros(2 + index, 8).long(),
+    "lengths": lambda index: torch.zeros(2, 8 + index).long(),
+    "documents": lambda index: {
+        "tokens": torch.zeros(2, 8).long(),
+        "document_ids": torch.arange(8).expand(2, 8) // (2 + index),
+    },
+}
+
+
+@pytest.mark.parametrize("what", UNLIKE)
+def test_parts_are_of_the_same_batch_on_every_rank(thread_ranks: Any, what: str) -> None:
+    """Otherwise ranks would expect other keys than arrive, which ends or blocks their processes."""
+    with pytest.raises(CommunicationError, match=r"the ranks of cp do not agree .*a step on parts of"):
+        thread_ranks.run(step_on_parts, UNLIKE[what], Plan(cp=2), ranks=2)
+
+
+def test_a_part_is_that_of_its_rank(thread_ranks: Any) -> None:
+    def inputs(index: int) -> Tensor:
+        return torch.zeros(2, 8).long()
+
+    plan = Plan(cp=2)
+    with pytest.raises(DataError, match="of index 0 along cp of 2 ranks, where this rank has index 1 of 2"):
+        thread_ranks.run(step_on_parts, inputs, plan, plan, 0, ranks=2)
+    with pytest.raises(DataError, match="of index 0 along cp of 2 ranks, where this rank has index 0 of 1"):
+        thread_ranks.run(step_on_parts, inputs, plan, Plan(), ranks=1)
+    with pytest.raises(DataError, match="or is not of its context_layout 'striped'"):
+        thread_ranks.run(step_on_parts, inputs, plan, Plan(cp=2, context_layout="striped"), ranks=2)
+
+
+@pytest.mark.parametrize("index", [-1, 2])
+def test_parts_are_of_ranks_that_there_are(index: int) -> None:
+    with pytest.raises(DataError, match=f"the index {index}, where plan.cp is 2"):
+        plait.sequence_part(torch.zeros(2, 8), Plan(cp=2), index)
+
+
+def test_parts_of_micro_batches_are_refused() -> None:
+    with pytest.raises(DataError, match="sequence_part was given Microbatches"):
+        plait.sequence_part(Microbatches([torch.zeros(2, 8)]), Plan(cp=2), 0)
+
+
+def test_document_ids_alone_are_no_batch() -> None:
+    with pytest.raises(DataError, match="the batch has document_ids only: give the inputs beside them"):
+        plait.sequence_part({"document_ids": torch.zeros(2, 8).long()}, Plan(cp=2), 0)

@@ -10,7 +10,7 @@ from parity.dropping import DROPPING as MODEL
 from parity.dropping import IN_CONTEXTS
 from plait.autograd import dropout
 from plait.autograd.dropout import set_region_piece
-from plait.context_attention import ring
+from plait.context_attention import blocks
 from plait.engine import Engine
 from plait.engine.runner import Runner
 from plait.plan import Plan
@@ -65,8 +65,8 @@ def positions_counted_from_each_ranks_first() -> Any:
 
 def weights_dropped_as_in_the_own_block() -> Any:
     """Weights of keys that other ranks sent are dropped where those of the rank's own keys are."""
-    original = ring._dropouts
-    return patch.object(ring, "_dropouts", lambda mask, query, plan, peer=None: original(mask, query, plan))
+    original = blocks._dropouts
+    return patch.object(blocks, "_dropouts", lambda mask, query, plan, peer=None: original(mask, query, plan))
 
 
 TWO_COPIES = Plan(dp=2, microbatches=2)

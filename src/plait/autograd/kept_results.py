@@ -17,7 +17,7 @@ Tensors = tuple[Tensor | None, ...]
 
 
 class ResultKeeper(Protocol):
-    """One of the two forwards of a layer that recomputes selectively."""
+    """Stores the results of `kept` in a layer's first forward, or returns them in its second."""
 
     @property
     def has_results(self) -> bool:
@@ -32,7 +32,7 @@ _KEEPER: ContextVar[ResultKeeper | None] = ContextVar("plait_result_keeper", def
 
 @contextmanager
 def keeping(keeper: ResultKeeper) -> Iterator[None]:
-    """Within the context, `kept` asks `keeper`."""
+    """Context in which `kept` stores its results in `keeper`, or takes them from it."""
     token = _KEEPER.set(keeper)
     try:
         yield

@@ -47,7 +47,7 @@ class ContextParallelism:
 
     @staticmethod
     def of_one_rank() -> ContextParallelism:
-        """Return that of a rank which holds whole sequences."""
+        """Return the settings of a rank that holds whole sequences: `cp` is a group of one rank."""
         return ContextParallelism(Group("cp", (0,), 0, None, Traffic(), 0.0))
 
     def sequence(self, length: int, documents: DocumentBounds | None = None) -> LocalSequence:
@@ -86,7 +86,7 @@ class LocalSequence:
 
     @property
     def shape(self) -> tuple[SequenceLayout, int, bool]:
-        """What a run on meta depends on beside the shapes of a rank's tensors."""
+        """What a layer's run on the meta device depends on, besides the shapes of its input."""
         return self.layout, self.longest, self.documents is not None
 
     @cached_property

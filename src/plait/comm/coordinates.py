@@ -49,7 +49,7 @@ def require_degrees(degrees: Mapping[str, int]) -> None:
 
 
 def combined_axes(axes: Collection[str] = AXES) -> dict[str, tuple[str, ...]]:
-    """Return the axes of each combined axis: of `world`; if `axes` are a plan's, also of `dp` and others."""
+    """Return the axes of each combined axis: all of `COMBINED` if `axes` are a plan's, else only `world`."""
     return COMBINED if tuple(axes) == AXES else {"world": tuple(axes)}
 
 

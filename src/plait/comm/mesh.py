@@ -203,7 +203,7 @@ class GridMesh:
         return f"{type(self).__name__}({sizes}; rank {self.rank}{' at ' + place if place else ''})"
 
     def _axis_of_group(self, axis: str) -> str:
-        """Return the axis whose group `axis` has: another one's only where the two are always the same."""
+        """Return the axis whose group stands for `axis`: by default `axis` itself."""
         return axis
 
     def _described_sizes(self) -> dict[str, int]:
@@ -355,7 +355,7 @@ class Mesh(GridMesh):
         return {channel: group for channel in channels if (group := self._channels[channel]) is not None}
 
     def _axis_of_group(self, axis: str) -> str:
-        """Return the axis whose group `axis` has: without context parallelism `dp_cp` is `dp`, say."""
+        """Return the axis whose group stands for `axis`: without context parallelism `dp` for `dp_cp`."""
         same = {"dp_cp": "dp", "shard_cp": "shard"} if self.size("cp") == 1 else {}
         return same.get(axis, axis)
 

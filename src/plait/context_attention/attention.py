@@ -31,7 +31,7 @@ from plait.context_attention.ulysses import attend_by_heads, evenly_shared, head
 from plait.context_attention.visibility import document_bounds
 from plait.context_attention.weight_dropout import (
     AnyDropout,
-    WeightMask,
+    WeightDropoutMask,
     attention_with_dropout,
     is_active,
 )
@@ -57,7 +57,8 @@ def attention(
     runs; a document is a run of equal ids. `scale`: of the scores, by default `size ** -0.5`. `dropout`:
     of the attention weights, `[rows, heads, length, length]`, in training mode.
     Communication under context parallelism, over `cp`, as `Plan.context_parallel` chooses: keys and values,
-    and in the backward their gradients; or queries, keys, values and outputs, and all gradients. Raises
+    and in the backward their gradients; or queries, keys, values and outputs, and all gradients. Unless
+    `Plan.sequence_parallel` is "keep", keys and values, or outputs, are sent again in the backward. Raises
     ModelError for shapes that do not fit.
     """
     keys = share_keys(key, value, causal, window, documents, query_heads=query.shape[1])
@@ -89,18 +90,22 @@ def share_keys(
 ) -> SharedKeys:
     """Start to send keys and values to the ranks of `cp` that need them; arguments as for `attention`.
 
-    `query_heads`: the number of heads of the query. To be passed to `attend`, once.
+    `query_heads`: the number of heads of the query. The result is to be passed to `attend`, once.
+    Communication over `cp`: with "ring" one all-to-all, and one of gradients in the backward; with "ulysses"
+    two each.
     """
     mask = Mask(causal, window)
     sequence = _sequence_of(key, documents, mask)
     if sequence is None:
         return SharedKeys(key, value, mask, None, None, query_heads)
     _require_keys(key, value, sequence, query_heads)
-    heads, ranks = key.shape[1], sequence.group.size
-    if ranks > 1 and method_choice(sequence, query_heads, heads).method == "ulysses":
-        of_ranks = heads_of_ranks(query_heads, heads, ranks)
+    kv_heads, ranks = key.shape[1], sequence.group.size
+    if ranks > 1 and method_choice(sequence, query_heads, kv_heads).method == "ulysses":
+        of_ranks = heads_of_ranks(query_heads, kv_heads, ranks)
         key, value = (
-            evenly_shared(to_heads(one, sequence, of_ranks), query_heads, heads, ranks, sequence.group.index)
+            evenly_shared(
+                to_heads(one, sequence, of_ranks), query_heads, kv_heads, ranks, sequence.group.index
+            )
             for one in (key, value)
         )
         return SharedKeys(key, value, mask, sequence, None, query_heads)
@@ -114,7 +119,11 @@ def share_keys(
 def attend(
     query: Tensor, keys: SharedKeys, *, scale: float | None = None, dropout: AnyDropout | None = None
 ) -> Tensor:
-    """Return attention of `query` to shared keys; see `attention`."""
+    """Return attention of `query` to the keys of `share_keys`; other arguments as for `attention`.
+
+    Communication over `cp`: with "ring" one all-to-all in the backward unless keys are kept; with "ulysses"
+    two, and two in the backward.
+    """
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
     dropout = dropout if is_active(dropout) else None
     sequence, heads = keys.sequence, query.shape[1]
@@ -135,17 +144,21 @@ def attend(
             f"attention was given a query {list(query.shape)} for keys of {rows} rows, {keys.query_heads} "
             f"query heads and {sequence.size} positions: give it [rows, heads, length, size] of the same."
         )
-    mask = None
+    dropout_mask = None
     if dropout is not None:
-        mask = WeightMask.next(dropout, query.shape[0], heads, sequence.layout.length, query.device)
+        dropout_mask = WeightDropoutMask.next(
+            dropout, query.shape[0], heads, sequence.layout.length, query.device
+        )
     if keys.exchange is not None:
-        return _tagged(attend_to_all(query, keys.key, keys.value, keys.exchange, scale, mask), dropout)
+        return _tagged(
+            attend_to_all(query, keys.key, keys.value, keys.exchange, scale, dropout_mask), dropout
+        )
     of_ranks, whole = heads_of_ranks(heads, heads, sequence.group.size), _whole(sequence)
     exchange = KeyExchange(exchange_plan(whole, keys.mask, query.device), whole.parallelism)
-    if mask is not None:
-        mask = mask.from_head(of_ranks[sequence.group.index][0])
+    if dropout_mask is not None:
+        dropout_mask = dropout_mask.from_head(of_ranks[sequence.group.index][0])
     mine = to_heads(query, sequence, of_ranks)
-    arguments = exchange, scale, mask, sequence, of_ranks
+    arguments = exchange, scale, dropout_mask, sequence, of_ranks
     return _tagged(attend_by_heads(mine, keys.key, keys.value, *arguments), dropout)
 
 
@@ -158,7 +171,7 @@ def _sequence_of(key: Tensor, documents: Tensor | None, mask: Mask) -> LocalSequ
     """Return the sequence on which the layer works; None where plain causal or full attention suffices."""
     sequence = running_sequence()
     if documents is not None:
-        sequence = _with_documents(sequence, documents)
+        sequence = _with_documents(sequence, documents, key.is_meta)
     if sequence is None and mask.window is not None:
         sequence = ContextParallelism.of_one_rank().sequence(key.shape[2])
     if sequence is not None and sequence.group.size == 1:
@@ -192,13 +205,13 @@ def _require_keys(key: Tensor, value: Tensor, sequence: LocalSequence, query_hea
         )
 
 
-def _with_documents(sequence: LocalSequence | None, documents: Tensor) -> LocalSequence:
+def _with_documents(sequence: LocalSequence | None, documents: Tensor, on_meta: bool) -> LocalSequence:
     if documents.dim() != 2 or documents.is_floating_point():
         raise ModelError(
             f"attention was given documents of {documents.dtype} {list(documents.shape)}: give whole numbers "
             "[rows, length]."
         )
-    if documents.is_meta:
+    if documents.is_meta or on_meta:  # there, rows and length are others than those of a step
         raise ModelError(
             "attention was given documents that a layer computes or keeps, which have no values on the meta "
             "device: give document_ids in the batch of the engine instead."
@@ -210,7 +223,7 @@ def _with_documents(sequence: LocalSequence | None, documents: Tensor) -> LocalS
         )
 
     def bounds() -> DocumentBounds:
-        return DocumentBounds(*document_bounds(documents.cpu()))
+        return document_bounds(documents.cpu())
 
     if sequence is None:
         return ContextParallelism.of_one_rank().sequence(documents.shape[1], bounds())

@@ -18,18 +18,23 @@ from plait.context_attention.kernels import block_backward, block_forward, empty
 from plait.context_attention.key_exchange import KeyExchange, Pair
 from plait.context_attention.unfused_kernel import WeightDropout
 from plait.context_attention.visibility import BlockCall
-from plait.context_attention.weight_dropout import WeightMask
+from plait.context_attention.weight_dropout import WeightDropoutMask
 
 DropoutOfCall = Callable[[BlockCall], WeightDropout | None]
 """Returns the dropout of the weights of one kernel call."""
 
 
 def attend_blocks(
-    query: Tensor, key: Tensor, value: Tensor, exchange: KeyExchange, scale: float, mask: WeightMask | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    exchange: KeyExchange,
+    scale: float,
+    dropout_mask: WeightDropoutMask | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return attention to all keys, its log-sum-exp, and the other ranks' keys if they are to be kept."""
     out, lse = empty_result(query, value)
-    dropouts = partial(_dropouts, mask, query, exchange.plan)
+    dropouts = partial(_dropouts, dropout_mask, query, exchange.plan)
     _add_blocks(out, lse, exchange.plan.own, query, (key, value), scale, dropouts())
     received = exchange.received(key, value)
     for peer, pair in zip(exchange.plan.peers, exchange.views_of(received, key, value), strict=True):
@@ -57,7 +62,7 @@ def attention_gradients(
     saved: SavedAttention,
     exchange: KeyExchange,
     scale: float,
-    mask: WeightMask | None,
+    dropout_mask: WeightDropoutMask | None,
     *,
     returns: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,33 +73,33 @@ def attention_gradients(
     and one before where keys are not kept.
     """
     query, key, value, out, lse, received = saved
-    given = _Given(gradient, query, out, lse, scale)
-    dropouts = partial(_dropouts, mask, query, exchange.plan)
+    arguments = _BackwardArguments(gradient, query, out, lse, scale)
+    dropouts = partial(_dropouts, dropout_mask, query, exchange.plan)
     of_query, of_key, of_value = (torch.zeros_like(one, dtype=lse.dtype) for one in (query, key, value))
     own = of_key, of_value
     sends_again = received is None
     if received is None:
         exchange.start(key, value)
         exchange.overlap()
-        given.add_gradients(of_query, own, exchange.plan.own, (key, value), dropouts())
+        arguments.add_gradients(of_query, own, exchange.plan.own, (key, value), dropouts())
         received = exchange.received(key, value)
     returned = torch.empty_like(received)
     pairs, results = (exchange.views_of(one, key, value) for one in (received, returned))
     for peer, pair, result in zip(exchange.plan.peers, pairs, results, strict=True):
         if peer is not None:
             totals = tuple(torch.zeros_like(one, dtype=lse.dtype) for one in pair)
-            given.add_gradients(of_query, totals, peer.calls, pair, dropouts(peer))
+            arguments.add_gradients(of_query, totals, peer.calls, pair, dropouts(peer))
             for one, total in zip(result, totals, strict=True):
                 one.copy_(total)
     if returns:
         exchange.start_return(returned, sizes_of(key, value))
     if not sends_again:
         exchange.overlap()
-        given.add_gradients(of_query, own, exchange.plan.own, (key, value), dropouts())
+        arguments.add_gradients(of_query, own, exchange.plan.own, (key, value), dropouts())
     return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
 
 
-class _Given(NamedTuple):
+class _BackwardArguments(NamedTuple):
     """The arguments of a backward that all blocks share: output and log-sum-exp are those of all keys."""
 
     gradient: Tensor
@@ -127,13 +132,13 @@ class _Given(NamedTuple):
 
 
 def _dropouts(
-    mask: WeightMask | None, query: Tensor, plan: ExchangePlan, peer: PeerBlock | None = None
+    dropout_mask: WeightDropoutMask | None, query: Tensor, plan: ExchangePlan, peer: PeerBlock | None = None
 ) -> DropoutOfCall:
     """Return a function that returns the dropout of a call on a peer's keys, or on this rank's own."""
-    if mask is None:
+    if dropout_mask is None:
         return lambda call: None
     keys = plan.positions if peer is None else peer.key_ranges
-    return partial(mask.of_call, query=query, queries=plan.positions, keys=keys)
+    return partial(dropout_mask.of_call, query=query, queries=plan.positions, keys=keys)
 
 
 def _add_blocks(

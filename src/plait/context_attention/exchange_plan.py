@@ -43,9 +43,9 @@ class PeerBlock:
     received_count: int
     """The number of the peer's keys that this rank's queries see."""
     calls: tuple[BlockCall, ...]
-    """On the received keys."""
+    """The kernel calls on the received keys."""
     key_positions: Tensor
-    """Those of the received keys: int64, on the CPU."""
+    """The positions of the received keys: int64, on the CPU."""
 
     @cached_property
     def key_ranges(self) -> tuple[range, ...]:
@@ -63,7 +63,7 @@ class ExchangePlan:
     """The exchange of keys of one rank with all ranks of `cp`, and its kernel calls."""
 
     index: int
-    """This rank's."""
+    """This rank's index along `cp`."""
     positions: tuple[range, ...]
     """This rank's positions."""
     own: tuple[BlockCall, ...]
@@ -113,9 +113,8 @@ def build_plan(
 ) -> ExchangePlan:
     """Return the plan of the rank at `index`: it receives only keys that one of its queries sees."""
     positions = [layout.positions(rank) for rank in range(layout.ranks)]
-    bounds = None if documents is None else (documents.starts, documents.stops)
     seen = [
-        visible_range(one, layout.length, causal=mask.causal, window=mask.window, bounds=bounds)
+        visible_range(one, layout.length, causal=mask.causal, window=mask.window, documents=documents)
         for one in positions
     ]
     peers: list[PeerBlock | None] = []

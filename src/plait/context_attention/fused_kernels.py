@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
 Gradients = tuple[Tensor, Tensor, Tensor]
-"""Those of query, key and value."""
+"""The gradients of query, key and value."""
 LSE_MULTIPLE = 32
 """The efficient kernel's log-sum-exp is padded to a multiple of so many queries."""
 

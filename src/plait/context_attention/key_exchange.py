@@ -38,8 +38,8 @@ class KeyExchange:
         """Start sending keys and values. Communication: one all-to-all over `cp`."""
         each = sizes_of(key, value)
         flat = key.new_empty(sum(self.plan.sent(each)))
-        counts = [0 if peer is None else peer.sent_count for peer in self.plan.peers]
-        for peer, parts in zip(self.plan.peers, views(flat, counts, (key, value)), strict=True):
+        parts_of_peers = views(flat, self.plan.sent(1), (key, value))
+        for peer, parts in zip(self.plan.peers, parts_of_peers, strict=True):
             if peer is not None and peer.sent_count:
                 for part, whole in zip(parts, (key, value), strict=True):
                     part.copy_(selected(whole, peer.sent))
@@ -58,11 +58,13 @@ class KeyExchange:
 
     def views_of(self, flat: Tensor, key: Tensor, value: Tensor) -> list[Pair]:
         """Return each peer's keys and values in a flat buffer, by index; empty ones for this rank."""
-        counts = [0 if peer is None else peer.received_count for peer in self.plan.peers]
-        return views(flat, counts, (key, value))
+        return views(flat, self.plan.received(1), (key, value))
 
     def start_return(self, gradients: Tensor, each: int) -> None:
-        """Start sending the gradients of received keys and values to their ranks, flat as received."""
+        """Start sending the gradients of received keys and values to their ranks, flat as received.
+
+        `each`: elements for each key position. Communication: one all-to-all over `cp`.
+        """
         self._returning = self._exchange(gradients, self.plan.received(each), self.plan.sent(each))
 
     def with_returned(self, key: Tensor, value: Tensor) -> Pair:
@@ -76,8 +78,7 @@ class KeyExchange:
         returning, self._returning = self._returning, None
         wide = torch.promote_types(key.dtype, torch.float32)
         totals = key.to(wide), value.to(wide)
-        counts = [0 if peer is None else peer.sent_count for peer in self.plan.peers]
-        parts = views(returning(), counts, (key, value))
+        parts = views(returning(), self.plan.sent(1), (key, value))
         for peer, pair in zip(self.plan.peers, parts, strict=True):
             if peer is not None and peer.sent_count:
                 for total, part in zip(totals, pair, strict=True):

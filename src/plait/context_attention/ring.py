@@ -20,7 +20,7 @@ from torch import Tensor
 from plait.autograd.kept_results import kept, next_result_is_kept
 from plait.context_attention.blocks import SavedAttention, attend_blocks, attention_gradients
 from plait.context_attention.key_exchange import KeyExchange
-from plait.context_attention.weight_dropout import WeightMask
+from plait.context_attention.weight_dropout import WeightDropoutMask
 
 
 def share(key: Tensor, value: Tensor, exchange: KeyExchange) -> tuple[Tensor, Tensor]:
@@ -38,14 +38,15 @@ def attend_to_all(
     value: Tensor,
     exchange: KeyExchange,
     scale: float,
-    mask: WeightMask | None = None,
+    dropout_mask: WeightDropoutMask | None = None,
 ) -> Tensor:
     """Return attention of this rank's queries to all keys that they see: `[rows, heads, length, width]`.
 
-    `key`, `value`: what `share` returned for the same `exchange`. `mask`: of the dropout of weights.
+    `key`, `value`: what `share` returned for the same `exchange`. `dropout_mask`: of the dropout of weights.
     Communication: unless keys are kept, one all-to-all over `cp` in the backward.
     """
-    output: Tensor = _Attend.apply(query, key, value, exchange, scale, mask)  # type: ignore[no-untyped-call]
+    arguments = query, key, value, exchange, scale, dropout_mask
+    output: Tensor = _Attend.apply(*arguments)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -72,10 +73,10 @@ class _Attend(torch.autograd.Function):
         value: Tensor,
         exchange: KeyExchange,
         scale: float,
-        mask: WeightMask | None,
+        dropout_mask: WeightDropoutMask | None,
     ) -> Tensor:
-        result, lse, received = kept(partial(attend_blocks, query, key, value, exchange, scale, mask))
-        ctx.exchange, ctx.scale, ctx.mask = exchange, scale, mask
+        result, lse, received = kept(partial(attend_blocks, query, key, value, exchange, scale, dropout_mask))
+        ctx.exchange, ctx.scale, ctx.dropout_mask = exchange, scale, dropout_mask
         ctx.save_for_backward(query, key, value, result, lse, received)
         assert result is not None
         return result
@@ -83,5 +84,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         saved, returns = SavedAttention(*ctx.saved_tensors), ctx.needs_input_grad[1]
-        found = attention_gradients(gradient, saved, ctx.exchange, ctx.scale, ctx.mask, returns=returns)
+        found = attention_gradients(
+            gradient, saved, ctx.exchange, ctx.scale, ctx.dropout_mask, returns=returns
+        )
         return *found, None, None, None

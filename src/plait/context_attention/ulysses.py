@@ -22,27 +22,27 @@ from plait.autograd.running_sequence import LocalSequence
 from plait.comm.collectives import all_to_all_uneven
 from plait.context_attention.blocks import SavedAttention, attend_blocks, attention_gradients
 from plait.context_attention.key_exchange import KeyExchange
-from plait.context_attention.weight_dropout import WeightMask
+from plait.context_attention.weight_dropout import WeightDropoutMask
 
 Heads = Sequence[tuple[int, ...]]
 """Indices of the heads that each rank gets."""
 
 
-def heads_of_ranks(query_heads: int, heads: int, ranks: int) -> Heads:
-    """Return for each rank the heads, of `heads` of keys and values, that its query heads read.
+def heads_of_ranks(query_heads: int, kv_heads: int, ranks: int) -> Heads:
+    """Return for each rank the heads, of `kv_heads` of keys and values, that its query heads read.
 
-    `query_heads` is a multiple of `ranks` and of `heads`.
+    `query_heads` is a multiple of `ranks` and of `kv_heads`.
     """
-    own, shared = query_heads // ranks, query_heads // heads
+    own, shared = query_heads // ranks, query_heads // kv_heads
     return [tuple(range(rank * own // shared, ((rank + 1) * own - 1) // shared + 1)) for rank in range(ranks)]
 
 
-def evenly_shared(tensor: Tensor, query_heads: int, heads: int, ranks: int, rank: int) -> Tensor:
+def evenly_shared(tensor: Tensor, query_heads: int, kv_heads: int, ranks: int, rank: int) -> Tensor:
     """Return a rank's heads of keys or values so that equally many of its query heads read each.
 
     `tensor` is the result of `to_heads`. Repeats heads where its query heads read them unequally often.
     """
-    own, shared = query_heads // ranks, query_heads // heads
+    own, shared = query_heads // ranks, query_heads // kv_heads
     read = [(rank * own + head) // shared for head in range(own)]
     if len(set(Counter(read).values())) == 1:
         return tensor
@@ -65,7 +65,7 @@ def attend_by_heads(
     value: Tensor,
     exchange: KeyExchange,
     scale: float,
-    mask: WeightMask | None,
+    dropout_mask: WeightDropoutMask | None,
     sequence: LocalSequence,
     heads: Heads,
 ) -> Tensor:
@@ -76,7 +76,7 @@ def attend_by_heads(
     layer keeps it, and sent again in the backward. Communication: one all-to-all over `cp`, and one in the
     backward, of twice the bytes where the output is sent again.
     """
-    arguments = query, key, value, exchange, scale, mask, sequence, heads
+    arguments = query, key, value, exchange, scale, dropout_mask, sequence, heads
     result: Tensor = _AttendByHeads.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
 
@@ -102,17 +102,17 @@ class _AttendByHeads(torch.autograd.Function):
         value: Tensor,
         exchange: KeyExchange,
         scale: float,
-        mask: WeightMask | None,
+        dropout_mask: WeightDropoutMask | None,
         sequence: LocalSequence,
         heads: Heads,
     ) -> Tensor:
         def compute() -> tuple[Tensor, Tensor, Tensor | None]:
-            out, lse, _ = attend_blocks(query, key, value, exchange, scale, mask)
+            out, lse, _ = attend_blocks(query, key, value, exchange, scale, dropout_mask)
             every = _positions_for_heads(out, sequence, heads, heads[-1][-1] + 1)
             return every, lse, out if sequence.parallelism.keeps_keys else None
 
         result, lse, out = kept(compute)
-        ctx.arguments = exchange, scale, mask
+        ctx.arguments = exchange, scale, dropout_mask
         ctx.sequence, ctx.heads = sequence, heads
         ctx.save_for_backward(query, key, value, lse, out, result if out is None else None)
         assert result is not None

@@ -27,6 +27,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from plait.autograd.running_sequence import DocumentBounds
 from plait.device import sent
 from plait.errors import ModelError
 
@@ -36,15 +37,15 @@ SHORT = 32
 """Pieces of fewer queries share a call with a mask: to launch one for each would take longer."""
 
 
-def document_bounds(document_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first position of each token's document, and the position after its last.
+def document_bounds(document_ids: Tensor) -> DocumentBounds:
+    """Return where each token's document begins and ends; a document is a run of equal ids in a row.
 
-    `document_ids`: `[rows, length]`; a document is a run of equal consecutive ids of a row. Both results have
-    this shape, int64.
+    `document_ids`: `[rows, length]`, on the CPU.
     """
     rows, length = document_ids.shape
     if length == 0:
-        return torch.zeros(rows, 0, dtype=torch.int64), torch.zeros(rows, 0, dtype=torch.int64)
+        none = torch.zeros(rows, 0, dtype=torch.int64)
+        return DocumentBounds(none, none)
     begins = torch.ones(rows, length, dtype=torch.bool)
     begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
     ends = torch.ones(rows, length, dtype=torch.bool)
@@ -52,7 +53,7 @@ def document_bounds(document_ids: Tensor) -> tuple[Tensor, Tensor]:
     positions = torch.arange(length)
     starts = torch.where(begins, positions, 0).cummax(1).values
     stops = torch.where(ends, positions + 1, length).flip(1).cummin(1).values.flip(1)
-    return starts, stops
+    return DocumentBounds(starts, stops)
 
 
 def visible_range(
@@ -61,22 +62,22 @@ def visible_range(
     *,
     causal: bool,
     window: int | None = None,
-    bounds: tuple[Tensor, Tensor] | None = None,
+    documents: DocumentBounds | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return `lo` and `hi`: the queries at `positions` `[n]` see the keys at positions `lo ≤ k < hi`.
 
     `length`: that of the sequence. `window`: with `causal` the number of keys that a query sees, itself and
-    those before it; else it sees the keys less than `window` away. `bounds`: the result of `document_bounds`,
-    `[rows, length]`; None: a row is one document. Both results are `[rows, n]`, or `[1, n]` without `bounds`.
-    Raises ModelError for a window of less than 1.
+    those before it; else it sees the keys less than `window` away. `documents`: None where a row is
+    one document. Both results are `[rows, n]`, or `[1, n]` without `documents`. Raises ModelError for a
+    window of less than 1.
     """
     if window is not None and window < 1:
         raise ModelError(
             f"attention has a window of {window} tokens: give at least 1, the query itself, or None for all."
         )
     lo, hi = torch.zeros_like(positions)[None], torch.full_like(positions, length)[None]
-    if bounds is not None:
-        lo, hi = (bound[:, positions] for bound in bounds)
+    if documents is not None:
+        lo, hi = documents.starts[:, positions], documents.stops[:, positions]
     if window is not None:
         lo, hi = lo.maximum(positions - window + 1), hi.minimum(positions + window)
     if causal:

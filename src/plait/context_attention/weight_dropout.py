@@ -46,29 +46,30 @@ def attention_with_dropout(
 
 
 @dataclass(frozen=True)
-class WeightMask:
-    """The mask of one call of attention: a function of rows, heads and positions in the whole batch."""
+class WeightDropoutMask:
+    """Dropout's mask of all weights of one call of attention: a function of rows, heads and positions."""
 
     key: int
     p: float
     first_row: int
+    """In the global batch."""
     heads: DimPiece
-    """Those of the tensors that the kernels get."""
+    """Which of the whole model's query heads the kernels' tensors have."""
     length: int
     """Of the whole sequence."""
 
     @staticmethod
     def next(
         dropout: AnyDropout, rows: int, query_heads: int, length: int, device: torch.device
-    ) -> WeightMask:
+    ) -> WeightDropoutMask:
         """Return the mask of the next call of `dropout`, for all `query_heads` that this rank of `tp` has."""
         if not isinstance(dropout, Dropout):  # in plain PyTorch
             dropout = Dropout(dropout.p)
         key, pieces = dropout.next_mask((rows, query_heads, length, length), device)
         heads = pieces.get(1, DimPiece(0, query_heads))
-        return WeightMask(key, dropout.p, pieces.get(0, DimPiece(0, 0)).start, heads, length)
+        return WeightDropoutMask(key, dropout.p, pieces.get(0, DimPiece(0, 0)).start, heads, length)
 
-    def from_head(self, first: int) -> WeightMask:
+    def from_head(self, first: int) -> WeightDropoutMask:
         """Return the mask for tensors that begin at the head `first` of this rank of `tp`."""
         return replace(self, heads=self.heads._replace(start=self.heads.start + first))
 

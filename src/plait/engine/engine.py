@@ -59,9 +59,10 @@ class Engine:
         `plan.microbatches` micro-batches; or both as `Microbatches`, cut already and each of its own
         shapes. Returns the mean loss over the global batch, equal on every rank. Gradients add to existing
         ones, and are then equal on all ranks that hold them; an exception leaves them as they were.
-        Communication: the batch's shapes (256 bytes) over `pp`, and tokens over `tp`, boundary
-        tensors over `pp`, what regions and the loss sum over `tp`, the loss's weight over `dp`, with dropout
-        the number of rows, too, one reduction per unit, the loss over `world`.
+        Communication: the batch's shapes (256 bytes) over `pp`, and tokens over `cp` and `tp`, boundary
+        tensors over `pp`, attention over `cp`, what regions and the loss sum over `tp`, the loss's weight
+        over `dp_cp`, with dropout the number of rows over `dp`, one reduction per unit, the loss over
+        `world`.
         """
         runner = self._runner
         self._traffic_before = self.mesh.traffic.snapshot()
@@ -97,9 +98,10 @@ class Engine:
         tensors is that of the inputs; `Microbatches` give `Microbatches`. With `whole` logits that are cut by
         vocabulary over `tp` are gathered; without, each rank has those of its own classes. With `everywhere`
         every rank gets the output; without, only those of the last stage do, and the others get None.
-        Communication: the batch's shapes (256 bytes) over `pp`, and tokens over `tp`, boundary tensors over
-        `pp`, regions over `tp`; with `everywhere` one broadcast of each tensor over `pp`, with `whole` one
-        all-gather of cut logits over `tp`. Raises DataError where outputs of micro-batches cannot be joined.
+        Communication: the batch's shapes (256 bytes) over `pp`, and tokens over `cp` and `tp`, boundary
+        tensors over `pp`, attention over `cp`, regions over `tp`, and one all-gather of the output over `cp`;
+        with `everywhere` one broadcast of each tensor over `pp`, with `whole` one all-gather of cut logits
+        over `tp`. Raises DataError where outputs of micro-batches cannot be joined.
         """
         return model_output(self._runner, inputs, whole=whole, everywhere=everywhere)
 
@@ -115,8 +117,9 @@ class Engine:
         """Extend `prompt` `[rows, length]` to int64 `[rows, length + tokens]`, equal on every rank.
 
         The model must be causal, and its output logits `[rows, length, vocab]`. Its input is at most its
-        context's last tokens. Communication: per token the boundary tensors, the token over `pp`, and, where
-        the logits are cut, 16 bytes a row over `tp` (with `top_k` 8 · k more).
+        context's last tokens. Communication: per token the boundary tensors and the token over `pp`,
+        attention and an all-gather of the logits over `cp`, regions over `tp`, and, where the logits are cut,
+        16 bytes a row over `tp` (with `top_k` 8 · k more).
         """
         return generated(self._runner, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed)
 
@@ -129,8 +132,8 @@ class Engine:
         A norm that is not finite changes nothing; with `error_if_nonfinite` it raises `NonFiniteError` on
         every rank. With a loss scale gradients that are not finite are dropped, so that the optimizer's
         next step does nothing, and a dynamic scale is halved; only then, or for the error, the host waits for
-        the device. Communication: one all-reduce of 8 bytes over `pp` and `tp`, or over `world`
-        where gradients are cut.
+        the device. Communication: one all-reduce of 8 bytes over `model`, or over `world` where gradients are
+        cut.
         """
         units, counted = self._runtime.units.values(), self._runtime.counted
         group = self.mesh.group("world" if self.plan.shards else "model")
@@ -182,8 +185,8 @@ class Engine:
 
         On rank 0, and an empty one on the others; with `everywhere` on every rank. Parameters have the dtype
         that the optimizer updates. Memory: the result, and one tensor.
-        Communication: for each tensor an all-gather over `shard` and `tp`, where it is cut, and a broadcast
-        over `pp`; once the names of a stage's tensors over `pp`.
+        Communication: for each tensor an all-gather over each of `shard`, `cp` and `tp` where it is cut, and
+        a broadcast over `pp`; once the names of a stage's tensors over `pp`.
         """
         return state_dict(self._runtime, everywhere=everywhere)
 
@@ -208,11 +211,11 @@ class Engine:
     def named_dtensors(self) -> Iterator[tuple[str, DTensor]]:
         """Yield this rank's parameters as `DTensor`s, without gradients, one after another.
 
-        Each is a `DTensor` over the axes `replicate`, `shard`, `tp` of this rank's stage that have more than
-        one rank. It shares the parameter's memory, unless a `DTensor` cannot describe this rank's piece: then
-        the pieces are gathered, all ranks of the stage take part, and it is a copy (see `as_dtensor`). So
-        all of them must iterate over all names. Communication: one all-gather, over `shard` or `tp`, for each
-        axis of a parameter that is gathered.
+        Each is a `DTensor` over the axes `replicate`, `shard`, `cp`, `tp` of this rank's stage that have more
+        than one rank. It shares the parameter's memory, unless a `DTensor` cannot describe this rank's piece:
+        then the pieces are gathered, all ranks of the stage take part, and it is a copy (see `as_dtensor`).
+        So all of them must iterate over all names. Communication: one all-gather, over `shard`, `cp` or `tp`,
+        for each axis of a parameter that is gathered.
         """
         from plait.checkpoint.dtensor import as_dtensor  # loads 500 modules
 
@@ -244,7 +247,7 @@ class Engine:
         """Raise `ReplicaError` on every rank if the replicas of a parameter differ in any bit.
 
         With an `optimizer` its state of each parameter counts too. Communication: 8 bytes a parameter of the
-        model over `dp`, `tp` and (if some are tied across stages) `pp`, 2 bytes a parameter over `world`.
+        model over `dp_cp`, `tp` and (if some are tied across stages) `pp`, 2 bytes a parameter over `world`.
         """
         parameters, owners = dict(self.named_parameters()), self._runtime.blueprint.owners
         check_replicas(parameters, self.layouts, owners, self.mesh, optimizer)
@@ -252,7 +255,7 @@ class Engine:
     def microbatch_losses(self) -> Tensor:
         """Return the mean loss of each micro-batch of this data-parallel rank's last step, `[microbatches]`.
 
-        Communication: one broadcast over `pp`.
+        Communication: one all-reduce over `cp`, one broadcast over `pp`.
         """
         return self._runner.microbatch_losses()
 
@@ -264,10 +267,10 @@ class Engine:
         return self._runner.non_finite()
 
     def input_gradients(self) -> Value | None:
-        """Return the gradients of the last step's inputs, nested like them; None if not computed.
+        """Return the gradients of the last step's inputs, of whole sequences, nested like them.
 
-        None for integer tensors. On the ranks of the first stage; None on the others. Of whole sequences.
-        Communication: with context parallelism one all-gather of each micro-batch's tensors over `cp`.
+        None for integer tensors; None if not computed, and on ranks of other stages than the first.
+        Communication: under context parallelism one all-gather of each micro-batch's tensors over `cp`.
         """
         return self._runner.input_gradients()
 

@@ -1,7 +1,7 @@
 """Full tensors from the pieces of all ranks, and back: parameters, buffers and gradients.
 
-One tensor is gathered at a time: first between the ranks of a stage, over `shard` and `tp`, where it is cut;
-then it is broadcast over `pp`, from the first rank that owns it.
+One tensor is gathered at a time: first between the ranks of a stage, over each of `shard`, `cp` and `tp`
+where it is cut; then it is broadcast over `pp`, from the first rank that owns it.
 """
 
 from __future__ import annotations

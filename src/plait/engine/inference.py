@@ -9,7 +9,7 @@ from torch import Tensor
 
 from plait.autograd.paired_collectives import gather
 from plait.comm.collectives import broadcast
-from plait.engine.local_batch import joined, whole_length
+from plait.engine.local_batch import joined, without_part
 from plait.engine.runner import Runner
 from plait.errors import DataError
 from plait.layers.evaluation_mode import evaluating
@@ -28,14 +28,12 @@ from plait.tensor.sampling import next_token, padded, require_prompt
 
 def model_output(runner: Runner, inputs: Value, *, whole: bool, everywhere: bool) -> Value | None:
     """Return the last stage's output for `inputs`; see `Engine.output`."""
-    (inputs,), length = whole_length(inputs)
+    (inputs,), part = without_part(runner.runtime.context_parallelism, inputs)
     batch = split_one(inputs, "inputs", runner.plan.microbatches, runner.as_input)
-    call = f"the output of micro-batches of {signatures(batch)}, whole {whole}, everywhere {everywhere}"
-    runner.require_same_call(call, "pp")
-    for axis in ("cp", "tp") if length is None else ("tp",):
-        runner.require_same_call(f"{call}, tokens {fingerprint_of_tokens(batch)}", axis)
+    call = f"an output, whole {whole}, everywhere {everywhere},"
+    runner.require_same_batch(call, signatures(batch), fingerprint_of_tokens(batch), part)
     with torch.no_grad(), evaluating(runner.modules):
-        local = runner.local_inputs(batch, length)
+        local = runner.local_inputs(batch, None if part is None else part.length)
         runner.run(runner.steps.output, local)
         given_cut = isinstance(inputs, Microbatches)
         if not given_cut:

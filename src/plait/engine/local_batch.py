@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
-from plait.autograd.running_sequence import ContextParallelism, DocumentBounds, LocalSequence
+from plait.autograd.running_sequence import ContextParallelism, LocalSequence
 from plait.comm.collectives import all_gather
 from plait.context_attention.visibility import document_bounds
 from plait.errors import DataError
-from plait.layers.nested import Value, map_tensors, tensors_of
+from plait.layers.fingerprint import fingerprint_of_tokens
+from plait.layers.nested import Microbatches, Value, map_tensors, signature, tensors_of
 from plait.layout.sequence_layout import SequenceLayout, sequence_layout
 from plait.plan import Plan
 
@@ -34,8 +36,12 @@ class SequencePart:
 
     value: Value
     """Without the other ranks' positions; document ids are whole."""
-    length: int
+    layout: SequenceLayout
     """Of the whole sequences."""
+    index: int
+    """That of the rank along `cp`."""
+    whole: str
+    """The structure and shapes of the whole batch, and a hash of its document ids."""
 
 
 def sequence_part(batch: Value, plan: Plan, index: int) -> SequencePart:
@@ -43,26 +49,58 @@ def sequence_part(batch: Value, plan: Plan, index: int) -> SequencePart:
 
     For data loaders; an engine cuts whole batches by itself. Inputs and targets are both given as parts.
     Dim 1 of all tensors is the sequence. Raises DataError for tensors that have no such dim, or another
-    length.
+    length, for `Microbatches`, and for an index that no rank has.
     """
+    if isinstance(batch, Microbatches):
+        raise DataError(
+            "plait.sequence_part was given Microbatches, each of which may have its own length: give the "
+            "engine whole Microbatches, or make parts of a batch whose dim 0 can be cut."
+        )
+    if not 0 <= index < plan.cp:
+        raise DataError(
+            f"plait.sequence_part was given the index {index}, where plan.cp is {plan.cp}: give "
+            'mesh.index("cp").'
+        )
     value, ids = _without_documents(batch)
     layout = sequence_layout(_length(value), plan.cp, plan.context_layout)
     mine = map_tensors(lambda tensor: _at_positions(tensor, layout, index, "batch"), value)
-    return SequencePart(mine if ids is None else {"inputs": mine, DOCUMENT_IDS: ids}, layout.length)
+    whole = f"{signature(batch)}, document ids {fingerprint_of_tokens(ids)}"
+    return SequencePart(mine if ids is None else {"inputs": mine, DOCUMENT_IDS: ids}, layout, index, whole)
 
 
-def whole_length(*given: Value) -> tuple[list[Value], int | None]:
-    """Return values without `SequencePart`, and the length of the sequences of which they are parts, if any.
+class PartOf(NamedTuple):
+    """The whole batch of which inputs and targets are parts."""
 
-    Raises DataError where only some are parts.
+    length: int
+    """Of its sequences."""
+    whole: str
+    """The same on every rank of `cp`: see `SequencePart.whole`."""
+
+
+def without_part(parallelism: ContextParallelism, *given: Value) -> tuple[list[Value], PartOf | None]:
+    """Return values without `SequencePart`, and the batch of which they are parts, if any.
+
+    Raises DataError where only some are parts, and for parts of another rank or layout.
     """
-    lengths = {one.length if isinstance(one, SequencePart) else None for one in given}
-    if len(lengths) > 1:
+    parts = [one for one in given if isinstance(one, SequencePart)]
+    if not parts:
+        return list(given), None
+    if len(parts) < len(given) or len({one.layout.length for one in parts}) > 1:
         raise DataError(
             "the inputs and the targets are parts of sequences of unlike lengths, or only one of them is a "
             "SequencePart: give both as parts, or both whole."
         )
-    return [one.value if isinstance(one, SequencePart) else one for one in given], lengths.pop()
+    group, length = parallelism.group, parts[0].layout.length
+    expected = sequence_layout(length, group.size, parallelism.kind), group.index
+    for one in parts:
+        if (one.layout, one.index) != expected:
+            raise DataError(
+                f"a SequencePart is that of index {one.index} along cp of {one.layout.ranks} ranks, where "
+                f"this rank has index {group.index} of {group.size}, or is not of its context_layout "
+                f"{parallelism.kind!r}: make parts by plait.sequence_part(batch, plan, "
+                'mesh.index("cp")), with the plan of the engine.'
+            )
+    return [one.value for one in parts], PartOf(length, "; ".join(one.whole for one in parts))
 
 
 def local_inputs(
@@ -78,7 +116,7 @@ def local_inputs(
         value, ids = _without_documents(given)
         sequence = None
         if parallelism.group.size > 1 or ids is not None:
-            bounds = None if ids is None else DocumentBounds(*document_bounds(ids.cpu()))
+            bounds = None if ids is None else document_bounds(ids.cpu())
             sequence = parallelism.sequence(length or _length(value), bounds)
         if ids is not None and sequence is not None and ids.shape[1] != sequence.layout.length:
             raise DataError(
@@ -91,7 +129,11 @@ def local_inputs(
 
 
 def cut(value: Value, sequence: LocalSequence | None, what: str, length: int | None = None) -> Value:
-    """Return the tensors of `value` at this rank's positions, along dim 1; as they are with a `length`."""
+    """Return the tensors of `value` at this rank's positions along dim 1.
+
+    With `length`, that of the whole sequences, a data loader has cut `value` already: it is checked, and
+    returned as it is. Raises DataError for tensors of another size in dim 1.
+    """
     if sequence is None or sequence.group.size == 1:
         return value
     layout, index = sequence.layout, sequence.group.index
@@ -155,11 +197,11 @@ def _without_documents(value: Value) -> tuple[Value, Tensor | None]:
         return value, None
     rest = {key: one for key, one in value.items() if key != DOCUMENT_IDS}
     ids = value[DOCUMENT_IDS]
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or not rest:
-        raise DataError(
-            f"the batch's {DOCUMENT_IDS} are {type(ids).__name__}: give whole numbers [rows, length] beside "
-            "the inputs."
-        )
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
+        found = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise DataError(f"the batch's {DOCUMENT_IDS} are {found}: give whole numbers [rows, length].")
+    if not rest:
+        raise DataError(f"the batch has {DOCUMENT_IDS} only: give the inputs beside them.")
     return (next(iter(rest.values())) if len(rest) == 1 else rest), ids
 
 

@@ -15,7 +15,15 @@ from plait.autograd.running_sequence import LocalSequence, running
 from plait.comm.collectives import all_reduce, broadcast
 from plait.comm.consistency_check import require_same_text
 from plait.device import sent
-from plait.engine.local_batch import LocalInputs, cut, joined, local_inputs, map_inputs, whole_length
+from plait.engine.local_batch import (
+    LocalInputs,
+    PartOf,
+    cut,
+    joined,
+    local_inputs,
+    map_inputs,
+    without_part,
+)
 from plait.engine.recorder import Recorder
 from plait.engine.runtime_objects import InstructionObserver, Runtime
 from plait.errors import DataError, PlanError
@@ -74,7 +82,7 @@ class Runner:
         self._has_dropout = any(names_of(layer.module) for layer in blueprint.sequence.layers)
         self._infos: dict[Any, list[LayerInfo]] = {}
         self._sequences: Sequence[LocalSequence | None] = ()
-        """Of the micro-batches of the latest step."""
+        """This rank's part of each micro-batch's sequences in the latest step; None where they are whole."""
         self._weights: Tensor | None = None
         self._totals: list[Tensor] = []
         self._agreed: dict[tuple[str, str], None] = {}
@@ -103,13 +111,12 @@ class Runner:
 
         Communication: as `Engine.forward_backward`, without that of the program and of the mean loss.
         """
-        (inputs, targets), length = whole_length(inputs, targets)
+        (inputs, targets), part = without_part(self.runtime.context_parallelism, inputs, targets)
         self.inputs_are_cut = isinstance(inputs, Microbatches)
         batch, parts = split_both(inputs, targets, self.plan.microbatches, (self.as_input, self._as_target))
-        call = f"a step on micro-batches of {signatures(batch)} with targets {signatures(parts)}"
-        self.require_same_call(call, "pp")
-        for axis in ("cp", "tp") if length is None else ("tp",):
-            self.require_same_call(f"{call}, tokens {fingerprint_of_tokens(inputs, targets)}", axis)
+        shapes = f"{signatures(batch)} with targets {signatures(parts)}"
+        self.require_same_batch("a step", shapes, fingerprint_of_tokens(inputs, targets), part)
+        length = None if part is None else part.length
         local = self.local_inputs(batch, length)
         pairs = zip(parts, local.sequences, strict=True)
         parts = [cut(part, sequence, "targets", length) for part, sequence in pairs]
@@ -190,6 +197,19 @@ class Runner:
         losses = torch.stack(self._totals) if self.is_last else torch.zeros((), device=self.mesh.device)
         gradients = non_finite_gradients(self.runtime.units.values(), self.mesh.device)
         return torch.stack([~losses.isfinite().all(), gradients])
+
+    def require_same_batch(self, call: str, shapes: str, tokens: str, part: PartOf | None) -> None:
+        """Raise CommunicationError where ranks along `pp`, `cp` or `tp` make a call on different batches.
+
+        `shapes`: of the micro-batches. `tokens`: a hash of the batch's tokens. `part`: of what the batch is
+        a part, if it is one.
+        Communication: as `require_same_call`, over each of these axes.
+        """
+        alike = f"{call} on micro-batches of {shapes}"
+        same = f"{alike}, tokens {tokens}"
+        self.require_same_call(alike, "pp")
+        self.require_same_call(same if part is None else f"{call} on parts of {part.whole}", "cp")
+        self.require_same_call(same, "tp")
 
     def require_same_call(self, call: str, axis: str) -> None:
         """Raise CommunicationError where ranks along `axis` make different calls.

@@ -100,12 +100,9 @@ class MemoryEstimator:
         """Return the predicted memory of a plan."""
         whole = replace(plan, strategy="none", offload="none", reduce="last")
         unsharded = max(rank.peak for rank in self.ranks(whole))
-        ranks, traces = (
-            self.ranks(plan),
-            self._traces(build_blueprint(self.model, plan, self.rules, self.order_of)),
-        )
-        chosen = () if traces is None else tuple(sorted(traces.attention, key=str))
-        return Memory(plan, ranks, unsharded, traces is not None, chosen)
+        traces = self._traces(build_blueprint(self.model, plan, self.rules, self.order_of))
+        attention = () if traces is None else tuple(sorted(traces.attention, key=str))
+        return Memory(plan, self.ranks(plan), unsharded, traces is not None, attention)
 
     def ranks(self, plan: Plan, observer: MemoryObserver | None = None) -> tuple[RankMemory, ...]:
         """Return the predicted memory of each rank of `pp`; calls `observer` after each instruction."""

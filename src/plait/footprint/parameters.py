@@ -38,7 +38,7 @@ class RankBuffer:
 
     @property
     def moment(self) -> int:
-        """Bytes of one optimizer-state tensor of this buffer, on the `shard` rank with the most elements."""
+        """Bytes of one optimizer-state tensor of this buffer, on the rank of `shard_cp` with the most."""
         if not self.spec.kind.trains:
             return 0
         offsets = self.spec.offsets

@@ -81,7 +81,7 @@ def tracking(tracker: PositionTracker) -> Iterator[None]:
 
 
 class _Functions(TorchFunctionMode):
-    """Notices calls of marked functions and of torch's."""
+    """Reports calls of marked functions, and numbers given to torch's functions, to the tracker."""
 
     def __init__(self, tracker: PositionTracker) -> None:
         super().__init__()

@@ -121,9 +121,9 @@ class RecordOperations(TorchDispatchMode):
             self._drop(tensor)
         result = func(*args, **(kwargs or {}))
         if _is_cached(func) and not self._paused:
-            kept = self.most is None or len(self.results) < self.most
+            stores = self.most is None or len(self.results) < self.most
             # Without its graph, which would keep the activations alive.
-            self.results.append(map_tensors(Tensor.detach, result) if kept else None)
+            self.results.append(map_tensors(Tensor.detach, result) if stores else None)
         return result
 
     def _drop(self, written: Tensor) -> None:

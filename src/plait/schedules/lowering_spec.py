@@ -21,7 +21,7 @@ class Sharding:
     """Which gather and reduction instructions a program contains, and how often.
 
     `gathers`: whether parameters are gathered, once per step or before each use, with a release after it.
-    `scatters`: whether gradients are reduce-scattered over `shard`, after the last micro-batch or after each.
+    `scatters`: whether gradients are reduce-scattered over `shard_cp`, after the last micro-batch or each.
     `allocates`: whether a unit's whole gradient is allocated only while it is accumulated.
     """
 

@@ -3,7 +3,7 @@
     Gather(0)  Await(0) Gather(1) Run(0) Release(0)  Await(1) Gather(2) Run(1) Release(1) …
 
 The gather of a layer's parameters starts before the previous layer runs, so at most two layers' parameters
-are whole at once. `W` needs no parameters: only `F`, `I` and `B` use them. All ranks along `shard` run the
+are whole at once. `W` needs no parameters: only `F`, `I` and `B` use them. All ranks along `shard_cp` run the
 same program, so they gather in the same order and cannot deadlock.
 
 Reductions come directly after the last weight gradient of a unit:
@@ -11,7 +11,7 @@ Reductions come directly after the last weight gradient of a unit:
     whole gradients    … Run(W) Reduce …
     sharded            … Allocate(1) Run(W) Scatter(1) AwaitScatter(2) Reduce(2)  Allocate(0) Run(W) …
 
-A scatter sums over `shard` and leaves each rank its shard; a reduction sums what is then left to sum, over
+A scatter sums over `shard_cp` and leaves each rank its shard; a reduction sums what is then left to sum, over
 `replicate` and over other ranks with the same parameter. A scatter overlaps with the next layer, so at most
 two layers' whole gradients exist at once, and those of units that several stages of the rank use. The latter
 are reduced after the last micro-batch in any case, because the order in which their gradients accumulate

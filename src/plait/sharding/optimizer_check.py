@@ -46,7 +46,7 @@ class Partitioning:
     pp: int
     """Ranks of `pp`, each with the parameters of its own stages."""
     sharded: bool
-    """Whether a rank has pieces of parameters, over `shard` or `tp`."""
+    """Whether a rank has pieces of parameters, over `shard`, `cp` or `tp`."""
 
     @staticmethod
     def of(plan: Plan) -> Partitioning:

@@ -102,7 +102,7 @@ class Reducer:
                 gradient.zero_()
 
     def scatter(self, name: str) -> None:
-        """Start the reduce-scatter of a unit's whole gradient over `shard`."""
+        """Start the reduce-scatter of a unit's whole gradient over `shard_cp`."""
         assert self.states[name] is GradientState.ACCUMULATING
         self.states[name] = GradientState.REDUCING
         self._scattered[name] = []

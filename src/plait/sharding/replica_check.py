@@ -1,8 +1,8 @@
 """Check of replicas: compares the bits of parameters and optimizer state held by several ranks.
 
-    over `dp`    every parameter, or every piece of one
-    over `tp`    parameters that are whole, and copies of the same piece
-    over `pp`    parameters that are tied across stages
+    over `dp_cp`    every parameter, or every piece of one
+    over `tp`       parameters that are whole, and copies of the same piece
+    over `pp`       parameters that are tied across stages
 
 Each rank hashes its tensors on their device. A parameter and its state make one number, and these are
 gathered along each axis: what is equal along the axes one by one is equal everywhere. Only where a parameter

@@ -16,6 +16,11 @@ from plait.verification.location import PARAMETER_KINDS, RecordKey, RecordScope
 
 MARGIN = 16.0
 """Tolerance in units of a perturbed run's deviation, since a few runs do not show the largest error."""
+UPDATE_KINDS = ("value", "state")
+MARGIN_OF_UPDATES = 64.0
+"""Replaces `MARGIN` for parameters and optimizer state after an update. An adaptive optimizer divides by the
+size of each gradient's elements, so that those which nearly cancel decide the largest deviation: the ratio of
+two runs' is a ratio of errors of few elements, of which one in some hundreds exceeds 16."""
 LEAST_EPSILONS = 16.0
 """Tolerance in machine epsilons of a tensor's size, at least."""
 MARGIN_16_BIT = 4.0
@@ -83,7 +88,8 @@ class ReferenceRecording:
             if value.is_floating_point() or value.is_complex():
                 size, allowed = tolerances[key]
                 epsilon = max(torch.finfo(value.dtype).eps, epsilon_of(key))
-                margin, least = (MARGIN_16_BIT,) * 2 if epsilon > 1e-4 else (MARGIN, LEAST_EPSILONS)
+                usual = MARGIN_OF_UPDATES if key.kind in UPDATE_KINDS else MARGIN
+                margin, least = (MARGIN_16_BIT,) * 2 if epsilon > 1e-4 else (usual, LEAST_EPSILONS)
                 shown = margin * largest_difference(value, recorded[key])
                 shown = shown if math.isfinite(shown) else 0.0  # a perturbed run that overflowed
                 tolerances[key] = Tolerance(size, max(allowed, shown, least * epsilon * size))

@@ -31,3 +31,10 @@ def test_tensors_that_do_not_fit(
     tensors = [torch.zeros(shape) for shape in (query, key, value)]
     with pytest.raises(ModelError, match=message):
         plait.attention(*tensors, documents=ids)
+
+
+def test_documents_of_a_batch_that_runs_on_meta() -> None:
+    """A tensor that a layer refers to, but does not keep, is not on meta: its rows and length do not fit."""
+    tensors = [torch.zeros(SHAPE, device="meta")] * 3
+    with pytest.raises(ModelError, match="give document_ids in the batch of the engine"):
+        plait.attention(*tensors, documents=IDS)

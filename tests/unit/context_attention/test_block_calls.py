@@ -33,7 +33,7 @@ def calls_of(
     ids: Tensor | None = None,
 ) -> tuple[BlockCall, ...]:
     bounds = None if ids is None else document_bounds(ids)
-    lo, hi = visible_range(queries, length, causal=causal, window=window, bounds=bounds)
+    lo, hi = visible_range(queries, length, causal=causal, window=window, documents=bounds)
     return block_calls(lo, hi, keys)
 
 
@@ -92,7 +92,7 @@ def test_each_visible_pair_is_computed_once(
     if ids is not None and alike:
         ids = ids[:1].expand(rows, -1)
     bounds = None if ids is None else document_bounds(ids)
-    lo, hi = visible_range(queries, length, causal=causal, window=window, bounds=bounds)
+    lo, hi = visible_range(queries, length, causal=causal, window=window, documents=bounds)
     if only_needed:
         keys = keys[needed_keys(lo, hi, keys)]
     with patch.object(visibility, "TILE", sizes[0]), patch.object(visibility, "SHORT", sizes[1]):

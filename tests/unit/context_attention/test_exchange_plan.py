@@ -54,7 +54,7 @@ def test_of_a_window_only_the_border_is_sent() -> None:
 
 def test_of_documents_within_ranks_nothing_is_sent() -> None:
     ids = torch.arange(64)[None] // 16
-    bounds = DocumentBounds(*document_bounds(ids))
+    bounds = document_bounds(ids)
     assert sent(sequence_layout(64, 4, "contiguous"), Mask(), bounds) == 0
     assert sent(sequence_layout(64, 4, "contiguous"), Mask()) == 6 * 16
 
@@ -100,7 +100,7 @@ def test_every_visible_pair_is_computed_once_by_the_rank_of_its_query(
     case: tuple[SequenceLayout, Mask, Tensor | None],
 ) -> None:
     layout, mask, ids = case
-    documents = None if ids is None else DocumentBounds(*document_bounds(ids))
+    documents = None if ids is None else document_bounds(ids)
     seen = visible(layout.length, mask, ids)
     each = plans(layout, mask, documents)
     for rank, plan in enumerate(each):
@@ -128,7 +128,7 @@ def test_a_plan_is_built_once_for_all_micro_batches_of_whole_documents() -> None
     assert first is not exchange_plan(one_rank.sequence(17), mask, cpu)
     assert first is not exchange_plan(one_rank.sequence(16), Mask(), cpu)
     ids = torch.zeros(1, 16, dtype=torch.int64)
-    bounds = DocumentBounds(*document_bounds(ids))
+    bounds = document_bounds(ids)
     packed, other = one_rank.sequence(16, bounds), one_rank.sequence(16, bounds)
     assert exchange_plan(packed, mask, cpu) is exchange_plan(packed, mask, cpu)
     assert exchange_plan(packed, mask, cpu) is not exchange_plan(other, mask, cpu)

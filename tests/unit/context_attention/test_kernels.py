@@ -112,7 +112,7 @@ def test_calls_of_a_rank_make_up_its_attention(layout: str, window: int | None, 
     query, key, value = random_inputs(kv_heads=2, n=length, m=length)
     for rank in range(ranks):
         own = LAYOUTS[layout](length, ranks, rank)
-        lo, hi = visible_range(own, length, causal=True, window=window, bounds=bounds)
+        lo, hi = visible_range(own, length, causal=True, window=window, documents=bounds)
         inputs = query[:, :, own], key, value
         gradient = torch.randn(2, 4, len(own), 8, dtype=torch.float64)
         out, lse = empty_result(inputs[0], value)

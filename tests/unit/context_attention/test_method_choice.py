@@ -77,4 +77,4 @@ def test_the_report_says_what_was_chosen_and_why() -> None:
     assert f"ulysses, which sends less ({sends})" in str(report)
     assert plait.memory(model, Plan(), device="cpu").attention == ()
     divided = plait.memory(model, Plan(cp=3, tp=3), torch.empty(1, 12, dtype=torch.int64), device="cpu")
-    assert [(one.query_heads, one.heads) for one in divided.attention] == [(2, 1)]
+    assert [(one.query_heads, one.kv_heads) for one in divided.attention] == [(2, 1)]

@@ -13,17 +13,17 @@ from plait.errors import ModelError
 
 
 def test_bounds_of_documents() -> None:
-    starts, stops = document_bounds(torch.tensor([[7, 7, 7, 2, 7, 7], [1, 2, 3, 3, 3, 3]]))
-    assert starts.tolist() == [[0, 0, 0, 3, 4, 4], [0, 1, 2, 2, 2, 2]]
-    assert stops.tolist() == [[3, 3, 3, 4, 6, 6], [1, 2, 6, 6, 6, 6]]
-    assert starts.dtype == stops.dtype == torch.int64
+    bounds = document_bounds(torch.tensor([[7, 7, 7, 2, 7, 7], [1, 2, 3, 3, 3, 3]]))
+    assert bounds.starts.tolist() == [[0, 0, 0, 3, 4, 4], [0, 1, 2, 2, 2, 2]]
+    assert bounds.stops.tolist() == [[3, 3, 3, 4, 6, 6], [1, 2, 6, 6, 6, 6]]
+    assert bounds.starts.dtype == bounds.stops.dtype == torch.int64
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (2, 1)])
 def test_bounds_of_few_tokens(shape: tuple[int, int]) -> None:
-    starts, stops = document_bounds(torch.zeros(shape, dtype=torch.int32))
-    assert torch.equal(starts, torch.zeros(shape, dtype=torch.int64))
-    assert torch.equal(stops, torch.ones(shape, dtype=torch.int64))
+    bounds = document_bounds(torch.zeros(shape, dtype=torch.int32))
+    assert torch.equal(bounds.starts, torch.zeros(shape, dtype=torch.int64))
+    assert torch.equal(bounds.stops, torch.ones(shape, dtype=torch.int64))
 
 
 @given(
@@ -45,7 +45,7 @@ def test_ranges_are_the_mask(
     bounds = document_bounds(documents) if packed else None
     torch.manual_seed(seed)
     queries, keys = ((torch.rand(length) < 0.6).nonzero().squeeze(1) for _ in range(2))
-    lo, hi = visible_range(queries, length, causal=causal, window=window, bounds=bounds)
+    lo, hi = visible_range(queries, length, causal=causal, window=window, documents=bounds)
     expected = visible(queries, keys, causal=causal, window=window, ids=documents if packed else None)
     assert lo.shape == hi.shape == expected.shape[:2]
     assert torch.equal((lo[..., None] <= keys) & (keys < hi[..., None]), expected)

@@ -12,7 +12,7 @@ from torch import nn
 import plait
 from parity import huggingface_cases as cases
 from parity.kernels import Kernels
-from plait.autograd.running_sequence import ContextParallelism, DocumentBounds, running
+from plait.autograd.running_sequence import ContextParallelism, running
 from plait.comm.group import Group
 from plait.comm.traffic import Traffic
 from plait.context_attention.visibility import document_bounds
@@ -110,7 +110,7 @@ def test_angles_are_those_of_a_ranks_positions() -> None:
             angles = rotary(like)
         assert kernels.names["cos"] == computed
         assert all(torch.equal(one, whole[1::2]) for one, whole in zip(angles, every, strict=True))
-    bounds = DocumentBounds(*document_bounds(torch.tensor([[0] * 3 + [1] * 7, [0] * 10])))
+    bounds = document_bounds(torch.tensor([[0] * 3 + [1] * 7, [0] * 10]))
     with Kernels() as kernels, running(parallelism.sequence(10, bounds)):
         for angles in (rotary(like), rotary(like)):
             for one, whole in zip(angles, every, strict=True):
