@@ -42,6 +42,7 @@ PUBLIC = [
     "cross_entropy",
     "launch",
     "load",
+    "lora",
     "memory",
     "models",
     "parallelize",

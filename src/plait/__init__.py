@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from plait.engine.local_batch import sequence_part
     from plait.errors import PlaitError
     from plait.footprint.estimate import memory
+    from plait.models.low_rank_adaptation import lora
     from plait.plan import Plan
     from plait.schedules.check import check
     from plait.schedules.search.api import schedule
@@ -42,6 +43,7 @@ _HOME = {
     "cross_entropy": "plait.tensor.losses",
     "launch": "plait.comm.launch",
     "load": "plait.checkpoint.loading",
+    "lora": "plait.models.low_rank_adaptation",
     "memory": "plait.footprint.estimate",
     "parallelize": "plait.composer",
     "positions": "plait.autograd.running_sequence",
@@ -63,6 +65,7 @@ __all__ = [
     "cross_entropy",
     "launch",
     "load",
+    "lora",
     "memory",
     "models",
     "parallelize",

@@ -30,7 +30,7 @@ class Trainer:
         settings = config.train
         model = build_model(config.model, data.vocab)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        values = initial_weights(config.model, model)
+        values = initial_weights(config.model, model, settings.seed)
         self.has_weights = values is not None
         self.engine = parallelize(model, plan, mesh, loss=cross_entropy, seed=settings.seed, values=values)
         groups = self.engine.parameter_groups(weight_decay=settings.weight_decay)
