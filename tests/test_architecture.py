@@ -44,6 +44,7 @@ PUBLIC = [
     "fit",
     "launch",
     "load",
+    "lora",
     "memory",
     "models",
     "parallelize",

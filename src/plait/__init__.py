@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from plait.errors import PlaitError
     from plait.footprint.estimate import memory
     from plait.loop.fit import fit
+    from plait.models.low_rank_adaptation import lora
     from plait.plan import Plan
     from plait.schedules.check import check
     from plait.schedules.search.api import schedule
@@ -46,6 +47,7 @@ _HOME = {
     "fit": "plait.loop.fit",
     "launch": "plait.comm.launch",
     "load": "plait.checkpoint.loading",
+    "lora": "plait.models.low_rank_adaptation",
     "memory": "plait.footprint.estimate",
     "parallelize": "plait.composer",
     "positions": "plait.autograd.running_sequence",
@@ -69,6 +71,7 @@ __all__ = [
     "fit",
     "launch",
     "load",
+    "lora",
     "memory",
     "models",
     "parallelize",

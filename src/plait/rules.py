@@ -7,6 +7,7 @@
         "blocks.*.attention.output": row.by("heads"),      partition input features; the output is summed
         "blocks.*.attention": sequence,                    the rest may run on pieces of the sequence
         "blocks.*.attention.dropout": piece.along(1),      take the mask of this rank's heads
+    "blocks.*.attention.query_norm": replicated,       whole inside of the region, with a summed gradient
     }
 
 A key is a module's path in the model, in which `*` matches any one name. Every rule has to match a module,
@@ -39,9 +40,10 @@ class Rule:
     heads. `sequence`: a layer of the model that, outside of regions (norms, dropouts, residual connections),
     treats each position of the sequence by itself; with `Plan.sequence_parallel` each rank does so for a
     piece of the sequence. `replicated`: a module in a region whose parameters every rank has whole, such as a
-    norm of each head; their gradients are summed over `tp`. `norm`: an `nn.RMSNorm` in a region over all the
-    features of which each rank has some, weight · x / sqrt(mean(x²) + eps); its weight is partitioned with
-    them and its mean square summed over `tp`.
+    norm of each head; each rank has a summand of their gradients, which are summed over `tp`. Its dropouts
+    take one mask on all ranks, as for an input that is the same on all of them. `norm`: an `nn.RMSNorm` in a
+    region over all the features of which each rank has some, weight · x / sqrt(mean(x²) + eps); its weight is
+    partitioned with them and its mean square summed over `tp`.
 
     In a layer without an entrance, each column linear enters the region by itself: correct, but with one sum
     of gradients for each.

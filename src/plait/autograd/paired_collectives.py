@@ -134,7 +134,9 @@ def _sum(group: Group, overlap: Overlap | None, gradient: Tensor) -> Tensor:
 
 
 def _sum_in_place(group: Group, tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_meta else all_reduce(tensor, group, checked=False).wait()
+    if tensor.is_meta:  # written to all the same, so that recomputation keeps what it keeps in a run
+        return tensor.zero_()
+    return all_reduce(tensor, group, checked=False).wait()
 
 
 def _whole(group: Group, dim: int, size: int, piece: Tensor) -> Tensor:

@@ -49,7 +49,8 @@ _ABOUT = {
     "Or, with options of `plait train` (--config FILE.toml, --parallel.tp 2, …),\n"
     "with the shards of such a run. Fields of model and training that are not given\n"
     "come from the checkpoint; degrees and strategy do not.",
-    "export": "Writes a checkpoint as a folder that transformers or torch.distributed.checkpoint loads.",
+    "export": "Writes a checkpoint as a folder that transformers, peft (the adapters of LoRA only) or\n"
+    "torch.distributed.checkpoint loads. For transformers, adapters are merged.",
     "import": "Writes a checkpoint from a folder of Hugging Face (GPT-2, Llama) or of torch's DCP.",
 }
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -145,7 +146,7 @@ def _export(options: Namespace) -> None:
         from plait.checkpoint.box_reader import FullTensors
         from plait.checkpoint.huggingface.exporting import export_adapted, export_own
         from plait.checkpoint.huggingface.model_sizes import sizes_from_manifest
-        from plait.models.huggingface.pretrained import model_in
+        from plait.train.trained_model import adapters_to_merge, trained_model, write_peft_adapter
 
     wholes = FullTensors(options.path)
     more: dict[str, Any] = {"dtype": _dtype(options), "max_bytes": options.file_size}
@@ -153,8 +154,14 @@ def _export(options: Namespace) -> None:
     own = any(value is not None for value in sizes.values())
     folder = None if own else _trained_folder(wholes.manifest)
     folder = folder if options.model is None else Path(options.model).expanduser()
+    if options.format == "peft":
+        if folder is None:
+            raise ConfigError(f"{options.path} is of no model of Hugging Face: give its folder by --model.")
+        write_peft_adapter(wholes, trained_model(wholes.manifest, folder), folder, options.target)
+        return
     if folder is not None:
-        export_adapted(wholes, options.target, model_in(folder), folder, **more)
+        model = trained_model(wholes.manifest, folder)
+        export_adapted(wholes, options.target, model, folder, adapters=adapters_to_merge(model), **more)
         return
     export_own(wholes, options.target, sizes_from_manifest(wholes.manifest, **sizes), **more)
 
@@ -256,7 +263,8 @@ def _read(argv: Sequence[str]) -> Namespace:
     options.action, options.of_run = argv[0], of_run
     if of_run and options.file_size is not None:
         raise ConfigError("--file-size goes with whole tensors: leave it out, or the options of a run.")
-    if getattr(options, "format", None) == "dcp":
+    form = getattr(options, "format", None)
+    if form in ("dcp", "peft"):
         unused = [name for name in _OF_HUGGINGFACE if getattr(options, name, None) is not None]
         if unused:
             option = unused[0].replace("_", "-")
@@ -275,7 +283,8 @@ def _parsers() -> Mapping[str, ArgumentParser]:
         if action != "inspect":
             parser.add_argument("target", metavar="TARGET", type=Path, help=_TARGET)
         if action in ("export", "import"):
-            parser.add_argument("--format", choices=_FORMATS, required=True, help="format of the folder")
+            formats = (*_FORMATS, "peft") if action == "export" else _FORMATS
+            parser.add_argument("--format", choices=formats, required=True, help="format of the folder")
             kinds = "dtype of parameters: float64, float32, float16 or bfloat16 (default: unchanged)"
             names = "dcp: use the parameter names of transformers, for llama or the model in a FOLDER"
             if action == "export":

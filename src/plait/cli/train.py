@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from plait.cli.ranks_and_signals import degrees, importing, local_ranks, stoppable
-from plait.train.config_parser import config_from_arguments, sections, takes
+from plait.train.config_parser import config_from_arguments, fields, sections, takes
 
 _USAGE = """\
 usage: plait train [--config FILE.toml] [--section.field value ...]
@@ -71,8 +71,10 @@ def _print_help() -> None:
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
         table.add_column(no_wrap=True)
         table.add_column()
-        for name, field in schema["properties"].items():
+        for name, field in fields().items():
+            if not name.startswith(f"{section}."):
+                continue
             default = json.dumps(field["default"]).replace("null", "none")
             about = Text(field["description"]).append(f" ({takes(field)}; default {default})", style="dim")
-            table.add_row(f"  --{section}.{name}", about)
+            table.add_row(f"  --{name}", about)
         console.print(table)

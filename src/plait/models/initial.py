@@ -57,18 +57,18 @@ def normal_values(name: str, seed: int, start: int, stop: int, std: float) -> Te
 def initial_value(layer: nn.Module, path: str, name: str, seed: int) -> Tensor:
     """Return the whole initial value of the parameter or buffer `name` of `layer`, whose path is `path`.
 
-    A tensor with a value keeps it. One on the meta device gets the distribution that the layer's
-    `initial_values()` names for it, else the value from its module's own `reset_parameters()` under a seed
-    that is a hash of the module's path. Raises ModelError where neither exists.
+    A tensor with a value keeps it. One on the meta device gets the distribution that `initial_values()` of
+    the innermost module around it, up to the layer, names for it; else the value from its module's own
+    `reset_parameters()` under a seed that is a hash of the module's path. Raises ModelError where neither
+    exists.
     """
     owner_name, _, attribute = name.rpartition(".")
     owner = layer.get_submodule(owner_name)
     current: Tensor = getattr(owner, attribute)
     if not current.is_meta:
         return current.detach()
-    rules: dict[str, Initial] = getattr(layer, "initial_values", dict)()
     full_name = f"{path}.{name}" if path else name
-    rule = rules.get(name)
+    rule = _rule(layer, name)
     if isinstance(rule, Constant):
         return torch.full(current.shape, rule.value, dtype=current.dtype, device="cpu")
     if rule is not None:
@@ -80,6 +80,18 @@ def initial_value(layer: nn.Module, path: str, name: str, seed: int) -> Tensor:
             "initial_values() that names it, or build the model with real values."
         )
     return _reset(owner, attribute, f"{path}.{owner_name}", seed)
+
+
+def _rule(layer: nn.Module, name: str) -> Initial | None:
+    """Return the distribution that the innermost module of `layer` around tensor `name` gives it, or None."""
+    parts = name.split(".")
+    for count in range(len(parts) - 1, -1, -1):
+        module = layer.get_submodule(".".join(parts[:count]))
+        rules: dict[str, Initial] = getattr(module, "initial_values", dict)()
+        rule = rules.get(".".join(parts[count:]))
+        if rule is not None:
+            return rule
+    return None
 
 
 def _reset(owner: nn.Module, attribute: str, path: str, seed: int) -> Tensor:

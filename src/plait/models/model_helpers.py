@@ -23,7 +23,7 @@ class InitializedLayer(nn.Module):
     def __init__(
         self, std: float, exceptions: Mapping[str, float] | None = None, *, norm_start: float = 1.0
     ) -> None:
-        """`std`: initial standard deviation of matrices; `exceptions`: other values, by module name.
+        """`std`: initial standard deviation of matrices; `exceptions`: others, by the innermost module.
 
         `norm_start`: the initial weight of norms.
         """
@@ -34,9 +34,10 @@ class InitializedLayer(nn.Module):
         """Return the initial distribution of each parameter: matrices normal, norms constant, biases 0."""
         found: dict[str, Initial] = {}
         for name, parameter in self.named_parameters(remove_duplicate=False):
-            module = name.split(".")[-2]
+            around = reversed(name.split(".")[:-1])
             if parameter.dim() > 1:
-                found[name] = Normal(self.exceptions.get(module, self.std))
+                named = (self.exceptions[module] for module in around if module in self.exceptions)
+                found[name] = Normal(next(named, self.std))
             else:
                 found[name] = Constant(self.norm_start if name.endswith(".weight") else 0.0)
         return found

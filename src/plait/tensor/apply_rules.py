@@ -144,11 +144,13 @@ def _applied(
     boundary: RegionBoundary,
     queue: WeightGradientQueue | None,
 ) -> nn.Module:
-    """Return the parallel form of `module`; a dropout, or a module with rule `entrance`, is only modified."""
-    if rule.kind == "replicated":
-        return module
+    """Return the parallel form of `module`; where the rule has no layout, `module` itself, modified."""
     if rule.kind == "entrance":
         module.register_forward_hook(partial(_enter, boundary, path))
+        return module
+    if rule.kind == "replicated":
+        for dropout in (one for one in module.modules() if isinstance(one, Dropout)):
+            dropout.in_region = True
         return module
     if isinstance(module, Dropout):
         set_region_piece(module, rule.dim, group.index, group.size)

@@ -312,7 +312,8 @@ class _Proof:
         name = self._nearest(self._read_in(node, ValueState.NEUTRAL), ONLY_NEUTRAL)
         return self._error(
             f"the whole parameter {name} is used inside a region, where each rank sees only its part of the "
-            "gradient: move it out, give its module a rule that shards it, or remove the rules of this region"
+            "gradient: give its module the rule replicated, or a rule that shards it, or remove the rules of "
+            "this region"
         )
 
     def _is_parameter(self, node: Node) -> bool:

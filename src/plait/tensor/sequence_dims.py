@@ -64,17 +64,17 @@ def summed_over_tp(
 
     Those with the same shard of the parameter; for a whole parameter all ranks, if its layer runs on pieces
     of the sequence or its module has the rule `replicated`, else 1. Raises PlanError for a parameter that is
-    whole in layers or modules of both kinds.
+    whole in layers of both kinds.
     """
     found: dict[int, tuple[str, int]] = {}
     for path, layer in layers:
         on_pieces = _dim(matched.get(path)) is not None
+        replicated = [name for name, rule in matched.items() if rule.kind == "replicated"]
         for name, parameter in layer.named_parameters():
             layout, full = layouts[id(parameter)], join(path, name)
             tp = layout.axes.index(AXIS)
             placement = layout.placements[tp]
-            rule = matched.get(join(path, name.rpartition(".")[0]))
-            in_region = rule is not None and rule.kind == "replicated"
+            in_region = any(full.startswith(f"{name}.") for name in replicated)
             ranks = layout.degrees[tp] if on_pieces or in_region else 1
             if isinstance(placement, Shard):
                 ranks = placement.copies
@@ -82,8 +82,8 @@ def summed_over_tp(
             if known != ranks:
                 raise PlanError(
                     f"{first} and {full} are one parameter, whole on every rank of tp, but only one of its "
-                    "layers has the rule sequence, or only one of its modules the rule replicated: give it "
-                    "to both, or to neither."
+                    "layers has the rule sequence, or of its modules the rule replicated: give it to both, "
+                    "or to neither."
                 )
     return {parameter: ranks for parameter, (_, ranks) in found.items()}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import nn
 
 from plait.models import gpt2, llama
 from plait.models.huggingface.pretrained import model_in, weights_in
+from plait.models.low_rank_adaptation import adapter_values, lora
+from plait.models.peft_adapters import load_adapter, values_in
 from plait.train.config_sections import ModelConfig, TrainConfig
 
 
@@ -18,6 +21,16 @@ def build_model(model: ModelConfig, vocab: int) -> nn.Sequential:
 
     A model in a folder has its own vocabulary. Raises `ModelError` for one that plait does not support.
     """
+    built, settings = _without_adapters(model, vocab), model.lora
+    if settings.adapter is not None:
+        load_adapter(built, Path(settings.adapter).expanduser())
+    elif settings.adapts:
+        rank, alpha, dropout = settings.rank, settings.alpha, settings.dropout
+        lora(built, rank=rank, alpha=alpha, targets=settings.targets, dropout=dropout)
+    return built
+
+
+def _without_adapters(model: ModelConfig, vocab: int) -> nn.Sequential:
     if model.folder is not None:
         return model_in(model.folder)
     sizes = {
@@ -32,9 +45,17 @@ def build_model(model: ModelConfig, vocab: int) -> nn.Sequential:
     return llama(**sizes, kv_heads=model.kv_heads, inner=model.inner, tied=model.tied)
 
 
-def initial_weights(config: ModelConfig, model: nn.Sequential) -> dict[str, Any] | None:
-    """Return the weights in the folder `model.name` by their names in `model`, or None if there are none."""
-    return None if config.folder is None else weights_in(config.folder, model)
+def initial_weights(config: ModelConfig, model: nn.Sequential, seed: int) -> dict[str, Any] | None:
+    """Return the weights in the folder `model.name` by their names in `model`, or None if there are none.
+
+    With the values of its adapters: those in their folder, else those of `seed`.
+    """
+    weights = None if config.folder is None else weights_in(config.folder, model)
+    if weights is None or not config.lora.adapts:
+        return weights
+    adapter = config.lora.adapter
+    values = adapter_values(model, seed) if adapter is None else values_in(model, Path(adapter).expanduser())
+    return {**weights, **values}
 
 
 def build_optimizer(groups: list[dict[str, Any]], settings: TrainConfig) -> torch.optim.Optimizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Self
 
 from pydantic import model_validator
@@ -41,7 +42,7 @@ LIMITS = {
 LONGEST_TIMEOUT = 10**6
 """Seconds: timeouts are milliseconds in 32 bits."""
 NOT_COUNTS = ("seed",)
-PATHS = ("model.name", "data.source", "data.tokenizer", "run.dir", "run.resume")
+PATHS = ("model.name", "model.lora.adapter", "data.source", "data.tokenizer", "run.dir", "run.resume")
 
 
 class Config(Section):
@@ -57,6 +58,7 @@ class Config(Section):
     def _consistent(self) -> Self:
         _check_magnitudes(self)
         _check_paths(self)
+        _check_adapter(self.model)
         if self.model.folder is None:
             _check_family(self.model)
             _check_heads(self.model)
@@ -114,13 +116,27 @@ def _short(value: int) -> str:
 def _check_paths(config: Config) -> None:
     """Raise ConfigError for paths that no file system accepts."""
     for field in PATHS:
-        section, _, name = field.partition(".")
-        text = str(getattr(getattr(config, section), name))
+        text = str(attrgetter(field)(config))
         reason = invalid_path(text)
         if reason is not None:
             raise ConfigError(
                 f"{field} is {text[:60]!r}{'…' * (len(text) > 60)}, {reason}: give another path."
             )
+
+
+def _check_adapter(model: ModelConfig) -> None:
+    """Raise ConfigError if an adapter is to be trained on beside settings or a model that it has not."""
+    adapter, rank = model.lora.adapter, model.lora.rank
+    if adapter is not None and model.folder is None:
+        raise ConfigError(
+            f"model.lora.adapter = {adapter!r} is given with model.name = {model.name}: set model.name to "
+            "the folder of the model for which the adapter was trained."
+        )
+    if adapter is not None and rank:
+        raise ConfigError(
+            f"model.lora.rank = {rank} is given with model.lora.adapter, which has a rank of its own: leave "
+            "one of them out."
+        )
 
 
 def _check_steps(config: Config) -> None:

@@ -52,22 +52,33 @@ class GivenValue:
 def sections() -> Mapping[str, Schema]:
     """Return the JSON schema of each section by name, with its `description` and `properties`."""
     schema = Config.model_json_schema()
-    references = {name: str(section["$ref"]) for name, section in schema["properties"].items()}
     return MappingProxyType(
-        {name: schema["$defs"][path.rpartition("/")[2]] for name, path in references.items()}
+        {name: _section(one, schema) for name, one in schema["properties"].items() if "$ref" in one}
     )
+
+
+def _section(field: Schema, schema: Schema) -> Schema:
+    """Return the schema of a section, to which `field` refers; sections in it are replaced by their own."""
+    found: dict[str, Any] = schema["$defs"][str(field["$ref"]).rpartition("/")[2]]
+    inner = {
+        name: _section(one, schema) if "$ref" in one else one for name, one in found["properties"].items()
+    }
+    return {**found, "properties": inner}
 
 
 @cache
 def fields() -> Mapping[str, Schema]:
     """Return the JSON schema of each field by its full name, `section.field`."""
-    return MappingProxyType(
-        {
-            f"{section}.{name}": field
-            for section, schema in sections().items()
-            for name, field in schema["properties"].items()
-        }
-    )
+    return MappingProxyType(dict(_fields({"properties": sections()}, "")))
+
+
+def _fields(schema: Schema, prefix: str) -> Iterator[tuple[str, Schema]]:
+    """Yield the fields of a section, and those of sections in it, with `prefix` before their names."""
+    for name, field in schema["properties"].items():
+        if "properties" in field:
+            yield from _fields(field, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field
 
 
 def takes(field: Schema) -> str:
@@ -133,14 +144,17 @@ def _given_values(tree: Mapping[str, object], origin: str) -> dict[str, GivenVal
     return given
 
 
-def _flatten(tree: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    for section, body in tree.items():
-        if not isinstance(body, dict):
-            yield section, body
-        elif body:
-            yield from ((f"{section}.{name}", value) for name, value in body.items())
-        elif section not in sections():
-            yield section, body
+def _flatten(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, body in tree.items():
+        full = f"{prefix}{name}"
+        if isinstance(body, dict) and body and (not prefix or _is_section(full)):
+            yield from _flatten(body, f"{full}.")
+        elif body != {} or not _is_section(full):
+            yield full, body
+
+
+def _is_section(name: str) -> bool:
+    return any(known.startswith(f"{name}.") for known in fields())
 
 
 def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -191,7 +205,7 @@ def _field(name: str, origin: str) -> Schema:
     """Return the JSON schema of a field. Raises `ConfigError`, with the nearest name, for an unknown one."""
     if name in fields():
         return fields()[name]
-    if name in sections():
+    if _is_section(name):
         example = next(known for known in fields() if known.startswith(f"{name}."))
         raise ConfigError(f"{name} (from {origin}) is a section: set one of its fields, such as {example}.")
     near = nearest_field(name)
@@ -218,16 +232,20 @@ def _require_json(name: str, given: GivenValue) -> None:
 
 
 def _build(values: Mapping[str, GivenValue]) -> Config:
-    tree: dict[str, dict[str, object]] = {}
+    tree: dict[str, Any] = {}
     for name, given in values.items():
-        section, _, field = name.partition(".")
+        *around, field = name.split(".")
         _require_json(name, given)
-        tree.setdefault(section, {})[field] = given.value
+        section = tree
+        for part in around:
+            section = section.setdefault(part, {})
+        section[field] = given.value
     try:
         return Config.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"][:2])
+        parts = [str(part) for part in first["loc"]]
+        name = next(found for n in range(len(parts), 0, -1) if (found := ".".join(parts[:n])) in fields())
     given = values.get(name) or GivenValue(first["input"], f"the folder {values['model.name'].value}")
     shown = json.dumps(given.value, default=str, ensure_ascii=False)
     shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"

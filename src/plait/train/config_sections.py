@@ -40,6 +40,38 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+class LoraConfig(Section):
+    """Low-rank adapters of frozen linears (Hu et al. 2021)."""
+
+    rank: int = Field(
+        default=0, ge=0, le=2**16, description="rank of LoRA's adapters; 0: none, and all parameters train"
+    )
+    alpha: float = Field(default=16.0, gt=0, description="adapters are scaled by alpha / rank")
+    dropout: Decay = Field(default=0.0, description="dropout before the adapters")
+    targets: tuple[str, ...] | None = Field(
+        default=None,
+        description="patterns of the paths of linears that are adapted, or their ends; none: all but the "
+        "head",
+    )
+    adapter: str | None = Field(
+        default=None,
+        min_length=1,
+        description="a folder of peft whose adapter is trained on, with its own rank, alpha, dropout and "
+        "targets",
+    )
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _tuple(cls, given: object) -> object:
+        """Return lists, which sections that complete themselves are given of JSON, as tuples."""
+        return tuple(given) if isinstance(given, list) else given
+
+    @property
+    def adapts(self) -> bool:
+        """Whether the model has adapters."""
+        return self.rank > 0 or self.adapter is not None
+
+
 class ModelConfig(Section):
     """The model, built as a sequence of layers."""
 
@@ -66,6 +98,7 @@ class ModelConfig(Section):
     )
     context: Count = Field(default=128, description="tokens in a sequence")
     tied: bool = Field(default=True, description="whether the head shares the embedding's weight")
+    lora: LoraConfig = LoraConfig()
 
     @model_validator(mode="before")
     @classmethod

@@ -43,7 +43,7 @@ def with_folder_sizes(given: Any) -> dict[str, Any]:
                 f"model.context = {value} does not fit the model in {name}, which takes 1 to "
                 f"{sizes['context']} tokens: give a number in between, or leave it out."
             )
-        elif field != "name" and value is not None and value != sizes.get(field):
+        elif field not in ("name", "lora") and value is not None and value != sizes.get(field):
             actual = f", where it is {sizes[field]}" if field in sizes else ""
             raise ConfigError(
                 f"model.{field} = {value} is given with the folder {name}, whose config.json has all "

@@ -29,7 +29,7 @@ class Trainer(TrainingLoop):
         settings, shape = config.train, config.model
         model = build_model(shape, data.vocab)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        values = initial_weights(shape, model)
+        values = initial_weights(shape, model, settings.seed)
         self.has_weights = values is not None
         engine = parallelize(model, plan, mesh, loss=cross_entropy, seed=settings.seed, values=values)
         groups = engine.parameter_groups(weight_decay=settings.weight_decay)

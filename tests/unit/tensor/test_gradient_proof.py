@@ -364,8 +364,8 @@ def test_a_whole_parameter_inside_a_region() -> None:
     layer = attention(run, query_norm=nn.LayerNorm(HIDDEN // HEADS))
     assert refused(layer, hidden()) == (
         "blocks.0: the whole parameter query_norm.weight is used inside a region, where each rank sees only "
-        "its part of the gradient: move it out, give its module a rule that shards it, or remove the "
-        "rules of this region."
+        "its part of the gradient: give its module the rule replicated, or a rule that shards it, or remove "
+        "the rules of this region."
     )
     layer.query_norm.requires_grad_(False)
     prove(layer, hidden())

@@ -127,8 +127,7 @@ def test_a_parameter_of_two_layers_of_which_one_runs_on_pieces() -> None:
         summed_over_tp(layers, {"1": sequence}, layouts(2, whole=model))
     assert str(caught.value) == (
         "0.1.weight and 1.0.weight are one parameter, whole on every rank of tp, but only one of its layers "
-        "has the rule sequence, or only one of its modules the rule replicated: give it to both, "
-        "or to neither."
+        "has the rule sequence, or of its modules the rule replicated: give it to both, or to neither."
     )
     both = {"0": sequence, "1": sequence}
     assert summed_over_tp(layers, both, layouts(2, whole=model))[id(first[1].weight)] == 2

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,6 +39,16 @@ COPIED = (
 """Files that are copied from the folder of the original model."""
 
 
+@dataclass(frozen=True)
+class Adapter:
+    """The adapter of a linear in a checkpoint: the names of its tensors, and how they are added."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """By name, in the order of the arguments of `added` after the weight."""
+    added: Callable[..., Tensor]
+    """Returns the weight to which the adapter's tensors are added, given the weight and the tensors."""
+
+
 def export_own(
     tensors: FullTensors,
     target: Path,
@@ -62,21 +74,27 @@ def export_adapted(
     model: nn.Sequential,
     folder: Path,
     *,
+    adapters: Mapping[str, Adapter] | None = None,
     dtype: torch.dtype | None = None,
     max_bytes: int | None = None,
 ) -> None:
     """Write the parameters of `model`, made by `from_huggingface`, to the new folder `target`.
 
     `folder`: of the original model. Its tokenizer files are copied, and its `config.json` with the new dtype.
-    Otherwise as `export_own`.
+    `adapters`: those of LoRA by the name of the weight to which each is added. Otherwise as `export_own`.
     """
     names: Mapping[str, str] = model.huggingface_names  # type: ignore[assignment]
-    pairs = [TensorPair(names[name], (name,), tuple(one.shape)) for name, one in model.named_parameters()]
+    adapters = adapters or {}
+    pairs = [
+        TensorPair(names[name], (name,), tuple(one.shape))
+        for name, one in model.named_parameters()
+        if name in names
+    ]
     config = read_config(folder)
     config.pop("torch_dtype", None)  # the former name of dtype
     copied = [folder / name for name in COPIED if (folder / name).is_file()]
     config["dtype"] = _dtype_name(tensors, dtype)
-    _export(tensors, target, pairs, config, copied, dtype, max_bytes, Disk())
+    _export(tensors, target, pairs, config, copied, dtype, max_bytes, Disk(), adapters)
 
 
 def _export(
@@ -88,9 +106,12 @@ def _export(
     dtype: torch.dtype | None,
     max_bytes: int | None,
     disk: Disk,
+    adapters: Mapping[str, Adapter] = MappingProxyType({}),
 ) -> None:
-    require_model(tensors.manifest, {name: pair.shape for pair in pairs for name in pair.ours}, aliases=())
-    items = [_item(tensors, pair, dtype) for pair in pairs]
+    shapes = {name: pair.shape for pair in pairs for name in pair.ours}
+    shapes |= {name: shape for adapter in adapters.values() for name, shape in adapter.shapes.items()}
+    require_model(tensors.manifest, shapes, aliases=())
+    items = [_item(tensors, pair, dtype, adapters.get(pair.ours[0])) for pair in pairs]
     with atomic_folder(target, disk) as folder:
         files = write_files(folder, "model", items, max_bytes=max_bytes, disk=disk)
         if len(files) > 1:
@@ -102,9 +123,13 @@ def _export(
             shutil.copyfile(path, folder / path.name)
 
 
-def _item(tensors: FullTensors, pair: TensorPair, dtype: torch.dtype | None) -> BoxToWrite:
+def _item(
+    tensors: FullTensors, pair: TensorPair, dtype: torch.dtype | None, adapter: Adapter | None
+) -> BoxToWrite:
     to = dtype or tensors.dtype(parameter_key(pair.ours[0]))
     read = partial(_theirs, tensors, pair, to)
+    if adapter is not None:
+        read = partial(_merged, tensors, pair, to, adapter)
     return BoxToWrite(pair.theirs, full_box(pair.their_shape), to, read, name=pair.theirs)
 
 
@@ -117,6 +142,12 @@ def _theirs(tensors: FullTensors, pair: TensorPair, dtype: torch.dtype) -> Tenso
         part = tensors.read(parameter_key(name))
         target.copy_(part.t() if pair.transposed else part)
     return joined
+
+
+def _merged(tensors: FullTensors, pair: TensorPair, dtype: torch.dtype, adapter: Adapter) -> Tensor:
+    """Return a weight of the transformers model to which its adapter is added."""
+    weight, *parts = (tensors.read(parameter_key(name)) for name in (pair.ours[0], *adapter.shapes))
+    return adapter.added(weight, *parts).to(dtype)
 
 
 def _dtype_name(tensors: FullTensors, dtype: torch.dtype | None) -> str:

@@ -12,6 +12,7 @@ from torch import nn
 from plait.errors import ModelError, PlaitError, listed
 from plait.huggingface_files import NO_WEIGHTS, files_of_tensors
 from plait.models.huggingface import FAMILIES, from_huggingface
+from plait.models.low_rank_adaptation import adapters_of
 
 _MOST_LISTED = 5
 _MOST_OF_A_REASON = 200
@@ -73,9 +74,9 @@ def model_in(folder: Path) -> nn.Sequential:
 def weights_in(folder: Path, model: nn.Sequential) -> dict[str, Any] | None:
     """Return the weights in `folder`, by tensor name in `model`, as lazy slices; None if there are none.
 
-    `model` is the result of `model_in`. The files are those that transformers would read. No tensor is read
-    before `parallelize` asks for it. ModelError for files that are missing or damaged, for weights in another
-    format, and for those that do not fit `config.json`.
+    `model` is the result of `model_in`; adapters that `lora` gave it have no values here. The files are those
+    that transformers would read. No tensor is read before `parallelize` asks for it. ModelError for files
+    that are missing or damaged, for weights in another format, and for those that do not fit `config.json`.
     """
     _transformers()
     from safetensors import safe_open
@@ -102,6 +103,7 @@ def _require_fit(folder: Path, model: nn.Sequential, found: Mapping[str, Any], u
     """Raise ModelError unless the files have exactly the model's parameters, in their shapes."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     present = {id(one) for name, one in parameters.items() if name in found}
+    present |= {id(half) for one in adapters_of(model).values() for half in (one.down.weight, one.up.weight)}
     faults = [f"{name} is missing" for name, one in model.named_parameters() if id(one) not in present]
     faults += [
         f"{name} is {list(one.get_shape())} and not {list(parameters[name].shape)}"

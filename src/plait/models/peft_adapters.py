@@ -1,0 +1,188 @@
+"""Adapters in the files of peft: a folder with adapter_config.json and adapter_model.safetensors.
+
+peft names a tensor `base_model.model.PATH.lora_A.weight` (`down`) or `lora_B` (`up`), PATH being that of the
+linear in the model of transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.autograd.deferred_weight_gradients import is_transposed_linear
+from plait.errors import ModelError, listed
+from plait.models.low_rank_adaptation import HALVES, LoraLinear, adapt, adapters_of, is_linear
+from plait.rules import join
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+_HALF = {"A": "down", "B": "up"}
+_PLAIN: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_rslora": (False,),
+    "use_dora": (False,),
+    "lora_bias": (False,),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    "modules_to_save": ([],),
+    "layer_replication": ([],),
+    "target_parameters": ([],),
+    "alora_invocation_tokens": ([],),
+}
+"""What plait's adapters can be: the values of peft's settings, beside none."""
+
+
+def load_adapter(model: nn.Module, folder: str | Path) -> dict[str, Tensor]:
+    """Give `model` the adapters in a folder of peft, as `lora` does; return their values by its new names.
+
+    A model with values also gets them; one on the meta device is given them with its other values:
+    `parallelize(model, …, values={**weights, **adapter})`. Raises ModelError for files that cannot be read,
+    for settings of peft that plait has not, and for adapters that do not fit the model.
+    """
+    if adapters_of(model):
+        raise ModelError("the model has adapters already: give load_adapter a model without any.")
+    folder = Path(folder)
+    config, tensors = _read(folder)
+    adapted = {name.removesuffix(".weight").rpartition(".")[0] for name in _renamed(model, folder, tensors)}
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    chosen = {path: one for path, one in model.named_modules() if path in adapted}
+    if not isinstance(rank, int) or not isinstance(alpha, int | float) or not chosen:
+        raise ModelError(f"{folder / CONFIG} has no r and lora_alpha, or no adapters: give another folder.")
+    adapt(model, chosen, rank=rank, alpha=alpha, dropout=float(config.get("lora_dropout") or 0.0))
+    values = values_in(model, folder)
+    _copy(model, values)
+    return values
+
+
+def values_in(model: nn.Module, folder: Path) -> dict[str, Tensor]:
+    """Return the values in a folder of peft by their names in `model`, which has adapters like these.
+
+    Raises ModelError as `load_adapter`.
+    """
+    values = _renamed(model, folder, _read(folder)[1])
+    _check_shapes(model, values, folder)
+    return values
+
+
+def save_adapter(
+    model: nn.Module, folder: str | Path, values: Mapping[str, Tensor] | None = None, base: str | None = None
+) -> None:
+    """Write the adapters of `model` to `folder`, as peft's `save_pretrained` does.
+
+    `values`: those of the adapted model, such as `engine.state_dict()`; None: its own. `base`: the path or
+    name of the model without adapters. Raises ModelError where the model has no adapters.
+    """
+    from safetensors.torch import save_file
+
+    adapters, given = adapters_of(model), dict(model.state_dict() if values is None else values)
+    if not adapters:
+        raise ModelError("the model has no adapters to save: give it some by plait.lora.")
+    theirs = _names_in_peft(model)
+    tensors = {
+        f"base_model.model.{theirs[path]}.lora_{letter}.weight": given[f"{path}.{half}.weight"].contiguous()
+        for path in adapters
+        for letter, half in _HALF.items()
+    }
+    first = next(iter(adapters.values()))
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": first.rank,
+        "lora_alpha": first.alpha,
+        "lora_dropout": 0.0 if first.dropout is None else first.dropout.p,
+        "target_modules": sorted(theirs[path] for path in adapters),
+        "fan_in_fan_out": is_transposed_linear(first.base),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
+    (target / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the configuration and the tensors in a folder of peft."""
+    from safetensors.torch import load_file
+
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        tensors = load_file(folder / WEIGHTS)
+    except Exception as error:  # any error of safetensors
+        raise ModelError(
+            f"{folder} holds no adapter of peft that can be read ({error}): give a folder with {CONFIG} and "
+            f"{WEIGHTS}."
+        ) from None
+    for key, allowed in _PLAIN.items():
+        if config.get(key) is not None and config[key] not in allowed:
+            raise ModelError(
+                f"{folder / CONFIG} has {key} = {config[key]!r}, which plait's adapters have not: train with "
+                f"{key} = {allowed[0]!r}, or merge the adapter with peft."
+            )
+    return config, tensors
+
+
+def _renamed(model: nn.Module, folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of peft by the names that they have in `model` with adapters."""
+    paths = {theirs: path for path, theirs in _names_in_peft(model).items()}
+    found = {}
+    for key, tensor in tensors.items():
+        match = _KEY.fullmatch(key)
+        path = paths.get(match[1]) if match else None
+        module = None if path is None else model.get_submodule(path)
+        if match is None or module is None or not (is_linear(module) or isinstance(module, LoraLinear)):
+            raise ModelError(
+                f"{folder / WEIGHTS} has {key}, which is no adapter of a linear of the model: give the model "
+                "for which it was trained."
+            )
+        found[f"{path}.{_HALF[match[2]]}.weight"] = tensor
+    return found
+
+
+def _names_in_peft(model: nn.Module) -> dict[str, str]:
+    """Return the path in peft's model of each module of `model` that has a weight, by its path."""
+    names, adapters = getattr(model, "huggingface_names", None), adapters_of(model)
+    found = {}
+    for path, module in model.named_modules():
+        if path.endswith(".base") and path.removesuffix(".base") in adapters:
+            continue
+        weight = "base.weight" if path in adapters else "weight"
+        if names is not None and join(path, weight) in names:
+            found[path] = names[join(path, weight)].removesuffix(".weight")
+        elif names is None and hasattr(module, "weight"):
+            found[path] = path
+    return found
+
+
+def _check_shapes(model: nn.Module, values: Mapping[str, Tensor], folder: Path) -> None:
+    wanted = {
+        f"{path}.{half}.weight": one.get_parameter(f"{half}.weight").shape
+        for path, one in adapters_of(model).items()
+        for half in HALVES
+    }
+    faults = [f"{name} is missing" for name in wanted if name not in values]
+    faults += [
+        f"{name} is {list(one.shape)} and not {list(wanted[name])}"
+        for name, one in values.items()
+        if one.shape != wanted[name]
+    ]
+    if faults:
+        raise ModelError(
+            f"the adapters in {folder} do not fit ({listed(faults, between='; ')}): give those of this model."
+        )
+
+
+@torch.no_grad()
+def _copy(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    for name, value in values.items():
+        parameter = model.get_parameter(name)
+        if not parameter.is_meta:
+            parameter.copy_(value)

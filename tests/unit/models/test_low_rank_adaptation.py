@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import plait
+from parity.lora_cases import adapted
+from parity.norm import assert_equal
+from plait.errors import ModelError
+from plait.models.low_rank_adaptation import LoraLinear, adapters_of
+from plait.rules import column, entrance, piece, replicated, row
+
+SIZES = {"layers": 2, "hidden": 8, "heads": 2, "vocab": 11, "context": 6}
+
+
+def trained(model: nn.Module) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def test_all_linears_but_the_heads_are_adapted_and_the_rest_is_frozen() -> None:
+    model = plait.lora(plait.models.llama(**SIZES))
+    linears = ("attention.query", "attention.key", "attention.value", "attention.output")
+    linears = (*linears, "mlp.gate", "mlp.up", "mlp.down")
+    paths = [f"blocks.{block}.{name}" for block in range(2) for name in linears]
+    assert list(adapters_of(model)) == paths
+    assert trained(model) == [f"{path}.{half}.weight" for path in paths for half in ("down", "up")]
+
+
+@pytest.mark.parametrize(
+    ("targets", "count"),
+    [(("query",), 2), (("blocks.0.*",), 7), (("*.mlp.*", "query"), 8), ("query", 2), (("head.output",), 1)],
+)
+def test_targets_are_patterns_of_paths_or_their_ends(targets: Any, count: int) -> None:
+    assert len(adapters_of(plait.lora(plait.models.llama(**SIZES), targets=targets))) == count
+
+
+def test_an_adapted_model_starts_as_the_model() -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3), nn.Linear(3, 2))
+        values = torch.randn(5, 4)
+    expected = model(values)
+    again = plait.lora(model, rank=2, dropout=0.5)
+    assert again is model
+    assert torch.equal(again(values), expected)
+    assert 0.2 < float(model[0].down.weight.detach().std()) < 0.5
+    with torch.no_grad():
+        model[0].up.weight.fill_(1.0)
+    assert not torch.equal(model(values), expected)
+
+
+def test_values_are_those_of_names_and_the_seed() -> None:
+    def values(seed: int) -> dict[str, torch.Tensor]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            made = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3), nn.Linear(3, 2))
+        return dict(plait.lora(made, seed=seed).state_dict())
+
+    assert_equal(values(1), values(1), 0.0, "the value")
+    assert not torch.equal(values(1)["0.down.weight"], values(2)["0.down.weight"])
+    assert not torch.equal(values(1)["0.down.weight"][:, :3], values(1)["1.down.weight"][:, :3])
+
+
+def test_rules_follow_from_those_of_the_model() -> None:
+    rules = plait.lora(plait.models.gpt2(**SIZES), dropout=0.1).rules
+    of_query = {"base": column.by("parts"), "up": column.by("parts"), "down": replicated}
+    of_output = {"base": row.by("parts"), "down": row.by("parts"), "dropout": piece}
+    for name, expected in (("query", {**of_query, "dropout": replicated}), ("output", of_output)):
+        start = f"blocks.*.attention.{name}"
+        found = {key.removeprefix(f"{start}."): one for key, one in rules.items() if key.startswith(start)}
+        assert found == expected
+    assert rules["blocks.*.attention.norm"] == entrance
+
+
+def test_rules_of_some_blocks_name_their_paths() -> None:
+    rules = plait.lora(plait.models.gpt2(**SIZES), targets="blocks.1.mlp.up").rules
+    assert "blocks.*.mlp.up" not in rules
+    assert rules["blocks.0.mlp.up"] == rules["blocks.1.mlp.up.base"] == column
+
+
+def test_behind_no_entrance_nothing_is_replicated() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), nn.Linear(4, 4))
+    model.rules = {"0.0": column, "0.1": row}  # type: ignore[assignment]
+    assert plait.lora(model, dropout=0.1, targets="0.0").rules == {
+        "0.0.base": column,
+        "0.0.up": column,
+        "0.1": row,
+    }
+
+
+def test_merged_values_are_those_of_the_model_with_its_adapters_added() -> None:
+    model = adapted(lambda: plait.models.llama(**SIZES))
+    merged = plait.models.merged_values(model)
+    plain = plait.models.llama(**SIZES).to_empty(device="cpu").double()
+    plain.load_state_dict(merged)
+    tokens = torch.randint(11, (3, 6), generator=torch.Generator().manual_seed(1))
+    assert_equal({"logits": plain(tokens).detach()}, {"logits": model(tokens).detach()}, 1e-12, "the value")
+
+
+def test_a_linear_in_two_places_is_adapted_once() -> None:
+    shared = nn.Linear(4, 4)
+    model = plait.lora(nn.Sequential(shared, nn.Tanh(), shared, nn.Linear(4, 2)))
+    assert model[0] is model[2]
+    assert isinstance(model[0], LoraLinear)
+
+
+def tied() -> nn.Module:
+    return plait.models.gpt2(**SIZES)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            {"targets": "qurey"},
+            "the target 'qurey' of lora matches no module of the model: name linears, such as query.",
+        ),
+        (
+            {"targets": "*.attention"},
+            "the target '*.attention' of lora matches no linear, but Attention: name the linears in it, such "
+            "as '*.attention.*'.",
+        ),
+        (
+            {"targets": "head.output"},
+            "head.output shares its weight with another module, into which an adapter cannot be merged: "
+            "leave it out of lora's targets.",
+        ),
+        ({"rank": 0}, "an adapter has rank = 0: give a whole number of at least 1, such as 8."),
+        ({"alpha": 0.0}, "an adapter has alpha = 0.0: give a number above 0, such as 2 · rank."),
+        ({"dropout": 1.0}, "an adapter has dropout = 1.0: give a probability from 0, and below 1."),
+    ],
+)
+def test_what_makes_no_adapter(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        plait.lora(tied(), **options)
+    assert str(caught.value) == text
+
+
+def test_a_model_is_adapted_once() -> None:
+    with pytest.raises(ModelError, match="has adapters already"):
+        plait.lora(plait.lora(tied()))
+
+
+def test_without_a_linear_before_its_last_layer() -> None:
+    with pytest.raises(ModelError, match="no linear before its last layer"):
+        plait.lora(nn.Sequential(nn.Tanh(), nn.Linear(2, 2)))

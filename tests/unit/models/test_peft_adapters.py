@@ -1,0 +1,79 @@
+"""Folders of peft that plait refuses; what it reads and writes is in `parity/test_peft.py`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import plait
+from parity.norm import assert_equal
+from plait.errors import ModelError
+from plait.models.peft_adapters import CONFIG, WEIGHTS, load_adapter, save_adapter
+
+
+def model(inner: int = 6) -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(4, inner), nn.Tanh(), nn.Linear(inner, 3), nn.Linear(3, 2))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_adapter(plait.lora(model(), rank=2), tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_a_model_with_values_gets_those_of_the_adapter(folder: Path) -> None:
+    expected, found = plait.lora(model(), rank=2), model()
+    values = load_adapter(found, folder)
+    assert_equal(dict(found.state_dict()), dict(expected.state_dict()), 0.0, "the value")
+    assert values.keys() == {f"{path}.{half}.weight" for path in "02" for half in ("down", "up")}
+
+
+def rename(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    tensors["base_model.model.1.lora_A.weight"] = tensors.pop("base_model.model.0.lora_A.weight")
+    save_file(tensors, folder / WEIGHTS)
+
+
+def remove(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    del tensors["base_model.model.0.lora_A.weight"]
+    save_file(tensors, folder / WEIGHTS)
+
+
+def configure(**changes: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / CONFIG).read_text())
+        (folder / CONFIG).write_text(json.dumps(config | changes))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (rename, "has base_model.model.1.lora_A.weight, which is no adapter of a linear of the model"),
+        (remove, r"do not fit \(0.down.weight is missing\): give those of this model"),
+        (configure(r=3), r"do not fit \(.*0.down.weight is \[2, 4\] and not \[3, 4\]"),
+        (configure(use_dora=True), "has use_dora = True, which plait's adapters have not"),
+        (configure(rank_pattern={"0": 4}), "has rank_pattern = "),
+        (configure(lora_alpha=None), "has no r and lora_alpha"),
+        (lambda folder: (folder / CONFIG).unlink(), "holds no adapter of peft that can be read"),
+    ],
+)
+def test_what_is_refused(folder: Path, change: Callable[[Path], None], text: str) -> None:
+    change(folder)
+    with pytest.raises(ModelError, match=text):
+        load_adapter(model(), folder)
+
+
+def test_a_model_without_adapters_has_none_to_save(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="has no adapters to save"):
+        save_adapter(model(), tmp_path)
