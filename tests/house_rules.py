@@ -18,7 +18,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
     ("cli",),
     ("train",),
-    ("verification",),
+    ("verification", "loop"),
     ("composer", "footprint"),
     ("engine",),
     ("blueprint",),

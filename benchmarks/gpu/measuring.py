@@ -16,7 +16,7 @@ from contestants import Contestant, NoResultError, command_of
 from report import Row
 from work import Work, build
 
-from plait.train.meter import flops_per_token, peak_flops
+from plait.loop.meter import flops_per_token, peak_flops
 
 CLOSE = 2e-3
 """How far two losses in bf16 may be apart, relative to their size."""

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from plait.comm.mesh import Mesh
     from plait.composer import parallelize
     from plait.context_attention.attention import attention
+    from plait.data.loader import Loader
     from plait.engine.local_batch import sequence_part
     from plait.errors import PlaitError
     from plait.footprint.estimate import memory
+    from plait.loop.fit import fit
     from plait.models.low_rank_adaptation import lora
     from plait.plan import Plan
     from plait.schedules.check import check
@@ -35,12 +37,14 @@ __version__ = "0.1.0"
 _HOME = {
     "Costs": "plait.schedules.simulation.costs",
     "Dropout": "plait.autograd.dropout",
+    "Loader": "plait.data.loader",
     "Mesh": "plait.comm.mesh",
     "Plan": "plait.plan",
     "PlaitError": "plait.errors",
     "attention": "plait.context_attention.attention",
     "check": "plait.schedules.check",
     "cross_entropy": "plait.tensor.losses",
+    "fit": "plait.loop.fit",
     "launch": "plait.comm.launch",
     "load": "plait.checkpoint.loading",
     "lora": "plait.models.low_rank_adaptation",
@@ -57,12 +61,14 @@ _HOME = {
 __all__ = [
     "Costs",
     "Dropout",
+    "Loader",
     "Mesh",
     "PlaitError",
     "Plan",
     "attention",
     "check",
     "cross_entropy",
+    "fit",
     "launch",
     "load",
     "lora",

@@ -21,13 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import plait
 from parity import woven
 from parity.cases import gpt2
+from plait.loop import training
+from plait.loop.training import TrainingLoop
 from plait.plan import Plan
 from plait.tensor import losses
 from plait.tensor.embedding import VocabParallelEmbedding
-from plait.train import monitored_step
 from plait.train.config import Config
 from plait.train.loop import train
-from plait.train.monitored_step import MonitoredStep
 
 SOURCE = Path(plait.__file__).parent
 READS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "unique_dim", "_unique2")
@@ -117,16 +117,17 @@ def test_a_steady_step_of_a_training_run_reads_nothing(
 ) -> None:
     """With its metrics, clipping and signals to stop, read a step late as on a GPU."""
     found: list[Counter[str]] = []
-    run = MonitoredStep.run
+    run_step = TrainingLoop.run_step
 
-    def counted(self: MonitoredStep, step: int) -> None:
+    def counted(self: TrainingLoop) -> None:
+        step = self.done
         with HostReads() as reads:
-            run(self, step)
+            run_step(self)
         if 2 <= step < 5:
             found.append(reads.places)
 
-    monkeypatch.setattr(monitored_step, "is_accelerator", lambda device: True)
-    monkeypatch.setattr(MonitoredStep, "run", counted)
+    monkeypatch.setattr(training, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(TrainingLoop, "run_step", counted)
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: None)  # it counts its steps on the CPU
     sections = {
         "model": {"layers": 2, "hidden": 16, "heads": 2, "context": 16},
@@ -148,7 +149,7 @@ def test_a_read_is_seen() -> None:
 
 # ── without an operation ──
 
-ROOMS = ("engine/runner.py", "pipeline", "autograd", "tensor", "sharding", "layers", "comm", "train")
+ROOMS = ("engine/runner.py", "pipeline", "autograd", "tensor", "sharding", "layers", "comm", "loop", "train")
 READING = ("tolist", "numpy", "cpu", "item")
 MAKING = ("tensor", "as_tensor")
 ALLOWED = {
@@ -161,7 +162,7 @@ ALLOWED = {
     "sharding/optimizer_probe.py": "once per optimizer, on CPU tensors of its own",
     "sharding/replica_check.py": "of guards, which are asked for",
     "tensor/sampling.py": "generation draws tokens on the CPU",
-    "train/meter.py": "the numbers of a step, read after the next one was submitted",
+    "loop/meter.py": "the numbers of a step, read after the next one was submitted",
     "train/reference_steps.py": "after the run, on rank 0",
     "train/trainer.py": "the sample after the run",
 }

@@ -18,6 +18,11 @@ class ReadAhead:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="plait-read-ahead")
         self._next: tuple[tuple[int, int, int], Future[InputsAndTargets]] | None = None
 
+    @property
+    def size(self) -> int:
+        """The number of rows of a global batch."""
+        return self._batches.size
+
     def batch(self, step: int, rows: slice) -> InputsAndTargets:
         """Return `rows` of the global batch of `step`, and start to read the same rows of the next one."""
         known, key = self._next, _key(step, rows)

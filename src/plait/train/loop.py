@@ -8,17 +8,17 @@ from pathlib import Path
 
 from plait.comm.mesh import Mesh
 from plait.footprint.memory_report import Memory
+from plait.loop.callbacks import Log, ReplicaChecks, Validation
 from plait.plan import Plan
-from plait.train.balance_reorder_trace import balanced, write_schedule
+from plait.train.balance_reorder_trace import balanced
 from plait.train.build import build_model
-from plait.train.checkpoints import RunCheckpoints
+from plait.train.checkpoints import run_checkpoints
 from plait.train.config import Config
 from plait.train.memory_limit import peak_line, predict_memory, prediction_line
-from plait.train.meter import Meter
-from plait.train.metrics import Metrics, open_metrics
-from plait.train.monitored_step import MonitoredStep
+from plait.train.metrics import FIELD, open_loggers
 from plait.train.progress import ProgressReporter
 from plait.train.reference_steps import Comparison, compare_steps
+from plait.train.run_callbacks import Progress, Recordings
 from plait.train.run_data import Data, load_data
 from plait.train.stop_signals import StopSignals
 from plait.train.trainer import Trainer
@@ -61,12 +61,12 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
     mesh = Mesh(plan, device=device, timeout=config.run.timeout, guarded=config.run.guard)
     progress = ProgressReporter(settings.steps, shown=mesh.rank == 0, bar=config.run.progress)
     run = config.run
-    metrics = (
-        open_metrics(run.dir, config.model_dump_json(indent=2), csv_too=run.csv, tensorboard=run.tensorboard)
+    loggers = (
+        open_loggers(run.dir, config.model_dump_json(indent=2), csv_too=run.csv, tensorboard=run.tensorboard)
         if mesh.rank == 0
-        else Metrics()
+        else ()
     )
-    with metrics, StopSignals(stop_on) as stop:
+    with StopSignals(stop_on) as stop:
         data = load_data(config)
         plan = balanced(config, plan, mesh, data)
         memory = _predicted_memory(config, plan, mesh, data)
@@ -75,32 +75,30 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
             progress.print(line)
         if memory is not None:
             progress.print(prediction_line(memory))
-        checkpoints = RunCheckpoints(config, trainer, mesh, progress)
-        done = checkpoints.resume()
-        write_schedule(trainer.engine, config.run.dir, mesh)
-        metrics.begin(checkpoints.resumed_steps)
-        meter = Meter(config, mesh, data.vocab)
-        monitored = MonitoredStep(config, trainer, mesh, meter, metrics, progress, stop)
-        with progress:
-            progress.start_from(done)
-            with checkpoints:
-                while done < settings.steps and not stop.received:
-                    monitored.run(done)
-                    done += 1
-                    if stop.received or checkpoints.are_due(done):
-                        monitored.finish()
-                    checkpoints.after(done, last=done == settings.steps or bool(stop.received))
+        shown, checkpoints = Progress(progress, stop, run.compare), run_checkpoints(config, progress)
+        validation = _validation(config, data, progress)
+        log = Log(*loggers, folder=run.dir, field=FIELD, tell=progress.print)
+        trainer.run(
+            [
+                Recordings(config, progress),
+                ReplicaChecks(run.check_replicas),
+                shown,
+                validation,
+                log,
+                checkpoints,
+            ]
+        )
         result = TrainingResult(
-            steps=done,
-            loss=monitored.loss,
-            validation_loss=monitored.validation_loss,
-            sample=None if stop.received else trainer.sample(),
+            steps=trainer.done,
+            loss=trainer.row["loss"],
+            validation_loss=validation.loss,
+            sample=None if trainer.stopped else trainer.sample(),
             metrics=config.run.dir / "metrics.jsonl",
-            stopped=stop.received,
+            stopped=trainer.stopped,
             saved=not checkpoints.failed,
         )
-        first, peak = monitored.first, monitored.peak_memory
-    del trainer, monitored, checkpoints  # the comparison needs the memory
+        first, peak = shown.first, trainer.row["peak_memory_bytes"]
+    del trainer, checkpoints  # the comparison needs the memory
     _print_end(config, result, memory, peak, mesh, progress)
     if not first or result.stopped:
         return result
@@ -170,6 +168,14 @@ def _print_end(
             ": go on with --run.resume auto" if result.saved and config.run.save_every is not None else ""
         )
         progress.print(f"Stopped after step {result.steps}{how_to_resume}.")
+
+
+def _validation(config: Config, data: Data, progress: ProgressReporter) -> Validation:
+    """Return the callback that validates as `train` configures."""
+    settings = config.train
+    return Validation(
+        data.validation, every=settings.validate_every, count=settings.validate_batches, tell=progress.print
+    )
 
 
 def _predicted_memory(config: Config, plan: Plan, mesh: Mesh, data: Data) -> Memory | None:

@@ -20,9 +20,6 @@ class StopSignals:
         self._handlers = GracefulStop(self._signals, self._receive)
         self.local = 0
         """The signal that this rank has received; 0: none."""
-        self.received = 0
-        """The signal that any rank had received by the last step whose metrics were read, the same on all
-        ranks; 0: none."""
 
     def __enter__(self) -> Self:
         self._handlers.__enter__()

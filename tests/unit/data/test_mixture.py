@@ -82,6 +82,8 @@ def test_the_next_batch_is_read_meanwhile() -> None:
     asked: list[tuple[int, str]] = []
 
     class Watched:
+        size = 4
+
         def batch(self, step: int, rows: slice) -> Any:
             asked.append((step, threading.current_thread().name))
             if step == 9:

@@ -19,11 +19,11 @@ from plait.context_attention.visibility import document_bounds
 from plait.errors import ModelError
 from plait.layers.layer_sequence import bits_of, layer_costs, sequence_of
 from plait.layers.result_cache import ResultCache
+from plait.loop.meter import flops_per_token
 from plait.models.huggingface.common import Rotary
 from plait.models.initial import initial_value
 from plait.models.tensor_sources import locate_tensors
 from plait.tensor.tensor_parallelism import named
-from plait.train.meter import flops_per_token
 
 pytestmark = pytest.mark.transformers
 

@@ -9,10 +9,9 @@ from train_runs import make, rows, run
 
 from plait.comm.rank_pool import RankPool
 from plait.errors import NonFiniteError
-from plait.train import monitored_step
-from plait.train.monitored_step import MonitoredStep
+from plait.loop import training
+from plait.loop.training import TrainingLoop
 from plait.train.stop_signals import StopSignals
-from plait.train.trainer import Trainer
 
 TIMES = ("step_seconds", "tokens_per_second", "peak_memory_bytes")
 
@@ -21,21 +20,21 @@ TIMES = ("step_seconds", "tokens_per_second", "peak_memory_bytes")
 def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Ranks read late; returns what rank 0 does: trains and reads."""
     done: list[str] = []
-    train, finish = Trainer.step, MonitoredStep.finish
+    train, finish = TrainingLoop.step, TrainingLoop.finish
 
-    def trained(self: Trainer, step: int) -> Any:
-        if self._mesh.rank == 0:
+    def trained(self: TrainingLoop, step: int) -> Any:
+        if self.mesh.rank == 0:
             done.append(f"train {step + 1}")
         return train(self, step)
 
-    def finished(self: MonitoredStep) -> None:
+    def finished(self: TrainingLoop) -> None:
         if self._unread is not None and self.mesh.rank == 0:
             done.append(f"read {self._unread[0] + 1}")
         finish(self)
 
-    monkeypatch.setattr(monitored_step, "is_accelerator", lambda device: True)
-    monkeypatch.setattr(Trainer, "step", trained)
-    monkeypatch.setattr(MonitoredStep, "finish", finished)
+    monkeypatch.setattr(training, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(TrainingLoop, "step", trained)
+    monkeypatch.setattr(TrainingLoop, "finish", finished)
     return done
 
 
@@ -45,7 +44,7 @@ def test_metrics_are_the_same_a_step_late(
     options: dict[str, Any] = {"pp": 2, "dp": 2, "microbatches": 1, "steps": 6, "validate_every": 3}
     late = run(thread_ranks, make(tmp_path / "late", **options))
     seen = list(order)
-    monkeypatch.setattr(monitored_step, "is_accelerator", lambda device: False)
+    monkeypatch.setattr(training, "is_accelerator", lambda device: False)
     at_once = run(thread_ranks, make(tmp_path / "at_once", **options))
     first, second = (
         [{name: value for name, value in row.items() if name not in TIMES} for row in rows(tmp_path / folder)]

@@ -2,18 +2,28 @@ import csv
 import json
 import resource
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from plait.errors import ConfigError
+from plait.loop.loggers import COLUMNS, LoggerGroup
 from plait.train import metrics
-from plait.train.metrics import COLUMNS, Metrics, open_metrics
+from plait.train.metrics import FIELD, open_loggers
 
 ROWS = (
     {"step": 1, "loss": 5.5, "tokens": 2048},
     {"step": 2, "loss": 5.25, "tokens": 2048, "validation_loss": 5.0},
 )
+
+
+@contextmanager
+def open_metrics(folder: Path, configuration: str, **options: bool) -> Iterator[LoggerGroup]:
+    group = LoggerGroup(open_loggers(folder, configuration, **options), folder, FIELD)
+    yield group
+    group.close()
 
 
 def write(folder: Path, *, csv_too: bool = True, tensorboard: bool = False, rows: int = 2) -> None:
@@ -108,5 +118,4 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_without_sinks_nothing_is_written() -> None:
-    with Metrics() as nothing:
-        nothing.write(ROWS[0])
+    LoggerGroup().write(ROWS[0])

@@ -13,7 +13,8 @@ import pytest
 
 from plait.comm.rank_pool import RankPool
 from plait.errors import CheckpointError, ConfigError, NonFiniteError
-from plait.train import checkpoints
+from plait.loop import checkpoints
+from plait.train.checkpoints import run_checkpoints
 from plait.train.config import Config
 from plait.train.loop import TrainingResult, train
 from plait.train.progress import ProgressReporter
@@ -190,12 +191,13 @@ def test_a_step_that_is_none_is_refused(
     step: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoints, "load", lambda *told: {"step": step})
-    trainer: Any = SimpleNamespace(engine=None, optimizer=SimpleNamespace(param_groups=[]))
-    mesh: Any = SimpleNamespace(rank=0)
+    trainer: Any = SimpleNamespace(
+        engine=None, optimizer=SimpleNamespace(param_groups=[]), mesh=SimpleNamespace(rank=0)
+    )
     config = make(tmp_path, resume=str(tmp_path / "one"))
-    run = checkpoints.RunCheckpoints(config, trainer, mesh, ProgressReporter(1, shown=False))
+    run = run_checkpoints(config, ProgressReporter(1, shown=False))
     with pytest.raises(CheckpointError, match="has no number of steps: give one of plait train"):
-        run.resume()
+        run.resume(trainer)
 
 
 def test_a_checkpoint_that_fails_in_the_background_is_told_once(

@@ -1,8 +1,8 @@
 import pytest
 
+from plait.loop.meter import flops_per_token, peak_flops
 from plait.train.build import build_model
 from plait.train.config_sections import ModelConfig
-from plait.train.meter import flops_per_token, peak_flops
 
 
 def test_flops_of_gpt2() -> None:

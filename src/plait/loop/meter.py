@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from plait.comm.collectives import all_reduce
 from plait.comm.mesh import Mesh
 from plait.device import StreamEvent, is_accelerator, name_of, peak_allocated, read_later, sent
-from plait.train.build import build_model
-from plait.train.config import Config
+from plait.plan import Precision
 
 # (part of the device's name, dense operations a second by precision); the first match counts.
 # From the makers' data sheets; fp32 is that of the plain fp32 units, since plait leaves TF32 off.
@@ -56,15 +55,12 @@ class StepNumbers:
 class Meter:
     """Measures steps, without waiting for the device. Call `start` before a step, `measure` after it."""
 
-    def __init__(self, config: Config, mesh: Mesh, vocab: int) -> None:
-        model = config.model
-        self._tokens = config.train.batch * model.context
-        self._flops = flops_per_token(
-            build_model(model, vocab), layers=model.layers, hidden=model.hidden, context=model.context
-        )
+    def __init__(self, mesh: Mesh, precision: Precision | None, flops_per_token: float | None = None) -> None:
+        """With `flops_per_token`, and a device whose peak in `precision` is known, rows hold `mfu`."""
         name = name_of(mesh.device) if is_accelerator(mesh.device) else ""
-        each = peak_flops(name, config.train.precision)
+        each = peak_flops(name, precision or "fp32")
         self._peak = None if each is None else each * mesh.size("world")  # devices are alike
+        self._flops = flops_per_token
         self._mesh = mesh
         self._started = StreamEvent(mesh.device, timed=True)
 
@@ -73,12 +69,21 @@ class Meter:
         self._started = StreamEvent(self._mesh.device, timed=True)
 
     def measure(
-        self, step: int, loss: Tensor, norm: Tensor, rate: float, non_finite: Tensor, signal: int = 0
+        self,
+        step: int,
+        loss: Tensor,
+        norm: Tensor,
+        rate: float,
+        non_finite: Tensor,
+        *,
+        tokens: int,
+        signal: int = 0,
     ) -> Callable[[], StepNumbers]:
         """End the clock of `step`, counted from 0; return a function that waits for its numbers.
 
         `non_finite`: bool `[2]`, whether this rank's own loss and own gradients are not finite. `signal`: one
-        that this rank has received, or 0. Communication: four numbers, all-reduced over the world.
+        that this rank has received, or 0. `tokens`: of the global batch.
+        Communication: four numbers, all-reduced over the world.
         """
         mesh, device = self._mesh, self._mesh.device
         world = mesh.size("world")
@@ -98,13 +103,13 @@ class Meter:
                 "loss": loss,
                 "grad_norm": norm,
                 "lr": rate,
-                "tokens": self._tokens,
+                "tokens": tokens,
                 "step_seconds": seconds,
-                "tokens_per_second": self._tokens / seconds,
+                "tokens_per_second": tokens / seconds,
                 "peak_memory_bytes": int(memory),
             }
-            if self._peak is not None:
-                row["mfu"] = self._flops * self._tokens / seconds / self._peak
+            if self._peak is not None and self._flops is not None:
+                row["mfu"] = self._flops * tokens / seconds / self._peak
             return StepNumbers(row, int(signal), *(world - int(one) for one in first))
 
         return finished

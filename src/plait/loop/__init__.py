@@ -1,0 +1,1 @@
+"""The training loop: steps with an optimizer, callbacks, measurements, loggers, checkpoints."""

@@ -1,0 +1,166 @@
+"""`Checkpoints`: the callback that saves checkpoints of a training run and resumes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from plait.checkpoint.checkpoint_manager import CheckpointManager
+from plait.checkpoint.folders import complete_checkpoints
+from plait.checkpoint.loading import load
+from plait.comm.text_collectives import broadcast_result
+from plait.errors import CheckpointError, DataError, NonFiniteError, ReplicaError, listed
+from plait.loop.training import Callback, TrainingLoop
+
+OPTIMIZER_OPTIONS = ("weight_decay", "betas", "eps")
+"""Options of the optimizer that a resumed run takes from its own optimizer, as it does the learning rate."""
+
+
+class Checkpoints(Callback):
+    """Saves checkpoints of a training run and resumes it; every rank makes one with the same arguments."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        every: int | None = 0,
+        keep_last: int = 2,
+        keep_every: int = 0,
+        resume: str = "auto",
+        state: Mapping[str, Any] | None = None,
+        check: Callable[[Mapping[str, Any], Path], None] | None = None,
+        tell: Callable[[str], None] | None = None,
+        start_over: str = "resume='no'",
+    ) -> None:
+        """Save into `folder` every `every` steps; 0: only at the end; None: never.
+
+        `keep_last` newest ones are kept (0: all), and those at multiples of `keep_every` steps. `resume`:
+        "auto", from the newest one in `folder` that is not damaged, if there is one; "no"; or the folder of a
+        checkpoint. `state`: JSON values that are saved too; `check(state, path)` may refuse those of a
+        checkpoint. `tell` gets lines about resuming and failures, on every rank; None: rank 0 prints them.
+        """
+        self._folder, self._every, self._resume, self._start_over = Path(folder), every, resume, start_over
+        self._state = {} if state is None else dict(state)
+        self._check = check or (lambda state, path: None)
+        self._told, self._rank = tell, 0
+        self._manager = CheckpointManager(
+            self._folder, keep_last=keep_last, keep_every=keep_every, start_step=0
+        )
+        self._warned = False
+
+    def resume(self, run: TrainingLoop) -> None:
+        """Load the checkpoint to resume from, if there is one, and set `run.done`.
+
+        Raises `CheckpointError`, `DataError` where batches have another size, and the errors of `check`.
+        """
+        self._rank, source = run.mesh.rank, self._resume
+        if source == "no":
+            return
+        if source != "auto":
+            self._load(Path(source).expanduser(), run)
+            return
+        damaged: list[str] = []
+        for path in self._saved(run):
+            try:
+                self._load(path, run)
+                return
+            except CheckpointError as error:
+                if not error.damaged:
+                    raise
+                self._tell(f"WARNING: {error}")
+                damaged.append(path.name)
+        if damaged:
+            raise CheckpointError(
+                f"all checkpoints in {self._folder} are damaged ({listed(damaged)}): mend one, or start over "
+                f"with {self._start_over}."
+            )
+        self._tell(f"There is no checkpoint in {self._folder}: the run starts from the beginning.")
+
+    @property
+    def failed(self) -> bool:
+        """Whether the last checkpoint could not be written."""
+        return not self._manager.complete
+
+    def is_due(self, step: int) -> bool:
+        """Return whether `step` is a multiple of `every`."""
+        return bool(self._every) and step % (self._every or 1) == 0
+
+    def after_step(self, run: TrainingLoop) -> None:
+        """Unless `every` is None, save if it is due or no step follows; a failure is a warning."""
+        if self._every is None or not (run.is_last or self.is_due(run.done)):
+            self._warn_early()
+            return
+        step = run.done
+        state = {"step": step, "sequences": step * run.batches.size, **self._state}
+        self.finish()
+        self._try(lambda: self._manager.save(run.engine, run.optimizer, step, state))
+
+    def finish(self) -> None:
+        """Block until the last checkpoint is written."""
+        self._try(self._manager.finish)
+        self._warned = False
+
+    def end(self, run: TrainingLoop, error: BaseException | None) -> None:
+        """Call `finish`, unless an error was raised that other ranks may not have raised."""
+        if error is None or isinstance(error, NonFiniteError | ReplicaError):
+            self.finish()
+
+    def _load(self, path: Path, run: TrainingLoop) -> None:
+        optimizer = run.optimizer
+        groups = optimizer.param_groups
+        options = [{name: group[name] for name in OPTIMIZER_OPTIONS if name in group} for group in groups]
+        state = load(run.engine, optimizer, path)
+        for group, kept in zip(optimizer.param_groups, options, strict=True):
+            group.update(kept)
+        step = state.get("step")
+        if type(step) is not int or step < 0:
+            raise CheckpointError(
+                f"the state of the checkpoint {path} has no number of steps: give one of plait train, "
+                "or of save with a state of {'step': …}."
+            )
+        self._check(state, path)
+        rows = state.get("sequences", step * run.batches.size)
+        if rows != step * run.batches.size:
+            raise DataError(
+                f"batches have {run.batches.size} rows, but {rows} rows were trained on in {step} steps when "
+                f"{path} was written: give batches of the same size, or start over."
+            )
+        if self._folder.resolve() in (path.resolve(), path.resolve().parent):
+            run.resumed_steps = self._manager.start_step = step
+        self._tell(f"Resumed from {path}, after step {step}.")
+        run.done = step
+
+    def _saved(self, run: TrainingLoop) -> list[Path]:
+        """Return on every rank the complete checkpoints of this run found by rank 0, newest first."""
+
+        def find() -> str:
+            try:
+                return json.dumps([str(path) for _, path in complete_checkpoints(self._folder)])
+            except OSError:
+                error = f"{self._folder} cannot be read: mend its permissions, or the disk."
+                raise CheckpointError(error) from None
+
+        found = broadcast_result(find, CheckpointError, run.mesh.group("world"), run.mesh.device)
+        return [Path(path) for path in json.loads(found)]
+
+    def _try(self, action: Callable[[], None]) -> None:
+        """Call `action`; print a `CheckpointError` as a warning, unless `_warn_early` has done so."""
+        try:
+            action()
+        except CheckpointError as error:
+            if not self._warned:
+                self._tell(f"WARNING: {error}")
+
+    def _warn_early(self) -> None:
+        """On rank 0, print once that the background save has failed; other ranks learn it when they wait."""
+        if self._manager.error and not self._warned:
+            self._warned = True
+            self._tell(f"WARNING: {self._manager.error}")
+
+    def _tell(self, line: str) -> None:
+        if self._told is not None:
+            self._told(line)
+        elif self._rank == 0:
+            print(line)

@@ -1,0 +1,266 @@
+"""Loggers: the numbers of each step as JSON lines, CSV, TensorBoard, Weights & Biases and MLflow."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from plait.errors import ConfigError
+
+MetricsRow = Mapping[str, float | None]
+"""The metrics of one step; non-finite numbers are None."""
+
+COLUMNS = (
+    "step",  # counted from 1
+    "loss",  # mean over the tokens of the step's global batch
+    "grad_norm",  # over all parameters of the mesh, before clipping
+    "lr",
+    "tokens",  # trained on in this step, by all ranks together
+    "step_seconds",
+    "tokens_per_second",
+    "peak_memory_bytes",  # so far, of the rank that had most
+    "mfu",  # model FLOPs utilisation, where the device's peak is known
+    "validation_loss",  # on the steps that end with a validation
+)
+
+
+class Logger(Protocol):
+    """Writes rows of metrics somewhere. Only rank 0 calls its methods."""
+
+    def begin(self, steps: int) -> None:
+        """Open it; keep the rows of the first `steps` steps, written before a resumption."""
+
+    def write(self, row: MetricsRow) -> None:
+        """Write the row of a step. Raises OSError where it has to be kept and written with a later one."""
+
+    def close(self) -> None:
+        """Write what is left, and close it."""
+
+
+class LoggerGroup:
+    """Writes rows to several loggers. A full disk does not end a run: the failure is a text."""
+
+    def __init__(self, loggers: Sequence[Logger] = (), folder: Path = Path(), field: str = "") -> None:
+        """`folder` and its `field` of the configuration name the place in messages."""
+        self._loggers, self._folder, self._field = tuple(loggers), folder, field
+        self._failed = False
+
+    def begin(self, steps: int) -> None:
+        """Open all loggers; keep the rows of the first `steps` steps, written before a resumption."""
+        try:
+            for logger in self._loggers:
+                logger.begin(steps)
+        except OSError as error:
+            raise unwritable(self._folder, error, self._field) from None
+
+    def write(self, row: Mapping[str, float]) -> str:
+        """Write the row of a step to all loggers; return a warning or "".
+
+        A full disk does not end a run: rows are kept, and written with a later one. Returns a warning when
+        writing starts to fail, else "".
+        """
+        finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
+        failure = ""
+        for logger in self._loggers:
+            try:
+                logger.write(finite)
+            except OSError as error:
+                reason = error.strerror or error
+                failure = f"metrics cannot be written to {self._folder} ({reason}): retried every step."
+        failed_before, self._failed = self._failed, bool(failure)
+        return "" if failed_before else failure
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Close every logger. Raises `ConfigError` where that fails, unless `error` is the cause."""
+        try:
+            with ExitStack() as stack:  # closes every logger, also where closing another raises
+                for logger in self._loggers:
+                    stack.callback(logger.close)
+        except OSError as failure:
+            if error is None:  # else `error` is the cause, and is raised
+                raise unwritable(self._folder, failure, self._field) from None
+
+
+def unwritable(folder: Path, error: OSError, field: str = "") -> ConfigError:
+    """Return the error for a folder of a run that cannot be written to; `field`: its name, if configured."""
+    place = f"{field} = {str(folder)!r}" if field else str(error.filename or folder)
+    return ConfigError(f"{place} cannot be written to ({error.strerror}): choose another folder.")
+
+
+class _TextFile:
+    """A text file with one line per step. Lines rejected by a full disk are retried with the next."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        header: str,
+        step_of: Callable[[str], float],
+        line_of: Callable[[MetricsRow], str],
+    ) -> None:
+        self._path, self._header, self._step_of, self._line_of = Path(path), header, step_of, line_of
+        self._file: io.FileIO | None = None
+        self._unwritten = b""
+
+    def begin(self, steps: int) -> None:
+        """Create the file, with the lines that it has of the first `steps` steps."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [self._header]
+        if steps and self._path.exists():
+            earlier = self._path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+            whole = [line for line in earlier if line.endswith("\n")]
+            lines += [line for line in whole if self._step_of(line) <= steps]
+        unfinished = self._path.with_name(f"{self._path.name}.part")
+        unfinished.write_text("".join(lines), encoding="utf-8", newline="")
+        unfinished.replace(self._path)
+        self._file = self._path.open("ab", buffering=0)
+
+    def write(self, row: MetricsRow) -> None:
+        """Append a line for the row."""
+        self._append(self._line_of(row))
+
+    def close(self) -> None:
+        """Append what is left, and close the file."""
+        if self._file is not None:
+            with self._file:
+                self._append("")
+
+    def _append(self, text: str) -> None:
+        """Append earlier unwritten text, then `text`. Raises OSError while some text remains unwritten."""
+        assert self._file is not None
+        self._unwritten += text.encode()
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+
+
+class JsonLines(_TextFile):
+    """Logger that appends one JSON object per step to a file."""
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path, "", _json_step, lambda row: json.dumps(dict(row), allow_nan=False) + "\n")
+
+
+class Csv(_TextFile):
+    """Logger that appends one line per step to a CSV file with the given columns."""
+
+    def __init__(self, path: str | Path, columns: Sequence[str] = COLUMNS) -> None:
+        """Numbers that are in no column are left out; "step" has to be the first one."""
+
+        def line(row: MetricsRow) -> str:
+            text = io.StringIO()
+            writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore", lineterminator="\n")
+            writer.writerow(row)
+            return text.getvalue()
+
+        super().__init__(path, ",".join(columns) + "\n", _csv_step, line)
+
+
+def _json_step(line: str) -> float:
+    """Return the training step of a JSON line; infinity for a damaged line."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def _csv_step(line: str) -> float:
+    """Return the training step of a CSV line; infinity for the header and for a damaged line."""
+    step = line.partition(",")[0]
+    return int(step) if step.isdigit() else math.inf
+
+
+def _numbers(row: MetricsRow) -> tuple[int, dict[str, float]]:
+    """Return the step of a row, and its other numbers that are finite."""
+    numbers = {name: value for name, value in row.items() if value is not None}
+    return int(numbers.pop("step", 0)), numbers
+
+
+class TensorBoard:
+    """Logger that writes each number of a row to a TensorBoard log in a folder."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+        self._writer: Any = None
+
+    def begin(self, steps: int) -> None:
+        """Open the log; remove those of an earlier run, unless this one resumes it."""
+        writer = _imported("torch.utils.tensorboard", "tensorboard").SummaryWriter
+        for old in self._folder.glob("events.out.tfevents.*") if not steps else ():
+            old.unlink()
+        self._writer = writer(str(self._folder), purge_step=steps + 1 if steps else None)
+
+    def write(self, row: MetricsRow) -> None:
+        """Write a scalar for each number."""
+        step, numbers = _numbers(row)
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Close the log."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class WeightsAndBiases:
+    """Logger that sends each row to a run of Weights & Biases (the package `wandb`)."""
+
+    def __init__(self, **options: Any) -> None:
+        """`options` go to `wandb.init`: project, name, id and resume of a run that goes on, mode, config …"""
+        self._options = options
+        self._run: Any = None
+
+    def begin(self, steps: int) -> None:
+        """Start the run."""
+        self._run = _imported("wandb", "wandb").init(**self._options)
+
+    def write(self, row: MetricsRow) -> None:
+        """Send the numbers of a step."""
+        step, numbers = _numbers(row)
+        self._run.log(numbers, step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        if self._run is not None:
+            self._run.finish()
+
+
+class MLflow:
+    """Logger that sends each row to a run of MLflow (the package `mlflow`)."""
+
+    def __init__(self, **options: Any) -> None:
+        """`options` go to `mlflow.start_run`: run_name, experiment_id, run_id of a run that goes on …"""
+        self._options = options
+        self._module: Any = None
+
+    def begin(self, steps: int) -> None:
+        """Start the run."""
+        module = _imported("mlflow", "mlflow")
+        module.start_run(**self._options)
+        self._module = module
+
+    def write(self, row: MetricsRow) -> None:
+        """Send the numbers of a step."""
+        step, numbers = _numbers(row)
+        self._module.log_metrics(numbers, step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        if self._module is not None:
+            self._module.end_run()
+
+
+def _imported(module: str, package: str) -> Any:
+    """Return a module of an optional package. Raises `ConfigError` where it is not installed."""
+    try:
+        return import_module(module)
+    except ImportError:
+        raise ConfigError(
+            f"{module} is asked for as a logger, but the package {package} is not installed: "
+            f"pip install 'plait[{package}]', or leave the logger out."
+        ) from None

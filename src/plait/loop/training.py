@@ -1,0 +1,219 @@
+"""`TrainingLoop`: one rank's engine, optimizer and batches, and the loop over steps; its `Callback`s."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from plait.data.batches import Batches, rank_rows
+from plait.device import is_accelerator
+from plait.engine import Engine
+from plait.errors import DataError, NonFiniteError
+from plait.layers.nested import Value, tensors_of
+from plait.loop.meter import Meter, StepNumbers
+
+
+class Callback:
+    """Base class of callbacks: each method does nothing. All ranks call them, in the order of the list."""
+
+    def resume(self, run: TrainingLoop) -> None:
+        """Load earlier state and set `run.done`; called before the `begin` of any callback."""
+
+    def begin(self, run: TrainingLoop) -> None:
+        """Start before the first step, of which `run.done` are finished already."""
+
+    def is_due(self, step: int) -> bool:
+        """Return whether `measured` needs the state of the model right after `step`, counted from 1.
+
+        On a GPU the numbers of other steps are read after the next step was submitted.
+        """
+        return False
+
+    def before_step(self, run: TrainingLoop) -> None:
+        """Act before the step `run.done`, counted from 0."""
+
+    def measured(self, run: TrainingLoop, row: dict[str, float]) -> None:
+        """Act on the numbers of step `row["step"]`, counted from 1; entries that it adds are logged."""
+
+    def after_step(self, run: TrainingLoop) -> None:
+        """Act after a step, with `run.done` finished."""
+
+    def end(self, run: TrainingLoop, error: BaseException | None) -> None:
+        """Finish after the last step, or after an `error` that other ranks may not have raised."""
+
+
+class TrainingLoop:
+    """Trains an engine's model on one rank; every rank makes one with the same arguments.
+
+    On a GPU the numbers of a step are read after the next one has been submitted, so that the host does not
+    wait for the device; at once where a callback `is_due`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+        batches: Batches,
+        *,
+        steps: int,
+        learning_rate: Callable[[int], float] | None = None,
+        clip: float = math.inf,
+        flops_per_token: float | None = None,
+        advice: str = "lower the learning rate or raise its warm-up",
+    ) -> None:
+        """`advice`: how to mend a loss that is not finite; other arguments as for `plait.fit`.
+
+        Raises `DataError` where data-parallel ranks cannot share a batch.
+        """
+        self.engine, self.optimizer, self.batches, self.mesh = engine, optimizer, batches, engine.mesh
+        self.steps, self.max_norm, self.advice = steps, clip, advice
+        self.done = 0
+        """Number of finished steps."""
+        self.resumed_steps = 0
+        """Steps of this run before it was resumed; 0 if it started from another run's checkpoint."""
+        self.row: dict[str, float] = {"loss": math.nan, "peak_memory_bytes": 0.0}
+        """The numbers of the latest step that were read."""
+        self.stopped = 0
+        """Not 0 where the run ends before its last step: the signal that a rank had received, or -1."""
+        self.requested_stop: Callable[[], int] = int
+        """Returns the signal to stop that this rank has received; 0: none."""
+        self._rate = learning_rate
+        self._meter = Meter(self.mesh, engine.plan.precision, flops_per_token)
+        self._rows = require_divisible(batches, self)
+        self._tokens = 0
+        self._callbacks: Sequence[Callback] = ()
+        self._unread: tuple[int, Callable[[], StepNumbers]] | None = None
+
+    def run(self, callbacks: Sequence[Callback] = ()) -> None:
+        """Train until `steps` are done, or until a callback or a signal stops the run on all ranks.
+
+        Raises `NonFiniteError` on every rank where a loss or a gradient norm is not finite.
+        """
+        self._callbacks = callbacks
+        for callback in callbacks:
+            callback.resume(self)
+        with ExitStack() as stack:
+            for callback in callbacks:
+                stack.push(_ending(callback, self))
+                callback.begin(self)
+            while self.done < self.steps and not self.stopped:
+                self.run_step()
+
+    def run_step(self) -> None:
+        """Run the step `done` with its measurements and the callbacks."""
+        step = self.done
+        self._call("before_step")
+        self._meter.start()
+        loss, norm = self.step(step)
+        rate, non_finite = self.learning_rate(step), self.engine.non_finite()
+        numbers = self._meter.measure(
+            step, loss, norm, rate, non_finite, tokens=self._tokens, signal=self.requested_stop()
+        )
+        self.finish()
+        self._unread = step, numbers
+        self.done = step + 1
+        at_once = not is_accelerator(self.mesh.device) or self.is_last
+        if at_once or any(callback.is_due(self.done) for callback in self._callbacks):
+            self.finish()
+        self._call("after_step")
+
+    def finish(self) -> None:
+        """If the numbers of a step are unread, read them, refuse them where not finite, call `measured`."""
+        if self._unread is None:
+            return
+        (step, read), self._unread = self._unread, None
+        numbers = read()
+        self.stopped = self.stopped or numbers.signal
+        self._refuse_non_finite(step, numbers)
+        self.row = numbers.row
+        self._call("measured", self.row)
+
+    def stop(self) -> None:
+        """End the run after this step; to be called on all ranks."""
+        self.stopped = self.stopped or -1
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no step follows."""
+        return self.done >= self.steps or bool(self.stopped)
+
+    def step(self, step: int) -> tuple[Tensor, Tensor]:
+        """Train on the batch of `step`, counted from 0; return its loss and gradient norm, 0-d.
+
+        The loss is the mean over the global batch, the norm is that before clipping. Both are
+        the same on every rank, and returned without waiting for the device.
+        Communication: the engine's (activations over `pp`, regions and the loss over `tp`, gradients over
+        `dp`, the norm over `pp` and `tp`).
+        """
+        loss = self.forward_backward(step)
+        return loss, self.engine.step(self.optimizer, self.max_norm)
+
+    def forward_backward(self, step: int) -> Tensor:
+        """Set the learning rate of `step` and compute its gradients; return the loss."""
+        if self._rate is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self._rate(step)
+        inputs, targets = self.batches.batch(step, self._rows)
+        self._tokens = _tokens(targets, self.batches.size)
+        self.optimizer.zero_grad()
+        return self.engine.forward_backward(inputs, targets)
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of `step`, counted from 0."""
+        return float(self.optimizer.param_groups[0]["lr"]) if self._rate is None else self._rate(step)
+
+    def _call(self, method: str, *arguments: object) -> None:
+        for callback in self._callbacks:
+            getattr(callback, method)(self, *arguments)
+
+    def _refuse_non_finite(self, step: int, numbers: StepNumbers) -> None:
+        """Raise `NonFiniteError` on every rank, with rank and stage, where the loss or norm is not finite.
+
+        `numbers` are those of `step`. A norm that overflows a loss scale which can be lowered is no error.
+        """
+        loss, norm = numbers.row["loss"], numbers.row["grad_norm"]
+        overflows = self.engine.adapts_loss_scale and self.engine.loss_scale >= 1
+        if math.isfinite(loss) and (math.isfinite(norm) or overflows):
+            return
+        mesh, schedule = self.mesh, self.engine.schedule
+        if not math.isfinite(loss):
+            stages, what, value = [schedule.stages - 1], "loss", loss
+            rank = numbers.loss_rank % mesh.size("world")
+        else:
+            rank = numbers.gradient_rank % mesh.size("world")
+            stages = list(schedule.stages_of(mesh.coordinate_of(rank)["pp"]))
+            what, value = "gradient norm", norm
+        where = f"stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))}"
+        raise NonFiniteError(
+            f"step {step + 1}: the {what} is {value} on rank {rank}, {where}: "
+            f"{self.advice}, or look at the data of that step."
+        )
+
+
+def _ending(
+    callback: Callback, run: TrainingLoop
+) -> Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], None]:
+    """Return a function for an `ExitStack` that calls `callback.end`."""
+    return lambda kind, error, trace: callback.end(run, error)
+
+
+def _tokens(targets: Value, rows: int) -> int:
+    """Return the tokens of a global batch of `rows`, of which `targets` are a part; or its rows."""
+    first = next(iter(tensors_of(targets)), None)
+    return rows if first is None or first.dim() < 2 else rows * first.shape[1]
+
+
+def require_divisible(batches: Batches, run: TrainingLoop) -> slice:
+    """Return this data-parallel rank's rows of a batch. Raises `DataError` where ranks cannot share it."""
+    ranks = run.mesh.size("dp")
+    if batches.size % ranks:
+        raise DataError(
+            f"batches have {batches.size} rows, which {ranks} data-parallel ranks cannot share equally: "
+            f"give batches of {max(1, batches.size // ranks) * ranks} rows, or change plan.dp."
+        )
+    return rank_rows(run.mesh.index("dp"), ranks, batches.size)

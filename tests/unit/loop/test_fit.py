@@ -1,0 +1,167 @@
+"""`plait.fit` trains as a plain loop of PyTorch does, under any plan, also where it stops and goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+import plait
+from plait.comm.rank_pool import RankPool
+from plait.errors import DataError, NonFiniteError
+from plait.loop.callbacks import EarlyStop, Log, ReplicaChecks
+from plait.loop.checkpoints import Checkpoints
+from plait.loop.loggers import JsonLines
+from plait.loop.training import Callback, TrainingLoop
+from plait.plan import Plan
+
+STEPS, CLIP = 8, 0.5
+PLANS = {
+    "one": Plan(precision="fp64"),
+    "pp": Plan(pp=2, microbatches=2, schedule="zb-h1", precision="fp64"),
+    "dp": Plan(dp=2, strategy="full", precision="fp64"),
+}
+
+
+def dataset() -> TensorDataset:
+    inputs = torch.randn(22, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(inputs, (inputs[:, 0] > 0).long())
+
+
+def model() -> nn.Sequential:
+    layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)).double()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in layers.parameters():
+        parameter.data = torch.randn(parameter.shape, dtype=torch.float64, generator=generator) / 3
+    return layers
+
+
+def rate(step: int) -> float:
+    return 0.1 / (step + 1)
+
+
+def plain() -> tuple[list[tuple[float, float]], list[list[Tensor]], dict[str, Tensor], float]:
+    """Losses, norms, all gradients, parameters and validation loss of a loop of PyTorch alone."""
+    loader, layers, data = plait.Loader(dataset(), batch=8, seed=5), model(), dataset()
+    matrices = [one for one in layers.parameters() if one.dim() > 1]
+    vectors = [one for one in layers.parameters() if one.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups)
+    numbers, gradients = [], []
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step)
+        chosen = loader.order(step)
+        inputs, targets = (part[chosen] for part in data.tensors)
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(layers(inputs), targets)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(layers.parameters(), CLIP)
+        gradients.append([one.grad.clone() for one in layers.parameters() if one.grad is not None])
+        optimizer.step()
+        numbers.append((loss.item(), norm.item()))
+    with torch.no_grad():
+        last = functional.cross_entropy(layers(data.tensors[0]), data.tensors[1])
+    return numbers, gradients, layers.state_dict(), float(last)
+
+
+class Watch(Callback):
+    """Keeps numbers and whole gradients of each step."""
+
+    def __init__(self) -> None:
+        self.numbers: list[tuple[float, float]] = []
+        self.gradients: list[list[Tensor]] = []
+
+    def measured(self, run: TrainingLoop, row: dict[str, float]) -> None:
+        self.numbers.append((row["loss"], row["grad_norm"]))
+
+    def after_step(self, run: TrainingLoop) -> None:
+        self.gradients.append([gradient.clone() for _, gradient in run.engine.named_gradients()])
+
+
+def fitted(plan: Plan, steps: int = STEPS, *callbacks: Callback, **options: Any) -> Any:
+    watch = Watch()
+    validation = plait.Loader(dataset(), batch=11 if plan.world == 1 else 22, shuffle=False)
+    result = plait.fit(
+        model(),
+        plan,
+        plait.Loader(dataset(), batch=8, seed=5),
+        steps=steps,
+        learning_rate=rate,
+        clip=CLIP,
+        validation=validation,
+        validate_batches=22 // validation.size,
+        callbacks=[*callbacks, watch],
+        **options,
+    )
+    state = result.engine.state_dict(everywhere=True)
+    return watch.numbers, watch.gradients, state, result.validation_loss, result.steps, result.stopped
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_it_is_a_plain_loop(thread_ranks: RankPool, name: str) -> None:
+    numbers, gradients, state, validation = plain()
+    for found in thread_ranks.run(fitted, PLANS[name], ranks=PLANS[name].world):
+        assert found[0] == [pytest.approx(one, rel=1e-12) for one in numbers]
+        for ours, theirs in zip(found[1], gradients, strict=True):
+            assert all(torch.allclose(a, b, rtol=0, atol=1e-13) for a, b in zip(ours, theirs, strict=True))
+        assert all(torch.allclose(found[2][key], state[key], rtol=0, atol=1e-11) for key in state)
+        assert found[3:] == (pytest.approx(validation, rel=1e-11), STEPS, False)
+
+
+def resumed(folder: Path, plan: Plan, steps: int) -> Any:
+    log = Log(JsonLines(folder / "rows.jsonl"))
+    return fitted(plan, steps, Checkpoints(folder, every=3), log, ReplicaChecks(2))
+
+
+def test_a_run_that_goes_on_under_another_plan_is_the_same(
+    thread_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stopped in the middle of an epoch; its log has each step once."""
+    numbers, _, state, _ = plain()
+    thread_ranks.run(resumed, tmp_path, PLANS["pp"], 4, ranks=2)
+    for found in thread_ranks.run(resumed, tmp_path, PLANS["dp"], STEPS, ranks=2):
+        assert found[0] == [pytest.approx(one, rel=1e-11) for one in numbers[4:]]
+        assert all(torch.allclose(found[2][key], state[key], rtol=0, atol=1e-11) for key in state)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert [row["loss"] for row in rows] == [pytest.approx(one, rel=1e-11) for one, _ in numbers]
+    assert [row["lr"] for row in rows] == [rate(step) for step in range(STEPS)]
+    assert capsys.readouterr().out.count("Resumed from") == 1
+
+
+def early(plan: Plan) -> tuple[int, bool]:
+    loader = plait.Loader(dataset(), batch=8)
+    result = plait.fit(
+        model(),
+        plan,
+        loader,
+        steps=50,
+        learning_rate=0.0,
+        validation=loader,
+        validate_every=2,
+        callbacks=[EarlyStop(2)],
+    )
+    return result.steps, result.stopped
+
+
+def test_it_stops_where_the_validation_loss_falls_no_more(thread_ranks: RankPool) -> None:
+    assert thread_ranks.run(early, PLANS["dp"], ranks=2) == [(6, True)] * 2
+
+
+def test_what_is_refused(thread_ranks: RankPool) -> None:
+    def odd() -> None:
+        plait.fit(model(), PLANS["dp"], plait.Loader(dataset(), batch=3), steps=1)
+
+    with pytest.raises(DataError, match=r"batches have 3 rows, which 2 data-parallel .* of 2 rows, or"):
+        thread_ranks.run(odd, ranks=2)
+    loader = plait.Loader(dataset(), batch=8)
+    with pytest.raises(NonFiniteError, match=r"step 2: the .*: lower the learning rate or raise its warm-up"):
+        plait.fit(model(), Plan(), loader, steps=3, learning_rate=math.inf)
