@@ -108,14 +108,14 @@ class Rows(Protocol):
 
 
 class Batches(Protocol):
-    """A numbered sequence of global batches."""
+    """A numbered sequence of global batches; a `plait.Loader` is one."""
 
     @property
     def size(self) -> int:
         """The number of rows of a global batch."""
 
-    def batch(self, step: int, rows: slice) -> InputsAndTargets:
-        """Return `rows` of the global batch of `step`, counted from 0."""
+    def batch(self, step: int, rows: slice) -> tuple[Any, Any]:
+        """Return the inputs and targets of `rows` of the global batch of `step`, counted from 0."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,10 +15,13 @@ class ReadAhead:
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
-        self.size = batches.size
-        """Rows of a global batch."""
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="plait-read-ahead")
         self._next: tuple[tuple[int, int, int], Future[InputsAndTargets]] | None = None
+
+    @property
+    def size(self) -> int:
+        """The number of rows of a global batch."""
+        return self._batches.size
 
     def batch(self, step: int, rows: slice) -> InputsAndTargets:
         """Return `rows` of the global batch of `step`, and start to read the same rows of the next one."""

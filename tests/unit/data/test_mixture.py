@@ -82,7 +82,7 @@ def test_the_next_batch_is_read_meanwhile() -> None:
     asked: list[tuple[int, str]] = []
 
     class Watched:
-        size = plain.size
+        size = 4
 
         def batch(self, step: int, rows: slice) -> Any:
             asked.append((step, threading.current_thread().name))
