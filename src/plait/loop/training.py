@@ -147,8 +147,8 @@ class TrainingLoop:
 
         The loss is the mean over the global batch, the norm is that before clipping. Both are
         the same on every rank, and returned without waiting for the device.
-        Communication: the engine's (activations over `pp`, regions and the loss over `tp`, gradients over
-        `dp`, the norm over `pp` and `tp`).
+        Communication: the engine's (activations over `pp`, attention over `cp`, regions and the loss over
+        `tp`, gradients over `dp_cp`, the norm over `model`).
         """
         loss = self.forward_backward(step)
         return loss, self.engine.step(self.optimizer, self.max_norm)
