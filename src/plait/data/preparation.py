@@ -32,7 +32,15 @@ from plait.data.document_sources import (
     read_pieces,
     read_records,
 )
-from plait.data.token_shards import INDEX, SETTINGS, CorpusIndex, ShardEntry, shard_files, write_index
+from plait.data.token_shards import (
+    INDEX,
+    SETTINGS,
+    CorpusIndex,
+    ShardEntry,
+    read_index,
+    shard_files,
+    write_index,
+)
 from plait.data.tokenizer import Tokenizer, Tokens, open_tokenizer
 from plait.errors import DataError
 
@@ -93,6 +101,8 @@ def prepare_corpus(
     chats = all(holds_chats(first_record(Path(one.path))) for shard in shards for one in shard[:1])
     settings = TextEncoding(tokenizer, column, None if chats else reader.end_token(end), dtype, chats)
     _begin(folder, shards, settings)
+    if (folder / INDEX).is_file():
+        return _end(folder, read_index(folder))
     sizes = [sum(one.size for one in shard) for shard in shards]
     done = {number: entry for number in range(len(shards)) if (entry := _finished(folder, number, dtype))}
 
@@ -117,9 +127,7 @@ def prepare_corpus(
         tuple(done[number] for number in range(len(shards))),
     )
     write_index(folder, index)
-    for path in [folder / SETTINGS, *(_counts(folder, number) for number in range(len(shards)))]:
-        path.unlink(missing_ok=True)
-    return index
+    return _end(folder, index)
 
 
 def write_shard(
@@ -232,14 +240,20 @@ def _begin(folder: Path, shards: Sequence[Sequence[SourceRange]], settings: Text
         if path.read_text() == text:
             return
         raise DataError(
-            f"{folder} holds another preparation, not finished: repeat its command to go on (sources, which "
-            "must not have changed, tokenizer and options), or choose another folder."
+            f"{folder} holds another preparation: repeat its command to go on (sources, which must not have "
+            "changed, tokenizer and options), or choose another folder."
         )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        what = "a finished corpus" if (folder / INDEX).is_file() else "other files"
-        raise DataError(f"{folder} holds {what}: choose a folder that is empty or does not exist.")
+        raise DataError(f"{folder} holds other files: choose a folder that is empty or does not exist.")
     folder.mkdir(parents=True, exist_ok=True)
     _write(path, text)
+
+
+def _end(folder: Path, index: CorpusIndex) -> CorpusIndex:
+    """Remove the counts of the shards, which stand in the index now."""
+    for number in range(len(index.shards)):
+        _counts(folder, number).unlink(missing_ok=True)
+    return index
 
 
 def _finished(folder: Path, number: int, dtype: str) -> ShardEntry | None:

@@ -3,6 +3,7 @@
 A folder that `plait data prepare` has written:
 
     index.json               tokenizer, vocabulary, dtype, and per shard its tokens and documents
+    preparation.json         sources and settings, by which a repeated command is recognised
     00000.tokens.bin         the tokens of the shard, one after another, little-endian
     00000.documents.npy      int64: the number of the shard's tokens up to the end of each document
     00000.answers.bin        of chats: a byte for each token, 1 where it belongs to an answer
@@ -28,7 +29,7 @@ from plait.errors import DataError
 
 INDEX = "index.json"
 SETTINGS = "preparation.json"
-"""In a folder whose preparation is not finished."""
+"""Sources and settings of the preparation, finished or not."""
 FORMAT = 1
 
 
@@ -202,7 +203,7 @@ class Corpus:
         number = int(np.searchsorted(starts, first, side="right")) - 1
         while number < len(self.sizes) and int(starts[number]) < stop:
             begin, end = max(first, int(starts[number])), min(stop, int(starts[number + 1]))
-            if begin < end:
+            if begin < end or not self.sizes[number]:  # a document may end in a shard without tokens
                 yield self._shards[number], begin - int(starts[number]), end - int(starts[number])
             number += 1
 

@@ -157,9 +157,12 @@ def test_a_folder_holds_one_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     in_one_process(monkeypatch)
     (tmp_path / "a.txt").write_text("text")
     arguments = [str(tmp_path / "a.txt")], tmp_path / "out", "bytes"
-    prepare_corpus(*arguments)
-    with pytest.raises(DataError, match="holds a finished corpus: choose a folder"):
-        prepare_corpus(*arguments)
+    index = prepare_corpus(*arguments)
+    assert prepare_corpus(*arguments) == index, "it was finished already"
+    with pytest.raises(DataError, match="out holds another preparation: repeat its command to go on"):
+        prepare_corpus(*arguments, lines=True)
+    with pytest.raises(DataError, match="holds other files: choose a folder that is empty"):
+        prepare_corpus(arguments[0], tmp_path, "bytes")
     with pytest.raises(DataError, match=r"has no index\.json: give a folder that"):
         open_corpus(tmp_path)
     (tmp_path / "out" / "00000.tokens.bin").write_bytes(b"ab")
