@@ -86,7 +86,7 @@ class ExchangePlan:
 
 
 def exchange_plan(sequence: LocalSequence, mask: Mask, device: torch.device) -> ExchangePlan:
-    """Return the plan of `sequence`, with masks on `device`.
+    """Return which keys this rank exchanges for `sequence`, and its kernel calls, with masks on `device`.
 
     Layers with an equal `mask` share it; where each sequence is one document, all micro-batches do.
     """

@@ -80,7 +80,7 @@ class ChatEncoder:
         return self._messages(before, _messages_of(completion, "completion"))
 
     def _messages(self, before: Sequence[Message], rest: Sequence[Message]) -> EncodedChat:
-        """Encode messages; answers are those of the assistant in `rest`."""
+        """Return messages in tokens; answers are those of the assistant in `rest`, not in `before`."""
         messages, first = [*before, *rest], len(before)
         template = self._template()
         if not first and _MARKS_ANSWERS in template.replace("{%-", "{%"):

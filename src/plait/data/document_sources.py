@@ -121,7 +121,7 @@ def _pieces_of_text(text: str) -> Iterator[TextPiece]:
 
 
 def _text(portion: SourceRange) -> Iterator[TextPiece]:
-    """Yield the pieces of a part of a text file, which is one document."""
+    """Yield a range of a text file in pieces; the whole file is one document."""
     with _open(portion.path) as file:
         if portion.path.endswith(".gz"):
             yield from _pieces_of_text(_decoded(file.read(), portion.path, 0))
@@ -150,7 +150,7 @@ def _cut(file: BinaryIO, at: int, total: int) -> int:
 
 
 def _lines(portion: SourceRange) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that begin in a portion, with the byte at which each begins."""
+    """Yield the lines that begin in a range of a file, with the byte at which each begins."""
     with _open(portion.path) as file:
         at = portion.begin
         if at:  # the line that began before belongs to the portion before

@@ -315,6 +315,6 @@ def _partial(path: Path) -> Path:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file, all of it or none."""
+    """Write a text file atomically: a reader sees all of it or no file."""
     _partial(path).write_text(text)
     _partial(path).replace(path)

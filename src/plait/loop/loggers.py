@@ -35,7 +35,7 @@ class Logger(Protocol):
     """Writes rows of metrics somewhere. Only rank 0 calls its methods."""
 
     def begin(self, steps: int) -> None:
-        """Open it; keep the rows of the first `steps` steps, written before a resumption."""
+        """Open the file or service; keep the rows of the first `steps` steps, written before a resumption."""
 
     def write(self, row: MetricsRow) -> None:
         """Write the row of a step. Raises OSError where it has to be kept and written with a later one."""

@@ -148,7 +148,7 @@ def adapters_of(model: nn.Module) -> dict[str, LoraLinear]:
 
 
 def adapter_values(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
-    """Return the initial values of the adapters of `model`, by its names: of names and `seed` only."""
+    """Return the initial values of the adapters of `model`, drawn by name and `seed` only."""
     return {
         f"{path}.{half}.weight": initial_value(_on_meta(one), path, f"{half}.weight", seed)
         for path, one in adapters_of(model).items()

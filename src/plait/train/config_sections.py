@@ -68,7 +68,7 @@ class LoraConfig(Section):
 
     @property
     def adapts(self) -> bool:
-        """Whether the model has adapters."""
+        """Whether the linears of the model get LoRA adapters."""
         return self.rank > 0 or self.adapter is not None
 
 
