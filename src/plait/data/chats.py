@@ -79,6 +79,17 @@ class ChatEncoder:
         before = _messages_of(prompt, "prompt")
         return self._messages(before, _messages_of(completion, "completion"))
 
+    def question(self, text: str) -> Tokens:
+        """Return a user's message in tokens, up to where the answer begins."""
+        asked = self._rendered([{"role": "user", "content": text}], add_generation_prompt=True)
+        return np.array(self._tokenizer(asked, add_special_tokens=False)["input_ids"], dtype=np.uint32)
+
+    @property
+    def end_of_answer(self) -> tuple[int, ...]:
+        """The token that ends an answer, if the tokenizer has one."""
+        number = self._tokenizer.eos_token_id
+        return () if number is None else (int(number),)
+
     def _messages(self, before: Sequence[Message], rest: Sequence[Message]) -> EncodedChat:
         """Return messages in tokens; answers are those of the assistant in `rest`, not in `before`."""
         messages, first = [*before, *rest], len(before)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
-from plait.data.batches import permute
+from plait.data.batches import permute, rank_rows
 from plait.errors import DataError
 
 Collate = Callable[[list[Any]], Any]
@@ -81,6 +81,18 @@ class Loader:
         result: tuple[Any, Any] = next(self._reader)
         self._next = step + 1, start, stop
         return result
+
+    def share(self, step: int, rank: int, ranks: int) -> tuple[Any, Any]:
+        """Return (inputs, targets) of a step for data-parallel rank `rank` of `ranks`; see `batch`.
+
+        Raises `DataError` where `ranks` does not divide the rows of a batch.
+        """
+        if self.size % ranks:
+            raise DataError(
+                f"a batch of {self.size} samples cannot be shared equally by {ranks} data-parallel ranks: "
+                f"give a multiple of {ranks}."
+            )
+        return self.batch(step, rank_rows(rank, ranks, self.size))
 
     def order(self, step: int, rows: slice = slice(None)) -> list[int]:
         """Return the dataset's indices of `rows` of the global batch of `step`."""

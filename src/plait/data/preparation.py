@@ -271,7 +271,9 @@ def _written(
     folder: Path, waiting: dict[int, tuple[SourceRange, ...]], settings: TextEncoding, processes: int
 ) -> Iterator[tuple[int, ShardEntry]]:
     """Write shards in `processes` processes; yield the number and counts of each when it is finished."""
-    if not waiting:
+    if processes == 1 or len(waiting) <= 1:  # this one is enough, and need not be started
+        for number, shard in sorted(waiting.items()):
+            yield number, write_shard(folder, number, shard, settings)
         return
     left, running = sorted(waiting, reverse=True), dict[Future[ShardEntry], int]()
     spawn = multiprocessing.get_context("spawn")

@@ -197,7 +197,11 @@ class TrainConfig(Section):
     )
     validate_every: int = Field(default=0, ge=0, description="steps between validations; 0: only at the end")
     validate_batches: Count = Field(default=8, description="batches in a validation")
-    sample: str = Field(default="", description="prompt that is continued after training; empty: no sample")
+    sample: str = Field(
+        default="",
+        description="prompt that is continued after training, a question where the data are conversations; "
+        "empty: no sample",
+    )
     sample_tokens: Count = Field(default=200, description="tokens the sample continues for")
 
 

@@ -32,6 +32,7 @@ class OpenSource:
     vocab: int
     readable: bool
     summary: str
+    holds_chats: bool = False
 
 
 def open_source(config: Config, source: str, tokenizer: Tokenizer, fraction: float) -> OpenSource:
@@ -137,4 +138,4 @@ def _split_chats(
     if unanswered:
         notes.append(f"{unanswered:,} without an answer")
     summary = f"{source}, {index.documents:,} conversations in {training.count:,} rows, {'; '.join(notes)}"
-    return OpenSource(training, held_out if fraction else None, vocab, readable, summary)
+    return OpenSource(training, held_out if fraction else None, vocab, readable, summary, holds_chats=True)

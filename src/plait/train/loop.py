@@ -71,7 +71,8 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
         plan = balanced(config, plan, mesh, data)
         memory = _predicted_memory(config, plan, mesh, data)
         trainer = Trainer(config, plan, mesh, data)
-        for line in banner(config, mesh, data, trainer.parameters, has_weights=trainer.has_weights):
+        sizes = trainer.parameters, trainer.trained
+        for line in banner(config, mesh, data, *sizes, has_weights=trainer.has_weights):
             progress.print(line)
         if memory is not None:
             progress.print(prediction_line(memory))
@@ -108,17 +109,17 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
 
 
 def banner(
-    config: Config, mesh: Mesh, data: Data, parameters: int, *, has_weights: bool = False
+    config: Config, mesh: Mesh, data: Data, parameters: int, trained: int, *, has_weights: bool = False
 ) -> Iterator[str]:
     """Yield the lines before the first step: model, plan, data and folder.
 
-    `parameters`: of the whole model. `has_weights`: whether the folder of a Hugging Face model holds weights
-    to start from.
+    `parameters` and `trained`: of the whole model, and how many of them are not frozen. `has_weights`:
+    whether the folder of a Hugging Face model holds weights to start from.
     """
     model, settings, plan = config.model, config.train, config.plan()
-    size = f"{parameters / 1e6:.1f} M" if parameters >= 1e6 else f"{parameters:,}"
+    count = _count(parameters) + ("" if trained == parameters else f", of which {trained:,} are trained")
     yield (
-        f"Model: {model.name}, {size} parameters ({model.layers} blocks, hidden {model.hidden}, "
+        f"Model: {model.name}, {count} ({model.layers} blocks, hidden {model.hidden}, "
         f"context {model.context}, vocabulary {data.vocab:,})."
     )
     if model.folder is not None and has_weights:
@@ -138,6 +139,11 @@ def banner(
     )
     yield f"Data: {data.summary}."
     yield f"Run: {config.run.dir}"
+
+
+def _count(parameters: int) -> str:
+    """Return a number of parameters as text."""
+    return f"{parameters / 1e6:.1f} M parameters" if parameters >= 1e6 else f"{parameters:,} parameters"
 
 
 def _sharding(plan: Plan) -> str:

@@ -21,6 +21,7 @@ from plait.data.tokenizer import Tokenizer, open_tokenizer
 from plait.errors import ConfigError
 from plait.train.config import Config
 from plait.train.data_sources import is_chats, open_source, require_chats
+from plait.train.sample import encode_prompt
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Data:
     """The training and validation batches of a run, and the tokenizer that encoded them.
 
     `validation`, if any, repeats after `train.validate_batches` batches. `vocab` is the model's. `readable`:
-    whether `tokenizer` can turn these tokens into text.
+    whether `tokenizer` can turn these tokens into text. `holds_chats`: whether all sources are conversations.
     """
 
     training: Batches
@@ -37,6 +38,7 @@ class Data:
     vocab: int
     readable: bool
     summary: str
+    holds_chats: bool = False
 
 
 def load_data(config: Config) -> Data:
@@ -69,6 +71,7 @@ def load_data(config: Config) -> Data:
         vocab=vocab,
         readable=all(one.readable for one in opened),
         summary="; ".join(one.summary for one in opened),
+        holds_chats=all(one.holds_chats for one in opened),
     )
 
 
@@ -90,11 +93,13 @@ def check_data(config: Config, *, prepares: bool = False) -> None:
     for source in sources:
         if is_chats(source):
             require_chats(config, source, prepares=prepares)
+    holds_chats = False
     if config.tokenizer == "bytes" or all(
         holds_tokens(one) or is_prepared(one) or is_chats(one) for one in sources
     ):
         loaded = load_data(config)
         vocab, tokenizer, readable = loaded.vocab, loaded.tokenizer, loaded.readable
+        holds_chats = loaded.holds_chats
     else:
         tokenizer = open_tokenizer(config.tokenizer)
         vocab, readable = config.model.vocab or tokenizer.vocab, data.source != "random"
@@ -102,10 +107,10 @@ def check_data(config: Config, *, prepares: bool = False) -> None:
             if not (holds_tokens(source) or is_prepared(source) or is_chats(source)):
                 read_documents(source)
     if config.train.sample and readable:
-        prompt = tokenizer.encode([config.train.sample.encode()])
-        if len(prompt) and int(prompt.max()) >= vocab:
+        largest = max(encode_prompt(config, tokenizer, is_question=holds_chats).tokens, default=0)
+        if largest >= vocab:
             raise ConfigError(
-                f"train.sample = {config.train.sample!r} holds token {int(prompt.max())}, outside the "
+                f"train.sample = {config.train.sample!r} holds token {largest}, outside the "
                 f"vocabulary of {vocab}: choose another prompt, or leave model.vocab to the tokenizer."
             )
 

@@ -8,11 +8,8 @@ from __future__ import annotations
 import math
 from functools import partial
 
-import torch
-
 from plait.comm.mesh import Mesh
 from plait.composer import parallelize
-from plait.data.tokenizer import printable
 from plait.loop.meter import flops_per_token
 from plait.loop.training import TrainingLoop
 from plait.plan import Plan
@@ -20,6 +17,7 @@ from plait.tensor.losses import cross_entropy
 from plait.train.build import build_model, build_optimizer, initial_weights, learning_rate
 from plait.train.config import Config
 from plait.train.run_data import Data
+from plait.train.sample import encode_prompt, sample_text
 
 
 class Trainer(TrainingLoop):
@@ -29,6 +27,7 @@ class Trainer(TrainingLoop):
         settings, shape = config.train, config.model
         model = build_model(shape, data.vocab)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
         values = initial_weights(shape, model, settings.seed)
         self.has_weights = values is not None
         engine = parallelize(model, plan, mesh, loss=cross_entropy, seed=settings.seed, values=values)
@@ -52,17 +51,15 @@ class Trainer(TrainingLoop):
             ),
             advice="lower train.lr, raise train.warmup",
         )
-        self._settings, self._data = settings, data
+        self._config, self._data = config, data
 
     def sample(self) -> str | None:
         """Return a continuation of the prompt `train.sample`; None without one or without a text tokenizer.
 
         Every rank calls it and gets the same text. Communication: that of `Engine.generate`.
         """
-        settings, tokenizer = self._settings, self._data.tokenizer
-        prompt = tokenizer.encode([settings.sample.encode()])
-        if not self._data.readable or not len(prompt):
+        data = self._data
+        if not data.readable or not self._config.train.sample:
             return None
-        start = torch.tensor([prompt.tolist()], dtype=torch.int64, device=self.mesh.device)
-        tokens = self.engine.generate(start, settings.sample_tokens, temperature=0.8, seed=settings.seed)
-        return printable(tokenizer.decode(tokens[0].tolist()))
+        prompt = encode_prompt(self._config, data.tokenizer, is_question=data.holds_chats)
+        return sample_text(self.engine, self._config, data.tokenizer, prompt) if prompt.tokens else None
