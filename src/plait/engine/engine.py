@@ -259,11 +259,12 @@ class Engine:
         """
         return self._runner.microbatch_losses()
 
-    def non_finite(self) -> Tensor:
-        """Return whether this rank's losses, and its gradients, are not finite after a step: bool `[2]`.
+    def loss_weight(self) -> Tensor:
+        """Return the loss's weight of the last global batch, 0-d: with cross-entropy the counted targets."""
+        return self._runner.loss_weight()
 
-        Without communication, and without waiting for the device.
-        """
+    def non_finite(self) -> Tensor:
+        """Return whether this rank's losses and gradients of the last step are not finite: bool `[2]`."""
         return self._runner.non_finite()
 
     def input_gradients(self) -> Value | None:
