@@ -15,7 +15,7 @@ import plait
 from plait.checkpoint.folders import resolve
 from plait.comm.rank_pool import RankPool
 from plait.errors import CheckpointError, ConfigError, DataError
-from plait.loop import Callback, Checkpoints, EarlyStop, Validation
+from plait.loop import Callback, Checkpoints, EarlyStop, Validation, training
 from plait.plan import Plan
 
 WEIGHTS = (5.0, 3.0, 4.0, 2.0, 3.0, 3.0, 1.0)
@@ -78,6 +78,15 @@ def test_the_best_is_kept_and_the_run_ends(thread_ranks: RankPool, tmp_path: Pat
     engine = run(ONE, steps=1).engine
     plait.load(engine, None, tmp_path / "best")
     assert engine.state_dict()["0.weight"].item() == WEIGHTS[3]
+
+
+def test_the_same_where_numbers_are_read_late(
+    thread_ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU."""
+    monkeypatch.setattr(training, "is_accelerator", lambda device: True)
+    assert thread_ranks.run(stopping, PLANS["dp"], tmp_path, ranks=2) == [(6, True, (4, 4.0))] * 2
+    assert names(tmp_path) == ["best.json", "step-00000004", "step-00000006"]
 
 
 def test_a_run_that_goes_on_counts_on(
