@@ -48,6 +48,8 @@ class Validation(Callback):
         `every` 0: at the end only; no `batches`: never. The mean of each of `metrics` over all values that it
         returns for these batches is added to the row as `validation_NAME`.
         """
+        if "loss" in (metrics or {}):
+            raise ConfigError("a metric is called loss, as the validation loss is: give it another name.")
         self._batches, self._every, self._metrics = batches, every, dict(metrics or {})
         self._count = count or (batches.steps() if isinstance(batches, Loader) else 1)
         self._last = 0
@@ -94,8 +96,8 @@ class Validation(Callback):
         self.loss, self.worse = loss, 0 if is_lowest else self.worse + 1
         if is_lowest:
             self.lowest = LowestLoss(step, loss)
-        others = "".join(f", {name} {value:.3f}" for name, value in list(means.items())[1:])
-        run.tell(f"step {step}: validation loss {loss:.3f}{others.replace('validation_', '')}")
+        others = "".join(f", {name} {means[f'validation_{name}']:.3f}" for name in self._metrics)
+        run.tell(f"step {step}: validation loss {loss:.3f}{others}")
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the lowest loss, the validations since then, and the data of which it is."""
@@ -110,7 +112,7 @@ class Validation(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the lowest loss of a `state_dict`, unless it is of other validation data."""
-        self._is_anew = state["data"] != self._description()
+        self._is_anew = self._batches is not None and state["data"] != self._description()
         if not self._is_anew:
             self.lowest, self.worse = LowestLoss(state["step"], state["loss"]), state["worse"]
 

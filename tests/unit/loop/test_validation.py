@@ -143,6 +143,8 @@ def test_without_validations_in_the_run_it_is_refused(callback: Callback, before
         run(ONE, *before, callback, every=0)
 
 
-def test_patience_of_none_is_refused() -> None:
+def test_arguments_that_are_refused() -> None:
+    with pytest.raises(ConfigError, match="a metric is called loss, as the validation loss is: give it"):
+        Validation(None, metrics={"loss": torch.sub})
     with pytest.raises(ConfigError, match="patience = 0: give at least 1, or leave it out"):
         EarlyStop(0)
