@@ -119,9 +119,9 @@ class Engine:
         """Extend `prompt` `[rows, length]` to int64 `[rows, length + tokens]`, equal on every rank.
 
         A row ends at a token of `stop`, which fills it; then the host waits for the device at each token. The
-        model must be causal, and its output logits `[rows, length, vocab]`; it sees at most its context's last
-        tokens. Communication: per token the boundaries and the token over `pp`, attention and logits over
-        `cp`, regions and, where logits are cut, 16 bytes a row over `tp` (with `top_k` 8 · k more).
+        model must be causal, its output logits `[rows, length, vocab]`; it sees its context's last tokens.
+        Communication: per token the boundaries and the token over `pp`, attention and logits over `cp`,
+        regions and, where logits are cut, 16 bytes a row over `tp` (with `top_k` 8 · k more).
         """
         return generated(self._runner, prompt, tokens, TokenChoice(temperature, top_k, seed, tuple(stop)))
 

@@ -71,8 +71,7 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
         plan = balanced(config, plan, mesh, data)
         memory = _predicted_memory(config, plan, mesh, data)
         trainer = Trainer(config, plan, mesh, data)
-        sizes = trainer.parameters, trainer.trained
-        for line in banner(config, mesh, data, *sizes, has_weights=trainer.has_weights):
+        for line in banner(config, mesh, data, *trainer.sizes, has_weights=trainer.has_weights):
             progress.print(line)
         if memory is not None:
             progress.print(prediction_line(memory))

@@ -26,8 +26,9 @@ class Trainer(TrainingLoop):
     def __init__(self, config: Config, plan: Plan, mesh: Mesh, data: Data) -> None:
         settings, shape = config.train, config.model
         model = build_model(shape, data.vocab)
-        self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
+        parameters = [(one.numel(), one.requires_grad) for one in model.parameters()]
+        self.sizes = sum(size for size, _ in parameters), sum(size for size, trains in parameters if trains)
+        """The number of parameters of the whole model, and of those that are not frozen."""
         values = initial_weights(shape, model, settings.seed)
         self.has_weights = values is not None
         engine = parallelize(model, plan, mesh, loss=cross_entropy, seed=settings.seed, values=values)
