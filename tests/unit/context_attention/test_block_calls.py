@@ -18,8 +18,9 @@ from plait.context_attention.visibility import (
     block_calls,
     document_bounds,
     needed_keys,
+    visible_indices,
     visible_range,
-    with_masks_on,
+    with_intervals_on,
 )
 
 
@@ -33,8 +34,8 @@ def calls_of(
     ids: Tensor | None = None,
 ) -> tuple[BlockCall, ...]:
     bounds = None if ids is None else document_bounds(ids)
-    lo, hi = visible_range(queries, length, causal=causal, window=window, documents=bounds)
-    return block_calls(lo, hi, keys)
+    lo, hi = visible_range(queries.numpy(), length, causal=causal, window=window, documents=bounds)
+    return block_calls(*visible_indices(lo, hi, keys.numpy()))
 
 
 def counted(calls: Sequence[BlockCall], rows: int, queries: int, keys: int) -> Tensor:
@@ -92,11 +93,11 @@ def test_each_visible_pair_is_computed_once(
     if ids is not None and alike:
         ids = ids[:1].expand(rows, -1)
     bounds = None if ids is None else document_bounds(ids)
-    lo, hi = visible_range(queries, length, causal=causal, window=window, documents=bounds)
+    lo, hi = visible_range(queries.numpy(), length, causal=causal, window=window, documents=bounds)
     if only_needed:
-        keys = keys[needed_keys(lo, hi, keys)]
+        keys = keys[torch.from_numpy(needed_keys(*visible_indices(lo, hi, keys.numpy()), len(keys)))]
     with patch.object(visibility, "TILE", sizes[0]), patch.object(visibility, "SHORT", sizes[1]):
-        calls = block_calls(lo, hi, keys)
+        calls = block_calls(*visible_indices(lo, hi, keys.numpy()))
     expected = visible(queries, keys, causal=causal, window=window, ids=ids)
     count = counted(calls, rows, len(queries), len(keys))
     assert torch.equal(count, expected.long().expand(rows, -1, -1))
@@ -222,7 +223,7 @@ def test_a_window_takes_tiles_that_share_a_mask() -> None:
         ("mask", 612, 868, 513, 868),
         ("mask", 868, 1124, 769, 1124),
     ]
-    assert len({id(call.mask) for call in calls[1:]}) == 1
+    assert len({id(call.seen) for call in calls[1:]}) == 1
     calls = calls_of(
         own.repeat_interleave(1), own, 1124, window=100, ids=torch.tensor([[0], [1]]).expand(-1, 1124)
     )
@@ -258,11 +259,13 @@ def test_nothing_to_compute() -> None:
     assert shapes(calls_of(torch.arange(1), torch.arange(1), 1)) == [("full", 0, 1, 0, 1)]
 
 
-def test_masks_go_to_a_device_once() -> None:
+def test_intervals_go_to_a_device_once() -> None:
     own = torch.arange(1124)
     calls = calls_of(own, own, 1124, window=100)
-    moved = with_masks_on(calls, torch.device("meta"))
+    moved = with_intervals_on(calls, torch.device("meta"))
     assert shapes(moved) == shapes(calls)
-    masks = [call.mask for call in moved if isinstance(call.mask, Tensor)]
-    assert masks[0].is_meta
-    assert len({id(mask) for mask in masks}) == 1
+    intervals = [call.seen for call in moved if isinstance(call.seen, Tensor)]
+    assert intervals[0].is_meta
+    assert len({id(one) for one in intervals}) == 1
+    (mask,) = {tuple(call.mask.shape) for call in moved if isinstance(call.mask, Tensor)}
+    assert mask == (256, 355)
