@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from plait.autograd.running_sequence import DocumentBounds, LocalSequence
+from plait.context_attention.packed_kernel import PackedCall
 from plait.context_attention.visibility import (
     BlockCall,
     block_calls,
@@ -70,11 +71,14 @@ class ExchangePlan:
     """The kernel calls on the rank's own keys."""
     peers: tuple[PeerBlock | None, ...]
     """By index; None for this rank."""
+    packed: PackedCall | None = None
+    """One call in place of `own`, for packed documents of which this rank has whole rows."""
 
     def on(self, device: torch.device) -> ExchangePlan:
         """Return the plan with all indices on `device`."""
         peers = tuple(None if peer is None else peer.on(device) for peer in self.peers)
-        return replace(self, own=with_intervals_on(self.own, device), peers=peers)
+        packed = None if self.packed is None else self.packed.on(device)
+        return replace(self, own=with_intervals_on(self.own, device), peers=peers, packed=packed)
 
     def sent(self, each: int) -> list[int]:
         """Return how many elements go to each rank, `each` for a key position."""
@@ -131,7 +135,10 @@ def build_plan(
         calls = block_calls(before[begin], before[end])
         counts = int(sent.sum()), int(before[-1])
         peers.append(PeerBlock(_selection(sent), *counts, calls, tuple(chain.from_iterable(ranges))))
-    return ExchangePlan(index, layout.ranges[index], own, tuple(peers))
+    packed = None
+    if documents is not None and layout.ranks == 1:
+        packed = PackedCall.of(documents, mask.causal, mask.window)
+    return ExchangePlan(index, layout.ranges[index], own, tuple(peers), packed)
 
 
 def _runs(which: NDArray[np.bool_]) -> list[slice]:

@@ -242,6 +242,24 @@ def test_the_pairs_of_a_window_grow_with_the_length_only() -> None:
         assert large < 64000 // 4 * (64 + 256)
 
 
+@pytest.mark.parametrize(("count", "most_calls", "most_pairs"), [(1, 1, 1.01), (16, 16, 1.05), (64, 64, 1.1)])
+def test_the_pairs_of_documents_are_those_that_are_seen(
+    count: int, most_calls: int, most_pairs: float
+) -> None:
+    """But for the diagonal, and for masks that short documents share: not 4,096 pairs for each query."""
+    torch.manual_seed(count)
+    own, begins = torch.arange(4096), torch.zeros(4096, dtype=torch.int64)
+    begins[1 + torch.randperm(4095)[: count - 1]] = 1
+    ids = begins.cumsum(0)[None]
+    calls = calls_of(own, own, 4096, ids=ids)
+    areas = [(call.query.stop - call.query.start) * (call.key.stop - call.key.start) for call in calls]
+    parts = [
+        area / 2 if isinstance(call.seen, str) else area for area, call in zip(areas, calls, strict=True)
+    ]
+    assert len(calls) <= most_calls
+    assert sum(parts) < most_pairs * float((ids[0].bincount() ** 2).sum()) / 2
+
+
 def test_keys_that_all_queries_of_a_tile_see_need_no_mask() -> None:
     # Every fourth token's query, the keys of all: each query sees four keys more than the one before it.
     assert shapes(calls_of(striped(2000, 4, 0), torch.arange(2000), 2000)) == [
