@@ -48,9 +48,9 @@ def save_llama(folder: Path) -> None:
 
 
 def conversations(count: int, seed: int = 5) -> list[Chat]:
-    """Conversations of 1 to 3 questions and answers; the first is longer than a row."""
+    """Conversations of 1 or 2 questions and answers; the first is longer than a row."""
     draw = random.Random(seed)
-    lengths = [[25, 9], *([draw.randint(1, 5) for _ in range(2 * draw.randint(1, 3))] for _ in range(count))]
+    lengths = [[25, 9], *([draw.randint(1, 3) for _ in range(2 * draw.randint(1, 2))] for _ in range(count))]
     return [
         [
             {
