@@ -148,10 +148,12 @@ def test_with_adapters_they_are_those_of_peft(
 
 
 @pytest.mark.full
-def test_the_command_reads_conversations_as_they_are(folder: Path, tmp_path: Path) -> None:
+def test_commands_read_conversations_as_they_are(folder: Path, tmp_path: Path) -> None:
     given = sections(folder, folder / "chats.jsonl", tmp_path, "pp-tp")
     options = {f"--{part}.{name}": one for part, fields in given.items() for name, one in fields.items()}
     texts = (one if isinstance(one, str) else json.dumps(one) for one in options.values())
-    words = [word for pair in zip(options, texts, strict=True) for word in pair]
-    assert main(["train", *(word.replace("null", "none") for word in words)]) == 0
+    words = [word.replace("null", "none") for pair in zip(options, texts, strict=True) for word in pair]
+    adapted = ["--model.lora.rank", "2", "--model.lora.dropout", "0.1", "--run.ranks_as", "threads"]
+    assert main(["verify", *words, *adapted]) == 0
+    assert main(["train", *words]) == 0
     require_losses(tmp_path, plain_losses(plain_model(folder), Config.model_validate(given)))
