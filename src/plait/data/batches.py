@@ -245,7 +245,8 @@ def _inputs_and_targets(
     if documents is None:
         return inputs, targets
     ids = torch.from_numpy(documents)
-    targets[ids[:, 1:] != ids[:, :-1]] = NO_TARGET
+    # Not in place: of one row, inputs and targets are views of the same memory.
+    targets = targets.masked_fill(ids[:, 1:] != ids[:, :-1], NO_TARGET)
     return {"tokens": inputs, "document_ids": ids[:, :-1].contiguous()}, targets
 
 

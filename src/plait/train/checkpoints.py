@@ -16,6 +16,7 @@ from plait.loop.checkpoints import Checkpoints
 from plait.train.build import build_model
 from plait.train.config import Config
 from plait.train.config_parser import config_from_arguments
+from plait.train.trained_model import vocabulary
 
 FOLDER = "checkpoints"
 """The folder in `run.dir`."""
@@ -31,8 +32,6 @@ DATA_FIELDS = (
     "data.validation_source",
 )
 """Fields that decide which tokens a step trains on; a resumed run has the same."""
-_TOKEN_EMBEDDING = "model.embedding.token.weight"
-"""In plait's own models: one row for each token."""
 
 
 def run_checkpoints(config: Config) -> Checkpoints:
@@ -60,9 +59,8 @@ def shard_plan_for(manifest: Manifest, arguments: Sequence[str]) -> ShardPlan:
     """
     defaults = {name: section(manifest.state, "config", name) for name in ("model", "data", "train")}
     config = config_from_arguments(arguments, defaults, "the checkpoint")
-    tokens = manifest.tensors.get(_TOKEN_EMBEDDING)
-    vocab = config.model.vocab or (tokens.shape[0] if tokens and tokens.shape else 1)
-    return build_blueprint(build_model(config.model, vocab), config.plan()).shard_plan
+    model = build_model(config.model, vocabulary(config.model, manifest))
+    return build_blueprint(model, config.plan()).shard_plan
 
 
 def _require_same_data(config: Config, state: Mapping[str, Any], path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from parity.chats import PLAIN, save_tokenizer
 from plait.data.chats import ChatEncoder, holds_chats
 from plait.data.document_rows import DocumentRows
 from plait.data.document_sources import portions_of
@@ -16,10 +17,6 @@ from plait.data.preparation import TextEncoding, write_shard
 from plait.data.token_shards import Corpus, TokenShard
 from plait.errors import ConfigError, DataError
 
-PLAIN = (
-    "{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] + '<end>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
-)
 MARKED = (
     "{% for m in messages %}{{ '[' + m['role'] + ']' }}{% if m['role'] == 'assistant' %}"
     "{% generation %}{{ m['content'] + '<end>' }}{% endgeneration %}{% else %}{{ m['content'] + '<end>' }}"
@@ -36,23 +33,15 @@ CHAT = [
 
 @pytest.fixture(scope="module")
 def tokenizer_folder(tmp_path_factory: Any) -> Path:
-    """A tokenizer of single characters, and a token for the end."""
-    tokenizers = pytest.importorskip("tokenizers")
+    """A folder for a tokenizer of single characters."""
+    pytest.importorskip("tokenizers")
     pytest.importorskip("transformers")
     folder: Path = tmp_path_factory.mktemp("tokenizer")
-    words = ["<unk>", "<end>", "[user]", "[assistant]", *"abcdefghi "]
-    model = tokenizers.models.BPE({word: number for number, word in enumerate(words)}, [], unk_token="<unk>")
-    reader = tokenizers.Tokenizer(model)
-    reader.add_special_tokens(["<end>", "[user]", "[assistant]"])
-    reader.save(str(folder / "tokenizer.json"))
     return folder
 
 
 def encoder(folder: Path, template: str | None) -> ChatEncoder:
-    configured = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}
-    if template is not None:
-        configured["chat_template"] = template
-    (folder / "tokenizer_config.json").write_text(json.dumps(configured))
+    save_tokenizer(folder, template)
     return ChatEncoder(str(folder))
 
 
