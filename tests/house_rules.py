@@ -97,6 +97,16 @@ PRIVATE_USES = {
         "_efficient_backward",
         "_scaled_dot_product_efficient_attention_backward",
     ): "likewise",
+    (
+        "context_attention/packed_kernel.py",
+        "forward",
+        "_flash_attention_forward",
+    ): "attention within documents, by the operation of torch.nn.attention.varlen, which gives no backward",
+    (
+        "context_attention/packed_kernel.py",
+        "backward",
+        "_flash_attention_backward",
+    ): "its backward with a given log-sum-exp: no public way",
     ("pipeline/recompute.py", "versions_of", "_version"): "whether a result was written to: no public way",
     ("autograd/regather.py", "_version", "_version"): "whether a layer wrote to what entered: likewise",
     (

@@ -55,7 +55,7 @@ _ABOUT = {
 }
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _IF_MISSING = "if the checkpoint does not record it"
-_PATH = "a checkpoint, or a folder of checkpoints, for its newest"
+_PATH = "a checkpoint; a folder of checkpoints, for its newest; or FOLDER/best, of the lowest validation loss"
 _TARGET = "a folder, which must not exist"
 
 

@@ -118,11 +118,10 @@ class Engine:
     ) -> Tensor:
         """Extend `prompt` `[rows, length]` to int64 `[rows, length + tokens]`, equal on every rank.
 
-        After a token of `stop` a row is filled with it; the result is shorter where all rows have one, and
-        then the host waits for the device at each token. The model must be causal, and its output logits
-        `[rows, length, vocab]`. Its input is at most its context's last tokens. Communication: per token the
-        boundary tensors and the token over `pp`, attention and an all-gather of the logits over `cp`, regions
-        over `tp`, and, where the logits are cut, 16 bytes a row over `tp` (with `top_k` 8 · k more).
+        A row ends at a token of `stop`, which fills it; then the host waits for the device at each token. The
+        model must be causal, its output logits `[rows, length, vocab]`; it sees its context's last tokens.
+        Communication: per token the boundaries and the token over `pp`, attention and logits over `cp`,
+        regions and, where logits are cut, 16 bytes a row over `tp` (with `top_k` 8 · k more).
         """
         return generated(self._runner, prompt, tokens, TokenChoice(temperature, top_k, seed, tuple(stop)))
 
@@ -262,11 +261,12 @@ class Engine:
         """
         return self._runner.microbatch_losses()
 
-    def non_finite(self) -> Tensor:
-        """Return whether this rank's losses, and its gradients, are not finite after a step: bool `[2]`.
+    def loss_weight(self) -> Tensor:
+        """Return the loss's weight of the last global batch, 0-d: with cross-entropy the counted targets."""
+        return self._runner.loss_weight()
 
-        Without communication, and without waiting for the device.
-        """
+    def non_finite(self) -> Tensor:
+        """Return whether this rank's losses and gradients of the last step are not finite: bool `[2]`."""
         return self._runner.non_finite()
 
     def input_gradients(self) -> Value | None:

@@ -39,6 +39,19 @@ _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
 
 
 @dataclass(frozen=True)
+class StepResult:
+    """What a step computed, on the device: 0-d tensors that are equal on every rank, but `non_finite`."""
+
+    loss: Tensor
+    norm: Tensor
+    """The gradient norm before clipping."""
+    weight: Tensor
+    """What the loss is a mean over: see `Engine.loss_weight`."""
+    non_finite: Tensor
+    """Whether this rank's own loss and own gradients are not finite: bool `[2]`."""
+
+
+@dataclass(frozen=True)
 class StepNumbers:
     """The numbers of a finished step, the same on every rank except for times."""
 
@@ -71,32 +84,30 @@ class Meter:
     def measure(
         self,
         step: int,
-        loss: Tensor,
-        norm: Tensor,
+        result: StepResult,
         rate: float,
-        non_finite: Tensor,
         *,
         tokens: int,
         signal: int = 0,
     ) -> Callable[[], StepNumbers]:
         """End the clock of `step`, counted from 0; return a function that waits for its numbers.
 
-        `non_finite`: bool `[2]`, whether this rank's own loss and own gradients are not finite. `signal`: one
-        that this rank has received, or 0. `tokens`: of the global batch.
+        `signal`: one that this rank has received, or 0. `tokens`: of the global batch.
         Communication: four numbers, all-reduced over the world.
         """
         mesh, device = self._mesh, self._mesh.device
         world = mesh.size("world")
         own = torch.tensor([peak_memory_bytes(device), signal], dtype=torch.float64)
-        first = non_finite * float(world - mesh.rank)  # the largest is that of the lowest rank
+        first = result.non_finite * float(world - mesh.rank)  # the largest is that of the lowest rank
         numbers = torch.cat([sent(own, device), first.double()])
         largest = all_reduce(numbers, mesh.group("world"), "max", checked=False)
         largest_of_all = largest.about("the metrics of the step").wait()
-        read = read_later(torch.cat([torch.stack([loss.double(), norm.double()]), largest_of_all]))
+        same = torch.stack([result.loss.double(), result.norm.double(), result.weight.double()])
+        read = read_later(torch.cat([same, largest_of_all]))
         started, ended = self._started, StreamEvent(device, timed=True)
 
         def finished() -> StepNumbers:
-            loss, norm, memory, signal, *first = read().tolist()
+            loss, norm, weight, memory, signal, *first = read().tolist()
             seconds = ended.milliseconds_since(started) / 1e3
             row = {
                 "step": step + 1,
@@ -104,6 +115,7 @@ class Meter:
                 "grad_norm": norm,
                 "lr": rate,
                 "tokens": tokens,
+                "trained_tokens": int(weight) if weight.is_integer() else weight,
                 "step_seconds": seconds,
                 "tokens_per_second": tokens / seconds,
                 "peak_memory_bytes": int(memory),

@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: `run.resume`, `run.save_every`, `run.keep_last` and `run.keep_every`."""
+"""Checkpoints of a training run: `run.resume`, `run.save_every` and `run.keep_…`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from plait.loop.checkpoints import Checkpoints
 from plait.train.build import build_model
 from plait.train.config import Config
 from plait.train.config_parser import config_from_arguments
-from plait.train.progress import ProgressReporter
 
 FOLDER = "checkpoints"
 """The folder in `run.dir`."""
@@ -36,7 +35,7 @@ _TOKEN_EMBEDDING = "model.embedding.token.weight"
 """In plait's own models: one row for each token."""
 
 
-def run_checkpoints(config: Config, progress: ProgressReporter) -> Checkpoints:
+def run_checkpoints(config: Config) -> Checkpoints:
     """Return the callback that saves and resumes a run as `run` configures."""
     run = config.run
     return Checkpoints(
@@ -44,10 +43,10 @@ def run_checkpoints(config: Config, progress: ProgressReporter) -> Checkpoints:
         every=run.save_every,
         keep_last=run.keep_last,
         keep_every=run.keep_every,
+        keep_best=run.keep_best,
         resume=run.resume,
         state={"config": json.loads(config.model_dump_json())},
         check=partial(_require_same_data, config),
-        tell=progress.print,
         start_over="--run.resume no",
     )
 

@@ -197,6 +197,11 @@ class TrainConfig(Section):
     )
     validate_every: int = Field(default=0, ge=0, description="steps between validations; 0: only at the end")
     validate_batches: Count = Field(default=8, description="batches in a validation")
+    patience: int = Field(
+        default=0,
+        ge=0,
+        description="validations in a row without a lower loss after which the run ends; 0: never",
+    )
     sample: str = Field(
         default="",
         description="prompt that is continued after training, a question where the data are conversations; "
@@ -332,6 +337,11 @@ class RunConfig(Section):
     keep_last: int = Field(default=2, ge=0, description="newest checkpoints that are kept; 0: all")
     keep_every: int = Field(
         default=0, ge=0, description="checkpoints at multiples of this step are never removed; 0: none"
+    )
+    keep_best: bool = Field(
+        default=False,
+        description="save a checkpoint after each validation with the lowest loss so far, and keep the last "
+        "of these, run.dir/checkpoints/best",
     )
     resume: str = Field(
         default="no",

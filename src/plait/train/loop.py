@@ -8,7 +8,9 @@ from pathlib import Path
 
 from plait.comm.mesh import Mesh
 from plait.footprint.memory_report import Memory
-from plait.loop.callbacks import Log, ReplicaChecks, Validation
+from plait.loop.callbacks import Log, ReplicaChecks
+from plait.loop.progress import Progress, ProgressReporter
+from plait.loop.validation import EarlyStop, Validation
 from plait.plan import Plan
 from plait.train.balance_reorder_trace import balanced
 from plait.train.build import build_model
@@ -16,9 +18,8 @@ from plait.train.checkpoints import run_checkpoints
 from plait.train.config import Config
 from plait.train.memory_limit import peak_line, predict_memory, prediction_line
 from plait.train.metrics import FIELD, open_loggers
-from plait.train.progress import ProgressReporter
 from plait.train.reference_steps import Comparison, compare_steps
-from plait.train.run_callbacks import Progress, Recordings
+from plait.train.run_callbacks import FirstSteps, Recordings
 from plait.train.run_data import Data, load_data
 from plait.train.stop_signals import StopSignals
 from plait.train.trainer import Trainer
@@ -56,11 +57,10 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
     norm is not finite, and `ReplicaError` when `run.check_replicas` finds a difference. A checkpoint
     that cannot be written is a warning, and the run goes on.
     """
-    plan, settings = config.plan(), config.train
-    device = None if config.run.device == "auto" else config.run.device
-    mesh = Mesh(plan, device=device, timeout=config.run.timeout, guarded=config.run.guard)
-    progress = ProgressReporter(settings.steps, shown=mesh.rank == 0, bar=config.run.progress)
-    run = config.run
+    plan, settings, run = config.plan(), config.train, config.run
+    device = None if run.device == "auto" else run.device
+    mesh = Mesh(plan, device=device, timeout=run.timeout, guarded=run.guard)
+    progress = ProgressReporter(settings.steps, shown=mesh.rank == 0, bar=run.progress)
     loggers = (
         open_loggers(run.dir, config.model_dump_json(indent=2), csv_too=run.csv, tensorboard=run.tensorboard)
         if mesh.rank == 0
@@ -71,39 +71,41 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
         plan = balanced(config, plan, mesh, data)
         memory = _predicted_memory(config, plan, mesh, data)
         trainer = Trainer(config, plan, mesh, data)
-        sizes = trainer.parameters, trainer.trained
-        for line in banner(config, mesh, data, *sizes, has_weights=trainer.has_weights):
+        for line in banner(config, mesh, data, *trainer.sizes, has_weights=trainer.has_weights):
             progress.print(line)
         if memory is not None:
             progress.print(prediction_line(memory))
-        shown, checkpoints = Progress(progress, stop, run.compare), run_checkpoints(config, progress)
-        validation = _validation(config, data, progress)
-        log = Log(*loggers, folder=run.dir, field=FIELD, tell=progress.print)
+        trainer.tell, trainer.requested_stop = progress.print, lambda: stop.local
+        first, checkpoints = FirstSteps(run.compare), run_checkpoints(config)
+        validation = _validation(config, data)
         trainer.run(
             [
-                Recordings(config, progress),
+                Recordings(config),
                 ReplicaChecks(run.check_replicas),
-                shown,
+                Progress(progress),
+                first,
                 validation,
-                log,
+                *([EarlyStop(settings.patience)] if settings.patience else []),
+                Log(*loggers, folder=run.dir, field=FIELD),
                 checkpoints,
             ]
         )
+        signal = max(0, trainer.stopped)
         result = TrainingResult(
             steps=trainer.done,
             loss=trainer.row["loss"],
             validation_loss=validation.loss,
-            sample=None if trainer.stopped else trainer.sample(),
+            sample=None if signal else trainer.sample(),
             metrics=config.run.dir / "metrics.jsonl",
-            stopped=trainer.stopped,
+            stopped=signal,
             saved=not checkpoints.failed,
         )
-        first, peak = shown.first, trainer.row["peak_memory_bytes"]
+        peak = trainer.row["peak_memory_bytes"]
     del trainer, checkpoints  # the comparison needs the memory
     _print_end(config, result, memory, peak, mesh, progress)
-    if not first or result.stopped:
+    if not first.numbers or result.stopped:
         return result
-    comparison = compare_steps(config, data, mesh, first)
+    comparison = compare_steps(config, data, mesh, first.numbers)
     progress.print(str(comparison))
     return replace(result, comparison=comparison)
 
@@ -176,12 +178,10 @@ def _print_end(
         progress.print(f"Stopped after step {result.steps}{how_to_resume}.")
 
 
-def _validation(config: Config, data: Data, progress: ProgressReporter) -> Validation:
+def _validation(config: Config, data: Data) -> Validation:
     """Return the callback that validates as `train` configures."""
     settings = config.train
-    return Validation(
-        data.validation, every=settings.validate_every, count=settings.validate_batches, tell=progress.print
-    )
+    return Validation(data.validation, every=settings.validate_every, count=settings.validate_batches)
 
 
 def _predicted_memory(config: Config, plan: Plan, mesh: Mesh, data: Data) -> Memory | None:

@@ -1,4 +1,4 @@
-"""Callbacks of `plait train`: traces and reordered schedules, progress, signals to stop, first steps."""
+"""Callbacks of `plait train`: traces and reordered schedules, the numbers of the first steps."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from plait.engine import Recording
 from plait.loop.training import Callback, TrainingLoop
 from plait.train.balance_reorder_trace import reorder, write_schedule, write_trace
 from plait.train.config import Config
-from plait.train.progress import ProgressReporter
 from plait.train.reference_steps import LossAndNorm
-from plait.train.stop_signals import StopSignals
 
 
 class Recordings(Callback):
     """Writes the trace of step `run.trace`, and sets a shorter schedule after step `parallel.reorder`."""
 
-    def __init__(self, config: Config, progress: ProgressReporter) -> None:
-        self._folder, self._progress = config.run.dir, progress
+    def __init__(self, config: Config) -> None:
+        self._folder = config.run.dir
         self._trace, self._reorder = config.run.trace, config.parallel.reorder
         self._recording: Recording | None = None
         self._stack = ExitStack()
@@ -40,32 +38,19 @@ class Recordings(Callback):
         self._stack.close()
         recording, self._recording = self._recording, None
         if recording is not None and run.done == self._trace:
-            self._progress.print(write_trace(recording, run.done, self._folder, run.mesh))
+            run.tell(write_trace(recording, run.done, self._folder, run.mesh))
         if recording is not None and run.done == self._reorder:
-            self._progress.print(reorder(run.engine, recording, run.done, self._folder, run.mesh))
+            run.tell(reorder(run.engine, recording, run.done, self._folder, run.mesh))
 
 
-class Progress(Callback):
-    """Shows the progress of a run, stops it on signals, and keeps the numbers of its first steps."""
+class FirstSteps(Callback):
+    """Keeps loss and gradient norm of the first steps of a run, to compare them with one rank."""
 
-    def __init__(self, progress: ProgressReporter, stop: StopSignals, compare: int) -> None:
-        self._progress, self._stop, self._compare = progress, stop, compare
-        self.first: list[LossAndNorm] = []
-        """Results of the first `run.compare` steps."""
-
-    def begin(self, run: TrainingLoop) -> None:
-        """Start the bar at the steps that are done."""
-        run.requested_stop = lambda: self._stop.local
-        self._progress.__enter__()
-        self._progress.start_from(run.done)
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self.numbers: list[LossAndNorm] = []
 
     def measured(self, run: TrainingLoop, row: dict[str, float]) -> None:
-        """Show the step, and keep its numbers if `run.compare` asks for them."""
-        step = int(row["step"])
-        self._progress.update(step, row["loss"], row["tokens_per_second"])
-        if step == len(self.first) + 1 <= self._compare:
-            self.first.append((row["loss"], row["grad_norm"]))
-
-    def end(self, run: TrainingLoop, error: BaseException | None) -> None:
-        """End the bar."""
-        self._progress.__exit__()
+        """Keep the numbers, if they are of the next of the first steps."""
+        if int(row["step"]) == len(self.numbers) + 1 <= self._count:
+            self.numbers.append((row["loss"], row["grad_norm"]))

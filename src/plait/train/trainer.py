@@ -6,15 +6,15 @@ Read this file, and `plait.loop.training`, to see how plait is used.
 from __future__ import annotations
 
 import math
-from functools import partial
 
 from plait.comm.mesh import Mesh
 from plait.composer import parallelize
+from plait.loop.learning_rates import warmup_cosine
 from plait.loop.meter import flops_per_token
 from plait.loop.training import TrainingLoop
 from plait.plan import Plan
 from plait.tensor.losses import cross_entropy
-from plait.train.build import build_model, build_optimizer, initial_weights, learning_rate
+from plait.train.build import build_model, build_optimizer, initial_weights
 from plait.train.config import Config
 from plait.train.run_data import Data
 from plait.train.sample import encode_prompt, sample_text
@@ -26,18 +26,18 @@ class Trainer(TrainingLoop):
     def __init__(self, config: Config, plan: Plan, mesh: Mesh, data: Data) -> None:
         settings, shape = config.train, config.model
         model = build_model(shape, data.vocab)
-        self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
+        parameters = [(one.numel(), one.requires_grad) for one in model.parameters()]
+        self.sizes = sum(size for size, _ in parameters), sum(size for size, trains in parameters if trains)
+        """The number of parameters of the whole model, and of those that are not frozen."""
         values = initial_weights(shape, model, settings.seed)
         self.has_weights = values is not None
         engine = parallelize(model, plan, mesh, loss=cross_entropy, seed=settings.seed, values=values)
         groups = engine.parameter_groups(weight_decay=settings.weight_decay)
-        rate = partial(
-            learning_rate,
+        rate = warmup_cosine(
+            settings.lr,
             steps=settings.steps,
-            peak=settings.lr,
-            floor=settings.lr * settings.min_lr,
             warmup=settings.warmup,
+            floor=settings.lr * settings.min_lr,
         )
         super().__init__(
             engine,
