@@ -68,8 +68,7 @@ def _is_plain(embedding: nn.Embedding) -> bool:
 
 
 def _run_linear(module: Any, queue: WeightGradientQueue, transposed: bool, input: Tensor) -> Tensor:
-    own = module._parameters  # what `module.weight` looks up, after a few calls
-    return linear(input, own["weight"], own["bias"], queue, transposed=transposed)
+    return linear(input, module.weight, module.bias, queue, transposed=transposed)
 
 
 def _run_embedding(module: nn.Embedding, queue: WeightGradientQueue, input: Tensor) -> Tensor:
