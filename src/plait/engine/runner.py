@@ -282,11 +282,13 @@ class Runner:
                 self.reducer.begin(self.scale.value)
             if parameters_changed:
                 self.gatherer.begin()
-            if trains and self.recorder is not None:
-                with self.recorder.recording_step() as around:
-                    self._executor.run(program, around)
-            else:
-                self._executor.run(program)
+            # A backward runs in this thread: on a GPU autograd would hand each layer's to another one.
+            with torch.autograd.set_multithreading_enabled(False):
+                if trains and self.recorder is not None:
+                    with self.recorder.recording_step() as around:
+                        self._executor.run(program, around)
+                else:
+                    self._executor.run(program)
         except BaseException:
             self.pipeline.clear()
             self.gatherer.clear()
