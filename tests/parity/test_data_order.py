@@ -22,7 +22,6 @@ from plait.layers.nested import tensors_of
 from plait.loop.checkpoints import Checkpoints
 from plait.train.checkpoints import run_checkpoints
 from plait.train.config import Config
-from plait.train.progress import ProgressReporter
 from plait.train.run_data import load_data
 from plait.train.trainer import Trainer
 
@@ -106,7 +105,7 @@ def train(config: Config) -> Shares:
     plan, data = config.plan(), load_data(config)
     mesh, noted = plait.Mesh(plan), Noted(data.training)
     trainer = Trainer(config, plan, mesh, replace(data, training=noted))
-    trainer.run([run_checkpoints(config, ProgressReporter(STEPS, shown=False))])
+    trainer.run([run_checkpoints(config)])
     return mesh.index("dp"), noted.rows
 
 
