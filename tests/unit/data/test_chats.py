@@ -11,7 +11,7 @@ import pytest
 
 from plait.data.chats import ChatEncoder, holds_chats
 from plait.data.document_rows import DocumentRows
-from plait.data.document_sources import portions_of
+from plait.data.document_sources import divided, files_of
 from plait.data.preparation import TextEncoding, write_shard
 from plait.data.token_shards import Corpus, TokenShard
 from plait.errors import ConfigError, DataError
@@ -109,14 +109,14 @@ def test_a_conversation_that_is_none_is_named_by_its_place(tokenizer_folder: Pat
     path.write_text(json.dumps({"messages": CHAT}) + '\n{"messages": 3}\n')
     settings = TextEncoding(str(tokenizer_folder), "text", None, "uint16", chats=True)
     with pytest.raises(DataError, match=r"chats\.jsonl has a conversation at byte \d+ that has messages"):
-        write_shard(tmp_path, 0, portions_of(str(path), 1 << 20), settings)
+        write_shard(tmp_path, 0, list(divided(files_of(str(path))[0], 1 << 20)), settings)
 
 
 def test_what_is_a_conversation() -> None:
     assert holds_chats({"messages": []})
     assert holds_chats({"prompt": "", "completion": ""})
     assert not holds_chats({"text": ""})
-    assert not holds_chats(None)
+    assert not holds_chats([])
 
 
 def rows_of(lengths: list[int], context: int, answers: list[int] | None = None) -> DocumentRows:

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.data import preparation
-from plait.data.document_sources import portions_of, read_pieces
+from plait.data.document_sources import divided, files_of, read_pieces
 from plait.data.preparation import TextEncoding, prepare_corpus, write_shard
 from plait.data.token_shards import Corpus, TokenShard, open_corpus
 from plait.errors import ConfigError, DataError
@@ -89,7 +89,8 @@ def test_the_pieces_of_a_text_are_the_text(tmp_path_factory: Any, text: str, siz
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("plait.data.document_sources.PIECE", piece)
         patch.setattr("plait.data.document_sources._LONGEST_LINE", 8)
-        pieces = [one for portion in portions_of(str(path), size) for one in read_pieces(portion, "text")]
+        portions = [one for file in files_of(str(path)) for one in divided(file, size)]
+        pieces = [one for portion in portions for one in read_pieces(portion, "text")]
     assert "".join(one.text for one in pieces) == text
     assert [one.ends for one in pieces] == [False] * (len(pieces) - 1) + [True]
 
@@ -166,7 +167,7 @@ def test_a_folder_holds_one_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(DataError, match=r"has no index\.json: give a folder that"):
         open_corpus(tmp_path)
     (tmp_path / "out" / "00000.tokens.bin").write_bytes(b"ab")
-    with pytest.raises(DataError, match="has not the 4 tokens"):
+    with pytest.raises(DataError, match="has not the 4 elements"):
         open_corpus(tmp_path / "out")
 
 
