@@ -17,10 +17,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from generated import make_corpus, make_text, make_tokenizer
 
 HERE = Path(__file__).parent
+PREPARE = "`plait data prepare`, the whole command"
 SAMPLED_EVERY = 0.1
 """Seconds between two looks at the memory of all processes."""
 
@@ -30,31 +32,46 @@ def prepare(text: Path, folder: Path, tokenizer: Path, processes: int) -> list[s
     return [sys.executable, "-m", "plait", "data", "prepare", str(text), str(folder), *options]
 
 
+class Taken(NamedTuple):
+    """The time that passed, and that of all processors, in seconds."""
+
+    passed: float
+    worked: float
+
+
 def speed(work: Path, megabytes: int, turns: int, processes: int) -> None:
     text, tokenizer = _inputs(work, megabytes)
-    size = text.stat().st_size / 1e6
-    rows: list[tuple[float, float, float]] = []
-    for _ in range(turns):
-        begin = time.perf_counter()
-        subprocess.run(prepare(text, work / "out", tokenizer, processes), check=True, capture_output=True)
-        own = time.perf_counter() - begin
-        command = [sys.executable, str(HERE / "mapped.py"), str(text), str(tokenizer), str(processes)]
-        found = subprocess.run([*command, str(work / "cache")], check=True, capture_output=True, text=True)
-        loading, mapping = (float(one) for one in found.stdout.split())
-        rows.append((own, mapping, loading))
-        for one in ("out", "cache"):
-            shutil.rmtree(work / one)
+    rows: dict[str, list[Taken]] = {}
+    for turn in range(turns):
+        contestants = [_prepared, _mapped]
+        for contestant in contestants if turn % 2 else reversed(contestants):
+            for name, taken in contestant(work, text, tokenizer, processes).items():
+                rows.setdefault(name, []).append(taken)
+    own, size = rows[PREPARE], text.stat().st_size / 1e6
     print(f"\n{size:.0f} MB of JSON lines, {processes} processes, {turns} turns\n")
-    print("| | MB/s | seconds beside `plait data prepare` |\n|---|---|---|")
-    owns = [row[0] for row in rows]
-    _row("`plait data prepare`, the whole command", size, owns, owns)
-    _row("`datasets.map` alone", size, [row[1] for row in rows], owns)
-    _row("`load_dataset` and `map`", size, [row[1] + row[2] for row in rows], owns)
+    print("| | MB/s | time | time of all processors |\n|---|---|---|---|")
+    for name, takens in rows.items():
+        passed = statistics.median(one.passed / other.passed for one, other in zip(takens, own, strict=True))
+        worked = statistics.median(one.worked / other.worked for one, other in zip(takens, own, strict=True))
+        speed = size / statistics.median(one.passed for one in takens)
+        print(f"| {name} | {speed:.1f} | {passed:.2f} | {worked:.2f} |")
 
 
-def _row(name: str, size: float, seconds: Sequence[float], beside: Sequence[float]) -> None:
-    ratio = statistics.median(one / other for one, other in zip(seconds, beside, strict=True))
-    print(f"| {name} | {size / statistics.median(seconds):.1f} | {ratio:.2f} |")
+def _prepared(work: Path, text: Path, tokenizer: Path, processes: int) -> dict[str, Taken]:
+    begin, worked = time.perf_counter(), sum(os.times()[2:4])
+    subprocess.run(prepare(text, work / "out", tokenizer, processes), check=True, capture_output=True)
+    taken = Taken(time.perf_counter() - begin, sum(os.times()[2:4]) - worked)
+    shutil.rmtree(work / "out")
+    return {PREPARE: taken}
+
+
+def _mapped(work: Path, text: Path, tokenizer: Path, processes: int) -> dict[str, Taken]:
+    command = [sys.executable, str(HERE / "mapped.py"), str(text), str(tokenizer), str(processes)]
+    found = subprocess.run([*command, str(work / "cache")], check=True, capture_output=True, text=True)
+    loading, mapping, worked_loading, worked_mapping = (float(one) for one in found.stdout.split())
+    shutil.rmtree(work / "cache")
+    both = Taken(loading + mapping, worked_loading + worked_mapping)
+    return {"`map` alone": Taken(mapping, worked_mapping), "`load_dataset` and `map`": both}
 
 
 def memory(work: Path, sizes: Sequence[int], processes: int) -> None:

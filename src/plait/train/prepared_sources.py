@@ -77,6 +77,6 @@ def _printing(source: str) -> Callable[[PreparationProgress, int], None]:
         nonlocal printed_at
         if time.monotonic() - printed_at > _SECONDS_BETWEEN_LINES:
             printed_at = time.monotonic()
-            print(f"Tokenizing {source}: {done.size / 1e6:,.0f} of {total / 1e6:,.0f} MB", file=sys.stderr)
+            print(f"Tokenizing {source}: {done.size / 1e6:,.1f} of {total / 1e6:,.1f} MB", file=sys.stderr)
 
     return report
