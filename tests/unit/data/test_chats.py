@@ -13,7 +13,8 @@ from in_process import in_one_process
 from plait.data.chats import ChatEncoder, holds_chats
 from plait.data.document_rows import DocumentRows
 from plait.data.document_sources import divided, files_of
-from plait.data.preparation import TextEncoding, prepare_corpus, write_shard
+from plait.data.preparation import prepare_corpus
+from plait.data.shard_writing import TextEncoding, write_shard
 from plait.data.token_shards import Corpus, TokenShard
 from plait.errors import ConfigError, DataError
 
