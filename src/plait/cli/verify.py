@@ -64,7 +64,7 @@ def run(argv: Sequence[str]) -> int:
     ranks = plan.world if options.ranks is None else options.ranks
     subject = degrees(plan) if options.ranks is None else f"--ranks {ranks}"
     with local_ranks(ranks, subject) as prints:
-        check_data(config, prepares=find_world() is None)
+        check_data(config) is None)
         case = verification_case(config, mode=options.mode, steps=options.steps, isolate=options.isolate)
         result = (
             verify_all(case, plan, ranks, threads=threads, report_progress=_show_progress)

@@ -120,7 +120,8 @@ class DataConfig(Section):
         min_length=1,
         description="stdlib (the source of Python's standard library), random (uniform tokens from the "
         "seed), a text file, a folder, a glob, token arrays (.bin, .npy), a folder of `plait data prepare`, "
-        "or conversations (.jsonl with messages, or prompt and completion)",
+        "conversations (.jsonl or .parquet with messages, or prompt and completion), texts (likewise, with "
+        "text), or a data set of Hugging Face (hf://OWNER/NAME:SPLIT)",
     )
     tokenizer: str | None = Field(
         default=None,
