@@ -10,9 +10,7 @@ from typing import Any
 from torch import nn
 
 from parity import huggingface_cases as cases
-from plait.data.document_sources import portions_of
-from plait.data.preparation import TextEncoding, write_shard
-from plait.data.token_shards import CorpusIndex, write_index
+from plait.data.preparation import prepare_corpus
 
 LETTERS = "abcdefghi "
 WORDS = ["<unk>", "<end>", "[user]", "[assistant]", *LETTERS]
@@ -79,13 +77,9 @@ def save_chats(path: Path, chats: list[Chat]) -> Path:
     return path
 
 
-def prepare(source: Path, folder: Path, tokenizer: Path, *, chats: bool) -> Path:
-    """What `plait data prepare` writes, without processes."""
-    folder.mkdir()
-    settings = TextEncoding(str(tokenizer), "text", None if chats else 1, "uint16", chats)
-    entry = write_shard(folder, 0, portions_of(str(source), 1 << 20, lines=not chats), settings)
-    index = CorpusIndex("tokenizer.json", len(WORDS), "uint16", settings.end, chats, (entry,))
-    write_index(folder, index)
+def prepare(source: Path, folder: Path, tokenizer: Path) -> Path:
+    """What `plait data prepare` writes; each line of a text is a document."""
+    prepare_corpus([str(source)], folder, str(tokenizer), lines=True)
     return folder
 
 

@@ -83,8 +83,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chats.save_tokenizer(made)
     said = chats.save_chats(made / "chats.jsonl", chats.conversations(50))
     (made / "lines.txt").write_text(chats.lines(30))
-    chats.prepare(said, made / "chats", made, chats=True)
-    chats.prepare(made / "lines.txt", made / "corpus", made, chats=False)
+    chats.prepare(said, made / "chats", made)
+    chats.prepare(made / "lines.txt", made / "corpus", made)
     return made
 
 

@@ -44,8 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chats.save_tokenizer(made)
     said = chats.save_chats(made / "chats.jsonl", chats.conversations(20))
     (made / "lines.txt").write_text(chats.lines(40))
-    chats.prepare(said, made / "chats", made, chats=True)
-    chats.prepare(made / "lines.txt", made / "corpus", made, chats=False)
+    chats.prepare(said, made / "chats", made)
+    chats.prepare(made / "lines.txt", made / "corpus", made)
     return made
 
 

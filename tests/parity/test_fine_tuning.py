@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made: Path = tmp_path_factory.mktemp("llama")
     chats.save_llama(made)
     source = chats.save_chats(made / "chats.jsonl", CHATS)
-    chats.prepare(source, made / "prepared", made, chats=True)
+    chats.prepare(source, made / "prepared", made)
     return made
 
 
