@@ -136,14 +136,13 @@ class ChatEncoder:
 def _messages_of(found: Any, name: str) -> list[Message]:
     """Return a field of a record as messages; DataError where it is none.
 
-    A row of a table has null in each field that only other messages have: left out. In some tables a
-    conversation is a list for each field.
+    In some tables a conversation is a list for each field. Fields that are null, as tables have them where
+    only other messages have one, are left out by transformers.
     """
     if isinstance(found, Mapping) and all(isinstance(one, list) for one in found.values()):
         found = [dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True)]
     is_list = isinstance(found, list) and all(isinstance(one, Mapping) and "role" in one for one in found)
     if not is_list:
         raise DataError(f"has {name} that are no list of messages with role and content")
-    return [
-        {key: value for key, value in one.items() if value is not None or key == "content"} for one in found
-    ]
+    messages: list[Message] = found
+    return messages

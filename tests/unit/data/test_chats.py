@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,8 @@ def test_conversations_of_tables_are_those_of_json_lines(
     """A field that only other messages have is null in a table: the template must not see it."""
     datasets = pytest.importorskip("datasets")
     in_one_process(monkeypatch)
-    encoder(tokenizer_folder, PLAIN.replace("'<end>' }}", "('a' if 'name' in m else 'b') + '<end>' }}"))
+    folder = shutil.copytree(tokenizer_folder, tmp_path / "tokenizer")  # a process opens a folder once
+    encoder(folder, PLAIN.replace("'<end>' }}", "('a' if 'name' in m else 'b') + '<end>' }}"))
     chats = [CHAT, [*CHAT[:3], CHAT[3] | {"name": "x"}]] * 8
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": one}) + "\n" for one in chats))
     records: list[Any] = [{"number": number, "messages": chat} for number, chat in enumerate(chats)]
@@ -125,7 +127,7 @@ def test_conversations_of_tables_are_those_of_json_lines(
     else:
         table.to_parquet(source)
     for one in (tmp_path / "chats.jsonl", source):
-        index = prepare_corpus([str(one)], tmp_path / f"{one.stem} prepared", str(tokenizer_folder))
+        index = prepare_corpus([str(one)], tmp_path / f"{one.stem} prepared", str(folder))
         assert (index.chats, index.documents) == (True, 16)
     for name in ("00000.tokens.bin", "00000.answers.bin", "00000.documents.bin"):
         first, second = (tmp_path / f"{one} prepared" / name for one in ("chats", "table"))

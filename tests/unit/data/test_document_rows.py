@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from plait.data import document_rows
@@ -47,6 +47,7 @@ def greedy(lengths: list[int], context: int) -> list[list[int]]:
     at_once=st.integers(1, 20),
     apart=st.integers(1, 4),
 )
+@example(lengths=[3] * 40, context=6, shards=2, taken=(0, 0), at_once=7, apart=4)
 def test_rows_are_those_of_one_document_after_another(
     lengths: list[int], context: int, shards: int, taken: tuple[int, int], at_once: int, apart: int
 ) -> None:
