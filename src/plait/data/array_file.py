@@ -35,25 +35,22 @@ class ArrayFile:
 
     def __getitem__(self, where: slice) -> NDArray[Any]:
         begin, end, _ = where.indices(self.count)
-        itemsize = np.dtype(self.dtype).itemsize
-        size = max(0, end - begin) * itemsize
         with self._opened() as file:
-            data = os.pread(file, size, self.offset + begin * itemsize)
-        if len(data) < size:
-            raise DataError(f"{self.path} has become shorter since it was opened: write it again.")
-        return np.frombuffer(data, self.dtype)
+            return self._read(file, begin, max(0, end - begin))
 
     def searchsorted(self, value: int, side: Literal["left", "right"] = "left") -> int:
         """Return where `value` belongs in the ascending array, before or behind elements that equal it."""
-        itemsize = np.dtype(self.dtype).itemsize
+        find = bisect_left if side == "left" else bisect_right
         with self._opened() as file:
+            return find(range(self.count), value, key=lambda number: int(self._read(file, number, 1)[0]))
 
-            def element(number: int) -> int:
-                data = os.pread(file, itemsize, self.offset + number * itemsize)
-                return int(np.frombuffer(data, self.dtype)[0])
-
-            find = bisect_left if side == "left" else bisect_right
-            return find(range(self.count), value, key=element)
+    def _read(self, file: int, first: int, count: int) -> NDArray[Any]:
+        """Return `count` elements of the opened file. Raises DataError where it ends before."""
+        itemsize = np.dtype(self.dtype).itemsize
+        data = os.pread(file, count * itemsize, self.offset + first * itemsize)
+        if len(data) < count * itemsize:
+            raise DataError(f"{self.path} has become shorter since it was opened: write it again.")
+        return np.frombuffer(data, self.dtype)
 
     @contextmanager
     def _opened(self) -> Iterator[int]:

@@ -23,7 +23,7 @@ import numpy as np
 from plait.data.chats import holds_chats
 from plait.data.document_sources import SourceRange, divided, field_names, files_of
 from plait.data.folder_lock import LOCK, locked_folder
-from plait.data.shard_writing import TextEncoding, counts_file, write_shard, write_text
+from plait.data.shard_writing import TextEncoding, counts_file, partial_path, write_shard, write_text
 from plait.data.token_shards import (
     INDEX,
     SETTINGS,
@@ -80,7 +80,7 @@ def prepare_corpus(
     files = [file for source in sources for file in files_of(source, lines=lines)]
     size = portion or portion_size(sum(file.size for file in files))
     shards = _shards(chain.from_iterable(divided(file, size) for file in files), size)
-    chats = column is None and all(holds_chats(field_names(file)) for file in files)
+    chats = column is None and all(holds_chats(field_names(file)) for file in files if file.size)
     settings = TextEncoding(
         tokenizer,
         column or "text",
@@ -156,7 +156,7 @@ def _begin(folder: Path, shards: Sequence[Sequence[SourceRange]], settings: Text
             f"{folder} holds another preparation: repeat its command to go on (sources, which must not have "
             "changed, tokenizer and options), or choose another folder."
         )
-    if any(one.name != LOCK for one in folder.iterdir()):
+    if any(one.name not in (LOCK, partial_path(path).name) for one in folder.iterdir()):
         raise DataError(f"{folder} holds other files: choose a folder that is empty or does not exist.")
     write_text(path, text)
 

@@ -43,7 +43,7 @@ def write_shard(
     paths = shard_files(folder, number)
     ends = array("q")
     total = answers = unanswered = 0
-    with _partial(paths.tokens).open("wb") as file, _partial(paths.answers).open("wb") as marks:
+    with partial_path(paths.tokens).open("wb") as file, partial_path(paths.answers).open("wb") as marks:
         for piece in _encoded(ranges, settings):
             piece.tokens.astype(dtype).tofile(file)
             total += len(piece.tokens)
@@ -53,11 +53,11 @@ def write_shard(
                 unanswered += not found
             if piece.ends:
                 ends.append(total)
-    with _partial(paths.ends).open("wb") as file:
+    with partial_path(paths.ends).open("wb") as file:
         ends.tofile(file)
     for path in (paths.tokens, paths.ends, *([paths.answers] if settings.chats else [])):
-        _partial(path).replace(path)
-    _partial(paths.answers).unlink(missing_ok=True)
+        partial_path(path).replace(path)
+    partial_path(paths.answers).unlink(missing_ok=True)
     entry = ShardEntry(total, len(ends), answers, unanswered)
     write_text(counts_file(folder, number), json.dumps(asdict(entry)))
     return entry
@@ -128,11 +128,12 @@ def counts_file(folder: Path, number: int) -> Path:
     return folder / f"{number:05}.counts.json"
 
 
-def _partial(path: Path) -> Path:
+def partial_path(path: Path) -> Path:
+    """Return where a file is written before it gets its name."""
     return path.with_name(f"{path.name}.partial")
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically: a reader sees all of it or no file."""
-    _partial(path).write_text(text)
-    _partial(path).replace(path)
+    partial_path(path).write_text(text)
+    partial_path(path).replace(path)

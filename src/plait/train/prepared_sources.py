@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from hashlib import sha256
 from pathlib import Path
 
@@ -46,8 +46,7 @@ def prepared_folder(config: Config, source: str) -> Path | None:
         return Path(source).expanduser()
     if not holds_records(source):
         return None
-    text = f"{_version(source)} {Path(config.tokenizer).resolve()}"
-    folder = config.run.dir / f"prepared-{sha256(text.encode()).hexdigest()[:12]}"
+    folder = folder_of(config, source)
     if not (folder / INDEX).is_file():
         prepare_corpus(
             [source],
@@ -60,13 +59,34 @@ def prepared_folder(config: Config, source: str) -> Path | None:
     return folder
 
 
+def folder_of(config: Config, source: str) -> Path:
+    """Return the folder in `run.dir` for the tokens of a source and a tokenizer as they are now."""
+    text = f"{_version(source)} {_tokenizer_version(config.tokenizer)}"
+    return config.run.dir / f"prepared-{sha256(text.encode()).hexdigest()[:12]}"
+
+
 def _version(source: str) -> str:
     """Return a text that changes with the files of a source; of a data set by name only its name."""
     path = Path(source).expanduser()
     if not path.exists():
         return source
-    state = path.stat()
-    return f"{path.resolve()} {state.st_size} {state.st_mtime_ns}"
+    return _states(path.iterdir() if path.is_dir() else [path])
+
+
+def _tokenizer_version(tokenizer: str) -> str:
+    """Return a text that changes with the files of a tokenizer and its chat template."""
+    path = Path(tokenizer).expanduser()
+    if not path.exists():
+        return tokenizer
+    folder = path if path.is_dir() else path.parent
+    return _states([path, *folder.glob("*token*.json"), *folder.glob("chat_template*")])
+
+
+def _states(paths: Iterable[Path]) -> str:
+    """Return the names, sizes and times of change of those of `paths` that are files."""
+    files = sorted({path.resolve() for path in paths if path.is_file()})
+    states = [(path, path.stat()) for path in files]
+    return " ".join(f"{path} {state.st_size} {state.st_mtime_ns}" for path, state in states)
 
 
 def _printing(source: str) -> Callable[[PreparationProgress, int], None]:

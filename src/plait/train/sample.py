@@ -21,6 +21,8 @@ class Prompt:
 
     tokens: list[int]
     stop: tuple[int, ...] = ()
+    is_question: bool = False
+    """Whether they are a user's message in the chat template, of which the text is not shown."""
 
 
 def encode_prompt(config: Config, tokenizer: Tokenizer, *, is_question: bool) -> Prompt:
@@ -32,11 +34,11 @@ def encode_prompt(config: Config, tokenizer: Tokenizer, *, is_question: bool) ->
     if not is_question or not text:
         return Prompt(tokenizer.encode([text.encode()]).tolist())
     encoder = ChatEncoder(config.tokenizer)
-    return Prompt(encoder.question(text).tolist(), encoder.end_of_answer)
+    return Prompt(encoder.question(text).tolist(), encoder.end_of_answer, True)
 
 
 def sample_text(engine: Engine, config: Config, tokenizer: Tokenizer, prompt: Prompt) -> str:
-    """Return `train.sample`, or the question, and its continuation; the same on every rank that calls it.
+    """Return `train.sample` and its continuation, of a question the answer; the same on every rank that calls it.
 
     Communication: that of `Engine.generate`.
     """
@@ -47,6 +49,6 @@ def sample_text(engine: Engine, config: Config, tokenizer: Tokenizer, prompt: Pr
     tokens = engine.generate(
         start, settings.sample_tokens, temperature=TEMPERATURE, seed=settings.seed, stop=prompt.stop
     )[0].tolist()
-    if prompt.stop:
+    if prompt.is_question:
         return printable(f"{settings.sample}\n{tokenizer.decode(tokens[len(prompt.tokens) :])}")
     return printable(tokenizer.decode(tokens))

@@ -41,6 +41,8 @@ def test_files_that_have_gone_or_shrunk(tmp_path: Path) -> None:
     path.write_bytes(b"abcd")
     with pytest.raises(DataError, match="has become shorter since it was opened"):
         ArrayFile(path, "<u2", 4)[1:4]
+    with pytest.raises(DataError, match="has become shorter since it was opened"):
+        ArrayFile(path, "<u2", 4).searchsorted(1 << 16)
 
 
 def test_no_file_stays_open(tmp_path: Path) -> None:

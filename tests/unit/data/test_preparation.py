@@ -183,6 +183,17 @@ def test_a_folder_holds_one_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         open_corpus(tmp_path / "out")
 
 
+def test_killed_before_its_settings_have_their_name_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_one_process(monkeypatch)
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "preparation.json.partial").write_text("{")
+    prepare_corpus([str(tmp_path / "a.txt")], tmp_path / "out", "bytes")
+    assert documents_in(tmp_path / "out") == ["text"]
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 

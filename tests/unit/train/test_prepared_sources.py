@@ -9,19 +9,21 @@ from typing import Any
 
 import pytest
 
+from parity.chats import save_tokenizer
 from plait.data import preparation
 from plait.data.token_shards import open_corpus
 from plait.errors import DataError
+from plait.train import prepared_sources
 from plait.train.config import Config
 from plait.train.prepared_sources import holds_records, is_tokenized, prepared_folder
 from plait.train.run_data import check_data, load_data
 
 
-def make(tmp_path: Path, source: Path, timeout: float = 30) -> Config:
+def make(tmp_path: Path, source: Path, timeout: float = 30, tokenizer: str = "bytes") -> Config:
     return Config.model_validate(
         {
             "model": {"context": 8},
-            "data": {"source": str(source)},
+            "data": {"source": str(source), "tokenizer": tokenizer},
             "run": {"dir": str(tmp_path / "run"), "timeout": timeout},
         }
     )
@@ -72,6 +74,25 @@ def test_json_lines_are_documents_and_tokenized_once(tmp_path: Path, monkeypatch
     texts(tmp_path, *["other text"] * 40)
     load_data(config)
     assert writing.count == 2, "the file has changed"
+
+
+@pytest.mark.transformers
+def test_another_data_set_or_chat_template_is_tokenized_anew(tmp_path: Path) -> None:
+    """Files of a folder that are written again leave the folder's own time of change as it was."""
+    data, tokenizer = tmp_path / "data", tmp_path / "tokenizer"
+    names = {data: ("dataset_info.json", "state.json", "data.arrow"), tokenizer: ("chat_template.jinja",)}
+    for folder in names:
+        folder.mkdir()
+    save_tokenizer(tokenizer)
+    changed = [folder / name for folder, each in names.items() for name in each]
+    for path in changed:
+        path.write_text("{}")
+    config = make(tmp_path, data, tokenizer=str(tokenizer))
+    found = {prepared_sources.folder_of(config, str(data))}
+    for path in changed:
+        path.write_text("other")
+        found.add(prepared_sources.folder_of(config, str(data)))
+    assert len(found) == 1 + len(changed)
 
 
 def test_one_process_tokenizes_and_the_others_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
