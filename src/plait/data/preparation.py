@@ -134,9 +134,9 @@ def _all_written(
 def _shards(portions: Iterable[SourceRange], size: int) -> list[tuple[SourceRange, ...]]:
     """Return the portions of each shard: consecutive ones, together of about `size` bytes."""
     found: list[tuple[SourceRange, ...]] = []
-    held = size
+    held = 0
     for one in portions:
-        if held + one.size > size:
+        if not found or held + one.size > size:
             found.append(())
             held = 0
         found[-1] += (one,)

@@ -134,6 +134,20 @@ def test_conversations_of_tables_are_those_of_json_lines(
         assert first.read_bytes() == second.read_bytes()
 
 
+def test_an_empty_file_is_no_other_kind(
+    tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_one_process(monkeypatch)
+    folder = shutil.copytree(tokenizer_folder, tmp_path / "tokenizer")
+    encoder(folder, PLAIN)
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "a.jsonl").write_text("")
+    (source / "b.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
+    index = prepare_corpus([str(source)], tmp_path / "out", str(folder))
+    assert (index.chats, index.documents) == (True, 1)
+
+
 def test_what_is_a_conversation() -> None:
     assert holds_chats({"messages": []})
     assert holds_chats({"prompt": "", "completion": ""})

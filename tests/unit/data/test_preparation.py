@@ -46,6 +46,7 @@ def test_each_kind_of_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, po
     in_one_process(monkeypatch)
     texts = tmp_path / "texts"
     texts.mkdir()
+    (texts / "a first one.txt").write_text("")
     (texts / "a.txt").write_text("first\nof two lines\n")
     (texts / "b.jsonl").write_text(as_jsonl(["second", "", "thïrd\nline"]))
     with gzip.open(texts / "c.jsonl.gz", "wt") as file:
