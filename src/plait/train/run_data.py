@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from plait.data.batches import (
+    NO_TARGET,
     Batches,
     ConcatenatedRows,
     RandomBatches,
@@ -16,7 +17,7 @@ from plait.data.corpus import read_documents
 from plait.data.mixture import MixedBatches
 from plait.data.read_ahead import ReadAhead
 from plait.data.tokenizer import Tokenizer, open_tokenizer
-from plait.errors import ConfigError
+from plait.errors import ConfigError, DataError
 from plait.train.config import Config
 from plait.train.data_sources import open_source
 from plait.train.prepared_sources import is_tokenized, prepared_folder
@@ -60,9 +61,10 @@ def load_data(config: Config) -> Data:
         training = ShuffledBatches(rows[0], settings.batch, settings.seed)
     else:
         training = MixedBatches(rows, list(data.sources.values()), settings.batch, settings.seed)
-    held_out = [one.held_out for one in opened if one.held_out is not None]
+    held_out = [(one.held_out, one.holds_chats) for one in opened if one.held_out is not None]
     if data.validation_source:
-        held_out = [open_source(config, data.validation_source, tokenizer, 0.0).training]
+        other = open_source(config, data.validation_source, tokenizer, 0.0)
+        held_out = [(other.training, other.holds_chats)]
     return Data(
         training=ReadAhead(training),
         validation=_validation(config, held_out),
@@ -74,11 +76,30 @@ def load_data(config: Config) -> Data:
     )
 
 
-def _validation(config: Config, rows: list[Rows]) -> Batches | None:
-    if not rows:
+def _validation(config: Config, held_out: list[tuple[Rows, bool]]) -> Batches | None:
+    """Return batches of the rows that are held out, each with whether they are of conversations.
+
+    Raises `DataError` where no target of conversations counts.
+    """
+    if not held_out:
         return None
+    rows = [one for one, _ in held_out]
     batch, count = config.train.batch, config.train.validate_batches
-    return ValidationBatches(rows[0] if len(rows) == 1 else ConcatenatedRows(rows), batch, count)
+    batches = ValidationBatches(rows[0] if len(rows) == 1 else ConcatenatedRows(rows), batch, count)
+    if all(holds_chats for _, holds_chats in held_out):
+        _require_targets(config, batches)
+    return batches
+
+
+def _require_targets(config: Config, validation: ValidationBatches) -> None:
+    """Raise `DataError` where no target of the validation data counts, as where all answers are cut off."""
+    targets = (validation.batch(number, slice(0, validation.size))[1] for number in range(validation.count))
+    if not any(bool((one != NO_TARGET).any()) for one in targets):
+        raise DataError(
+            "none of the conversations for validation has an answer that is to be predicted, within "
+            f"model.context = {config.model.context}: raise data.validation = {config.data.validation:g} or "
+            "model.context, or give data.validation_source."
+        )
 
 
 def check_data(config: Config) -> None:
