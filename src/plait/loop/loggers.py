@@ -116,10 +116,7 @@ class _TextFile:
             earlier = self._path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
             whole = [line for line in earlier if line.endswith("\n")]
             lines += [line for line in whole if self._step_of(line) <= steps]
-        unfinished = self._path.with_name(f"{self._path.name}.part")
-        unfinished.write_text("".join(lines), encoding="utf-8", newline="")
-        unfinished.replace(self._path)
-        self._file = self._path.open("ab", buffering=0)
+        self._open_with(lines)
 
     def write(self, row: MetricsRow) -> None:
         """Append a line for the row."""
@@ -130,6 +127,13 @@ class _TextFile:
         if self._file is not None:
             with self._file:
                 self._append("")
+
+    def _open_with(self, lines: Sequence[str]) -> None:
+        """Replace the file by one with these lines, and open it."""
+        unfinished = self._path.with_name(f"{self._path.name}.part")
+        unfinished.write_text("".join(lines), encoding="utf-8", newline="")
+        unfinished.replace(self._path)
+        self._file = self._path.open("ab", buffering=0)
 
     def _append(self, text: str) -> None:
         """Append earlier unwritten text, then `text`. Raises OSError while some text remains unwritten."""
@@ -147,18 +151,46 @@ class JsonLines(_TextFile):
 
 
 class Csv(_TextFile):
-    """Logger that appends one line per step to a CSV file with the given columns."""
+    """Logger that appends one line per step to a CSV file."""
 
-    def __init__(self, path: str | Path, columns: Sequence[str] = COLUMNS) -> None:
-        """Numbers that are in no column are left out; "step" has to be the first one."""
+    def __init__(self, path: str | Path, columns: Sequence[str] | None = None) -> None:
+        """Write `columns`, of which "step" is the first, and leave other numbers out.
 
-        def line(row: MetricsRow) -> str:
-            text = io.StringIO()
-            writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore", lineterminator="\n")
-            writer.writerow(row)
-            return text.getvalue()
+        None: `COLUMNS`, and a further column for each other number, from the row on in which it comes first.
+        """
+        self._grows, self._columns = columns is None, list(COLUMNS if columns is None else columns)
+        super().__init__(path, self._titles(), _csv_step, self._line)
 
-        super().__init__(path, ",".join(columns) + "\n", _csv_step, line)
+    def begin(self, steps: int) -> None:
+        """Create the file, with the lines and further columns that it has of the first `steps` steps."""
+        if steps and self._grows and self._path.exists():
+            earlier = self._path.read_text(encoding="utf-8", errors="replace").partition("\n")[0].split(",")
+            if earlier[: len(COLUMNS)] == list(COLUMNS):
+                self._columns, self._header = earlier, f"{','.join(earlier)}\n"
+        super().begin(steps)
+
+    def write(self, row: MetricsRow) -> None:
+        """Append a line for the row."""
+        others = [name for name in row if name not in self._columns]
+        if others and self._grows and not self._unwritten:
+            self._add_columns(others)
+        super().write(row)
+
+    def _add_columns(self, names: Sequence[str]) -> None:
+        """Write the file anew, with further columns that are empty in the lines of earlier steps."""
+        self.close()
+        self._columns += names
+        before = self._path.read_text(encoding="utf-8").splitlines()[1:]
+        self._open_with([self._titles(), *(f"{line}{',' * len(names)}\n" for line in before)])
+
+    def _titles(self) -> str:
+        return ",".join(self._columns) + "\n"
+
+    def _line(self, row: MetricsRow) -> str:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, self._columns, restval="", extrasaction="ignore", lineterminator="\n")
+        writer.writerow(row)
+        return text.getvalue()
 
 
 def _json_step(line: str) -> float:

@@ -14,7 +14,7 @@ from plait.loop.validation import EarlyStop, Validation
 from plait.plan import Plan
 from plait.train.balance_reorder_trace import balanced
 from plait.train.build import build_model
-from plait.train.checkpoints import run_checkpoints
+from plait.train.checkpoints import FOLDER, run_checkpoints
 from plait.train.config import Config
 from plait.train.memory_limit import peak_line, predict_memory, prediction_line
 from plait.train.metrics import FIELD, open_loggers
@@ -139,7 +139,8 @@ def banner(
         f"schedule {plan.schedule}, {settings.batch} sequences a step in {plan.dp} × {plan.microbatches} "
         "micro-batches."
     )
-    yield f"Data: {data.summary}."
+    epochs = settings.steps * settings.batch / data.rows if data.rows else 0
+    yield f"Data: {data.summary}." + (f" {settings.steps} steps are {epochs:.3g} epochs." if epochs else "")
     yield f"Run: {config.run.dir}"
 
 
@@ -171,6 +172,9 @@ def _print_end(
     if memory is not None and peak:
         progress.print(peak_line(memory, peak, mesh.device))
     progress.print(f"Metrics are in {result.metrics}.")
+    if result.saved and config.run.save_every is not None and not result.stopped:
+        saved = config.run.dir / FOLDER
+        progress.print(f"Checkpoints are in {saved}; `plait checkpoint export` writes them for transformers.")
     if result.stopped:
         how_to_resume = (
             ": go on with --run.resume auto" if result.saved and config.run.save_every is not None else ""

@@ -39,6 +39,8 @@ class Data:
     readable: bool
     summary: str
     holds_chats: bool = False
+    rows: int = 0
+    """Sequences of an epoch; 0 for random tokens and mixtures, whose sources have epochs of their own."""
 
 
 def load_data(config: Config) -> Data:
@@ -73,6 +75,7 @@ def load_data(config: Config) -> Data:
         readable=all(one.readable for one in opened),
         summary="; ".join(one.summary for one in opened),
         holds_chats=all(one.holds_chats for one in opened),
+        rows=rows[0].count if len(rows) == 1 else 0,
     )
 
 
