@@ -29,6 +29,12 @@ LIGHT_PAGE: Mapping[str, str] = {
     "card": "#ffffff",
     "rim": "#8a94a066",
     "on-cell": ON_CELL,
+    "warning": "#fff1d6",
+    "series-0": "#0072b2",
+    "series-1": "#d55e00",
+    "series-2": "#008763",
+    "series-3": "#a6498a",
+    "series-line": "#66707c",
 }
 """Colours of the HTML page, by the names in its style sheet."""
 DARK_PAGE: Mapping[str, str] = {
@@ -40,6 +46,12 @@ DARK_PAGE: Mapping[str, str] = {
     "held": "#8fa6c93d",
     "edge": "#8fa6c9",
     "card": "#1d2530",
+    "warning": "#43340f",
+    "series-0": "#56b4e9",
+    "series-1": "#f08a4b",
+    "series-2": "#2fc39a",
+    "series-3": "#dd93c4",
+    "series-line": "#939daa",
 }
 
 TERMINAL = {Kind.F: (111, 75), Kind.B: (215, 209), Kind.I: (218, 175), Kind.W: (157, 114)}
