@@ -60,13 +60,13 @@ class LoggerGroup:
         except OSError as error:
             raise unwritable(self._folder, error, self._field) from None
 
-    def write(self, row: Mapping[str, float]) -> str:
-        """Write the row of a step to all loggers; return a warning or "".
+    def write(self, row: Mapping[str, Any]) -> str:
+        """Write the row of a step to all loggers; return a warning or "". Numbers that are not finite: None.
 
         A full disk does not end a run: rows are kept, and written with a later one. Returns a warning when
         writing starts to fail, else "".
         """
-        finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
+        finite = {name: None if _is_non_finite(value) else value for name, value in row.items()}
         failure = ""
         for logger in self._loggers:
             try:
@@ -88,6 +88,10 @@ class LoggerGroup:
                 raise unwritable(self._folder, failure, self._field) from None
 
 
+def _is_non_finite(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
 def unwritable(folder: Path, error: OSError, field: str = "") -> ConfigError:
     """Return the error for a folder of a run that cannot be written to; `field`: its name, if configured."""
     place = f"{field} = {str(folder)!r}" if field else str(error.filename or folder)
@@ -102,7 +106,7 @@ class _TextFile:
         path: str | Path,
         header: str,
         step_of: Callable[[str], float],
-        line_of: Callable[[MetricsRow], str],
+        line_of: Callable[[Mapping[str, Any]], str],
     ) -> None:
         self._path, self._header, self._step_of, self._line_of = Path(path), header, step_of, line_of
         self._file: io.FileIO | None = None
@@ -121,7 +125,7 @@ class _TextFile:
         unfinished.replace(self._path)
         self._file = self._path.open("ab", buffering=0)
 
-    def write(self, row: MetricsRow) -> None:
+    def write(self, row: Mapping[str, Any]) -> None:
         """Append a line for the row."""
         self._append(self._line_of(row))
 
@@ -152,7 +156,7 @@ class Csv(_TextFile):
     def __init__(self, path: str | Path, columns: Sequence[str] = COLUMNS) -> None:
         """Numbers that are in no column are left out; "step" has to be the first one."""
 
-        def line(row: MetricsRow) -> str:
+        def line(row: Mapping[str, Any]) -> str:
             text = io.StringIO()
             writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore", lineterminator="\n")
             writer.writerow(row)

@@ -66,8 +66,15 @@ _CHARTS = (
     Chart("Learning rate", "of the step", (ChartSeries("lr"),)),
     Chart("Throughput", "tokens a second, all ranks", (ChartSeries("tokens_per_second"),), smooth=True),
     Chart("Time of a step", "wall time on rank 0", (ChartSeries("step_seconds"),), "seconds", smooth=True),
-    Chart("MFU", "model FLOPs utilisation, of the peak of all devices", (ChartSeries("mfu"),), "percent", True),
-    Chart("Memory", "peak so far, of the rank with most", (ChartSeries("peak_memory_bytes", "measured"),), "bytes"),
+    Chart(
+        "MFU", "model FLOPs utilisation, of the peak of all devices", (ChartSeries("mfu"),), "percent", True
+    ),
+    Chart(
+        "Memory",
+        "peak so far, of the rank with most",
+        (ChartSeries("peak_memory_bytes", "measured"),),
+        "bytes",
+    ),
 )
 
 
@@ -94,4 +101,3 @@ def _lines(title: str, number: int, run: RunRecord) -> Iterator[ChartLine]:
     predicted = None if run.description is None else run.description.predicted_memory
     if title == "Memory" and predicted:
         yield ChartLine(number, "predicted, of tensors", predicted)
-

@@ -45,13 +45,10 @@ def write_event(folder: Path, kind: EventKind, step: int, text: str) -> None:
 
 
 def read_events(folder: Path) -> tuple[RunEvent, ...]:
-    """Return the events in `folder` since the latest start that was no resumption; damaged lines are skipped."""
+    """Return the events in `folder`, in order; damaged lines are skipped."""
     path = folder / EVENTS_FILE
     events: list[RunEvent] = []
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         with suppress(ValidationError, ValueError):
-            event = _adapter().validate_json(line)
-            if event.kind == "start" and event.step == 0:
-                events.clear()
-            events.append(event)
+            events.append(_adapter().validate_json(line))
     return tuple(events)

@@ -36,7 +36,9 @@ def figures_of(run: RunRecord) -> Iterator[Figure]:
     ):
         if values := metrics.numbers(key):
             middle = median(values)
-            text = {"mfu": f"{middle:.1%}", "step_seconds": seconds_text(middle)}.get(key, number_text(middle))
+            text = {"mfu": f"{middle:.1%}", "step_seconds": seconds_text(middle)}.get(
+                key, number_text(middle)
+            )
             yield Figure(name, text, about)
     yield from _memory(run)
     if tokens := metrics.tokens:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -62,11 +62,15 @@ class Metrics:
             if len(present) < min(count / 4, most / 4):
                 kept.update(present)
         losses = self.columns.get("loss") or self.columns["step"]
+
+        def loss_of(row: int) -> float:
+            return losses[row] or 0.0
+
         size = math.ceil(2 * count / max(most - len(kept), 2))
         for first in range(0, count, size):
             rows = [row for row in range(first, min(first + size, count)) if losses[row] is not None]
             if rows:
-                kept.update((min(rows, key=losses.__getitem__), max(rows, key=losses.__getitem__)))
+                kept.update((min(rows, key=loss_of), max(rows, key=loss_of)))
         order = sorted(kept)
         columns = {key: tuple(values[row] for row in order) for key, values in self.columns.items()}
         return Metrics(columns, self.damaged, thinned_from=count)
@@ -112,7 +116,7 @@ def _fits(value: object) -> bool:
     return value is None or is_number(value) or isinstance(value, float)
 
 
-def buckets(count: int, most: int) -> Iterator[Sequence[int]]:
+def buckets(count: int, most: int) -> Iterator[range]:
     """Yield at most `most` consecutive ranges of about the same size that cover `count` positions."""
     parts = min(count, most)
     for part in range(parts):

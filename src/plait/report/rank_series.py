@@ -58,7 +58,7 @@ def typical(rows: Sequence[Sequence[float]]) -> list[float]:
 
 
 def read_rank_series(folder: Path) -> RankSeries | None:
-    """Return the series in `folder`, or None without them; damaged lines, and of other worlds, are skipped."""
+    """Return the series in `folder`, or None without them; damaged lines and those of another world are left out."""
     path = folder / RANKS_FILE
     rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():

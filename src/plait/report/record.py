@@ -39,7 +39,8 @@ class RunRecord:
     @property
     def end(self) -> RunEvent | None:
         """The event that ended the run; None while it runs, and where it died without one."""
-        return next((event for event in reversed(self.events) if event.kind in ENDS), None)
+        latest = next((event for event in reversed(self.events) if event.kind in (*ENDS, "start")), None)
+        return latest if latest is not None and latest.kind in ENDS else None
 
     @property
     def planned_steps(self) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from plait.loop.checkpoints import Checkpoints
 from plait.train.build import build_model
 from plait.train.config import Config
 from plait.train.config_parser import config_from_arguments
-from plait.train.progress import ProgressReporter
 
 FOLDER = "checkpoints"
 """The folder in `run.dir`."""
@@ -36,8 +35,8 @@ _TOKEN_EMBEDDING = "model.embedding.token.weight"
 """In plait's own models: one row for each token."""
 
 
-def run_checkpoints(config: Config, progress: ProgressReporter) -> Checkpoints:
-    """Return the callback that saves and resumes a run as `run` configures."""
+def run_checkpoints(config: Config, tell: Callable[[str], None]) -> Checkpoints:
+    """Return the callback that saves and resumes a run as `run` configures; `tell` gets its lines."""
     run = config.run
     return Checkpoints(
         run.dir / FOLDER,
@@ -47,7 +46,7 @@ def run_checkpoints(config: Config, progress: ProgressReporter) -> Checkpoints:
         resume=run.resume,
         state={"config": json.loads(config.model_dump_json())},
         check=partial(_require_same_data, config),
-        tell=progress.print,
+        tell=tell,
         start_over="--run.resume no",
     )
 

@@ -20,6 +20,8 @@ from plait.train.progress import ProgressReporter
 from plait.train.reference_steps import Comparison, compare_steps
 from plait.train.run_callbacks import Progress, Recordings
 from plait.train.run_data import Data, load_data
+from plait.train.run_description import describe
+from plait.train.run_files import RunFiles
 from plait.train.stop_signals import StopSignals
 from plait.train.trainer import Trainer
 
@@ -71,16 +73,20 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
         plan = balanced(config, plan, mesh, data)
         memory = _predicted_memory(config, plan, mesh, data)
         trainer = Trainer(config, plan, mesh, data)
-        for line in banner(config, mesh, data, trainer.parameters, has_weights=trainer.has_weights):
+        files = RunFiles(config, mesh.rank, progress.print)
+        lines = [*banner(config, mesh, data, trainer.parameters, has_weights=trainer.has_weights)]
+        lines += [] if memory is None else [prediction_line(memory)]
+        for line in lines:
             progress.print(line)
-        if memory is not None:
-            progress.print(prediction_line(memory))
-        shown, checkpoints = Progress(progress, stop, run.compare), run_checkpoints(config, progress)
+        if mesh.rank == 0:
+            files.describe(describe(config, trainer.blueprint, mesh, memory, tuple(lines)))
+        shown, checkpoints = Progress(progress, stop, run.compare), run_checkpoints(config, files.tell)
         validation = _validation(config, data, progress)
-        log = Log(*loggers, folder=run.dir, field=FIELD, tell=progress.print)
+        log = Log(*loggers, folder=run.dir, field=FIELD, tell=files.tell)
         trainer.run(
             [
-                Recordings(config, progress),
+                files,
+                Recordings(config, progress.print),
                 ReplicaChecks(run.check_replicas),
                 shown,
                 validation,

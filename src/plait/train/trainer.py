@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from plait.blueprint import shared_blueprint
 from plait.comm.mesh import Mesh
 from plait.composer import parallelize
 from plait.data.tokenizer import printable
@@ -32,6 +33,7 @@ class Trainer(TrainingLoop):
         values = initial_weights(shape, model, settings.seed)
         self.has_weights = values is not None
         engine = parallelize(model, plan, mesh, loss=cross_entropy, seed=settings.seed, values=values)
+        self.blueprint = shared_blueprint(model, plan, None, mesh.shared_results)
         groups = engine.parameter_groups(weight_decay=settings.weight_decay)
         rate = partial(
             learning_rate,

@@ -17,7 +17,6 @@ from plait.loop import checkpoints
 from plait.train.checkpoints import run_checkpoints
 from plait.train.config import Config
 from plait.train.loop import TrainingResult, train
-from plait.train.progress import ProgressReporter
 
 
 def make(folder: Path, *, parallel: dict[str, Any] | None = None, **settings: Any) -> Config:
@@ -195,7 +194,7 @@ def test_a_step_that_is_none_is_refused(
         engine=None, optimizer=SimpleNamespace(param_groups=[]), mesh=SimpleNamespace(rank=0)
     )
     config = make(tmp_path, resume=str(tmp_path / "one"))
-    run = run_checkpoints(config, ProgressReporter(1, shown=False))
+    run = run_checkpoints(config, print)
     with pytest.raises(CheckpointError, match="has no number of steps: give one of plait train"):
         run.resume(trainer)
 
