@@ -6,7 +6,7 @@ The folder `page` has the document, its style and scripts, and the plotting libr
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from html import escape
 from importlib import resources
@@ -16,7 +16,11 @@ from typing import Any
 from plait.report.charts import Chart, charts_of
 from plait.report.figures import Figure, figures_of
 from plait.report.record import RunRecord
+from plait.report.rank_map import rank_map
+from plait.report.sections import sections_of, warning_section
+from plait.report.timelines import StepTimeline
 from plait.schedules.simulation.colours import page_colours
+from plait.schedules.simulation.page_timeline import page_file, timeline_script
 
 MOST_STEPS = 10_000
 """Steps of a run that are drawn; of a longer run some are left out."""
@@ -28,13 +32,16 @@ def draw_report(runs: Sequence[RunRecord]) -> str:
     charts = charts_of(runs)
     return Template(_file("report.html")).substitute(
         title=escape(title),
-        style=page_colours() + _file("uplot/uPlot.min.css") + _file("report.css"),
+        style=page_colours() + _file("uplot/uPlot.min.css") + page_file("timeline.css") + _file("report.css"),
         headings="\n".join(_heading(number, run, len(runs)) for number, run in enumerate(runs)),
         charts="\n".join(_chart(number, chart) for number, chart in enumerate(charts)),
-        sections="\n".join(_sections(runs)),
+        warnings="\n".join(warning_section(run, len(runs) > 1) for run in runs),
+        sections="\n".join(sections_of(runs)),
         data=embedded({"runs": [*map(_run_data, runs)], "charts": [asdict(chart) for chart in charts]}),
+        timeline_script=timeline_script(),
         scripts="\n".join(
-            f"<script>\n{_file(name)}</script>" for name in ("uplot/uPlot.iife.min.js", "charts.js")
+            f"<script>\n{_file(name)}</script>"
+            for name in ("uplot/uPlot.iife.min.js", "charts.js", "ranks.js", "plan.js")
         ),
     )
 
@@ -50,7 +57,13 @@ def _file(name: str) -> str:
 
 def _run_data(run: RunRecord) -> Mapping[str, Any]:
     metrics = run.metrics.thinned(MOST_STEPS)
-    return {"name": run.name, "steps": metrics.steps, "columns": metrics.columns}
+    return {
+        "name": run.name,
+        "steps": metrics.steps,
+        "columns": metrics.columns,
+        "ranks": rank_map(run),
+        "timeline": None if run.step is None else StepTimeline(run.step).data(),
+    }
 
 
 def _heading(number: int, run: RunRecord, runs: int) -> str:
@@ -75,35 +88,3 @@ def _chart(number: int, chart: Chart) -> str:
         f'<figure class="chart" id="chart-{number}"><figcaption><b>{escape(chart.title)}</b> '
         f"<span>{escape(chart.unit)}</span>{button}</figcaption><div></div></figure>"
     )
-
-
-def _sections(runs: Sequence[RunRecord]) -> Iterator[str]:
-    if any(run.config for run in runs):
-        yield section("Configuration", _configuration(runs))
-
-
-def section(title: str, body: str, about: str = "") -> str:
-    """Return a section of the page; `about`: a sentence below its title, as HTML."""
-    told = f"<p class=about>{about}</p>" if about else ""
-    return f"<section><h2>{escape(title)}</h2>{told}\n{body}</section>"
-
-
-def _configuration(runs: Sequence[RunRecord]) -> str:
-    """Return the fields of the configurations as a table, those that differ between the runs marked."""
-    fields = [dict(run.settings()) for run in runs]
-    names = dict.fromkeys(name for one in fields for name in one)
-    rows = []
-    for name in names:
-        values = [json.dumps(one[name], ensure_ascii=False) if name in one else "–" for one in fields]
-        rows.append(([name, *values], len(set(values)) > 1))
-    return table(["field", *(run.name for run in runs)], rows)
-
-
-def table(head: Sequence[str], rows: Iterable[tuple[Sequence[str], bool]]) -> str:
-    """Return a table of texts; each row with whether it is marked."""
-    cells = "".join(f"<th>{escape(name)}</th>" for name in head)
-    lines = "\n".join(
-        f"<tr{' class=differs' if marked else ''}>{''.join(f'<td>{escape(text)}</td>' for text in row)}</tr>"
-        for row, marked in rows
-    )
-    return f"<table><thead><tr>{cells}</tr></thead>\n<tbody>{lines}</tbody></table>"

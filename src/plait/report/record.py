@@ -49,18 +49,22 @@ class RunRecord:
         return steps if isinstance(steps, int) else None
 
     @property
+    def died(self) -> bool:
+        """Whether it began and neither ended nor still writes."""
+        return bool(self.events) and self.end is None and self.age >= _STILL
+
+    @property
     def state(self) -> str:
         """Whether the run finished, was stopped, failed, runs or died, as a sentence without a full stop."""
         step, planned = self.metrics.steps[-1], self.planned_steps
         of = f"{step:,}" if planned is None else f"{step:,} of {planned:,}"
         if self.end is not None:
-            text = f": {self.end.text}" if self.end.text else ""
-            return f"{self.end.kind.capitalize()} after step {of}{text}".rstrip(".")
-        if self.events and self.age < _STILL:
+            return f"{self.end.kind.capitalize()} after step {of}"
+        if self.died:
+            return f"Ended without saying why, after step {of}"
+        if self.events:
             return f"Running: step {of}"
-        if not self.events and planned == step:
-            return f"Finished after step {of}"
-        return f"Ended without saying why, after step {of}" if self.events else f"{of} steps"
+        return f"Finished after step {of}" if planned == step else f"{of} steps"
 
     def config_field(self, name: str) -> Any:
         """Return the value of a field such as `train.lr`, or None."""

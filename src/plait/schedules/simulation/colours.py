@@ -18,6 +18,25 @@ ON_CELL = "#0b1526"
 TEXT, GREY = "#76808c", "#8a94a0"
 """Colours of an SVG, whose page may be light or dark: text; tracks and grid lines, with some opacity."""
 
+AXES = {
+    "axis-pp": "#4477aa",
+    "axis-tp": "#aa3377",
+    "axis-cp": "#ccbb44",
+    "axis-dp": "#228833",
+    "axis-all": "#8a94a0",
+}
+"""Colours of the axes of a mesh along which ranks communicate: of Paul Tol's bright scheme."""
+USES = {
+    "use-0": "#4477aa",
+    "use-1": "#ee6677",
+    "use-2": "#228833",
+    "use-3": "#ccbb44",
+    "use-4": "#66ccee",
+    "use-5": "#aa3377",
+    "use-6": "#8a94a0",
+}
+"""Colours of uses of memory and of time, of the same scheme: told apart without red or without green too."""
+
 LIGHT_PAGE: Mapping[str, str] = {
     "page": "#ffffff",
     "ink": "#1c2530",
@@ -35,6 +54,8 @@ LIGHT_PAGE: Mapping[str, str] = {
     "series-2": "#008763",
     "series-3": "#a6498a",
     "series-line": "#66707c",
+    **AXES,
+    **USES,
 }
 """Colours of the HTML page, by the names in its style sheet."""
 DARK_PAGE: Mapping[str, str] = {

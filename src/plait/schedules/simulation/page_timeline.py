@@ -97,7 +97,7 @@ def timeline_data(
         "pipelineOf": [row.pipeline for row in rows],
         "cells": [cells(row) for row in rows],
         "axes": list(axes),
-        "blocked": [list(packed(((name,), *span) for name, *span in row.blocked)) for row in rows]
+        "blocked": [list(packed(((name,), start, end) for name, start, end in row.blocked)) for row in rows]
         if axes
         else None,
         "memory": None,
