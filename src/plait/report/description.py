@@ -1,4 +1,4 @@
-"""What `run.json` holds: the environment of a run, its plan, what each rank holds, and the predicted memory."""
+"""What `run.json` holds: environment and plan of a run, what each rank holds, predicted memory."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class TensorPiece:
 
     boxes: tuple[BoxBounds, ...]
     """The boxes whose concatenation it is."""
-    bounds: tuple[int, ...] = ()
-    """Bounds of the intervals of its flattened elements, one more than ranks of `shard` × `cp`; () if whole."""
+    intervals: tuple[tuple[int, int], ...] = ()
+    """Of its flattened elements, for each rank of `shard` × `cp` the first and the end; () if it is whole."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def write_description(description: RunDescription, folder: Path) -> None:
 
 
 def read_description(folder: Path) -> RunDescription | None:
-    """Return what `run.json` in `folder` holds, or None without one. Raises `DataError` for a damaged file."""
+    """Return what `run.json` in `folder` holds, or None without one. Raises `DataError` where damaged."""
     path = folder / RUN_FILE
     if not path.is_file():
         return None

@@ -1,4 +1,4 @@
-"""Events of a run, in `events.jsonl`: its start, warnings, and how it ended; each is written as it happens."""
+"""Events of a run, in `events.jsonl`: its start, warnings, and its end; each written as it happens."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ def section(title: str, body: str, about: str = "", name: str = "") -> str:
 def table(
     head: Sequence[str], rows: Iterable[Sequence[str]], *, marked: Iterable[int] = (), numbers: int = 10**9
 ) -> str:
-    """Return a table of HTML cells; rows with the numbers `marked` stand out; from column `numbers` on to the right."""
+    """Return a table of HTML cells; rows `marked` stand out; columns from `numbers` on are numbers."""
     out, dark = [], set(marked)
     for number, row in enumerate(rows):
         cells = "".join(f"<td{_right(column, numbers)}>{text}</td>" for column, text in enumerate(row))
@@ -27,7 +27,8 @@ def table(
 def bar(parts: Iterable[tuple[str, float, str]], whole: float) -> str:
     """Return a bar of parts side by side, each with its title, size and colour, of the width of `whole`."""
     pieces = "".join(
-        f'<i title="{escape(title)}" style="width: {100 * size / whole:.2f}%; background: var(--{colour})"></i>'
+        f'<i title="{escape(title)}" '
+        f'style="width: {100 * size / whole:.2f}%; background: var(--{colour})"></i>'
         for title, size, colour in parts
         if size > 0 and whole > 0
     )
@@ -45,3 +46,11 @@ def legend(entries: Iterable[tuple[str, str]]) -> str:
 
 def _right(column: int, numbers: int) -> str:
     return " class=number" if column >= numbers else ""
+
+
+def svg(name: str, width: float, height: float, elements: Sequence[str]) -> str:
+    """Return an SVG element; `name` is its accessible name, `width` and `height` are in pixels."""
+    return (
+        f'<svg class="plan" viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" '
+        f'role="img" aria-label="{escape(name)}">\n' + "\n".join(elements) + "\n</svg>"
+    )

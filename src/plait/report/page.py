@@ -15,8 +15,8 @@ from typing import Any
 
 from plait.report.charts import Chart, charts_of
 from plait.report.figures import Figure, figures_of
-from plait.report.record import RunRecord
 from plait.report.rank_map import rank_map
+from plait.report.record import RunRecord
 from plait.report.sections import sections_of, warning_section
 from plait.report.timelines import StepTimeline
 from plait.schedules.simulation.colours import page_colours
@@ -27,7 +27,7 @@ MOST_STEPS = 10_000
 
 
 def draw_report(runs: Sequence[RunRecord]) -> str:
-    """Return the report of `runs`, which have different names, as an HTML document without external resources."""
+    """Return the report of `runs`, which have different names, as an HTML document that needs no other file."""
     title = " and ".join(run.name for run in runs)
     charts = charts_of(runs)
     return Template(_file("report.html")).substitute(

@@ -1,4 +1,4 @@
-"""Pictures of a plan as SVG: which rank runs which layers, and which piece of a matrix each rank holds."""
+"""Pictures of a plan as SVG: which rank runs which layers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from math import prod
 
-from plait.report.description import PlannedLayer, PlannedTensor, RunDescription, TensorPiece
-from plait.report.units import number_text
+from plait.report.description import PlannedLayer, RunDescription
+from plait.report.markup import svg
 from plait.schedules.simulation.colours import rank_colour
 
 WIDTH = 1150
@@ -18,16 +18,10 @@ _CELL, _SMALLEST = 54, 3
 _ROW = 30
 _NUMBERED = 22
 """Pixels from which a cell has its rank's number."""
-_MOST_LINES = 48
-"""Intervals of a piece that are told apart by lines."""
-_FIRST_HUE = 2
-"""The colour of the first rank of `tp`; those before are of the first ranks of `pp`."""
-_MATRIX = 190
-"""Longest side of a matrix, in pixels."""
 
 
 def ranks_picture(about: RunDescription) -> str:
-    """Return the ranks as a grid: a row for each rank of `pp` with its layers, a column for each of the others.
+    """Return the ranks as a grid: a row for each rank of `pp` with its layers, a column for each other one.
 
     Columns are grouped: replicas, then shards, then `cp`; `tp` ranks are neighbours.
     """
@@ -45,11 +39,11 @@ def ranks_picture(about: RunDescription) -> str:
         )
         elements += _row_of_ranks(about, pp, y, row, cell, gaps)
     height = top + about.mesh["pp"] * row + 4
-    return _svg("Ranks and their layers", WIDTH, height, elements)
+    return svg("Ranks and their layers", WIDTH, height, elements)
 
 
 def layers_picture(about: RunDescription) -> str:
-    """Return the layers as a bar in their order, as wide as their elements, in the colour of their rank of `pp`."""
+    """Return the layers in their order, as wide as their elements, in the colour of their rank of `pp`."""
     total = sum(layer.elements for layer in about.layers) or 1
     least = min(6.0, WIDTH / len(about.layers))
     room = WIDTH - least * len(about.layers)
@@ -66,54 +60,7 @@ def layers_picture(about: RunDescription) -> str:
         if wide > 6.4 * len(label) + 6:
             elements.append(f'<text class="on" x="{x + wide / 2:.1f}" y="17">{escape(label)}</text>')
         x += wide
-    return _svg("Layers, in order", WIDTH, 28, elements)
-
-
-def tensor_picture(tensor: PlannedTensor, mesh: Mapping[str, int]) -> str:
-    """Return a matrix or vector with its pieces: colours tell the ranks of `tp`, lines those of `shard` and `cp`."""
-    rows, columns = _as_matrix(tensor.shape)
-    scale = _MATRIX / max(rows, columns, 1)
-    wide, high = max(columns * scale, 18), max(rows * scale, 18)
-    elements = []
-    for tp, piece in enumerate(tensor.pieces):
-        for offsets, sizes in piece.boxes:
-            x, y, w, h = _box(offsets, sizes, wide, high, (rows, columns))
-            told = f"{tensor.name}: {_ranges(offsets, sizes)}, of tp {tp}"
-            whole = all(size == full for size, full in zip(sizes, tensor.shape, strict=True))
-            name = "every rank of tp" if whole and len(tensor.pieces) > 1 else told
-            elements.append(
-                f'<rect class="piece" data-tp="{"all" if whole else tp}" x="{x:.2f}" y="{y:.2f}" width="{w:.2f}" '
-                f'height="{h:.2f}" fill="{rank_colour(_FIRST_HUE + (0 if whole else tp))}"><title>{escape(name)}</title></rect>'
-            )
-            elements += _intervals(piece, x, y, w, h, tp, mesh)
-            if not whole and w > 30 and h > 13 and len(piece.bounds) < 12:
-                elements.append(
-                    f'<text class="on" x="{x + w / 2:.1f}" y="{y + h / 2 + 4:.1f}">tp {tp}</text>'
-                )
-        if piece.boxes and all(sizes == tensor.shape for _, sizes in piece.boxes):
-            break
-    return _svg(tensor.name, round(wide) + 2, round(high) + 2, elements)
-
-
-def tensor_text(tensor: PlannedTensor, about: RunDescription) -> str:
-    """Return in words how a tensor is divided: its shape, along which axes, and how much a rank has."""
-    shape = " × ".join(f"{size:,}" for size in tensor.shape)
-    piece = tensor.pieces[0]
-    own = sum(prod(sizes) for _, sizes in piece.boxes)
-    parts = []
-    if own < prod(tensor.shape):
-        parts.append(f"tp {len(tensor.pieces)}")
-    if piece.bounds:
-        own = piece.bounds[1] - piece.bounds[0]
-        parts += [f"{axis} {about.mesh[axis]}" for axis in ("shard", "cp") if about.mesh[axis] > 1]
-    divided = (
-        f"divided over {' × '.join(parts)}: {number_text(own)} elements a rank"
-        if parts
-        else "whole on each rank"
-    )
-    alike = f"; {tensor.alike - 1} more like it" if tensor.alike > 1 else ""
-    on = f"pp {', '.join(map(str, tensor.pp))}" if about.mesh["pp"] > 1 else ""
-    return f"{shape}, {divided}{'; on ' if on else ''}{on}{alike}"
+    return svg("Layers, in order", WIDTH, 28, elements)
 
 
 def _gaps(mesh: Mapping[str, int]) -> list[float]:
@@ -154,6 +101,7 @@ def _row_of_ranks(
     about: RunDescription, pp: int, y: float, row: float, cell: float, gaps: Sequence[float]
 ) -> Iterator[str]:
     mesh, columns = about.mesh, len(gaps)
+    wide, round_by = (cell - 2, 3) if cell > 8 else (max(cell - 0.6, 1), 0)
     for column, x in enumerate(_positions(cell, gaps)):
         rank = pp * columns + column
         place = _place(rank, mesh)
@@ -161,8 +109,7 @@ def _row_of_ranks(
         attributes = " ".join(f'data-{axis}="{index}"' for axis, index in place.items())
         yield (
             f'<rect class="rank" data-rank="{rank}" {attributes} x="{x:.2f}" y="{y:.1f}" '
-            f'width="{max(cell - (2 if cell > 8 else 0.6), 1):.2f}" height="{row - 4:.1f}" rx="{3 if cell > 8 else 0}" '
-            f'fill="{rank_colour(pp)}"><title>rank {rank}: {where}</title></rect>'
+            f'width="{wide:.2f}" height="{row - 4:.1f}" rx="{round_by}" fill="{rank_colour(pp)}"><title>rank {rank}: {where}</title></rect>'
         )
         if cell >= _NUMBERED and row >= 14:
             yield (f'<text class="on" x="{x + cell / 2 - 1:.1f}" y="{y + row / 2 + 2:.1f}">{rank}</text>')
@@ -199,59 +146,5 @@ def _layers_list(about: RunDescription, pp: int) -> str:
     return "\n".join([f"pp {pp}: {len(layers)} layers, {elements:,} elements", *lines])
 
 
-def _as_matrix(shape: Sequence[int]) -> tuple[int, int]:
-    """Return the rows and columns as which a tensor is drawn: the first dim, and the product of the others."""
-    return (shape[0] if shape else 1, prod(shape[1:]))
-
-
-def _box(
-    offsets: Sequence[int], sizes: Sequence[int], wide: float, high: float, matrix: tuple[int, int]
-) -> tuple[float, float, float, float]:
-    rows, columns = max(matrix[0], 1), max(matrix[1], 1)
-    first_row, count = (offsets[0], sizes[0]) if sizes else (0, 1)
-    if len(sizes) > 1:
-        rest = prod(sizes[2:])
-        first_column, breadth = offsets[1] * rest, sizes[1] * rest
-    else:
-        first_column, breadth = 0, 1
-    return (
-        1 + first_column / columns * wide,
-        1 + first_row / rows * high,
-        breadth / columns * wide,
-        count / rows * high,
-    )
-
-
-def _intervals(
-    piece: TensorPiece, x: float, y: float, w: float, h: float, tp: int, mesh: Mapping[str, int]
-) -> Iterator[str]:
-    """Yield a rectangle for each interval of a piece's elements, which lie row after row from top to bottom."""
-    if len(piece.boxes) != 1 or not piece.bounds:
-        return
-    fine = " fine" if len(piece.bounds) > _MOST_LINES else ""
-    total = max(piece.bounds[-1], 1)
-    for number, (start, stop) in enumerate(zip(piece.bounds, piece.bounds[1:], strict=False)):
-        shard, cp = divmod(number, mesh["cp"])
-        told = f"elements {start:,} to {stop:,} of the piece: tp {tp}, shard {shard}" + (
-            f", cp {cp}" if mesh["cp"] > 1 else ""
-        )
-        yield (
-            f'<rect class="interval{fine}" data-tp="{tp}" data-shard="{shard}" data-cp="{cp}" x="{x:.2f}" '
-            f'y="{y + h * start / total:.2f}" width="{w:.2f}" height="{h * (stop - start) / total:.2f}">'
-            f"<title>{escape(told)}</title></rect>"
-        )
-
-
-def _ranges(offsets: Sequence[int], sizes: Sequence[int]) -> str:
-    return " × ".join(f"{first:,} to {first + size:,}" for first, size in zip(offsets, sizes, strict=True))
-
-
 def _shortened(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
-
-
-def _svg(name: str, width: float, height: float, elements: Sequence[str]) -> str:
-    return (
-        f'<svg class="plan" viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" role="img" '
-        f'aria-label="{escape(name)}">\n' + "\n".join(elements) + "\n</svg>"
-    )

@@ -15,7 +15,7 @@ RANKS_FILE = "ranks.jsonl"
 
 @dataclass(frozen=True)
 class RankSeries:
-    """For each step the numbers of all ranks: seconds blocked in communication, peak memory so far in bytes."""
+    """For each step the numbers of all ranks: seconds blocked in communication, peak bytes so far."""
 
     steps: tuple[int, ...]
     blocked: tuple[tuple[float, ...], ...]
@@ -45,7 +45,7 @@ class RankSeries:
 
 
 def means_of_stretches(rows: Sequence[Sequence[float]], most: int) -> tuple[list[int], list[list[float]]]:
-    """Return the first row of at most `most` stretches of rows, and for each column its mean in each stretch."""
+    """Return the first row of each of at most `most` stretches, and each column's means over stretches."""
     stretches = list(buckets(len(rows), most))
     columns = [*zip(*rows, strict=True)]
     means = [[fmean(column[rows.start : rows.stop]) for rows in stretches] for column in columns]
@@ -58,7 +58,7 @@ def typical(rows: Sequence[Sequence[float]]) -> list[float]:
 
 
 def read_rank_series(folder: Path) -> RankSeries | None:
-    """Return the series in `folder`, or None without them; damaged lines and those of another world are left out."""
+    """Return the series in `folder`, or None without; damaged lines and other worlds are left out."""
     path = folder / RANKS_FILE
     rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():

@@ -8,9 +8,10 @@ from html import escape
 
 from plait.report.description import PredictedRank, RunDescription
 from plait.report.markup import bar, legend, section, table
-from plait.report.plan_picture import layers_picture, ranks_picture, tensor_picture, tensor_text
+from plait.report.plan_picture import layers_picture, ranks_picture
 from plait.report.record import RunRecord
 from plait.report.step import RecordedStep
+from plait.report.tensor_picture import tensor_picture, tensor_text
 from plait.report.timelines import StepTimeline
 from plait.report.units import bytes_text, seconds_text
 from plait.report.warnings import warnings_of
@@ -56,15 +57,15 @@ def _timeline(step: RecordedStep, of: str, number: int) -> str:
     shown, ranks = len(timeline.shown), len(step.ranks)
     part = f" {shown} of {ranks} ranks are shown: whole pipelines." if shown < ranks else ""
     lane = (
-        " The thin lane below a rank's actions shows when its host was blocked in communication, also within an "
-        "action: it waits for others, or for data to arrive."
+        " The thin lane below a rank's actions shows when its host was blocked in communication, also within "
+        "an action: it waits for others, or for data to arrive."
         if timeline.axes
         else ""
     )
     first, last = timeline.bounds
     about = (
-        f"Step {step.step:,}, as it ran: {seconds_text((last - first) / 1e9)}, schedule {escape(step.policy)}, "
-        f"{step.microbatches} micro-batches.{lane}{part}"
+        f"Step {step.step:,}, as it ran: {seconds_text((last - first) / 1e9)}, schedule "
+        f"{escape(step.policy)}, {step.microbatches} micro-batches.{lane}{part}"
     )
     markup = timeline_markup(f"step {step.step}{of}", timeline.kinds, timeline.axes, id=f"timeline-{number}")
     return section(f"A step{of}", markup + _uses(timeline), about, name=f"step-of-{number}")
@@ -76,7 +77,7 @@ def _uses(timeline: StepTimeline) -> str:
     if not uses or not timeline.axes:
         return ""
     names = list(uses[0][1])
-    colours = ["use-0", *(colour for _, colour in timeline.axes), "track"]
+    colours = ["use-4", *(colour for _, colour in timeline.axes), "track"]
     if len(uses) > _MOST_RANKS:
         ordered = sorted(uses, key=lambda one: -one[1]["computing"])
         uses = [*ordered[: _MOST_RANKS // 2], *ordered[-_MOST_RANKS // 2 :]]
@@ -103,8 +104,8 @@ def _share(seconds: float, whole: float) -> str:
 def _plan(about: RunDescription, of: str, number: int) -> str:
     degrees = " × ".join(f"{axis} {size}" for axis, size in about.mesh.items() if size > 1) or "one rank"
     told = (
-        f"{about.world} ranks: {degrees}. Strategy {escape(about.strategy)}. Point at a rank to see which pieces it "
-        "holds, click to keep it."
+        f"{about.world} ranks: {degrees}. Strategy {escape(about.strategy)}. Point at a rank to see which "
+        "pieces it holds, click to keep it."
     )
     tensors = "\n".join(
         f"<figure class=tensor>{tensor_picture(one, about.mesh)}<figcaption><b>{escape(one.name)}</b> "
@@ -122,7 +123,7 @@ def _plan(about: RunDescription, of: str, number: int) -> str:
 def _state_text(about: RunDescription) -> str:
     """Return what the intervals of `shard` and `cp` are pieces of."""
     return {
-        "optimizer": ": lines divide what each rank updates (its optimizer state); it holds the whole piece of tp",
+        "optimizer": ": lines divide what each rank updates, with optimizer state; it holds the piece of tp whole",
         "gradients": ": lines divide what each rank updates, with gradients and optimizer state",
         "full": ": lines divide what each rank holds between the steps of its layers",
     }.get(about.strategy, "")
@@ -148,8 +149,8 @@ def _memory(run: RunRecord, about: RunDescription, of: str, number: int) -> str:
         else "the resident set of the process, with Python, torch and what it has read"
     )
     told = (
-        "Predicted: tensors of a rank, at the peak of a step and between steps. Measured: the most on a rank of "
-        f"that stage, {what}."
+        "Predicted: tensors of a rank, at the peak of a step and between steps. Measured: the most on a "
+        f"rank of that stage, {what}."
     )
     used = {use for one in about.memory for use in one.at_peak}
     marks = legend((use, f"use-{number}") for number, use in enumerate(_USES) if use in used)
@@ -180,7 +181,7 @@ def _traffic(step: RecordedStep, of: str, number: int) -> str:
         ]
         for axis, kind, calls, most, total in found
     ]
-    told = f"Payload that ranks passed to communication in step {step.step:,}; a rank's row has the one with most."
+    told = f"Payload that ranks passed to communication in step {step.step:,}; of a rank: the one with most."
     heads = ["axis", "operation", "", "all ranks", "calls of a rank", "bytes of a rank"]
     return section(f"Traffic{of}", table(heads, rows, numbers=3), told, name=f"traffic-of-{number}")
 
@@ -200,7 +201,7 @@ def _configuration(runs: Sequence[RunRecord]) -> str:
         changed = table(heads, [rows[row] for row in differ]) if differ else "<p>They are the same.</p>"
         whole = f"<details><summary>All fields</summary>{table(heads, rows, marked=differ)}</details>"
         return section("Configuration", changed + whole, "Fields that differ.")
-    return section("Configuration", f"<div class=columns>{table(heads[:1] + ['value'], rows)}</div>")
+    return section("Configuration", f"<div class=columns>{table(['field', 'value'], rows)}</div>")
 
 
 def _environment(runs: Sequence[RunRecord]) -> str:

@@ -18,11 +18,11 @@ _MOST_LISTED = 6
 def warnings_of(run: RunRecord) -> Iterator[str]:
     """Yield one sentence for each thing that a reader of the report should know, the gravest first."""
     if run.end is not None and run.end.kind == "failed":
-        yield f"The run failed after step {run.end.step:,}: {_sentence(run.end.text)}"
+        yield f"The run failed: {_sentence(run.end.text)}"
     elif run.died:
         yield (
-            f"The run ended without saying why, after step {run.metrics.steps[-1]:,}: its process was killed, or "
-            "its machine went down."
+            f"The run ended without saying why, after step {run.metrics.steps[-1]:,}: its process was "
+            "killed, or its machine went down."
         )
     for event in run.events:
         if event.kind == "warning":
@@ -41,8 +41,8 @@ def _skipped(run: RunRecord) -> Iterator[str]:
         listed = ", ".join(f"{step:,}" for step in skipped[:_MOST_LISTED])
         more = " …" if len(skipped) > _MOST_LISTED else ""
         yield (
-            f"{len(skipped)} steps changed no parameter, because gradients overflowed in fp16: {listed}{more}. "
-            "A few at the start are normal: the loss scale is halved each time."
+            f"{len(skipped)} steps changed no parameter, because gradients overflowed in fp16: "
+            f"{listed}{more}. A few at the start are normal: the loss scale is halved each time."
         )
 
 
@@ -52,10 +52,7 @@ def stragglers(run: RunRecord) -> list[tuple[int, float, float]]:
     Ranks are compared with those that have the same layers, by the median over the later half of the steps.
     Empty where busy times were not measured, as on GPUs.
     """
-    rows = {
-        step: seconds
-        for step, seconds in zip(run.metrics.steps, run.metrics.columns.get("step_seconds", ()), strict=False)
-    }
+    rows = dict(zip(run.metrics.steps, run.metrics.columns.get("step_seconds", ()), strict=False))
     if run.ranks is None or run.description is None or run.ranks.world != run.description.world:
         return []
     seconds = [rows.get(step) for step in run.ranks.steps]
@@ -77,8 +74,8 @@ def stragglers(run: RunRecord) -> list[tuple[int, float, float]]:
 def _stragglers(run: RunRecord) -> Iterator[str]:
     for rank, own, usual in stragglers(run)[:_MOST_LISTED]:
         yield (
-            f"Rank {rank} is slower than its like: it computes for {seconds_text(own)} a step, ranks with the same "
-            f"layers for {seconds_text(usual)}, and wait for it."
+            f"Rank {rank} is slower than its like: it computes for {seconds_text(own)} a step, ranks with "
+            f"the same layers for {seconds_text(usual)}, and wait for it."
         )
 
 
@@ -88,8 +85,8 @@ def _memory(run: RunRecord) -> Iterator[str]:
         return
     if peak > 1.1 * about.predicted_memory:
         yield (
-            f"A rank allocated {bytes_text(peak)} of tensors, {peak / about.predicted_memory - 1:.0%} more than the "
-            f"{bytes_text(about.predicted_memory)} that were predicted."
+            f"A rank allocated {bytes_text(peak)} of tensors, {peak / about.predicted_memory - 1:.0%} more than "
+            f"the {bytes_text(about.predicted_memory)} that were predicted."
         )
 
 

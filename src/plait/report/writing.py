@@ -13,7 +13,7 @@ REPORT_FILE = "report.html"
 
 
 def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
-    """Write the report of the runs at `paths` to `out`, by default into the only run's folder; return its path.
+    """Write the report of the runs at `paths` to `out`, by default into the only run's folder; return it.
 
     Raises `ConfigError` where a run is missing or the file cannot be written, `DataError` for damaged files.
     """

@@ -6,7 +6,6 @@ import os
 import platform
 from collections.abc import Iterator, Mapping
 from importlib import metadata
-from itertools import pairwise
 from math import prod
 
 import torch
@@ -95,7 +94,7 @@ def _tensors(blueprint: Blueprint) -> Iterator[PlannedTensor]:
 
 
 def _piece(layout: Layout, tp: int) -> TensorPiece:
-    """Return the boxes of a rank of `tp`, and the bounds of their division over `shard` and `cp`, if any."""
+    """Return the boxes of a rank of `tp`, and the intervals of its ranks of `shard` and `cp`, if any."""
     degrees = layout.axis_degrees
     where = dict.fromkeys(layout.axes, 0) | {"tp": tp}
     boxes = tuple((box.offsets, box.sizes) for box in layout.boxes(where))
@@ -105,9 +104,7 @@ def _piece(layout: Layout, tp: int) -> TensorPiece:
         where | {"shard": shard, "cp": cp} for shard in range(degrees["shard"]) for cp in range(degrees["cp"])
     ]
     intervals = [layout.interval(place) or range(0) for place in places]
-    bounds = (intervals[0].start, *(interval.stop for interval in intervals))
-    assert all(first.stop == second.start for first, second in pairwise(intervals))
-    return TensorPiece(boxes, bounds)
+    return TensorPiece(boxes, tuple((interval.start, interval.stop) for interval in intervals))
 
 
 def _predicted(memory: Memory) -> Iterator[PredictedRank]:

@@ -34,7 +34,7 @@ class RunFiles(Callback):
         self._series = LoggerGroup([JsonLines(self._folder / RANKS_FILE)], self._folder, FIELD)
 
     def describe(self, description: RunDescription) -> None:
-        """Write `run.json`, without which a report knows only metrics; remove what an earlier run has left."""
+        """Write `run.json`; remove what an earlier run has left, unless this one resumes it."""
         for name in (EVENTS_FILE, STEP_FILE) if self._starts_over else ():
             (self._folder / name).unlink(missing_ok=True)
         write_description(description, self._folder)

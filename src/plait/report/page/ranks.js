@@ -37,9 +37,10 @@ function buildMap(map, place) {
     ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
     ctx.clip();
     values.forEach((row, rank) => row.forEach((value, at) => {
-      const left = x(steps[at] - 0.5), right = x(steps[at + 1] - 0.5), top = y(rank + 0.5), bottom = y(rank - 0.5);
+      const left = Math.round(x(steps[at] - 0.5)), right = Math.round(x(steps[at + 1] - 0.5));
+      const top = Math.round(y(rank - 0.5)), bottom = Math.round(y(rank + 0.5));
       ctx.fillStyle = shadeOf(most > least ? (value - least) / (most - least) : 0.5);
-      ctx.fillRect(left, bottom, right - left + 0.5, top - bottom);
+      ctx.fillRect(left, top, right - left, bottom - top - (bottom - top > 8 ? 1 : 0));
     }));
     ctx.restore();
   };
@@ -56,7 +57,7 @@ function buildMap(map, place) {
   const plot = new uPlot({
     width: place.clientWidth, height: Math.min(Math.max(22 * ranks, 80), 420) + 40, legend: {show: false},
     cursor: {sync: {key: 'steps', setSeries: false}, drag: {x: true, y: false}, points: {show: false}, y: false},
-    scales: {x: {time: false, range: (_, low, high) => [low, high]}, y: {range: [ranks - 0.5, -0.5], dir: 1}},
+    scales: {x: {time: false, range: (_, low, high) => [low, high]}, y: {range: [-0.5, ranks - 0.5], dir: -1}},
     axes: [{...axis}, {...axis, size: 66, incrs: [1, 2, 4, 8, 16, 32, 64, 128, 256, 512], values: (_, ticks) => ticks.map((rank) => `rank ${rank}`)}],
     series: [{}, {show: true, stroke: 'transparent', points: {show: false}}],
     hooks: {draw: [draw], setCursor: [point], setScale: [zoomOthers]},

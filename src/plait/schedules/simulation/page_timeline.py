@@ -6,7 +6,7 @@ The folder `page` has the parts. The scripts in `_SCRIPTS` are, in this order, t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from html import escape
@@ -66,7 +66,7 @@ def timeline_data(
     hop: int = 0,
     axes: Sequence[tuple[str, str]] = (),
 ) -> dict[str, object]:
-    """Return the data for `drawTimeline`. Times are whole ticks, each relative to the previous one in its row.
+    """Return the data for `drawTimeline`. Times are whole ticks, each relative to the previous one.
 
     `hop`: the duration of a message in ticks. `axes`: name and colour of the axes along which ranks wait.
     """
@@ -109,8 +109,9 @@ def timeline_script() -> str:
     body = "\n".join(page_file(script) for script in _SCRIPTS)
     seen = "{chart, base, glass, blend, hint, timeline, view, layout, xOf, rowTop, stripTop, showCard}"
     return (
-        "// Draws a timeline into `root`, and returns what it draws with; `keepsAddress`: the visible range is in\n"
-        f"// the address of the page.\nfunction drawTimeline(root, packed, keepsAddress) {{\n'use strict';\n{body}\n"
+        "// Draws a timeline into `root`, and returns what it draws with; `keepsAddress`: the visible range\n"
+        "// is in the address of the page.\n"
+        f"function drawTimeline(root, packed, keepsAddress) {{\n'use strict';\n{body}\n"
         f"return {seen};\n}}\n"
     )
 
@@ -118,7 +119,7 @@ def timeline_script() -> str:
 def timeline_markup(
     name: str, kinds: Iterable[Kind], axes: Sequence[tuple[str, str]] = (), id: str = "timeline"
 ) -> str:
-    """Return the HTML element that `drawTimeline` draws into, with a legend of the kinds of action and waits."""
+    """Return the HTML element that `drawTimeline` draws into, with a legend of actions and waits."""
     legend = [
         f'<li><b style="background: {shade(kind, MIDDLE)}">{kind}</b> {KIND_NAMES[kind]}</li>'
         for kind in kinds

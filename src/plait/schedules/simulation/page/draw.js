@@ -25,7 +25,7 @@ function draw() {
     if (timeline.memory) drawStrip(rank);
   }
   lookAgain();
-  const part = `${nearText(view.from)} to ${nearText(view.to)} of ${timeText(timeline.length)}`;
+  const part = `${nearText(view.from)} to ${nearText(view.to)} of ${timeText(timeline.length, timeline.length * 1e-4 || 1)}`;
   const unit = timeline.timeUnit && ` ${timeline.timeUnit}`;
   root.querySelector('.shown').textContent = `shown: ${part}${unit}`;
 }
