@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from plait.cli.arguments import CommandParser
-from plait.report.writing import write_report
+from plait.cli.arguments import CommandParser, count
+from plait.report.watch import ReportServer
+from plait.report.writing import read_runs, write_report
 
 _ABOUT = """\
 Writes report.html: loss, rate, throughput and memory over the steps, a step's
@@ -30,7 +33,25 @@ def parser() -> CommandParser:
         type=Path,
         help="file of the page (default: report.html in the folder of RUN)",
     )
+    add("--watch", action="store_true", help="serve the page on 127.0.0.1, anew when a file has changed")
+    add("--port", metavar="N", type=_port, default=0, help="port of --watch (default: any free one)")
     return made
+
+
+def _port(text: str) -> int:
+    port = count(text)
+    if port >= 2**16:
+        raise ArgumentTypeError(f"{text} is not a port: give one below {2**16}")
+    return port
+
+
+def _watch(paths: Sequence[Path], port: int) -> None:
+    """Serve the report until it is interrupted."""
+    read_runs(paths)  # raises for paths that are no runs
+    with ReportServer(paths, port) as server:
+        print(f"{server.address} shows the report, until Ctrl-C.", flush=True)
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
 
 
 def run(argv: Sequence[str]) -> int:
@@ -39,5 +60,8 @@ def run(argv: Sequence[str]) -> int:
         print(parser().format_help(), end="")
         return 0
     options = parser().parse_args(argv)
+    if options.watch:
+        _watch(options.runs, options.port)
+        return 0
     print(f"wrote {write_report(options.runs, options.out)}")
     return 0

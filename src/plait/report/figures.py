@@ -51,11 +51,12 @@ def _memory(run: RunRecord) -> Iterator[Figure]:
     about = run.description
     if about is not None and about.predicted_memory is not None:
         yield Figure(
-            "predicted memory",
+            "tensors, predicted",
             bytes_text(about.predicted_memory),
             "tensors of the rank with most, at the peak of a step",
         )
     if peak := run.metrics.last("peak_memory_bytes"):
-        tensors_only = about is not None and about.accelerated
-        what = "tensors allocated" if tensors_only else "resident in its process, with Python and torch"
-        yield Figure("measured memory", bytes_text(peak), f"{what}, on the rank with most")
+        name, what = "resident memory", "of a rank's process, with Python and torch"
+        if about is not None and about.accelerated:
+            name, what = "tensors, measured", "allocated on the device"
+        yield Figure(name, bytes_text(peak), f"{what}; of the rank with most")

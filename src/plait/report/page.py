@@ -26,12 +26,20 @@ MOST_STEPS = 10_000
 """Steps of a run that are drawn; of a longer run some are left out."""
 
 
-def draw_report(runs: Sequence[RunRecord]) -> str:
-    """Return the report of `runs`, which have different names, as an HTML document that needs no other file."""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+"""What the page may load: nothing."""
+
+
+def draw_report(runs: Sequence[RunRecord], policy: str = POLICY) -> str:
+    """Return the report of `runs` as an HTML document that needs no other file.
+
+    `policy`: the content security policy of the page.
+    """
     title = " and ".join(run.name for run in runs)
     charts = charts_of(runs)
     return Template(_file("report.html")).substitute(
         title=escape(title),
+        policy=policy,
         style=page_colours() + _file("uplot/uPlot.min.css") + page_file("timeline.css") + _file("report.css"),
         headings="\n".join(_heading(number, run, len(runs)) for number, run in enumerate(runs)),
         charts="\n".join(_chart(number, chart) for number, chart in enumerate(charts)),

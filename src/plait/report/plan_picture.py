@@ -109,7 +109,8 @@ def _row_of_ranks(
         attributes = " ".join(f'data-{axis}="{index}"' for axis, index in place.items())
         yield (
             f'<rect class="rank" data-rank="{rank}" {attributes} x="{x:.2f}" y="{y:.1f}" '
-            f'width="{wide:.2f}" height="{row - 4:.1f}" rx="{round_by}" fill="{rank_colour(pp)}"><title>rank {rank}: {where}</title></rect>'
+            f'width="{wide:.2f}" height="{row - 4:.1f}" rx="{round_by}" '
+            f'fill="{rank_colour(pp)}"><title>rank {rank}: {where}</title></rect>'
         )
         if cell >= _NUMBERED and row >= 14:
             yield (f'<text class="on" x="{x + cell / 2 - 1:.1f}" y="{y + row / 2 + 2:.1f}">{rank}</text>')

@@ -85,8 +85,8 @@ def _memory(run: RunRecord) -> Iterator[str]:
         return
     if peak > 1.1 * about.predicted_memory:
         yield (
-            f"A rank allocated {bytes_text(peak)} of tensors, {peak / about.predicted_memory - 1:.0%} more than "
-            f"the {bytes_text(about.predicted_memory)} that were predicted."
+            f"A rank allocated {bytes_text(peak)} of tensors, {peak / about.predicted_memory - 1:.0%} "
+            f"more than the {bytes_text(about.predicted_memory)} that were predicted."
         )
 
 

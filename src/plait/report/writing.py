@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from plait.errors import ConfigError
@@ -33,4 +35,10 @@ def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
     """Return the runs at `paths`, with names that tell them apart."""
-    return [read_run(path) for path in paths]
+    runs = [read_run(path) for path in paths]
+    counts = Counter(run.name for run in runs)
+    twice = [name for name, count in counts.items() if count > 1]
+    return [
+        replace(run, name=str(path)) if run.name in twice else run
+        for run, path in zip(runs, paths, strict=True)
+    ]

@@ -4,6 +4,7 @@
 
 const report = JSON.parse(document.getElementById('data').textContent);
 const MANY = 200;  // steps from which a running mean is drawn
+const WHOLE = [1, 10, 100, 1e3, 1e4, 1e5, 1e6, 1e7].flatMap((power) => [power, 2 * power, 5 * power]);
 const plots = [];
 
 const formats = {
@@ -44,7 +45,7 @@ function curvesOf(chart) {
   const curves = [];
   report.runs.forEach((run, number) => {
     const several = report.runs.length > 1;
-    const name = (label) => (several ? [run.name, label].filter(Boolean).join(', ') : label || 'value');
+    const name = (label) => (several ? [run.name, label].filter(Boolean).join(', ') : label || chart.title.toLowerCase());
     chart.series.forEach((series, position) => {
       const values = run.columns[series.key];
       if (!values) return;
@@ -81,7 +82,7 @@ function build(chart, place, logarithmic) {
     cursor: {sync: {key: 'steps'}, drag: {x: true, y: false}, points: {size: 6}},
     scales: {x: {time: false}, y: logarithmic ? {distr: 3} : {range: rangeOf}},
     axes: [
-      {...axis, values: (_, ticks) => ticks.map((step) => (Number.isInteger(step) ? step.toLocaleString('en') : ''))},
+      {...axis, size: 26, incrs: WHOLE, values: (_, ticks) => ticks.map((step) => step.toLocaleString('en'))},
       {...axis, size: 66, values: (_, ticks) => ticks.map((value) => (value == null ? '' : format(value)))},
     ],
     series: [{label: 'step'}, ...curves.map((curve) => ({
@@ -90,9 +91,11 @@ function build(chart, place, logarithmic) {
       points: curve.points ? {show: true, size: 7, fill: () => colour('page')} : {show: curve.steps.length === 1},
       value: (_, value) => (value == null ? '–' : format(value)),
     }))],
-    hooks: {setScale: [zoomOthers]},
+    hooks: {setScale: [zoomOthers], setCursor: [showLast]},
   };
-  return new uPlot(options, data, place);
+  const plot = new uPlot(options, data, place);
+  showLast(plot);
+  return plot;
 }
 
 // The range of an axis: a little more than the numbers, and 0 where it is near.
@@ -101,6 +104,11 @@ function rangeOf(_, least, most) {
   const margin = (most - least || Math.abs(most) || 1) * 0.08;
   const low = least >= 0 && least < 0.35 * most ? 0 : least - margin;
   return [low, most + margin];
+}
+
+// Without a step that is pointed at, the legend has the last one's numbers.
+function showLast(plot) {
+  if (plot.cursor.idx == null) plot.setLegend({idx: plot.data[0].length - 1});
 }
 
 let zooming = false;
