@@ -123,7 +123,7 @@ def _plan(about: RunDescription, of: str, number: int) -> str:
 def _state_text(about: RunDescription) -> str:
     """Return what the intervals of `shard` and `cp` are pieces of."""
     return {
-        "optimizer": ": lines divide what each rank updates, and optimizer state; parameters are whole along dp",
+        "optimizer": ": lines divide what each rank updates; along dp parameters are whole",
         "gradients": ": lines divide what each rank updates, with gradients and optimizer state",
         "full": ": lines divide what each rank holds between the steps of its layers",
     }.get(about.strategy, "")

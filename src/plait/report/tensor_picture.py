@@ -8,7 +8,6 @@ from math import prod
 
 from plait.report.description import PlannedTensor, RunDescription, TensorPiece
 from plait.report.markup import svg
-from plait.report.units import number_text
 from plait.schedules.simulation.colours import rank_colour
 
 _MOST_LINES = 48
@@ -37,10 +36,9 @@ def tensor_picture(tensor: PlannedTensor, mesh: Mapping[str, int]) -> str:
                 f"<title>{escape(name)}</title></rect>"
             )
             elements += _intervals(piece, x, y, w, h, tp, mesh)
-            if not whole and w > 30 and h > 13 and len(piece.intervals) < 12:
-                elements.append(
-                    f'<text class="on" x="{x + w / 2:.1f}" y="{y + h / 2 + 4:.1f}">tp {tp}</text>'
-                )
+            base = y + 12 if piece.intervals else y + h / 2 + 4
+            if not whole and w > 30 and h > (30 if piece.intervals else 13):
+                elements.append(f'<text class="on" x="{x + w / 2:.1f}" y="{base:.1f}">tp {tp}</text>')
         if piece.boxes and all(sizes == tensor.shape for _, sizes in piece.boxes):
             break
     return svg(tensor.name, round(wide) + 2, round(high) + 2, elements)
@@ -58,7 +56,7 @@ def tensor_text(tensor: PlannedTensor, about: RunDescription) -> str:
         own = max(stop - start for start, stop in piece.intervals)
         parts += [f"{axis} {about.mesh[axis]}" for axis in ("shard", "cp") if about.mesh[axis] > 1]
     divided = (
-        f"divided over {' × '.join(parts)}: {number_text(own)} elements a rank"
+        f"divided over {' × '.join(parts)}: at most {own:,} elements a rank"
         if parts
         else "whole on each rank"
     )

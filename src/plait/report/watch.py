@@ -59,7 +59,7 @@ class ReportServer(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: ReportServer
 
-    def do_GET(self) -> None:  # noqa: N802
+    def do_GET(self) -> None:
         """Answer a request."""
         answers: dict[str, Callable[[], str]] = {"/": self.server.page, "/version": self.server.version}
         host = self.headers.get("Host", "").rpartition(":")[0]

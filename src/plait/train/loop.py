@@ -74,12 +74,7 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
         memory = _predicted_memory(config, plan, mesh, data)
         trainer = Trainer(config, plan, mesh, data)
         files = RunFiles(config, mesh.rank, progress.print)
-        lines = [*banner(config, mesh, data, trainer.parameters, has_weights=trainer.has_weights)]
-        lines += [] if memory is None else [prediction_line(memory)]
-        for line in lines:
-            progress.print(line)
-        if mesh.rank == 0:
-            files.describe(describe(config, trainer.blueprint, mesh, memory, tuple(lines)))
+        _introduce(config, trainer, memory, files, progress)
         shown, checkpoints = Progress(progress, stop, run.compare), run_checkpoints(config, files.tell)
         validation = _validation(config, data, progress)
         log = Log(*loggers, folder=run.dir, field=FIELD, tell=files.tell)
@@ -144,6 +139,19 @@ def banner(
     )
     yield f"Data: {data.summary}."
     yield f"Run: {config.run.dir}"
+
+
+def _introduce(
+    config: Config, trainer: Trainer, memory: Memory | None, files: RunFiles, progress: ProgressReporter
+) -> None:
+    """Print the lines before the first step, and write on rank 0 what `run.json` says of the run."""
+    mesh = trainer.mesh
+    lines = [*banner(config, mesh, trainer.data, trainer.parameters, has_weights=trainer.has_weights)]
+    lines += [] if memory is None else [prediction_line(memory)]
+    for line in lines:
+        progress.print(line)
+    if mesh.rank == 0:
+        files.describe(describe(config, trainer.blueprint, mesh, memory, tuple(lines)))
 
 
 def _sharding(plan: Plan) -> str:

@@ -54,16 +54,16 @@ class Trainer(TrainingLoop):
             ),
             advice="lower train.lr, raise train.warmup",
         )
-        self._settings, self._data = settings, data
+        self._settings, self.data = settings, data
 
     def sample(self) -> str | None:
         """Return a continuation of the prompt `train.sample`; None without one or without a text tokenizer.
 
         Every rank calls it and gets the same text. Communication: that of `Engine.generate`.
         """
-        settings, tokenizer = self._settings, self._data.tokenizer
+        settings, tokenizer = self._settings, self.data.tokenizer
         prompt = tokenizer.encode([settings.sample.encode()])
-        if not self._data.readable or not len(prompt):
+        if not self.data.readable or not len(prompt):
             return None
         start = torch.tensor([prompt.tolist()], dtype=torch.int64, device=self.mesh.device)
         tokens = self.engine.generate(start, settings.sample_tokens, temperature=0.8, seed=settings.seed)

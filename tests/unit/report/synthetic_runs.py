@@ -90,7 +90,7 @@ def write_plan(folder: Path, layers: int = 4, **parallel: Any) -> Config:
 
 
 def write_recorded_step(folder: Path, ranks: int, pipelines: int, step: int = 10) -> RecordedStep:
-    """A step of `pipelines` pipelines of `ranks` ranks each, one nanosecond more a pipeline, with waits over tp."""
+    """A step of pipelines of `ranks` ranks each, one nanosecond later each, with waits over tp."""
     schedule = policy_schedule("1f1b", ranks, 8)
     timeline = simulate(schedule, Costs(1e6, 1e6, 1e6))
     every = []

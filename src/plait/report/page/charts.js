@@ -15,8 +15,9 @@ const formats = {
 };
 
 function scaled(value, units) {
+  if (!value) return '0';
   const [size, unit] = units.find(([least]) => Math.abs(value) >= least) ?? units.at(-1);
-  return `${Number((value / size).toPrecision(4))} ${unit}`;
+  return `${Number((value / size).toPrecision(6))} ${unit}`;
 }
 
 // A colour of the style sheet, for light or dark.
