@@ -13,7 +13,7 @@ from plait.report.description import RunDescription, write_description
 from plait.report.events import EVENTS_FILE, write_event
 from plait.report.rank_series import RANKS_FILE
 from plait.report.step import STEP_FILE
-from plait.report.writing import write_report
+from plait.report.writing import REPORT_FILE, write_report
 from plait.train.config import Config
 from plait.train.metrics import FIELD
 
@@ -35,7 +35,7 @@ class RunFiles(Callback):
 
     def describe(self, description: RunDescription) -> None:
         """Write `run.json`; remove what an earlier run has left, unless this one resumes it."""
-        for name in (EVENTS_FILE, STEP_FILE) if self._starts_over else ():
+        for name in (EVENTS_FILE, STEP_FILE, REPORT_FILE) if self._starts_over else ():
             (self._folder / name).unlink(missing_ok=True)
         write_description(description, self._folder)
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from pathlib import Path
 
@@ -86,14 +85,15 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
     write_metrics(tmp_path, 2)
     write_recorded_step(tmp_path, 1, 1)
     (tmp_path / name).write_text("{")
-    with pytest.raises(DataError, match=re.escape(f"{name} is damaged")):
+    with pytest.raises(DataError, match="is damaged") as raised:
         read_run(tmp_path)
+    assert str(raised.value).startswith(f"{tmp_path / name} is damaged (")
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere does not exist: give the folder of a run"):
         read_run(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="has no metrics.jsonl: give the folder"):
+    with pytest.raises(ConfigError, match=r"has no metrics\.jsonl: give the folder"):
         read_run(tmp_path)
     write_metrics(tmp_path, 1)
     with pytest.raises(ConfigError, match="2 runs are given: name the page's file by --out"):

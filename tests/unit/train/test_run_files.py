@@ -38,7 +38,7 @@ def test_a_run_writes_all_that_its_report_needs(thread_ranks: RankPool, tmp_path
     assert step.step == 4  # the tenth, or the last one
     for number, rank in enumerate(step.ranks):
         assert {action[0] for action in rank.actions} == {number // 2}
-        assert "dp_cp" in rank.traffic
+        assert "dp" in rank.traffic
         assert all(start < end for _, start, end in rank.blocked)
     sent = {kind: calls for axis, kind, calls, _, _ in StepTimeline(step).traffic() if axis == "pp"}
     assert sent == {"send": 1, "receive": 1}  # the validation of this step is not in it
