@@ -75,6 +75,8 @@ class RunDescription:
     lines: tuple[str, ...]
     """What was printed before the first step: model, plan and data in sentences."""
     environment: Mapping[str, str]
+    changed_fields: tuple[str, ...]
+    """Fields of the configuration that differ from their default."""
     accelerated: bool
     """Whether layers run on an accelerator; its peak memory then counts tensors only."""
     mesh: Mapping[str, int]
@@ -121,7 +123,10 @@ def read_description(folder: Path) -> RunDescription | None:
 
 def damaged(path: Path, error: Exception) -> DataError:
     """Return the error for a file of a run that is not as plait wrote it."""
-    first = f"{error.errors()[0]['msg']}" if isinstance(error, ValidationError) else str(error)
+    first = str(error)
+    if isinstance(error, ValidationError):
+        told = error.errors()[0]
+        first = ": ".join(filter(None, [".".join(map(str, told["loc"])), told["msg"]]))
     return DataError(
         f"{path} is damaged ({first}): remove it, and the report is made of the other files of the run."
     )

@@ -28,7 +28,7 @@ def ranks_picture(about: RunDescription) -> str:
     columns = about.world // about.mesh["pp"]
     gaps = _gaps(about.mesh)
     cell = max(_SMALLEST, min(_CELL, (WIDTH - _LABEL - sum(gaps)) / columns))
-    top = 22
+    top = 22 if about.mesh["replicate"] * about.mesh["shard"] > 1 else 2
     row = _ROW if about.mesh["pp"] <= 24 else max(12, 720 / about.mesh["pp"])
     elements = [*_column_heads(about.mesh, cell, gaps)]
     for pp in range(about.mesh["pp"]):

@@ -201,7 +201,16 @@ def _configuration(runs: Sequence[RunRecord]) -> str:
         changed = table(heads, [rows[row] for row in differ]) if differ else "<p>They are the same.</p>"
         whole = f"<details><summary>All fields</summary>{table(heads, rows, marked=differ)}</details>"
         return section("Configuration", changed + whole, "Fields that differ.")
-    return section("Configuration", f"<div class=columns>{table(['field', 'value'], rows)}</div>")
+    whole = f"<div class=columns>{table(['field', 'value'], rows)}</div>"
+    about = runs[0].description
+    if about is None:
+        return section("Configuration", whole)
+    differing = {
+        name for name in names for field in about.changed_fields if f"{name}.".startswith(f"{field}.")
+    }
+    shown = [row for row, name in zip(rows, names, strict=True) if name in differing]
+    body = f"{table(['field', 'value'], shown)}<details><summary>All fields</summary>{whole}</details>"
+    return section("Configuration", body, "Fields that differ from their default.")
 
 
 def _environment(runs: Sequence[RunRecord]) -> str:

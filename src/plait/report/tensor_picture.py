@@ -30,12 +30,12 @@ def tensor_picture(tensor: PlannedTensor, mesh: Mapping[str, int]) -> str:
             told = f"{tensor.name}: {_ranges(offsets, sizes)}, of tp {tp}"
             whole = all(size == full for size, full in zip(sizes, tensor.shape, strict=True))
             name = "every rank of tp" if whole and len(tensor.pieces) > 1 else told
-            owner, hue = ("all", _FIRST_HUE) if whole else (tp, _FIRST_HUE + tp)
+            owner, hue = ("all", _FIRST_HUE) if whole else (str(tp), _FIRST_HUE + tp)
             elements.append(
                 f'<rect class="piece" data-tp="{owner}" {_place(x, y, w, h)} fill="{rank_colour(hue)}">'
                 f"<title>{escape(name)}</title></rect>"
             )
-            elements += _intervals(piece, x, y, w, h, tp, mesh)
+            elements += _intervals(piece, x, y, w, h, owner, mesh, coloured=len(tensor.pieces) == 1)
             base = y + 12 if piece.intervals else y + h / 2 + 4
             if not whole and w > 30 and h > (30 if piece.intervals else 13):
                 elements.append(f'<text class="on" x="{x + w / 2:.1f}" y="{base:.1f}">tp {tp}</text>')
@@ -83,7 +83,15 @@ def _box(
 
 
 def _intervals(
-    piece: TensorPiece, x: float, y: float, w: float, h: float, tp: int, mesh: Mapping[str, int]
+    piece: TensorPiece,
+    x: float,
+    y: float,
+    w: float,
+    h: float,
+    tp: str,
+    mesh: Mapping[str, int],
+    *,
+    coloured: bool,
 ) -> Iterator[str]:
     """Yield a rectangle for each interval of a piece's elements, row after row from top to bottom."""
     if len(piece.boxes) != 1 or not piece.intervals:
@@ -96,8 +104,9 @@ def _intervals(
         told = f"elements {start:,} to {stop:,} of the piece: tp {tp}, shard {shard}" + (
             f", cp {cp}" if mesh["cp"] > 1 else ""
         )
+        style = f' style="--own: {rank_colour(_FIRST_HUE + number)}"' if coloured else ""
         yield (
-            f'<rect class="interval{fine}" data-tp="{tp}" data-shard="{shard}" data-cp="{cp}" '
+            f'<rect{style} class="interval{fine}" data-tp="{tp}" data-shard="{shard}" data-cp="{cp}" '
             f"{_part(x, y, w, h, start / total, stop / total, row=row)}>"
             f"<title>{escape(told)}</title></rect>"
         )

@@ -41,6 +41,7 @@ def describe(
         title=config.run.dir.resolve().name,
         lines=lines,
         environment=dict(_environment(config, mesh)),
+        changed_fields=tuple(_changed_fields(config)),
         accelerated=is_accelerator(mesh.device),
         mesh=mesh.sizes,
         strategy=blueprint.plan.strategy,
@@ -67,6 +68,13 @@ def _environment(config: Config, mesh: Mesh) -> Iterator[tuple[str, str]]:
     yield "threads of a rank", str(torch.get_num_threads())
     on_one_host = mesh.group("world").on_one_host
     yield "communication", "NCCL" if mesh.uses_nccl else "within one host" if on_one_host else "Gloo"
+
+
+def _changed_fields(config: Config) -> Iterator[str]:
+    for (section, values), (_, defaults) in zip(config, Config(), strict=True):
+        for (name, value), (_, default) in zip(values, defaults, strict=True):
+            if value != default:
+                yield f"{section}.{name}"
 
 
 def _layers(blueprint: Blueprint) -> Iterator[PlannedLayer]:

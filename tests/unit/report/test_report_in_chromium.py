@@ -97,9 +97,13 @@ def test_timeline_map_and_plan_answer_to_the_pointer(tmp_path: Path) -> None:
     told = run_page(draw_report([read_run(tmp_path)]), CHARTS + script, tmp_path, drawn="drawn[0]")
     assert told["faults"] == []
     assert told["shown"] == "shown: 0 to 27 of 27 ms"
-    assert told["action"].startswith("0F0  forward; stage 0, on rank 0; micro-batch 0; start 0; end 1; ")
-    assert told["action"].endswith("blocked, tp 0.2")
-    assert told["wait"] == ("rank 0 is blocked in communication over tp; from 0.1; to 0.3; duration 0.2")
+    assert told["action"].startswith(
+        "0F0  forward; stage 0, on rank 0; micro-batch 0; start 0 ms; end 1 ms; "
+    )
+    assert told["action"].endswith("blocked, tp 0.2 ms")
+    assert told["wait"] == (
+        "rank 0 is blocked in communication over tp; from 0.1 ms; to 0.3 ms; duration 0.2 ms"
+    )
     assert told["zoomed"]
     assert told["map"].startswith("rank ")
     assert ", step 5: busy time of a step " in told["map"]

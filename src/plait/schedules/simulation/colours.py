@@ -52,7 +52,7 @@ LIGHT_PAGE: Mapping[str, str] = {
     "series-0": "#0072b2",
     "series-1": "#d55e00",
     "series-2": "#008763",
-    "series-3": "#a6498a",
+    "series-3": "#4b1d6b",
     "series-line": "#66707c",
     **AXES,
     **USES,
@@ -71,7 +71,7 @@ DARK_PAGE: Mapping[str, str] = {
     "series-0": "#56b4e9",
     "series-1": "#f08a4b",
     "series-2": "#2fc39a",
-    "series-3": "#dd93c4",
+    "series-3": "#f0e07a",
     "series-line": "#939daa",
 }
 

@@ -150,6 +150,13 @@ function timeText(ticks, finest = (timeline.length || 1) * 1e-7) {
   return digits < 1 ? '0' : String(Number(time.toPrecision(Math.min(digits, 15))));
 }
 
+// The unit of times, where they have one, after a space.
+const unitText = timeline.timeUnit && ` ${timeline.timeUnit}`;
+
+function withUnit(ticks) {
+  return timeText(ticks) + unitText;
+}
+
 function numberText(value) {
   return String(Number(value.toPrecision(6)));
 }

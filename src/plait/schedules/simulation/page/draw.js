@@ -25,9 +25,8 @@ function draw() {
     if (timeline.memory) drawStrip(rank);
   }
   lookAgain();
-  const part = `${nearText(view.from)} to ${nearText(view.to)} of ${timeText(timeline.length, timeline.length * 1e-4 || 1)}`;
-  const unit = timeline.timeUnit && ` ${timeline.timeUnit}`;
-  root.querySelector('.shown').textContent = `shown: ${part}${unit}`;
+  const part = `${nearText(view.from)} to ${nearText(view.to)} of ${timeText(timeline.length, timeline.length * 5e-4 || 1)}`;
+  root.querySelector('.shown').textContent = `shown: ${part}${unitText}`;
 }
 
 // Clears the canvas and gives it one pixel for each pixel of the screen, up to the limit of browsers.
@@ -64,7 +63,8 @@ function drawAxis() {
   base.strokeStyle = colour('grid');
   base.lineWidth = 1;
   base.beginPath();
-  for (let mark = Math.ceil(view.from * timeline.tick / step - 1e-9); ; mark++) {
+  const first = Math.ceil(view.from * timeline.tick / step - 1e-9);
+  for (let mark = first; ; mark++) {
     const tick = mark * step / timeline.tick;
     if (!(tick <= view.to * (1 + 1e-12))) break;
     const x = Math.round(xOf(tick)) + 0.5;
@@ -72,7 +72,7 @@ function drawAxis() {
     base.lineTo(x, bottom + 5);
     if (end > memory) base.moveTo(x, memory - 4);
     if (end > memory) base.lineTo(x, end);
-    write(base, timeText(tick), x, bottom + 15, {align: 'center'});
+    write(base, timeText(tick) + (mark === first ? unitText : ''), x, bottom + 15, {align: 'center'});
   }
   base.stroke();
   if (!timeline.memory) return;

@@ -102,17 +102,17 @@ function aboutCell(cell) {
   const rows = [
     ['stage', `${stage[cell]}, on ${timeline.labels[rank[cell]]}`],
     ['micro-batch', microbatch[cell]],
-    ['start', timeText(start[cell])],
-    ['end', timeText(end[cell])],
-    ['duration', timeText(end[cell] - start[cell])],
+    ['start', withUnit(start[cell])],
+    ['end', withUnit(end[cell])],
+    ['duration', withUnit(end[cell] - start[cell])],
   ];
   if (source >= 0) {
     const there = arrival(source, cell);
     const of = rank[source] === rank[cell] ? 'done here' : `of ${timeline.labels[rank[source]]}, arrived`;
     const waited = idle > 0 && there === start[cell];
-    rows.push([waited ? 'waited for' : 'needed', `${nameOf(source, true)} ${of} at ${timeText(there)}`]);
+    rows.push([waited ? 'waited for' : 'needed', `${nameOf(source, true)} ${of} at ${withUnit(there)}`]);
   }
-  rows.push(['idle before', timeText(idle)]);
+  rows.push(['idle before', withUnit(idle)]);
   if (timeline.memory) rows.push(['held', heldText(rank[cell], start[cell])]);
   if (timeline.blocked) rows.push(...waitsWithin(cell));
   return [`${nameOf(cell, true)}  ${timeline.kinds[kind[cell]][1]}`, rows];
@@ -122,7 +122,7 @@ function aboutIdle(rank, next) {
   const {first, cells} = timeline;
   const from = next > first[rank] ? cells.end[next - 1] : 0;
   const to = next < first[rank + 1] ? cells.start[next] : full.to;
-  const rows = [['from', timeText(from)], ['to', timeText(to)], ['duration', timeText(to - from)]];
+  const rows = [['from', withUnit(from)], ['to', withUnit(to)], ['duration', withUnit(to - from)]];
   if (next < first[rank + 1]) rows.push(['until', nameOf(next, true)]);
   return [`${timeline.labels[rank]} is idle`, rows];
 }
@@ -131,7 +131,7 @@ function aboutIdle(rank, next) {
 function aboutWait(rank, tick) {
   const {axis, start, end} = timeline.blocked[rank], [at] = blockedWithin(rank, tick, tick + 1);
   if (at >= start.length || start[at] > tick) return null;
-  const rows = [['from', timeText(start[at])], ['to', timeText(end[at])], ['duration', timeText(end[at] - start[at])]];
+  const rows = [['from', withUnit(start[at])], ['to', withUnit(end[at])], ['duration', withUnit(end[at] - start[at])]];
   return [`${timeline.labels[rank]} is blocked in communication over ${timeline.axes[axis[at]][0]}`, rows];
 }
 
@@ -141,11 +141,11 @@ function waitsWithin(cell) {
   const {axis, start, end} = timeline.blocked[rank], [low, high] = blockedWithin(rank, from, to);
   const total = timeline.axes.map(() => 0);
   for (let at = low; at < high; at++) total[axis[at]] += Math.min(end[at], to) - Math.max(start[at], from);
-  return timeline.axes.flatMap(([name], at) => (total[at] ? [[`blocked, ${name}`, timeText(total[at])]] : []));
+  return timeline.axes.flatMap(([name], at) => (total[at] ? [[`blocked, ${name}`, withUnit(total[at])]] : []));
 }
 
 function aboutMemory(rank, tick) {
-  return [`${timeline.labels[rank]} holds ${heldText(rank, tick)}`, [['at', nearText(tick)]]];
+  return [`${timeline.labels[rank]} holds ${heldText(rank, tick)}`, [['at', `${nearText(tick)}${unitText}`]]];
 }
 
 function heldText(rank, tick) {
