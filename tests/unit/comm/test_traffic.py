@@ -1,5 +1,3 @@
-import time
-
 import torch
 
 from plait.comm import Count, Mesh, Traffic, all_reduce
@@ -38,22 +36,15 @@ def test_since_has_only_what_happened_after():
     assert traffic.since({}) == traffic.snapshot()
 
 
-def _waits(sleeping: float) -> tuple[list[Wait], int]:
+def _waits() -> tuple[list[Wait], int]:
     mesh = Mesh(dp=2)
     before = mesh.traffic.blocked_nanoseconds
     mesh.traffic.waits = []
-    if mesh.rank:
-        time.sleep(sleeping)
     all_reduce(torch.ones(3), mesh.group("dp")).wait()
     return mesh.traffic.waits, mesh.traffic.blocked_nanoseconds - before
 
 
 def test_waits_are_noted_and_added_up(thread_ranks):
-    for waits, blocked in thread_ranks.run(_waits, 0.0, ranks=2):
-        assert [axis for axis, _, _ in waits] == ["dp"]
+    for waits, blocked in thread_ranks.run(_waits, ranks=2):
+        assert {axis for axis, _, _ in waits} == {"dp"}
         assert blocked == sum(end - start for _, start, end in waits) > 0
-
-
-def test_a_rank_is_blocked_while_another_one_is_late(thread_ranks):
-    early, late = thread_ranks.run(_waits, 0.05, ranks=2)
-    assert early[1] > 0.04e9 > late[1]
