@@ -43,6 +43,7 @@ COMMANDS = (
     Command("report", "plait.cli.report", "write the page of a run: charts, timeline, plan, warnings"),
     Command("data", "plait.cli.data", "prepare a corpus for training, and inspect it"),
     Command("checkpoint", "plait.cli.checkpoint", "inspect, convert, export and import checkpoints"),
+    Command("doctor", "plait.cli.doctor", "check this host: versions, devices, limits, network, two ranks"),
 )
 
 

@@ -13,7 +13,7 @@ import torch
 from plait.blueprint import Blueprint
 from plait.comm.mesh import Mesh
 from plait.comm.world import find_world
-from plait.device import is_accelerator, name_of
+from plait.device import accelerator_versions, is_accelerator, name_of
 from plait.footprint.memory_report import Memory
 from plait.layout import Flat, Layout
 from plait.report.description import (
@@ -60,8 +60,8 @@ def _environment(config: Config, mesh: Mesh) -> Iterator[tuple[str, str]]:
     yield "processor", f"{platform.machine()}, {os.cpu_count()} cores"
     accelerated = is_accelerator(mesh.device)
     yield "device of rank 0", name_of(mesh.device) if accelerated else "CPU"
-    if accelerated and torch.version.cuda:
-        yield "CUDA", torch.version.cuda
+    if accelerated:
+        yield from accelerator_versions().items()
     world = find_world()
     launcher = "plait" if world is None else world.launcher
     yield "ranks", f"{mesh.world} {config.run.ranks_as}, started by {launcher}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from plait.comm.rank_pool import RankPool
 from plait.errors import NonFiniteError
 from plait.report.record import read_run
 from plait.report.timelines import StepTimeline
+from plait.report.warnings import warnings_of
 from plait.train.config import Config
 
 
@@ -71,3 +73,16 @@ def test_without_a_report_no_step_is_recorded_and_files_of_an_earlier_run_go(
     assert not (tmp_path / "report.html").exists()
     assert not (tmp_path / "step.json").exists()
     assert [event.kind for event in read_run(tmp_path).events] == ["start", "finished"]
+
+
+def test_a_checkpoint_that_cannot_be_written_is_a_warning_of_the_report(
+    thread_ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("plait.checkpoint.save_task.write_file", full)
+    run(thread_ranks, make(tmp_path))
+    (told,) = warnings_of(read_run(tmp_path))
+    assert told.startswith("After step 4: the checkpoint ")
+    assert "No space left" in told
