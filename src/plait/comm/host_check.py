@@ -156,7 +156,7 @@ def _network() -> Iterator[HostFinding]:
     try:
         yield HostFinding("host name", f"{host} is {socket.gethostbyname(host)}")
     except OSError:
-        remedy = "add it to the hosts file, or set GLOO_SOCKET_IFNAME: ranks on several hosts find each other by name."
+        remedy = "add it to the hosts file, or set GLOO_SOCKET_IFNAME: ranks find each other by name."
         yield HostFinding("host name", f"{host} has no address", remedy)
 
 
