@@ -125,7 +125,7 @@ def _state_text(about: RunDescription) -> str:
     return {
         "optimizer": ": lines divide what each rank updates; along dp parameters are whole",
         "gradients": ": lines divide what each rank updates, with gradients and optimizer state",
-        "full": ": lines divide what each rank holds between the steps of its layers",
+        "full": ": lines divide what each rank holds while its layer does not run",
     }.get(about.strategy, "")
 
 
@@ -218,6 +218,9 @@ def _environment(runs: Sequence[RunRecord]) -> str:
     names = list(dict.fromkeys(name for one in told for name in one.environment))
     rows = [["started", *(escape(one.started) for one in told)]]
     rows += [[escape(name), *(escape(one.environment.get(name, "–")) for one in told)] for name in names]
-    lines = "".join(f"<p>{escape(line)}</p>" for one in told for line in one.lines)
+    lines = ""
+    for one in told:
+        lines += f"<h3>{escape(one.title)}</h3>" if len(told) > 1 else ""
+        lines += "".join(f"<p>{escape(line)}</p>" for line in one.lines)
     heads = ["", *(run.name for run in runs if run.description is not None)]
     return section("Environment", f"<div class=printed>{lines}</div>{table(heads, rows)}")

@@ -118,8 +118,19 @@ def test_runs_that_died_and_several_runs_make_no_faults(tmp_path: Path, count: i
     paths = [tmp_path / str(number) for number in range(count)]
     for number, path in enumerate(paths):
         write_metrics(path, 1 + 250 * number)
-    told = run_page(
-        draw_report(read_runs(paths)), CHARTS + "return {count: plots.length};", tmp_path, drawn="{}"
-    )
+    script = CHARTS + "await pause(60); return {count: plots.length, ranges: plots.map(range)};"
+    told = run_page(draw_report(read_runs(paths)), script, tmp_path, drawn="{}")
     assert told["faults"] == []
     assert told["count"] == 6
+    assert told["ranges"] == [[0, 2] if count == 1 else [1, 1 + 250 * (count - 1)]] * 6
+
+
+def test_the_map_of_a_short_run_hides_no_steps_of_a_long_one(tmp_path: Path) -> None:
+    paths = [tmp_path / "short", tmp_path / "long"]
+    for path, steps in zip(paths, (40, 60), strict=True):
+        write_plan(path, pp=2)
+        write_ranks(path, write_metrics(path, steps), 2)
+    script = CHARTS + "await pause(60); return {ranges: plots.map(range)};"
+    told = run_page(draw_report(read_runs(paths)), script, tmp_path, drawn="{}")
+    assert told["faults"] == []
+    assert told["ranges"] == [[1, 60]] * 8

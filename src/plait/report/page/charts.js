@@ -6,6 +6,8 @@ const report = JSON.parse(document.getElementById('data').textContent);
 const MANY = 200;  // steps from which a running mean is drawn
 const WHOLE = [1, 10, 100, 1e3, 1e4, 1e5, 1e6, 1e7].flatMap((power) => [power, 2 * power, 5 * power]);
 const plots = [];
+const firsts = report.runs.map((run) => run.steps[0]), lasts = report.runs.map((run) => run.steps.at(-1));
+const span = [Math.min(...firsts), Math.max(...lasts, Math.min(...firsts) + 1)];  // of the steps of all runs
 
 const formats = {
   number: (value) => String(Number(value.toPrecision(6))),
@@ -81,7 +83,7 @@ function build(chart, place, logarithmic) {
   const options = {
     width: place.clientWidth, height: 220,
     cursor: {sync: {key: 'steps'}, drag: {x: true, y: false}, points: {size: 6}},
-    scales: {x: {time: false}, y: logarithmic ? {distr: 3} : {range: rangeOf}},
+    scales: {x: {time: false, range: stepsOf}, y: logarithmic ? {distr: 3} : {range: rangeOf}},
     axes: [
       {...axis, size: 26, incrs: WHOLE, values: (_, ticks) => ticks.map((step) => step.toLocaleString('en'))},
       {...axis, size: 66, values: (_, ticks) => ticks.map((value) => (value == null ? '' : format(value)))},
@@ -97,6 +99,11 @@ function build(chart, place, logarithmic) {
   const plot = new uPlot(options, data, place);
   showLast(plot);
   return plot;
+}
+
+// The steps that are shown: what was chosen, or those of all runs where a chart would show its own.
+function stepsOf({data: [steps]}, least, most) {
+  return least === steps[0] && most === steps.at(-1) ? span : [least, most];
 }
 
 // The range of an axis: a little more than the numbers, and 0 where it is near.

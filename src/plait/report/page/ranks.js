@@ -57,11 +57,11 @@ function buildMap(map, place) {
   const plot = new uPlot({
     width: place.clientWidth, height: Math.min(Math.max(22 * ranks, 80), 420) + 40, legend: {show: false},
     cursor: {sync: {key: 'steps', setSeries: false}, drag: {x: true, y: false}, points: {show: false}, y: false},
-    scales: {x: {time: false, range: (_, low, high) => [low, high]}, y: {range: [-0.5, ranks - 0.5], dir: -1}},
+    scales: {x: {time: false, range: stepsOf}, y: {range: [-0.5, ranks - 0.5], dir: -1}},
     axes: [{...axis, size: 26, incrs: WHOLE}, {...axis, size: 66, incrs: [1, 2, 4, 8, 16, 32, 64, 128, 256, 512], values: (_, ticks) => ticks.map((rank) => `rank ${rank}`)}],
     series: [{}, {show: true, stroke: 'transparent', points: {show: false}}],
     hooks: {draw: [draw], setCursor: [point], setScale: [zoomOthers]},
-  }, [steps, steps.map(() => 0)], place);
+  }, [span, [0, 0]], place);
   plots.push(plot);
 }
 
