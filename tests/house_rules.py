@@ -54,6 +54,23 @@ WITH_DISTRIBUTED = {"comm", "checkpoint", "device", "tensor/torch_parallelize_pl
 """Rooms and files that import torch.distributed."""
 PRIVATE_USES = {
     (
+        "autograd/engine_calls.py",
+        "run_backward",
+        "_C",
+    ): "whether a TorchFunctionMode is on: no public way to ask",
+    ("autograd/engine_calls.py", "run_backward", "_len_torch_function_stack"): "likewise",
+    ("autograd/engine_calls.py", "run_backward", "_execution_engine"): "a backward without checks in Python",
+    ("autograd/engine_calls.py", "saving_is_hooked", "_C"): "whether saved tensors are hooked: no public way",
+    ("autograd/engine_calls.py", "saving_is_hooked", "_autograd"): "likewise",
+    ("autograd/engine_calls.py", "saving_is_hooked", "_top_saved_tensors_default_hooks"): "likewise",
+    ("autograd/engine_calls.py", "apply_function", "_C"): "whether functorch is on: no public way to ask",
+    ("autograd/engine_calls.py", "apply_function", "_are_functorch_transforms_active"): "likewise",
+    (
+        "autograd/engine_calls.py",
+        "reshaped_in_place",
+        "_unsafe_view",
+    ): "a result of another shape that is no view",
+    (
         "context_attention/fused_kernels.py",
         "_chosen_backend",
         "_fused_sdp_choice",
@@ -98,6 +115,16 @@ PRIVATE_USES = {
         "_efficient_backward",
         "_scaled_dot_product_efficient_attention_backward",
     ): "likewise",
+    (
+        "context_attention/packed_kernel.py",
+        "forward",
+        "_flash_attention_forward",
+    ): "attention within documents, by the operation of torch.nn.attention.varlen, which gives no backward",
+    (
+        "context_attention/packed_kernel.py",
+        "backward",
+        "_flash_attention_backward",
+    ): "its backward with a given log-sum-exp: no public way",
     ("pipeline/recompute.py", "versions_of", "_version"): "whether a result was written to: no public way",
     ("autograd/regather.py", "_version", "_version"): "whether a layer wrote to what entered: likewise",
     (

@@ -29,7 +29,7 @@ from plait.train.config_parser import config_from_arguments, fields, takes
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PAGES += [ROOT / "examples" / "README.md", ROOT / "CHANGELOG.md"]
+PAGES += [*sorted((ROOT / "examples").rglob("README.md")), ROOT / "CHANGELOG.md"]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 PROMISE = re.compile(

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from plait.autograd.running_sequence import ContextParallelism, running
+from plait.context_attention import attention
+from plait.context_attention.exchange_plan import Mask, exchange_plan
 from plait.context_attention.kernels import block_backward, block_forward, empty_result, merge
 from plait.context_attention.unfused_kernel import unfused_backward, unfused_forward
+from plait.context_attention.visibility import document_bounds
 from plait.device import default_device, forbid_host_waits
 
 if TYPE_CHECKING:
@@ -84,3 +89,46 @@ def test_blocks_on_a_gpu(gpu_ranks: GpuRanks, dtype: torch.dtype, size: int, kv_
 def _errors_of_rank(dtype: torch.dtype, size: int, kv_heads: int, kind: str) -> dict[str, float]:
     device = torch.device("cpu") if kind == "cpu" else default_device()
     return errors(dtype, size, kv_heads, device)
+
+
+IDS = torch.tensor([[0] * 5 + [1] * 40 + [2] * 27, [3] * 71 + [4]])
+
+
+def packed_results(
+    device: torch.device, dtype: torch.dtype, kv_heads: int, window: int | None
+) -> list[Tensor]:
+    """Output and gradients of attention within packed documents, without a wait of the host."""
+    torch.manual_seed(2)
+    shapes = [(2, QUERIES, heads, 64) for heads in (4, kv_heads, kv_heads, 4)]
+    *inputs, gradient = [torch.randn(shape, dtype=torch.float64).to(device, dtype) for shape in shapes]
+    leaves = [one.transpose(1, 2).requires_grad_() for one in inputs]
+    sequence = ContextParallelism.of_one_rank().sequence(QUERIES, document_bounds(IDS))
+    found: list[Tensor] = []
+    for waits in (nullcontext(), forbid_host_waits(device)):  # the first one loads kernels
+        with waits, running(sequence):
+            out = attention(*leaves, window=window)
+            found = [out.detach(), *torch.autograd.grad(out, leaves, gradient.transpose(1, 2))]
+    if device.type == "cuda":
+        packed = exchange_plan(sequence, Mask(True, window), device).packed
+        assert packed is not None
+        assert packed.computes(*leaves) == (dtype in (torch.bfloat16, torch.float16))
+    return [one.cpu().double() for one in found]
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("window", [None, 9])
+def test_packed_documents_on_a_gpu(
+    gpu_ranks: GpuRanks, dtype: torch.dtype, kv_heads: int, window: int | None
+) -> None:
+    """One call of flash attention in 16 bits, else a call for each document."""
+    found, wanted = gpu_ranks.run(_packed_on_both, dtype, kv_heads, window, gpu_ranks.device, ranks=1)[0]
+    for one, expected in zip(found, wanted, strict=True):
+        assert float((one - expected).abs().max()) < BOUNDS[dtype] * float(expected.abs().max())
+
+
+def _packed_on_both(dtype: torch.dtype, kv_heads: int, window: int | None, kind: str) -> Any:
+    cpu = torch.device("cpu")
+    device = cpu if kind == "cpu" else default_device()
+    wanted = packed_results(cpu, torch.float64, kv_heads, window)
+    return packed_results(device, dtype, kv_heads, window), wanted

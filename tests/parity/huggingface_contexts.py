@@ -103,7 +103,7 @@ def explicitly(
     distance = torch.arange(length)[:, None] - torch.arange(length)
     hidden = ((distance < 0) | (distance >= (keys.mask.window or length)))[None]
     if keys.sequence is not None and keys.sequence.documents is not None:
-        starts = keys.sequence.documents.starts
+        starts = torch.from_numpy(keys.sequence.documents.by_position()[0])
         hidden = hidden | (starts[:, :, None] != starts[:, None])
     scores = query @ key.transpose(-1, -2) * scale
     if softcap is not None:

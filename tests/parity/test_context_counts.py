@@ -17,7 +17,7 @@ from parity.contexts import documents, mixing, packed
 from parity.pieces import of_length
 from plait.autograd.running_sequence import ContextParallelism, running
 from plait.comm import Count
-from plait.context_attention.exchange_plan import Mask, exchange_plan
+from plait.context_attention.exchange_plan import Mask, exchange_plan, remembered_plan
 from plait.context_attention.kernels import block_forward, empty_result, merge
 from plait.plan import Plan
 
@@ -213,6 +213,33 @@ def test_positions_begin_anew_in_each_document(thread_ranks: Any) -> None:
 
     for found, expected in thread_ranks.run(body, ranks=2):
         assert torch.equal(found, expected)
+
+
+# ── plans of exchanges ──
+
+
+def builds_of_steps(plan: Plan, steps: list[list[list[int]]]) -> list[int]:
+    """How many plans each step builds, with a micro-batch for each row of ids, in two layers of attention."""
+    case, found = mixing(6, window=3), []
+    engine = plait.parallelize(case.build(), plan, plait.Mesh(plan), case.loss)
+    remembered_plan.cache_clear()
+    for rows in steps:
+        before, ids = remembered_plan.cache_info().misses, torch.tensor(rows)
+        engine.forward_backward({"tokens": ids, "document_ids": ids}, ids)
+        found.append(remembered_plan.cache_info().misses - before)
+    return found
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_plan_is_built_once_for_a_micro_batch(thread_ranks: Any, recompute: Any) -> None:
+    """For all its layers, forward and backward; and not again for documents of equal lengths."""
+    packed_rows = [[0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1]]
+    again = [[8, 9, 9, 9, 9, 9], [4, 4, 0, 0, 0, 0]]
+    others = [[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1]]
+    whole = [[0] * 6, [1] * 6]
+    plan = Plan(microbatches=2, precision="fp64", recompute=recompute)
+    steps = [packed_rows, again, others, whole, whole]
+    assert thread_ranks.run(builds_of_steps, plan, steps, ranks=1) == [[2, 0, 1, 1, 0]]
 
 
 # ── batches that a data loader has cut ──

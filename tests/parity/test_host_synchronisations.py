@@ -163,6 +163,7 @@ ALLOWED = {
     "sharding/replica_check.py": "of guards, which are asked for",
     "tensor/sampling.py": "generation draws tokens on the CPU",
     "loop/meter.py": "the numbers of a step, read after the next one was submitted",
+    "loop/validation.py": "the means of a validation",
     "train/reference_steps.py": "after the run, on rank 0",
     "train/trainer.py": "the sample after the run",
 }

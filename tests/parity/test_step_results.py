@@ -150,6 +150,16 @@ def test_greedy_continuation(thread_ranks, plan):
             logits = model(expected[:, -GPT2_CONTEXT:])[:, -1]
             expected = torch.cat([expected, logits.argmax(-1, keepdim=True)], dim=1)
     assert torch.equal(generated(thread_ranks, plan, PROMPT, temperature=0), expected)
+    first, second = expected[:, PROMPT.shape[1] :].tolist()
+    ended = generated(thread_ranks, plan, PROMPT, temperature=0, stop=(first[0], second[2]))
+    length = max(until(first, first[0], second[2]), until(second, first[0], second[2]))
+    assert ended.shape[1] == PROMPT.shape[1] + length
+    assert ended[0, PROMPT.shape[1] :].tolist() == [first[0]] * length
+
+
+def until(tokens: list[int], *stop: int) -> int:
+    """How many tokens there are until one of `stop`, with it."""
+    return next(number for number, token in enumerate(tokens, 1) if token in stop)
 
 
 @pytest.mark.parametrize("top_k", [None, 4], ids=str)

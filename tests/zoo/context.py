@@ -224,10 +224,9 @@ def documents_end_with_the_part() -> Any:
         whole = original(self, length, documents)
         if self.group.size == 1 or documents is None:
             return whole
-        border, place = whole.layout.size(0), torch.arange(length)
-        starts = torch.where(place < border, documents.starts, documents.starts.clamp(min=border))
-        stops = torch.where(place < border, documents.stops.clamp(max=border), documents.stops)
-        return replace(whole, documents=DocumentBounds(starts, stops), _results={})
+        border = whole.layout.size(0)
+        starts = tuple(tuple(sorted({*row, border})) for row in documents.starts)
+        return replace(whole, documents=DocumentBounds(length, starts), _results={})
 
     return patch.object(ContextParallelism, "sequence", sequence)
 

@@ -7,6 +7,8 @@ from plait.plan import Plan
 from plait.schedules.search.api import POLICY_NAMES
 from plait.verification.report_from_ranks import build_report
 from plait.verification.sweep import RefusedPlan, plans_on, verify_plans
+from zoo.context import PACKED
+from zoo.fine_tuning import ADAPTED_AND_DROPPING, NORMS
 from zoo.row import case_of
 
 BLOCKS = {1: 1, 2: 1, 4: 3}
@@ -94,6 +96,26 @@ def test_in_turns_each_layout_has_each_schedule(ranks):
 def test_plans_with_cp_are_equal(thread_ranks, name, ranks, turns):
     model = gpt2(layers=3, hidden=24, heads=6) if ranks == 3 else model_of(name, ranks)
     for report in verified(thread_ranks, model, with_cp(ranks)[turns], ranks):
+        assert report, report
+
+
+FINE_TUNED = {"adapters": ADAPTED_AND_DROPPING, "documents": PACKED, "norms": NORMS}
+"""`norms` has three layers: on one rank of pp, since not every schedule has a stage for each."""
+
+
+@pytest.mark.parametrize(
+    ("name", "turns"),
+    [
+        ("adapters", slice(25, None, 40)),
+        ("norms", slice(3, None, 40)),
+        pytest.param("adapters", slice(0, None, 3), marks=pytest.mark.full),
+        pytest.param("documents", slice(1, None, 3), marks=pytest.mark.full),
+        pytest.param("norms", slice(2, None, 3), marks=pytest.mark.full),
+    ],
+)
+def test_plans_of_fine_tuning_are_equal(thread_ranks, name, turns):
+    plans = [one for one in plans_on(2, PLAN, ROWS, in_pieces=True) if one.pp == 1 or name != "norms"]
+    for report in verified(thread_ranks, FINE_TUNED[name], plans[turns], 2):
         assert report, report
 
 

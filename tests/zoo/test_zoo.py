@@ -9,6 +9,7 @@ from zoo.bounds import BOUNDS
 from zoo.cases import TWO_COPIES
 from zoo.context import CONTEXT
 from zoo.dropping import DROPPING
+from zoo.fine_tuning import ADAPTED, ADAPTED_AND_DROPPING, FINE_TUNING
 from zoo.forward import FORWARD
 from zoo.four import FOUR
 from zoo.losses import LOSSES
@@ -37,6 +38,7 @@ TABLES = (
     DROPPING,
     SEQUENCE,
     CONTEXT,
+    FINE_TUNING,
     STEPPING,
     BOUNDS,
     PRECISION,
@@ -45,7 +47,17 @@ TABLES = (
 ROWS = tuple(row for table in TABLES for row in table)
 EXACT = VerifyOptions(mode="exact", steps=1)
 IN_ONE_STEP = (row for row in (*SHARDING, *SCATTERING) if not row.named.step)
-SEEN_BY_EXACT = (*FORWARD, *BACKWARD, *WEIGHTS, *REDUCTIONS, *FOUR, *IN_ONE_STEP, *SEQUENCE, *CONTEXT)
+SEEN_BY_EXACT = (
+    *FORWARD,
+    *BACKWARD,
+    *WEIGHTS,
+    *REDUCTIONS,
+    *FOUR,
+    *IN_ONE_STEP,
+    *SEQUENCE,
+    *CONTEXT,
+    *FINE_TUNING,
+)
 UNSEEN_BY_EXACT = {
     "inputs_in_single_precision": "float32 has room for small whole numbers",
     "hidden_state_sent_in_single_precision": "likewise",
@@ -64,7 +76,12 @@ UNSEEN_BY_EXACT = {
     "blocks_added_without_rescaling": "that is how blocks of the stand-in are merged",
     "backward_with_the_blocks_own_sum": "the stand-in has no weights to normalise",
     "backward_of_the_reduction_scaled": "the loss ends in a reduction, so that it begins there",
-}
+    "mean_square_of_own_features": "norms have a stand-in that does not look at other features",
+    "answers_one_later": "targets are replaced by weights of all outputs",
+} | dict.fromkeys(
+    (row.name for row in FINE_TUNING if row.model in (ADAPTED, ADAPTED_AND_DROPPING)),
+    "no whole number holds alpha / rank, which is 5 / 3, so that it is refused",
+)
 ENOUGH, NAMED, EXPLAINED = 48, 0.95, 0.9
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -41,7 +41,7 @@ def _work_left_out(layer: str, microbatch: int | None = None) -> Iterator[None]:
 
     # Work that is done while a sum is waited for would not be left out.
     with (
-        patch.object(WeightGradientQueue, "overlapping", lambda self: nullcontext()),
+        patch.object(WeightGradientQueue, "overlap", lambda self: None),
         patch.object(Stage, "backward_weight", backward_weight),
     ):
         yield

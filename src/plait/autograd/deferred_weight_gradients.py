@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from plait.autograd.engine_calls import apply_function, reshaped_in_place, saving_is_hooked
 from plait.autograd.regather import Gather
 from plait.autograd.split_backward import SplitBackward, refuse_other_orders, require_static, run_split
 from plait.autograd.weight_gradient_queue import WeightGradientQueue
@@ -96,10 +97,11 @@ def linear(
     """
     if queue is None or not _defers(input):
         return functional.linear(input, _rows_out(weight, transposed), bias)
-    output: Tensor = _Linear.apply(input, weight, bias, queue, transposed)  # type: ignore[no-untyped-call]
-    # After the input is saved, so that a recomputation may stop before the product.
-    with torch.no_grad():
-        output.set_(functional.linear(input, _rows_out(weight, transposed), bias))  # type: ignore[call-overload]
+    is_late = saving_is_hooked()
+    output: Tensor = apply_function(_Linear, input, weight, bias, queue, transposed, is_late)
+    if is_late:  # after the input is saved, so that a recomputation may stop before the product
+        with torch.no_grad():
+            output.set_(functional.linear(input, _rows_out(weight, transposed), bias))  # type: ignore[call-overload]
     return output
 
 
@@ -109,7 +111,7 @@ def embedding(
     """Return the result of `functional.embedding`; with `queue`, its backward queues the weight gradient."""
     if queue is None or not _defers(input):
         return functional.embedding(input, weight, padding)
-    output: Tensor = _Embedding.apply(input, weight, padding, queue)  # type: ignore[no-untyped-call]
+    output: Tensor = apply_function(_Embedding, input, weight, padding, queue)
     return output
 
 
@@ -136,33 +138,38 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         queue: WeightGradientQueue,
         transposed: bool,
+        is_late: bool,
     ) -> Tensor:
         piece, ctx.gather = queue.gathered.of(input) or (input, None)
         ctx.save_for_backward(piece if weight.requires_grad else None)
         ctx.weight, ctx.queue, ctx.transposed, ctx.ran = weight, queue, transposed, False
-        shape = (*input.shape[:-1], _rows_out(weight, transposed).shape[0])
-        return input.new_empty_strided(shape, (0,) * len(shape))  # one element; `linear` sets the memory
+        shape = (*input.shape[:-1], weight.shape[1 if transposed else 0])
+        if is_late:
+            return input.new_empty_strided(shape, (0,) * len(shape))  # one element; `linear` sets the memory
+        output = functional.linear(_rows(input), _rows_out(weight, transposed), bias)
+        return output if input.dim() == 2 else reshaped_in_place(output, shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         refuse_other_orders(ctx, "a linear")
         (saved,) = ctx.saved_tensors
         weight, queue, transposed = ctx.weight, ctx.queue, ctx.transposed
-        rows = _rows(gradient)  # at most one copy, shared by all uses below
+        rows = gradient.reshape(-1, gradient.shape[-1])  # at most one copy, shared by all uses below
         if saved is not None:
-            whole_input = _saved_input(saved, ctx.gather, queue)
-            whole_gradient = _saved_gradient(gradient, rows, queue)
-
-            def work() -> None:
-                total = _rows_out(queue.buffer_of(weight), transposed)
-                _add_product(total, _rows(whole_gradient()).t(), _rows(whole_input()))
-
+            if ctx.gather is None and not queue.gathered.is_used:
+                # Detached, so that pending work does not hold the layer's graph.
+                work = partial(_add_weight_gradient, queue, weight, transposed, rows, saved.detach())
+            else:
+                whole_input = _saved_input(saved, ctx.gather, queue)
+                whole_gradient = _saved_gradient(gradient, rows, queue)
+                work = partial(_add_later, queue, weight, transposed, whole_gradient, whole_input)
             queue.add(work)
         needs_input, _, needs_bias, *_ = ctx.needs_input_grad
-        of_input = rows @ _rows_out(weight, transposed) if needs_input else None
-        if of_input is not None:
+        of_input = None
+        if needs_input:
+            of_input = rows @ (weight.t() if transposed else weight)
             of_input = of_input.view(*gradient.shape[:-1], of_input.shape[1])
-        return of_input, None, rows.sum(0) if needs_bias else None, None, None
+        return of_input, None, rows.sum(0) if needs_bias else None, None, None, None
 
 
 def _saved_input(saved: Tensor, gather: Gather | None, queue: WeightGradientQueue) -> Callable[[], Tensor]:
@@ -183,6 +190,31 @@ def _saved_gradient(gradient: Tensor, rows: Tensor, queue: WeightGradientQueue) 
     return (lambda: rows) if source is None else queue.gathered.again(*source).whole
 
 
+def _add_later(
+    queue: WeightGradientQueue,
+    weight: Tensor,
+    transposed: bool,
+    gradient: Callable[[], Tensor],
+    input: Callable[[], Tensor],
+) -> None:
+    """Add the gradient of a linear's weight to its buffer, from operands that are perhaps gathered again."""
+    _add_weight_gradient(queue, weight, transposed, _rows(gradient()), input())
+
+
+def _add_weight_gradient(
+    queue: WeightGradientQueue, weight: Tensor, transposed: bool, gradient: Tensor, input: Tensor
+) -> None:
+    """Add the gradient of a linear's weight to its buffer: from `gradient`, `[rows, out]`, and the input."""
+    total = queue.buffer_of(weight)
+    rows = input.reshape(-1, input.shape[-1])
+    if transposed:
+        total = total.t()
+    if total.dtype == rows.dtype:
+        total.addmm_(gradient.t(), rows)
+    else:
+        _add_product(total, gradient.t(), rows)
+
+
 def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
@@ -193,13 +225,11 @@ def _rows_out(weight: Tensor, transposed: bool) -> Tensor:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add the matrix product `a @ b` to `total` in place; `total` may have a wider dtype than `a` and `b`.
+    """Add the matrix product `a @ b` to `total` in place, which has a wider dtype than `a` and `b`.
 
     Where the device can, without a temporary.
     """
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    elif total.dtype == torch.float32 and multiplies_into_float32(total, a.dtype):
+    if total.dtype == torch.float32 and multiplies_into_float32(total, a.dtype):
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total.add_(a @ b)

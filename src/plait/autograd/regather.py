@@ -62,15 +62,17 @@ class GatherRegistry:
         default_factory=WeakTensorKeyDictionary
     )
     """By whole tensor: the piece, the all-gather, and the version counter after it."""
+    is_used: bool = False
+    """Whether a tensor was ever registered; every linear asks."""
     _regathered: MutableMapping[tuple[object, ...], Regathered] = field(default_factory=WeakValueDictionary)
 
     def add(self, whole: Tensor, piece: Tensor, gather: Gather) -> None:
         """Register that `whole` was gathered from `piece`, so that saving `piece` suffices."""
-        self._pieces[whole] = piece, gather, _version(whole)
+        self._pieces[whole], self.is_used = (piece, gather, _version(whole)), True
 
     def of(self, whole: Tensor) -> tuple[Tensor, Gather] | None:
         """Return the piece and all-gather of `whole`; None if unregistered or written to since."""
-        if not self._pieces:  # the common case, kept cheap: every linear calls this
+        if not self.is_used:
             return None
         piece, gather, version = self._pieces.get(whole, (None, None, -1))
         if piece is None or gather is None or version != _version(whole):

@@ -12,9 +12,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from plait.autograd.position_marks import gives_positions
@@ -55,13 +58,33 @@ class ContextParallelism:
         return LocalSequence(self, sequence_layout(length, self.group.size, self.kind), documents)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class DocumentBounds:
-    """Where each token's document begins and ends in its sequence: int64 `[rows, length]`, on the CPU."""
+    """Where the documents of a micro-batch's rows begin: equal for equal documents, whatever their ids."""
 
-    starts: Tensor
-    stops: Tensor
-    """The position after the document's last."""
+    length: int
+    """Of each row."""
+    starts: tuple[tuple[int, ...], ...]
+    """By row: the first position of each document, ascending from 0."""
+
+    @property
+    def are_packed(self) -> bool:
+        """Whether a row holds more than one document."""
+        return any(len(row) > 1 for row in self.starts)
+
+    @property
+    def longest(self) -> int:
+        """The number of positions of the longest document."""
+        return max((b - a for row in self.starts for a, b in pairwise((*row, self.length))), default=0)
+
+    def by_position(self) -> NDArray[np.int64]:
+        """Return where each position's document begins, and where the next one does: `[2, rows, length]`."""
+        found = np.empty((2, len(self.starts), self.length), dtype=np.int64)
+        for number, row in enumerate(self.starts):
+            ends = np.array((*row, self.length), dtype=np.int64)
+            for bounds, one in zip(found, (ends[:-1], ends[1:]), strict=True):
+                bounds[number] = np.repeat(one, np.diff(ends))
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +94,7 @@ class LocalSequence:
     parallelism: ContextParallelism
     layout: SequenceLayout
     documents: DocumentBounds | None = None
-    """Of the whole sequences; None where each is one document."""
+    """Of the whole sequences; None where no ids were given."""
     _results: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -85,16 +108,19 @@ class LocalSequence:
         return self.layout.size(self.group.index)
 
     @property
-    def shape(self) -> tuple[SequenceLayout, int, bool]:
-        """What a layer's run on the meta device depends on, besides the shapes of its input."""
-        return self.layout, self.longest, self.documents is not None
+    def packed(self) -> DocumentBounds | None:
+        """The documents, or None where each row is one."""
+        return self.documents if self.documents is not None and self.documents.are_packed else None
+
+    @property
+    def shape(self) -> tuple[SequenceLayout, bool]:
+        """What the shapes of positions depend on."""
+        return self.layout, self.documents is not None
 
     @cached_property
     def longest(self) -> int:
         """The number of positions of the longest document."""
-        if self.documents is None or not self.documents.starts.numel():
-            return self.layout.length
-        return int((self.documents.stops - self.documents.starts).max())
+        return self.layout.length if self.documents is None else self.documents.longest
 
     @cached_property
     def indices(self) -> Tensor:
@@ -111,7 +137,8 @@ class LocalSequence:
     def _positions(self) -> Tensor:
         if self.documents is None:
             return self.indices
-        return self.indices - self.documents.starts.index_select(1, self.indices)
+        starts = torch.from_numpy(self.documents.by_position()[0])
+        return self.indices - starts.index_select(1, self.indices)
 
     @property
     def results(self) -> Mapping[Hashable, Any]:

@@ -27,6 +27,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from plait.autograd.engine_calls import apply_function
 from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.errors import ModelError
 
@@ -76,7 +77,7 @@ def run_split(module: Any, queue: WeightGradientQueue, *inputs: Any) -> Tensor:
     """Return the output of a `SplitBackward` module; its backward queues the weight gradients."""
     parameters = dict(module.named_parameters())
     call = _Call(module, queue, tuple(parameters), len(inputs))
-    output: Tensor = _SplitModule.apply(call, *inputs, *parameters.values())  # type: ignore[no-untyped-call]
+    output: Tensor = apply_function(_SplitModule, call, *inputs, *parameters.values())
     return output
 
 
@@ -140,6 +141,7 @@ class _SplitModule(torch.autograd.Function):
         return None, *gradients, *[None] * len(call.names)
 
 
+@torch.no_grad()
 def _add(call: _Call, wanted: Mapping[str, Tensor], gradient: Tensor, saved: list[Any]) -> None:
     """Compute weight gradients and add them to their buffers. Raises ModelError for a wrong name or shape."""
     found = call.module.weight_gradients(gradient, *saved)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -20,7 +19,7 @@ class WeightGradientQueue:
 
     pending: list[WeightWork] = field(default_factory=list)
     overlaps: bool = False
-    """Whether `overlap` runs the queue: set by `overlapping`."""
+    """Whether `overlap` runs the queue: set where the weight gradients of a backward follow at once."""
     buffers: dict[int, Tensor] = field(default_factory=dict)
     """By the id of a weight, the buffer of its gradient while its `.grad` is set aside."""
     gathered: GatherRegistry = field(default_factory=GatherRegistry)
@@ -47,24 +46,6 @@ class WeightGradientQueue:
             work()
 
     def overlap(self) -> None:
-        """Compute the queued weight gradients during a collective; do nothing outside of `overlapping`."""
+        """Compute the queued weight gradients during a collective; do nothing unless `overlaps`."""
         if self.overlaps:
             self.run()
-
-    @contextmanager
-    def overlapping(self) -> Iterator[None]:
-        """Within the context, `overlap` computes the queued weight gradients; elsewhere it does nothing."""
-        self.overlaps = True
-        try:
-            yield
-        finally:
-            self.overlaps = False
-
-    @contextmanager
-    def discarding(self) -> Iterator[None]:
-        """Discard the weight-gradient computations that are added within the context."""
-        outside, self.pending = self.pending, []
-        try:
-            yield
-        finally:
-            self.pending = outside

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from plait.checkpoint.best_marker import best_step, mark_best
 from plait.checkpoint.disk import Disk
-from plait.checkpoint.folders import checkpoint_name, clean_up, prune, rename_later
+from plait.checkpoint.folders import checkpoint_name, clean_up, complete_version, prune, rename_later
 from plait.checkpoint.rank_contents import Checkpointable
 from plait.checkpoint.save_task import PendingSave
 from plait.checkpoint.saving import StagingBuffer, start_save
@@ -31,7 +32,7 @@ class CheckpointManager:
         start_step: int | None = None,
         disk: Disk | None = None,
     ) -> None:
-        """Keep the newest `keep_last` checkpoints (0: all), and those at multiples of `keep_every` steps.
+        """Keep the newest `keep_last` checkpoints (0: all), those at multiples of `keep_every`, the best one.
 
         Before the first save, rank 0 removes interrupted checkpoints. `start_step`: the step at which the run
         started or resumed; checkpoints of later steps belong to another run, and are renamed when the first
@@ -59,9 +60,11 @@ class CheckpointManager:
         optimizer: torch.optim.Optimizer | None,
         step: int,
         state: Mapping[str, Any],
+        best_loss: float | None = None,
     ) -> None:
         """Start to save the run after `step` steps; return once copies exist, so that training may continue.
 
+        `best_loss`: the validation loss, where it is the lowest so far: the checkpoint is then `FOLDER/best`.
         First waits for the previous save, see `finish`. Raises `CheckpointError` on all ranks.
         """
         self.finish()
@@ -75,7 +78,7 @@ class CheckpointManager:
             disk=self._disk,
             on_start=self._clean_up,
             before_commit=self._rename_later,
-            after_commit=partial(prune, self._folder, step, **self._keep, disk=self._disk),
+            after_commit=partial(self._after_commit, step, best_loss),
         )
 
     def finish(self) -> None:
@@ -92,7 +95,22 @@ class CheckpointManager:
             clean_up(self._folder, self._disk)
         self._is_clean = True
 
+    def restore_best(self, step: int, loss: float) -> None:
+        """Record on rank 0 that a resumed run's checkpoint of `step` is the best. Raises OSError.
+
+        Another one is recorded where the run was killed before it recorded this one, or goes on from before
+        a later one. Without a checkpoint of `step` nothing is changed.
+        """
+        is_complete = complete_version(self._folder / checkpoint_name(step)) is not None
+        if is_complete and best_step(self._folder) != step:
+            mark_best(self._folder, step, loss, self._disk)
+
     def _rename_later(self) -> None:
         if self.start_step is not None:
             rename_later(self._folder, self.start_step, self._disk)
         self.start_step = None
+
+    def _after_commit(self, step: int, best_loss: float | None) -> None:
+        if best_loss is not None:
+            mark_best(self._folder, step, best_loss, self._disk)
+        prune(self._folder, step, **self._keep, disk=self._disk)

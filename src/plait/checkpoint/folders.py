@@ -3,6 +3,7 @@
 step-00000200/            a complete checkpoint
 .step-00000300.saving/    a checkpoint that is being written, or that was interrupted
 .step-00000200.replaced/  an older checkpoint of the same name, until the new one has that name
+best.json                 which checkpoint had the lowest validation loss: see `best_marker`
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
+from plait.checkpoint.best_marker import BEST, best_step, marker_path
 from plait.checkpoint.disk import Disk
 from plait.checkpoint.manifest import FILE, is_complete
 from plait.errors import CheckpointError
@@ -117,7 +119,11 @@ def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def resolve(path: Path) -> Path:
-    """Return the checkpoint folder `path`, or the newest checkpoint in it. Raises CheckpointError if none."""
+    """Return the checkpoint folder `path`, or the newest in it; for FOLDER/best the best one in FOLDER.
+
+    Raises CheckpointError if there is none.
+    """
+    path = _best_checkpoint(path.parent) if path.name == BEST and not path.exists() else path
     found = complete_version(path)
     if found is not None:
         return found
@@ -128,6 +134,17 @@ def resolve(path: Path) -> Path:
     raise CheckpointError(
         f"{path} {what}: give the folder of a checkpoint, or one with step-… folders in it."
     )
+
+
+def _best_checkpoint(folder: Path) -> Path:
+    """Return the path of the best checkpoint in `folder`. Raises CheckpointError where none is recorded."""
+    step = best_step(folder)
+    if step is None:
+        raise CheckpointError(
+            f"{folder} records no best checkpoint in {marker_path(folder).name}: give the folder of a "
+            "checkpoint, or train with run.keep_best."
+        )
+    return folder / checkpoint_name(step)
 
 
 def previous_checkpoint(path: Path) -> Path | None:
@@ -141,7 +158,12 @@ def previous_checkpoint(path: Path) -> Path | None:
 
 
 def rename_later(folder: Path, start: int, disk: Disk) -> None:
-    """Rename checkpoints of more than `start` steps, left by another run, to a free name, `NAME.aside-N`."""
+    """Rename checkpoints of more than `start` steps, left by another run, to a free name, `NAME.aside-N`.
+
+    A best checkpoint among them is no longer recorded as such.
+    """
+    if (best_step(folder) or 0) > start:
+        disk.remove(marker_path(folder))
     for step, path in complete_checkpoints(folder):
         name = checkpoint_name(step)
         if step > start and path.name == name:  # the checkpoint that is being written has a hidden name
@@ -173,12 +195,14 @@ def clean_up(folder: Path, disk: Disk) -> None:
 
 
 def prune(folder: Path, newest: int, *, keep_last: int, keep_every: int, disk: Disk) -> None:
-    """Remove checkpoints but the newest `keep_last` (0: all) and at multiples of `keep_every` (0: none).
+    """Remove checkpoints but the newest `keep_last` (0: all), at multiples of `keep_every`, and the best one.
 
     `newest`: steps of the checkpoint that was just written. Checkpoints of more steps belong to another run:
-    they are not counted, and stay. With `keep_last` 0 all stay. Raises OSError.
+    they are not counted, and stay. With `keep_last` 0 all stay, with `keep_every` 0 none by its step. Raises
+    OSError.
     """
+    best = best_step(folder)
     own = [(step, path) for step, path in complete_checkpoints(folder) if step <= newest]
     for step, path in own[keep_last:] if keep_last else ():
-        if not (keep_every and step % keep_every == 0):
+        if step != best and not (keep_every and step % keep_every == 0):
             discard(path, folder / checkpoint_name(step), disk)

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from plait.checkpoint.huggingface.tensor_names import LLAMA
 from plait.checkpoint.manifest import Manifest
+from plait.checkpoint.merged_tensors import adapted_linears
 from plait.checkpoint.rank_contents import parameter_key, state_key, state_keys
 from plait.errors import CheckpointError, listed
 
@@ -30,6 +31,11 @@ def renamed(names: Iterable[str], table: Mapping[str, str]) -> dict[str, str]:
     """Return a dict from each of `names` to its name in `table`. Raises CheckpointError for unknown names."""
     found = {name: _in_table(name, table) for name in names}
     unknown = [name for name, other in found.items() if other is None]
+    if unknown and (adapted := adapted_linears(found)):
+        raise CheckpointError(
+            f"the checkpoint has adapters ({listed(adapted, most=_MOST_LISTED)}), for which transformers has "
+            "no names: leave --model out to keep all names, or give --format huggingface, which merges them."
+        )
     if unknown:
         raise CheckpointError(
             f"the checkpoint has {listed(unknown, most=_MOST_LISTED)}, which the model of --model has not: "

@@ -55,7 +55,7 @@ _ABOUT = {
 }
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _IF_MISSING = "if the checkpoint does not record it"
-_PATH = "a checkpoint, or a folder of checkpoints, for its newest"
+_PATH = "a checkpoint; a folder of checkpoints, for its newest; or FOLDER/best, of the lowest validation loss"
 _TARGET = "a folder, which must not exist"
 
 
@@ -146,24 +146,28 @@ def _export(options: Namespace) -> None:
         from plait.checkpoint.box_reader import FullTensors
         from plait.checkpoint.huggingface.exporting import export_adapted, export_own
         from plait.checkpoint.huggingface.model_sizes import sizes_from_manifest
-        from plait.train.trained_model import adapters_to_merge, trained_model, write_peft_adapter
+        from plait.models.huggingface.pretrained import model_in
+        from plait.train.trained_model import merged_tensors, write_peft_adapter
 
-    wholes = FullTensors(options.path)
-    more: dict[str, Any] = {"dtype": _dtype(options), "max_bytes": options.file_size}
+    tensors = FullTensors(options.path)
     sizes = {name: getattr(options, name) for name in ("heads", "context", "rope_base")}
     own = any(value is not None for value in sizes.values())
-    folder = None if own else _trained_folder(wholes.manifest)
+    folder = None if own else _trained_folder(tensors.manifest)
     folder = folder if options.model is None else Path(options.model).expanduser()
     if options.format == "peft":
         if folder is None:
-            raise ConfigError(f"{options.path} is of no model of Hugging Face: give its folder by --model.")
-        write_peft_adapter(wholes, trained_model(wholes.manifest, folder), folder, options.target)
+            raise ConfigError(
+                f"{options.path} is of a model of plait's own, or of one whose folder it does not record: "
+                "give the folder by --model, or --format huggingface, which merges adapters."
+            )
+        write_peft_adapter(tensors, folder, options.target)
         return
+    merged = merged_tensors(tensors, folder)
+    more: dict[str, Any] = {"dtype": _dtype(options), "max_bytes": options.file_size}
     if folder is not None:
-        model = trained_model(wholes.manifest, folder)
-        export_adapted(wholes, options.target, model, folder, adapters=adapters_to_merge(model), **more)
+        export_adapted(merged, options.target, model_in(folder), folder, **more)
         return
-    export_own(wholes, options.target, sizes_from_manifest(wholes.manifest, **sizes), **more)
+    export_own(merged, options.target, sizes_from_manifest(merged.manifest, **sizes), **more)
 
 
 def _import(options: Namespace) -> None:

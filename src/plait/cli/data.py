@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from plait.cli.arguments import CommandParser, count
-from plait.data.preparation import PORTION, PreparationProgress, prepare_corpus
+from plait.data.preparation import PreparationProgress, prepare_corpus
 from plait.data.token_shards import CorpusIndex, open_corpus
 from plait.data.tokenizer import open_tokenizer, printable
 
@@ -50,19 +50,25 @@ def run(argv: Sequence[str]) -> int:
 
 def _prepare_parser() -> CommandParser:
     parser = CommandParser("data prepare", _ABOUT_PREPARE)
-    parser.add_argument("source", nargs="+", help="a file, folder, glob, or folder of a data set")
+    parser.add_argument(
+        "source",
+        nargs="+",
+        help="a file, folder, glob, or data set: its folder, or its name as hf://OWNER/NAME:SPLIT",
+    )
     parser.add_argument("folder", type=Path, help="the folder to write, empty or new")
     parser.add_argument(
         "--tokenizer", required=True, help="bytes, or the path of a tokenizer.json or its folder"
     )
     parser.add_argument("--processes", type=count, default=os.cpu_count() or 1, help="default: one a core")
     parser.add_argument(
-        "--column", default="text", help="field of JSON lines, column of tables (default: text)"
+        "--column",
+        help="field of JSON lines, column of tables that holds the text (default: text, but messages, or "
+        "prompt and completion, where there are such)",
     )
     parser.add_argument("--lines", action="store_true", help="each line of a text file is a document")
     parser.add_argument("--end", help="token after each document (default: the tokenizer's; '' for none)")
     parser.add_argument(
-        "--shard", type=count, default=PORTION >> 20, metavar="MIB", help="text in a shard (default: 64)"
+        "--shard", type=count, metavar="MIB", help="text in a shard (default: by the corpus's size, 1 to 64)"
     )
     return parser
 
@@ -87,7 +93,7 @@ def _prepare(options: Namespace) -> None:
             column=options.column,
             lines=options.lines,
             end=options.end,
-            portion=options.shard << 20,
+            portion=None if options.shard is None else options.shard << 20,
             report=shown.report,
         )
     seconds = max(time.monotonic() - began, 1e-9)

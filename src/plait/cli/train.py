@@ -45,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
     if not in_processes:
         stop_signals = ()  # only a main thread can handle them: the first one ends the run
     with local_ranks(plan.world, degrees(plan)), stoppable(local=local and in_processes) as received:
-        check_data(config, prepares=local)
+        check_data(config)
         reports = launch(
             train,
             config,

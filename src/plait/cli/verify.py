@@ -55,6 +55,7 @@ def run(argv: Sequence[str]) -> int:
         raise ConfigError("--ranks goes with --all: without it the ranks are those of the configuration.")
     config = config_from_arguments(rest)
     with importing():  # late, so that help and errors do not wait for torch
+        from plait.train.run_data import check_data
         from plait.train.verification_case import verification_case
         from plait.verification.verify import verify_all, verify_case
 
@@ -62,6 +63,7 @@ def run(argv: Sequence[str]) -> int:
     ranks = plan.world if options.ranks is None else options.ranks
     subject = degrees(plan) if options.ranks is None else f"--ranks {ranks}"
     with local_ranks(ranks, subject) as prints:
+        check_data(config)
         case = verification_case(config, mode=options.mode, steps=options.steps, isolate=options.isolate)
         result = (
             verify_all(case, plan, ranks, threads=threads, report_progress=_show_progress)

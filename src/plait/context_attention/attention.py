@@ -197,7 +197,7 @@ def _sequence_of(key: Tensor, documents: Tensor | None, mask: Mask) -> LocalSequ
         sequence = ContextParallelism.of_one_rank().sequence(key.shape[2])
     if sequence is not None and sequence.group.size == 1:
         needs_mask = mask.window is not None and mask.window < key.shape[2]
-        return sequence if needs_mask or sequence.documents is not None else None
+        return sequence if needs_mask or sequence.packed is not None else None
     return sequence
 
 
@@ -262,4 +262,4 @@ def _whole(sequence: LocalSequence) -> LocalSequence:
         alone = replace(ContextParallelism.of_one_rank(), overlap=sequence.parallelism.overlap)
         return alone.sequence(sequence.layout.length, sequence.documents)
 
-    return sequence.result(("whole", id(sequence.documents)), compute)
+    return sequence.result("whole", compute)

@@ -16,6 +16,7 @@ from torch import Tensor
 from plait.context_attention.exchange_plan import ExchangePlan, PeerBlock, sizes_of
 from plait.context_attention.kernels import Scaling, block_backward, block_forward, empty_result, merge
 from plait.context_attention.key_exchange import KeyExchange, Pair
+from plait.context_attention.packed_kernel import PackedCall
 from plait.context_attention.unfused_kernel import WeightDropout
 from plait.context_attention.visibility import BlockCall
 from plait.context_attention.weight_dropout import WeightDropoutMask
@@ -33,6 +34,9 @@ def attend_blocks(
     dropout_mask: WeightDropoutMask | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return attention to all keys, its log-sum-exp, and the other ranks' keys if they are to be kept."""
+    packed = _packed_call(exchange.plan, query, key, value, scaling, dropout_mask)
+    if packed is not None:
+        return *packed.forward(query, key, value, scaling.scale), None
     out, lse = empty_result(query, value)
     dropouts = partial(_dropouts, dropout_mask, query, exchange.plan)
     _add_blocks(out, lse, exchange.plan.own, query, (key, value), scaling, dropouts())
@@ -73,6 +77,9 @@ def attention_gradients(
     and one before where keys are not kept.
     """
     query, key, value, out, lse, received = saved
+    packed = _packed_call(exchange.plan, query, key, value, scaling, dropout_mask)
+    if packed is not None:
+        return packed.backward(gradient, query, key, value, out, lse, scaling.scale)
     arguments = _BackwardArguments(gradient, query, out, lse, scaling)
     dropouts = partial(_dropouts, dropout_mask, query, exchange.plan)
     of_query, of_key, of_value = (torch.zeros_like(one, dtype=lse.dtype) for one in (query, key, value))
@@ -97,6 +104,20 @@ def attention_gradients(
         exchange.overlap()
         arguments.add_gradients(of_query, own, exchange.plan.own, (key, value), dropouts())
     return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
+
+
+def _packed_call(
+    plan: ExchangePlan,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: Scaling,
+    dropout_mask: WeightDropoutMask | None,
+) -> PackedCall | None:
+    """Return the call that computes attention to all keys at once, or None where blocks are merged."""
+    if plan.packed is None or dropout_mask is not None or scaling.softcap is not None:
+        return None
+    return plan.packed if plan.packed.computes(query, key, value) else None
 
 
 class _BackwardArguments(NamedTuple):

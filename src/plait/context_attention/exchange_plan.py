@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
+from itertools import chain
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from plait.autograd.running_sequence import DocumentBounds, LocalSequence
+from plait.context_attention.packed_kernel import PackedCall
 from plait.context_attention.visibility import (
     BlockCall,
     block_calls,
     needed_keys,
+    visible_indices,
     visible_range,
-    with_masks_on,
+    with_intervals_on,
 )
+from plait.device import CPU
 from plait.device import sent as copied
-from plait.layout.sequence_layout import SequenceLayout, ranges_of
+from plait.layout.sequence_layout import SequenceLayout, parts_of
 
 
 @dataclass(frozen=True)
@@ -44,18 +50,13 @@ class PeerBlock:
     """The number of the peer's keys that this rank's queries see."""
     calls: tuple[BlockCall, ...]
     """The kernel calls on the received keys."""
-    key_positions: Tensor
-    """The positions of the received keys: int64, on the CPU."""
-
-    @cached_property
-    def key_ranges(self) -> tuple[range, ...]:
-        """The positions of the received keys, as ranges."""
-        return ranges_of(self.key_positions)
+    key_ranges: tuple[range, ...]
+    """The positions of the received keys."""
 
     def on(self, device: torch.device) -> PeerBlock:
-        """Return the block with masks and indices on `device`."""
+        """Return the block with all indices on `device`."""
         sent = self.sent if isinstance(self.sent, slice) else copied(self.sent, device)
-        return replace(self, sent=sent, calls=with_masks_on(self.calls, device))
+        return replace(self, sent=sent, calls=with_intervals_on(self.calls, device))
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,14 @@ class ExchangePlan:
     """The kernel calls on the rank's own keys."""
     peers: tuple[PeerBlock | None, ...]
     """By index; None for this rank."""
+    packed: PackedCall | None = None
+    """One call in place of `own`, for packed documents of which this rank has whole rows."""
 
     def on(self, device: torch.device) -> ExchangePlan:
-        """Return the plan with masks and indices on `device`."""
+        """Return the plan with all indices on `device`."""
         peers = tuple(None if peer is None else peer.on(device) for peer in self.peers)
-        return replace(self, own=with_masks_on(self.own, device), peers=peers)
+        packed = None if self.packed is None else self.packed.on(device)
+        return replace(self, own=with_intervals_on(self.own, device), peers=peers, packed=packed)
 
     def sent(self, each: int) -> list[int]:
         """Return how many elements go to each rank, `each` for a key position."""
@@ -86,55 +90,68 @@ class ExchangePlan:
 
 
 def exchange_plan(sequence: LocalSequence, mask: Mask, device: torch.device) -> ExchangePlan:
-    """Return which keys this rank exchanges for `sequence`, and its kernel calls, with masks on `device`.
+    """Return which keys this rank exchanges for `sequence`, and its kernel calls, with indices on `device`.
 
-    Layers with an equal `mask` share it; where each sequence is one document, all micro-batches do.
+    Layers with an equal `mask` share it, and so do micro-batches with the same documents.
     """
 
     def compute() -> ExchangePlan:
-        whole = sequence.layout, sequence.group.index, mask
-        if sequence.documents is not None:
-            return build_plan(*whole, sequence.documents).on(device)
+        of_rank = sequence.layout, sequence.group.index, mask, sequence.packed
         if device.type == "meta":
-            return remembered_plan(*whole, torch.device("cpu")).on(device)
-        return remembered_plan(*whole, device)
+            return remembered_plan(*of_rank, CPU).on(device)
+        return remembered_plan(*of_rank, device)
 
-    return sequence.result(("exchange plan", mask, device, id(sequence.documents)), compute)
+    return sequence.result(("exchange plan", mask, device), compute)
 
 
-@lru_cache(maxsize=32)  # it takes some milliseconds of the host, for windows in long sequences tens
-def remembered_plan(layout: SequenceLayout, index: int, mask: Mask, device: torch.device) -> ExchangePlan:
-    """Return the plan of a rank, with masks on `device`, for sequences of one document each."""
-    return build_plan(layout, index, mask).on(device)
+@lru_cache(maxsize=64)
+def remembered_plan(
+    layout: SequenceLayout, index: int, mask: Mask, documents: DocumentBounds | None, device: torch.device
+) -> ExchangePlan:
+    """Return the plan of a rank with indices on `device`; it holds no keys, and no masks but their ends."""
+    return build_plan(layout, index, mask, documents).on(device)
 
 
 def build_plan(
     layout: SequenceLayout, index: int, mask: Mask, documents: DocumentBounds | None = None
 ) -> ExchangePlan:
     """Return the plan of the rank at `index`: it receives only keys that one of its queries sees."""
-    positions = [layout.positions(rank) for rank in range(layout.ranks)]
+    positions = [layout.positions(rank).numpy() for rank in range(layout.ranks)]
     seen = [
         visible_range(one, layout.length, causal=mask.causal, window=mask.window, documents=documents)
         for one in positions
     ]
+    own = block_calls(*visible_indices(*seen[index], positions[index]))
     peers: list[PeerBlock | None] = []
-    for peer in range(layout.ranks):
+    for peer, of_peer in enumerate(positions):
         if peer == index:
             peers.append(None)
             continue
-        sent = needed_keys(*seen[peer], positions[index])
-        received = positions[peer].index_select(0, needed_keys(*seen[index], positions[peer]))
-        calls = block_calls(*seen[index], received)
-        peers.append(PeerBlock(_selection(sent), len(sent), len(received), calls, received))
-    own = block_calls(*seen[index], positions[index])
-    return ExchangePlan(index, layout.ranges[index], own, tuple(peers))
+        sent = needed_keys(*visible_indices(*seen[peer], positions[index]), len(positions[index]))
+        begin, end = visible_indices(*seen[index], of_peer)
+        received = needed_keys(begin, end, len(of_peer))
+        ranges = [parts_of(layout.ranges[peer], run) for run in _runs(received)]
+        before = np.append(0, received.cumsum())  # of each key, the number of received ones
+        calls = block_calls(before[begin], before[end])
+        counts = int(sent.sum()), int(before[-1])
+        peers.append(PeerBlock(_selection(sent), *counts, calls, tuple(chain.from_iterable(ranges))))
+    packed = None
+    if documents is not None and layout.ranks == 1:
+        packed = PackedCall.of(documents, mask.causal, mask.window)
+    return ExchangePlan(index, layout.ranges[index], own, tuple(peers), packed)
 
 
-def _selection(indices: Tensor) -> Selection:
-    if len(indices) and bool((indices.diff() != 1).any()):
-        return indices
-    first = int(indices[0]) if len(indices) else 0
-    return slice(first, first + len(indices))
+def _runs(which: NDArray[np.bool_]) -> list[slice]:
+    """Return the indices of true elements, as slices."""
+    ends = np.flatnonzero(np.diff(which, prepend=False, append=False))
+    return [slice(*each) for each in ends.reshape(-1, 2).tolist()]
+
+
+def _selection(which: NDArray[np.bool_]) -> Selection:
+    runs = _runs(which)
+    if len(runs) > 1:
+        return torch.from_numpy(np.flatnonzero(which))
+    return runs[0] if runs else slice(0, 0)
 
 
 def selected(tensor: Tensor, which: Selection) -> Tensor:

@@ -15,7 +15,7 @@ From one query to the next both ends only grow. The calls follow the shape of th
               #             a mask of the keys that its          # # #
               # #           queries see                            # # #
 
-All tensors are int64 on the CPU.
+Arrays are int64; they are made on the host for each micro-batch of packed documents.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from plait.autograd.running_sequence import DocumentBounds
 from plait.device import sent
 from plait.errors import ModelError
 
+Indices = NDArray[np.int64]
 TILE = 256
 """The largest number of queries of a call with a mask: its keys are those that any of them sees."""
 SHORT = 32
@@ -38,32 +41,25 @@ SHORT = 32
 
 
 def document_bounds(document_ids: Tensor) -> DocumentBounds:
-    """Return where each token's document begins and ends; a document is a run of equal ids in a row.
+    """Return where documents begin; a document is a run of equal ids in a row.
 
     `document_ids`: `[rows, length]`, on the CPU.
     """
-    rows, length = document_ids.shape
-    if length == 0:
-        none = torch.zeros(rows, 0, dtype=torch.int64)
-        return DocumentBounds(none, none)
-    begins = torch.ones(rows, length, dtype=torch.bool)
-    begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    ends = torch.ones(rows, length, dtype=torch.bool)
-    ends[:, :-1] = begins[:, 1:]
-    positions = torch.arange(length)
-    starts = torch.where(begins, positions, 0).cummax(1).values
-    stops = torch.where(ends, positions + 1, length).flip(1).cummin(1).values.flip(1)
-    return DocumentBounds(starts, stops)
+    ids = document_ids.numpy()
+    first = [0] if ids.shape[1] else []
+    begins = ids[:, 1:] != ids[:, :-1]
+    starts = tuple((*first, *(np.flatnonzero(row) + 1).tolist()) for row in begins)
+    return DocumentBounds(ids.shape[1], starts)
 
 
 def visible_range(
-    positions: Tensor,
+    positions: Indices,
     length: int,
     *,
     causal: bool,
     window: int | None = None,
     documents: DocumentBounds | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Indices, Indices]:
     """Return `lo` and `hi`: the queries at `positions` `[n]` see the keys at positions `lo ≤ k < hi`.
 
     `length`: that of the sequence. `window`: with `causal` the number of keys that a query sees, itself and
@@ -75,37 +71,36 @@ def visible_range(
         raise ModelError(
             f"attention has a window of {window} tokens: give at least 1, the query itself, or None for all."
         )
-    lo, hi = torch.zeros_like(positions)[None], torch.full_like(positions, length)[None]
+    lo, hi = np.zeros_like(positions)[None], np.full_like(positions, length)[None]
     if documents is not None:
-        lo, hi = documents.starts[:, positions], documents.stops[:, positions]
+        lo, hi = documents.by_position().take(positions, axis=-1)
     if window is not None:
-        lo, hi = lo.maximum(positions - window + 1), hi.minimum(positions + window)
+        lo, hi = np.maximum(lo, positions - window + 1), np.minimum(hi, positions + window)
     if causal:
-        hi = hi.minimum(positions + 1)
+        hi = np.minimum(hi, positions + 1)
     return lo, hi
 
 
-def visible_indices(lo: Tensor, hi: Tensor, key_positions: Tensor) -> tuple[Tensor, Tensor]:
+def visible_indices(lo: Indices, hi: Indices, key_positions: Indices) -> tuple[Indices, Indices]:
     """Return for each query the index of the first key that it sees, and the index after the last.
 
     `lo`, `hi`: the result of `visible_range`, `[rows, n]`; `key_positions`: ascending, `[m]`. A query that
     sees none of these keys has two equal indices.
     """
-    key_positions = key_positions.contiguous()
-    begin = torch.searchsorted(key_positions, lo.contiguous())
-    return begin, torch.searchsorted(key_positions, hi.contiguous())
+    keys_before = np.zeros(int(hi.max(initial=0)) + 1, dtype=np.int64)
+    keys_before[key_positions[key_positions < len(keys_before) - 1] + 1] = 1
+    keys_before = keys_before.cumsum()
+    return keys_before[lo], keys_before[hi]
 
 
-def needed_keys(lo: Tensor, hi: Tensor, key_positions: Tensor) -> Tensor:
-    """Return the ascending indices of the keys that at least one query of at least one row sees.
+def needed_keys(begin: Indices, end: Indices, count: int) -> NDArray[np.bool_]:
+    """Return which of `count` keys at least one query of at least one row sees.
 
-    `lo`, `hi`: the result of `visible_range`, `[rows, n]`; `key_positions`: ascending, `[m]`.
+    `begin`, `end`: the result of `visible_indices`.
     """
-    begin, end = visible_indices(lo, hi, key_positions)
-    change = torch.zeros(len(key_positions) + 1, dtype=torch.int64)
-    one = torch.ones(begin.numel(), dtype=torch.int64)
-    change.index_add_(0, begin.flatten(), one).index_add_(0, end.flatten(), -one)
-    return change.cumsum(0)[:-1].nonzero().squeeze(1)
+    change = np.bincount(begin.ravel(), minlength=count + 1) - np.bincount(end.ravel(), minlength=count + 1)
+    needed: NDArray[np.bool_] = change.cumsum()[:-1] > 0
+    return needed
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,88 +110,101 @@ class BlockCall:
     rows: slice
     query: slice
     key: slice
-    mask: Literal["full", "causal"] | Tensor
+    seen: Literal["full", "causal"] | Tensor
     """`full`: all pairs. `causal`: query i of the slice sees keys 0 … i of the slice, as far as there are.
 
-    Else bool `[queries, keys]`: True where the query sees the key.
+    Else int32 `[2, queries]`: the index in the slice of the first key that a query sees, and after the last.
     """
 
+    @property
+    def mask(self) -> Literal["full", "causal"] | Tensor:
+        """What is computed, as kernels take it: intervals as a new bool tensor `[queries, keys]`."""
+        if not isinstance(self.seen, Tensor):
+            return self.seen
+        begin, end = self.seen.unsqueeze(-1)
+        keys = torch.arange(self.key.stop - self.key.start, dtype=torch.int32, device=self.seen.device)
+        mask: Tensor = (begin <= keys) & (keys < end)
+        return mask
 
-def block_calls(lo: Tensor, hi: Tensor, key_positions: Tensor) -> tuple[BlockCall, ...]:
+
+def block_calls(begin: Indices, end: Indices) -> tuple[BlockCall, ...]:
     """Return calls that compute each visible pair of a query and a key once, in a few kernels.
 
-    `lo`, `hi`: the result of `visible_range` for queries at ascending positions, `[rows, n]`;
-    `key_positions`: ascending, `[m]`. A query can be in several calls, or in none. Rows that are all alike,
-    also a single row, have the slice `slice(None)`. Equal masks are the same tensor.
+    `begin`, `end`: the result of `visible_indices` for queries and keys at ascending positions, `[rows, n]`.
+    A query can be in several calls, or in none. Rows that are all alike, also a single row, have the slice
+    `slice(None)`. Equal intervals are the same tensor.
     """
-    if 0 in lo.shape:
+    if 0 in begin.shape:
         return ()
-    begin, end = visible_indices(lo, hi, key_positions)
-    masks: dict[tuple[bytes, bytes, int], Tensor] = {}
+    intervals: dict[bytes, Tensor] = {}
     calls: list[BlockCall] = []
     for rows, first in _equal_rows(begin, end):
-        cover = _Cover(rows, begin[first], end[first], masks)
-        for start, stop in cover.pieces():
-            calls.extend(cover.calls(start, stop))
+        calls.extend(_Cover(rows, begin[first], end[first], intervals).calls())
     return tuple(calls)
 
 
-def with_masks_on(calls: tuple[BlockCall, ...], device: torch.device) -> tuple[BlockCall, ...]:
-    """Return the calls with their masks on `device`: each different mask is copied once, without a wait."""
-    masks = {id(call.mask): call.mask for call in calls if isinstance(call.mask, Tensor)}
-    copies = {key: sent(mask, device) for key, mask in masks.items()}
-    return tuple(replace(call, mask=copies.get(id(call.mask), call.mask)) for call in calls)
+def with_intervals_on(calls: tuple[BlockCall, ...], device: torch.device) -> tuple[BlockCall, ...]:
+    """Return calls whose intervals are on `device`: each different one is copied once, without a wait."""
+    intervals = {id(call.seen): call.seen for call in calls if isinstance(call.seen, Tensor)}
+    copies = {key: sent(one, device) for key, one in intervals.items()}
+    return tuple(
+        replace(call, seen=copies[id(call.seen)]) if id(call.seen) in copies else call for call in calls
+    )
 
 
-def _equal_rows(begin: Tensor, end: Tensor) -> Iterator[tuple[slice, int]]:
+def _equal_rows(begin: Indices, end: Indices) -> Iterator[tuple[slice, int]]:
     """Yield slices of consecutive rows with equal indices, and the first row of each."""
-    count = len(begin)
     differs = ((begin[1:] != begin[:-1]) | (end[1:] != end[:-1])).any(1)
-    starts = [0, *(differs.nonzero().squeeze(1) + 1).tolist()]
+    starts = [0, *(np.flatnonzero(differs) + 1).tolist()]
     if len(starts) == 1:
         yield slice(None), 0
         return
-    for start, stop in zip(starts, [*starts[1:], count], strict=True):
+    for start, stop in zip(starts, [*starts[1:], len(begin)], strict=True):
         yield slice(start, stop), start
 
 
 class _Cover:
     """The calls for the rows of a slice, whose queries all see the same keys."""
 
-    def __init__(
-        self, rows: slice, begin: Tensor, end: Tensor, masks: dict[tuple[bytes, bytes, int], Tensor]
-    ) -> None:
-        """`begin`, `end`: `[n]`, indices of the keys that each query sees; `masks`: those made so far."""
-        self.rows, self.begin, self.end, self.masks = rows, begin, end, masks
-        self.breaks = _breaks(begin, end)
-        """By query, whether it begins a new piece: a piece takes at most two calls, without a mask."""
+    def __init__(self, rows: slice, begin: Indices, end: Indices, intervals: dict[bytes, Tensor]) -> None:
+        """`begin`, `end`: `[n]`, indices of the keys that each query sees; `intervals`: those made so far."""
+        self.rows, self.begin, self.end, self.intervals = rows, begin, end, intervals
 
-    def pieces(self) -> Iterator[tuple[int, int]]:
-        """Yield ranges of queries: pieces, or tiles of neighbouring short pieces."""
-        starts = self.breaks.nonzero().squeeze(1)
-        lengths = starts.diff(append=torch.tensor([len(self.breaks)]))
-        short = lengths < SHORT
+    def calls(self) -> Iterator[BlockCall]:
+        """Yield the calls: of pieces, and of tiles of neighbouring short pieces."""
+        starts = np.flatnonzero(_breaks(self.begin, self.end))
+        stops = np.append(starts[1:], len(self.begin))
+        short = stops - starts < SHORT
         # A short piece joins a short piece before it, unless many keys lie between those that the two see.
         near = self.begin[starts[1:]] - self.end[starts[1:] - 1] <= SHORT
-        kept = torch.ones_like(short)
-        kept[1:] = ~(short[1:] & short[:-1] & near)
-        groups = starts[kept].tolist()
-        for start, stop in zip(groups, [*groups[1:], len(self.breaks)], strict=True):
-            step = TILE if bool(self.breaks[start + 1 : stop].any()) else stop - start
-            for tile in range(start, stop, step):
-                yield tile, min(tile + step, stop)
+        first = np.flatnonzero(np.append(True, ~(short[1:] & short[:-1] & near)))
+        after = np.append(first[1:], len(starts))
+        for one, other in zip(first.tolist(), after.tolist(), strict=True):
+            if other - one == 1:
+                yield from self._piece(int(starts[one]), int(stops[one]))
+            else:
+                yield from self._tiles(starts[one:other], int(stops[other - 1]))
 
-    def calls(self, start: int, stop: int) -> Iterator[BlockCall]:
-        """Yield the calls for a range of queries."""
-        seeing = (self.begin[start:stop] < self.end[start:stop]).nonzero().squeeze(1)
-        if not len(seeing):
+    def _tiles(self, starts: Indices, stop: int) -> Iterator[BlockCall]:
+        """Yield the calls for neighbouring pieces, which begin at `starts`."""
+        for tile in range(int(starts[0]), stop, TILE):
+            begin, end = self.begin[tile : min(tile + TILE, stop)], self.end[tile : min(tile + TILE, stop)]
+            seeing = np.flatnonzero(begin < end)
+            if not len(seeing):
+                continue
+            first, after = tile + int(seeing[0]), tile + int(seeing[-1]) + 1
+            if np.searchsorted(starts, first, "right") == np.searchsorted(starts, after):
+                yield from self._piece(first, after)
+            else:
+                yield from self._masked(first, after)
+
+    def _piece(self, start: int, stop: int) -> Iterator[BlockCall]:
+        """Yield the calls for queries of one piece: at most two, without a mask."""
+        first, common = int(self.begin[start]), int(self.end[start])
+        if first == common:
             return
-        start, stop = start + int(seeing[0]), start + int(seeing[-1]) + 1
-        if bool(self.breaks[start + 1 : stop].any()):
-            yield from self._masked(start, stop)
-            return
-        first, after = int(self.begin[start]), int(self.end[stop - 1])
-        common = int(self.end[start]) - (int(self.end[start]) < after)  # the diagonal begins at its last key
+        after = int(self.end[stop - 1])
+        common -= common < after  # the diagonal begins at its last key
         if first < common:
             yield BlockCall(self.rows, slice(start, stop), slice(first, common), "full")
         if common < after:
@@ -211,30 +219,25 @@ class _Cover:
             yield BlockCall(self.rows, slice(start, stop), slice(*common), "full")
             first, after = (common[1], after) if first == common[0] else (first, common[0])
         if first < after:
-            mask = self._mask(
-                begin.clamp(first, after) - first, end.clamp(first, after) - first, after - first
-            )
-            yield BlockCall(self.rows, slice(start, stop), slice(first, after), mask)
+            both = np.stack([begin, end]).clip(first, after) - first
+            yield BlockCall(self.rows, slice(start, stop), slice(first, after), self._interval(both))
 
-    def _mask(self, begin: Tensor, end: Tensor, count: int) -> Tensor:
-        key = begin.numpy().tobytes(), end.numpy().tobytes(), count
-        if key not in self.masks:
-            keys = torch.arange(count)
-            self.masks[key] = (begin[:, None] <= keys) & (keys < end[:, None])
-        return self.masks[key]
+    def _interval(self, both: Indices) -> Tensor:
+        key = both.tobytes()
+        if key not in self.intervals:
+            self.intervals[key] = torch.from_numpy(both.astype(np.int32))
+        return self.intervals[key]
 
 
-def _breaks(begin: Tensor, end: Tensor) -> Tensor:
-    """Return for each query, bool `[n]`, whether it begins a new piece.
+def _breaks(begin: Indices, end: Indices) -> NDArray[np.bool_]:
+    """Return for each query, `[n]`, whether it begins a new piece.
 
     Within a piece all queries see the same first key; each sees one key more than the query before it, until
-    they all see the same keys. A query that sees nothing is a piece.
+    they all see the same keys. Queries that see nothing are a piece.
     """
-    sees = begin < end
-    same_first = sees[1:] & sees[:-1] & (begin[1:] == begin[:-1])
+    nothing = begin == end
+    same_first = ~(nothing[1:] | nothing[:-1]) & (begin[1:] == begin[:-1])
     growth = end[1:] - end[:-1]
     constant, grows = same_first & (growth == 0), same_first & (growth == 1)
     grows[1:] &= ~constant[:-1]
-    breaks = torch.ones_like(sees)
-    breaks[1:] = ~(constant | grows)
-    return breaks
+    return np.append(True, ~(constant | grows | (nothing[1:] & nothing[:-1])))

@@ -6,6 +6,7 @@ Nothing is communicated and no state is kept: any batch of any step can be made 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -29,7 +30,15 @@ _ROUNDS = 6
 
 
 def rank_rows(rank: int, ranks: int, batch: int) -> slice:
-    """Return the rows of a global batch for data-parallel rank `rank`; `ranks` divides `batch`."""
+    """Return the rows of a global batch for data-parallel rank `rank`.
+
+    Raises `DataError` where the ranks cannot share a batch equally.
+    """
+    if batch % ranks:
+        raise DataError(
+            f"batches have {batch} rows, which {ranks} data-parallel ranks cannot share equally: "
+            f"give batches of {max(1, batch // ranks) * ranks} rows, or change plan.dp."
+        )
     share = batch // ranks
     return slice(rank * share, (rank + 1) * share)
 
@@ -108,7 +117,11 @@ class Rows(Protocol):
 
 
 class Batches(Protocol):
-    """A numbered sequence of global batches; a `plait.Loader` is one."""
+    """A numbered sequence of global batches; a `plait.Loader` is one.
+
+    A method `describe()`, if there is one, returns JSON values that decide which samples a step has, such as
+    a seed: a run resumes only with the same (see `description`).
+    """
 
     @property
     def size(self) -> int:
@@ -116,6 +129,13 @@ class Batches(Protocol):
 
     def batch(self, step: int, rows: slice) -> tuple[Any, Any]:
         """Return the inputs and targets of `rows` of the global batch of `step`, counted from 0."""
+
+
+def description(batches: Batches) -> dict[str, Any]:
+    """Return what decides which samples a step has, as JSON values: the size, and what batches describe."""
+    described: dict[str, Any] = {"size": batches.size, **getattr(batches, "describe", dict)()}
+    read: dict[str, Any] = json.loads(json.dumps(described))
+    return read
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,6 +170,10 @@ class ShuffledBatches:
     size: int
     seed: int
 
+    def describe(self) -> dict[str, Any]:
+        """Return what decides the order of rows."""
+        return {"seed": self.seed, "rows": self.windows.count}
+
     def batch(self, step: int, rows: slice) -> InputsAndTargets:
         """Return `rows` of the global batch of `step`, counted from 0.
 
@@ -167,6 +191,10 @@ class ValidationBatches:
     windows: Rows
     size: int
     count: int
+
+    def describe(self) -> dict[str, Any]:
+        """Return what decides the choice of rows."""
+        return {"rows": self.windows.count}
 
     def batch(self, step: int, rows: slice) -> InputsAndTargets:
         """Return `rows` of validation batch `step` < `count`; see `ShuffledBatches.batch`."""
@@ -217,7 +245,8 @@ def _inputs_and_targets(
     if documents is None:
         return inputs, targets
     ids = torch.from_numpy(documents)
-    targets[ids[:, 1:] != ids[:, :-1]] = NO_TARGET
+    # Not in place: of one row, inputs and targets are views of the same memory.
+    targets = targets.masked_fill(ids[:, 1:] != ids[:, :-1], NO_TARGET)
     return {"tokens": inputs, "document_ids": ids[:, :-1].contiguous()}, targets
 
 

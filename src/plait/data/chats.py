@@ -6,8 +6,7 @@ a `prompt` and a `completion`, as text or as messages, of which the completion i
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from plait.data.tokenizer import Tokens
 from plait.errors import ConfigError, DataError
 
 Message = Mapping[str, Any]
+FIELDS = ("messages", "prompt", "completion")
 _ANSWERS = "assistant"
 _MARKS_ANSWERS = "{% generation"
 
@@ -30,19 +30,9 @@ class EncodedChat(NamedTuple):
     """Whether each token belongs to an answer, and so is to be predicted."""
 
 
-def holds_chats(record: object) -> bool:
-    """Return whether a record of a data set is a conversation."""
-    return isinstance(record, Mapping) and ("messages" in record or {"prompt", "completion"} <= record.keys())
-
-
-def first_record(path: Path) -> object:
-    """Return the first record of a file of JSON lines; None where there is none."""
-    try:
-        with path.open("rb") as file:
-            line = next((one for one in file if one.strip()), b"null")
-        return json.loads(line)
-    except (OSError, ValueError):
-        return None
+def holds_chats(fields: Collection[str]) -> bool:
+    """Return whether records with these fields are conversations."""
+    return "messages" in fields or {"prompt", "completion"} <= set(fields)
 
 
 class ChatEncoder:
@@ -68,7 +58,7 @@ class ChatEncoder:
 
     def encode(self, record: Mapping[str, Any]) -> EncodedChat:
         """Return a conversation in tokens. Raises DataError for a record that is none, by what is missing."""
-        if "messages" in record:
+        if record.get("messages") is not None:
             return self._messages([], _messages_of(record["messages"], "messages"))
         if not {"prompt", "completion"} <= record.keys():
             raise DataError(f"has neither messages nor prompt and completion (it has: {', '.join(record)})")
@@ -78,6 +68,17 @@ class ChatEncoder:
             return self._marked(text, [(len(prompt), len(text))])
         before = _messages_of(prompt, "prompt")
         return self._messages(before, _messages_of(completion, "completion"))
+
+    def question(self, text: str) -> Tokens:
+        """Return a user's message in tokens, up to where the answer begins."""
+        asked = self._rendered([{"role": "user", "content": text}], add_generation_prompt=True)
+        return np.array(self._tokenizer(asked, add_special_tokens=False)["input_ids"], dtype=np.uint32)
+
+    @property
+    def end_of_answer(self) -> tuple[int, ...]:
+        """The token that ends an answer, if the tokenizer has one."""
+        number = self._tokenizer.eos_token_id
+        return () if number is None else (int(number),)
 
     def _messages(self, before: Sequence[Message], rest: Sequence[Message]) -> EncodedChat:
         """Return messages in tokens; answers are those of the assistant in `rest`, not in `before`."""
@@ -133,7 +134,13 @@ class ChatEncoder:
 
 
 def _messages_of(found: Any, name: str) -> list[Message]:
-    """Return a field of a record as messages; DataError where it is none."""
+    """Return a field of a record as messages; DataError where it is none.
+
+    In some tables a conversation is a list for each field. Fields that are null, as tables have them where
+    only other messages have one, are left out by transformers.
+    """
+    if isinstance(found, Mapping) and all(isinstance(one, list) for one in found.values()):
+        found = [dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True)]
     is_list = isinstance(found, list) and all(isinstance(one, Mapping) and "role" in one for one in found)
     if not is_list:
         raise DataError(f"has {name} that are no list of messages with role and content")

@@ -7,20 +7,21 @@ size alone.
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
 from plait.data.corpus import source_files
-from plait.errors import ConfigError, DataError
+from plait.data.tables import column_names, dataset_files, is_dataset, read_rows, row_ranges
+from plait.errors import DataError
 
-Kind = Literal["text", "lines", "jsonl", "parquet", "dataset"]
-"""text: a file is a document. lines: a line is one."""
+Kind = Literal["text", "lines", "jsonl", "table"]
+"""text: a file is a document. lines: a line is one. table: a row is one, of Parquet or Arrow."""
 PIECE = 1 << 18
 """Bytes of text that are tokenized at once; long documents are cut there, at a line end where possible."""
 _LONGEST_LINE = 1 << 20
@@ -28,9 +29,19 @@ _LONGEST_LINE = 1 << 20
 _TEXT_IN_JSON = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One file of a corpus."""
+
+    path: str
+    kind: Kind
+    size: int
+    """In bytes."""
+
+
+@dataclass(frozen=True, slots=True)
 class SourceRange:
-    """A range of one file: of bytes, of row groups (Parquet), or of rows."""
+    """A range of one file: of bytes, of row groups (Parquet), or of rows (Arrow)."""
 
     path: str
     kind: Kind
@@ -49,31 +60,36 @@ class TextPiece:
     """Whether the document ends with it."""
 
 
-def portions_of(source: str, size: int, *, lines: bool = False) -> list[SourceRange]:
-    """Return the portions of a file, folder, glob or data set, each of about `size` bytes.
+def files_of(source: str, *, lines: bool = False) -> list[SourceFile]:
+    """Return the files of a path, glob or data set, in the order in which they are read.
 
     `lines`: whether each line of a text file is a document, instead of the file. Raises DataError where there
     is nothing to read, ConfigError where a package is missing.
     """
-    folder = Path(source).expanduser()
-    if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
-        return list(_portions_of_dataset(str(folder), size))
-    found: list[SourceRange] = []
-    for path in source_files(source):
-        if path.name.endswith(".parquet"):
-            found += _portions_of_parquet(str(path), size)
-            continue
-        kind: Kind = "jsonl" if path.name.endswith(_TEXT_IN_JSON) else "lines" if lines else "text"
-        total = path.stat().st_size
-        if path.suffix == ".gz":  # cannot be entered in the middle
-            found.append(SourceRange(str(path), kind, 0, total, total))
-            continue
-        for begin in range(0, max(1, total), size):
-            end = min(begin + size, total)
-            found.append(SourceRange(str(path), kind, begin, end, end - begin))
-    if not any(portion.size for portion in found):
+    found = []
+    for path in dataset_files(source) if is_dataset(source) else source_files(source):
+        kind: Kind = "lines" if lines else "text"
+        if path.suffix in (".parquet", ".arrow"):
+            kind = "table"
+        elif path.name.endswith(_TEXT_IN_JSON):
+            kind = "jsonl"
+        found.append(SourceFile(str(path), kind, path.stat().st_size))
+    if not any(file.size for file in found):
         raise DataError(f"{source!r} is empty: give a file, folder, glob or data set with text in it.")
     return found
+
+
+def divided(file: SourceFile, size: int) -> Iterator[SourceRange]:
+    """Yield the portions of a file, each of about `size` bytes."""
+    if file.kind == "table":
+        for begin, end, held in row_ranges(file.path, size):
+            yield SourceRange(file.path, file.kind, begin, end, held)
+    elif file.path.endswith(".gz"):  # cannot be entered in the middle
+        yield SourceRange(file.path, file.kind, 0, file.size, file.size)
+    else:
+        for begin in range(0, max(1, file.size), size):
+            end = min(begin + size, file.size)
+            yield SourceRange(file.path, file.kind, begin, end, end - begin)
 
 
 def read_pieces(portion: SourceRange, column: str) -> Iterator[TextPiece]:
@@ -81,28 +97,45 @@ def read_pieces(portion: SourceRange, column: str) -> Iterator[TextPiece]:
 
     Raises DataError for what is no UTF-8 text, no JSON, or has no such field.
     """
-    if portion.kind in ("parquet", "dataset"):
-        for text in _rows(portion, column):
-            yield from _pieces_of_text(text)
-    elif portion.kind == "jsonl":
-        for at, line in _lines(portion):
-            if line.strip():
-                yield from _pieces_of_text(_field(line, column, portion.path, at))
+    if portion.kind == "text":
+        yield from _text(portion)
     elif portion.kind == "lines":
         for at, line in _lines(portion):
-            if text := _decoded(line, portion.path, at).rstrip("\r\n"):
-                yield from _pieces_of_text(text)
+            yield from _pieces_of_text(_decoded(line, portion.path, at).rstrip("\r\n"))
     else:
-        yield from _text(portion)
+        if portion.kind == "table":
+            _require_column(column, portion.path)
+        for place, record in read_records(portion, (column,)):
+            text = record.get(column)
+            if not isinstance(text, str):
+                raise DataError(
+                    f"{portion.path} has a record {place} without a text {column!r} (it has: "
+                    f"{', '.join(sorted(record))}): give --column."
+                )
+            yield from _pieces_of_text(text)
 
 
-def read_records(one: SourceRange) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield the records of a range of JSON lines, with the byte at which each begins."""
-    if one.kind != "jsonl":
-        raise DataError(f"{one.path} holds no JSON lines: give conversations as .jsonl files.")
-    for at, line in _lines(one):
+def read_records(portion: SourceRange, columns: tuple[str, ...]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the records of JSON lines, or those `columns` of the rows of a table, each with its place."""
+    if portion.kind == "table":
+        for number, row in read_rows(portion.path, portion.begin, portion.end, columns):
+            yield f"in row {number}", row
+        return
+    if portion.kind != "jsonl":
+        raise DataError(f"{portion.path} holds no records: give JSON lines or tables.")
+    for at, line in _lines(portion):
         if line.strip():
-            yield at, _record(line, one.path, at)
+            yield f"at byte {at}", _record(line, portion.path, at)
+
+
+def field_names(file: SourceFile) -> list[str]:
+    """Return the columns of a table, or the fields of the first record of JSON lines; none of other files."""
+    if file.kind == "table":
+        return column_names(file.path)
+    if file.kind != "jsonl":
+        return []
+    records = read_records(SourceRange(file.path, file.kind, 0, file.size, file.size), ())
+    return list(next(records, ("", {}))[1])
 
 
 def _pieces_of_text(text: str) -> Iterator[TextPiece]:
@@ -122,10 +155,10 @@ def _pieces_of_text(text: str) -> Iterator[TextPiece]:
 
 def _text(portion: SourceRange) -> Iterator[TextPiece]:
     """Yield a range of a text file in pieces; the whole file is one document."""
+    if portion.path.endswith(".gz"):
+        yield from _compressed_text(portion.path)
+        return
     with _open(portion.path) as file:
-        if portion.path.endswith(".gz"):
-            yield from _pieces_of_text(_decoded(file.read(), portion.path, 0))
-            return
         total = Path(portion.path).stat().st_size
         begin, end = (_cut(file, one, total) for one in (portion.begin, portion.end))
         while begin < end:
@@ -134,6 +167,29 @@ def _text(portion: SourceRange) -> Iterator[TextPiece]:
             text = _decoded(file.read(after - begin), portion.path, begin)
             yield TextPiece(text, after == total)
             begin = after
+
+
+def _compressed_text(path: str) -> Iterator[TextPiece]:
+    """Yield a compressed text file in pieces."""
+    at, data, text, ended = 0, b"", "", False
+    with _open(path) as file:
+        while not ended:
+            read = file.read(PIECE) + file.readline(_LONGEST_LINE)
+            ended, data = not read, data + read
+            whole = len(data) if ended else _whole_characters(data)
+            if whole and text:
+                yield TextPiece(text, False)
+            text, at, data = _decoded(data[:whole], path, at) or text, at + whole, data[whole:]
+    if text:
+        yield TextPiece(text, True)
+
+
+def _whole_characters(data: bytes) -> int:
+    """Return the number of bytes before a character of which bytes are missing at the end."""
+    try:
+        return codecs.utf_8_decode(data, "strict", False)[1]
+    except UnicodeDecodeError:
+        return len(data)
 
 
 def _cut(file: BinaryIO, at: int, total: int) -> int:
@@ -197,85 +253,6 @@ def _record(line: bytes, path: str, at: int) -> Mapping[str, Any]:
     return found
 
 
-def _field(line: bytes, column: str, path: str, at: int) -> str:
-    found = _record(line, path, at)
-    text = found.get(column)
-    if not isinstance(text, str):
-        known = ", ".join(sorted(found))
-        raise DataError(
-            f"{path} has a line at byte {at} without a text {column!r} (it has: {known}): give --column."
-        )
-    return text
-
-
-def _portions_of_parquet(path: str, size: int) -> Iterator[SourceRange]:
-    """Yield ranges of row groups of a Parquet file."""
-    metadata = _parquet(path).metadata
-    begin, held = 0, 0
-    for number in range(metadata.num_row_groups):
-        held += metadata.row_group(number).total_byte_size
-        if held >= size or number == metadata.num_row_groups - 1:
-            yield SourceRange(path, "parquet", begin, number + 1, held)
-            begin, held = number + 1, 0
-
-
-def _portions_of_dataset(path: str, size: int) -> Iterator[SourceRange]:
-    """Yield ranges of rows of a data set on the disk."""
-    rows = len(_dataset(path))
-    each = max(1, sum(one.stat().st_size for one in Path(path).glob("*.arrow")) // max(1, rows))
-    step = max(1, size // each)
-    for begin in range(0, rows, step):
-        end = min(begin + step, rows)
-        yield SourceRange(path, "dataset", begin, end, (end - begin) * each)
-
-
-def _rows(portion: SourceRange, column: str) -> Iterator[str]:
-    """Yield the texts of a range of rows, or of row groups."""
-    if portion.kind == "parquet":
-        file = _parquet(portion.path)
-        _require_column(column, file.schema_arrow.names, portion.path)
-        groups = range(portion.begin, portion.end)
-        batches = file.iter_batches(1024, row_groups=list(groups), columns=[column])
-        texts = (text for batch in batches for text in batch.column(0).to_pylist())
-    else:
-        table = _dataset(portion.path)
-        _require_column(column, table.column_names, portion.path)
-        rows = table.select_columns([column]).select(range(portion.begin, portion.end))
-        texts = (row[column] for row in rows)
-    for text in texts:
-        if not isinstance(text, str):
-            raise DataError(f"{portion.path} has a {column!r} that is no text: give another --column.")
-        yield text
-
-
-def _require_column(column: str, known: Sequence[str], path: str) -> None:
-    if column not in known:
+def _require_column(column: str, path: str) -> None:
+    if column not in (known := column_names(path)):
         raise DataError(f"{path} has no column {column!r} (it has: {', '.join(known)}): give --column.")
-
-
-def _parquet(path: str) -> Any:
-    """Return a `pyarrow.parquet.ParquetFile`."""
-    parquet = _imported("pyarrow.parquet", path)
-    try:
-        return parquet.ParquetFile(path)
-    except Exception as error:  # the library raises many types
-        raise DataError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}.") from None
-
-
-def _dataset(path: str) -> Any:
-    """Return a data set on the disk as a `datasets.Dataset`, memory-mapped."""
-    datasets = _imported("datasets", path)
-    try:
-        found = datasets.load_from_disk(path)
-    except Exception as error:  # the library raises many types
-        raise DataError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}.") from None
-    if not isinstance(found, datasets.Dataset):
-        raise DataError(f"{path} has several splits: give the folder of one of them.")
-    return found
-
-
-def _imported(module: str, path: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError:
-        raise ConfigError(f"{path} needs the package datasets: pip install 'plait[data]'.") from None

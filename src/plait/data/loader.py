@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
-from plait.data.batches import permute
+from plait.data.batches import permute, rank_rows
 from plait.errors import DataError
 
 Collate = Callable[[list[Any]], Any]
@@ -82,6 +83,21 @@ class Loader:
         self._next = step + 1, start, stop
         return result
 
+    def share(self, step: int, rank: int, ranks: int) -> tuple[Any, Any]:
+        """Return (inputs, targets) of a step for data-parallel rank `rank` of `ranks`; see `batch`.
+
+        Raises `DataError` where the ranks cannot share a batch equally.
+        """
+        return self.batch(step, rank_rows(rank, ranks, self.size))
+
+    def steps(self, epochs: float = 1) -> int:
+        """Return the number of steps after which each sample was in `epochs` epochs, rounded up."""
+        return math.ceil(epochs * self._samples.count / self.size)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what decides the samples of a step: a run is resumed only with the same."""
+        return {"samples": self._samples.count, "seed": self._samples.seed, "shuffle": self._samples.shuffle}
+
     def order(self, step: int, rows: slice = slice(None)) -> list[int]:
         """Return the dataset's indices of `rows` of the global batch of `step`."""
         start, stop, _ = rows.indices(self.size)
@@ -114,21 +130,21 @@ class _Samples:
     def __init__(
         self, dataset: Any, count: int, size: int, seed: int, collate: Collate, shuffle: bool
     ) -> None:
-        self._dataset, self._count, self._size = dataset, count, size
-        self._seed, self._collate, self._shuffle = seed, collate, shuffle
+        self.count, self.seed, self.shuffle = count, seed, shuffle
+        self._dataset, self._size, self._collate = dataset, size, collate
 
     def places(self, step: int, start: int, stop: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Return the dataset's indices of rows `start` … `stop` of a step, and their numbers in the run."""
         numbers = step * self._size + np.arange(start, stop, dtype=np.int64)
-        epoch, position = np.divmod(numbers, self._count)
-        indices = permute(position, self._count, self._seed, epoch) if self._shuffle else position
+        epoch, position = np.divmod(numbers, self.count)
+        indices = permute(position, self.count, self.seed, epoch) if self.shuffle else position
         return indices, numbers
 
     def take(self, step: int, start: int, stop: int) -> tuple[Any, Any]:
         """Return (inputs, targets) of rows `start` … `stop` of a step; seeds random number generators."""
         samples = []
         for index, number in zip(*self.places(step, start, stop), strict=True):
-            _seed_all(self._seed, int(number))
+            _seed_all(self.seed, int(number))
             samples.append(self._dataset[int(index)])
         result = self._collate(samples)
         if not isinstance(result, tuple | list) or len(result) != 2:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,14 @@ class MixedBatches:
         missing = BLOCK - int(shares.sum())
         shares[np.argsort(shares - exact, kind="stable")[:missing]] += 1
         return shares
+
+    def describe(self) -> dict[str, Any]:
+        """Return what decides the order of rows."""
+        return {
+            "seed": self.seed,
+            "rows": [each.count for each in self.corpora],
+            "weights": list(self.weights),
+        }
 
     def batch(self, step: int, rows: slice) -> InputsAndTargets:
         """Return `rows` of the global batch of `step`, counted from 0; see `ShuffledBatches.batch`."""

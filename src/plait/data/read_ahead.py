@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
-from plait.data.batches import Batches, InputsAndTargets
+from plait.data.batches import Batches, InputsAndTargets, description
 
 
 class ReadAhead:
@@ -22,6 +23,10 @@ class ReadAhead:
     def size(self) -> int:
         """The number of rows of a global batch."""
         return self._batches.size
+
+    def describe(self) -> dict[str, Any]:
+        """Return the description of the batches."""
+        return description(self._batches)
 
     def batch(self, step: int, rows: slice) -> InputsAndTargets:
         """Return `rows` of the global batch of `step`, and start to read the same rows of the next one."""

@@ -1,4 +1,4 @@
-"""Corpora that other programs have tokenized: arrays of tokens in `.bin` and `.npy` files, memory-mapped.
+"""Corpora that other programs have tokenized: arrays of tokens in `.bin` and `.npy` files.
 
     .npy                    an array of whole numbers
     .bin                    tokens only, of the dtype that the configuration gives
@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from plait.data.array_file import ArrayFile
 from plait.data.corpus import source_files
 from plait.data.token_shards import Corpus, TokenShard
-from plait.data.tokenizer import Tokens
 from plait.errors import DataError
 
 _ARRAYS = frozenset({".bin", ".npy"})
@@ -57,14 +57,14 @@ def _npy(path: Path, dtype: str) -> TokenShard:
     except Exception as error:  # NumPy raises many types for an invalid header
         reason = " ".join(str(error).split()).rstrip(".")
         raise DataError(f"data.source: {path} cannot be read as a .npy array: {reason}.") from None
-    if not isinstance(tokens, np.ndarray):
+    if not isinstance(tokens, np.memmap):
         raise DataError(f"data.source: {path} is an archive of arrays: save the tokens as one .npy array.")
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise DataError(
             f"data.source: {path} holds {tokens.dtype} of shape {tokens.shape}: "
             "save the tokens as whole numbers in one dim."
         )
-    return TokenShard(tokens, None)
+    return TokenShard(_checked(path, tokens.dtype.str, tokens.offset, len(tokens)), None)
 
 
 def _bin(path: Path) -> Callable[[Path, str], TokenShard]:
@@ -77,14 +77,14 @@ def _bin(path: Path) -> Callable[[Path, str], TokenShard]:
 
 
 def _plain(path: Path, dtype: str) -> TokenShard:
-    return TokenShard(_mapped(path, dtype, 0, None), None)
+    return TokenShard(_checked(path, dtype, 0, None), None)
 
 
 def _with_header(path: Path, dtype: str) -> TokenShard:
     header = np.fromfile(path, "<i4", 3)
     if len(header) < 3:
         raise DataError(f"data.source: {path} ends within its header: it is damaged.")
-    return TokenShard(_mapped(path, _OF_MAGIC[int(header[0])], _HEADER, int(header[2])), None)
+    return TokenShard(_checked(path, _OF_MAGIC[int(header[0])], _HEADER, int(header[2])), None)
 
 
 def _megatron(path: Path, dtype: str) -> TokenShard:
@@ -101,7 +101,7 @@ def _megatron(path: Path, dtype: str) -> TokenShard:
         kind = _OF_CODE[code]
     except (struct.error, ValueError, KeyError, IndexError):
         raise DataError(f"data.source: {index} is no index of Megatron's, or damaged.") from None
-    return TokenShard(_mapped(path, kind, 0, int(sizes.sum(dtype=np.int64))), _ascending(ends))
+    return TokenShard(_checked(path, kind, 0, int(sizes.sum(dtype=np.int64))), _ascending(ends))
 
 
 def _ascending(ends: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -109,7 +109,7 @@ def _ascending(ends: NDArray[np.int64]) -> NDArray[np.int64]:
     return ends[np.diff(ends, prepend=0) > 0]
 
 
-def _mapped(path: Path, dtype: str, offset: int, count: int | None) -> Tokens:
+def _checked(path: Path, dtype: str, offset: int, count: int | None) -> ArrayFile:
     """Return the tokens of a file after `offset` bytes; `count` of them, or as many as there are."""
     size = path.stat().st_size - offset
     if size <= 0:
@@ -121,5 +121,4 @@ def _mapped(path: Path, dtype: str, offset: int, count: int | None) -> Tokens:
         )
     if count is not None and size < count * np.dtype(dtype).itemsize:
         raise DataError(f"data.source: {path} has fewer than the {count:,} tokens that it announces.")
-    shape = None if count is None else (count,)
-    return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=shape)
+    return ArrayFile(path, dtype, size // np.dtype(dtype).itemsize if count is None else count, offset)

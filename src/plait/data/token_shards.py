@@ -5,11 +5,11 @@ A folder that `plait data prepare` has written:
     index.json               tokenizer, vocabulary, dtype, and per shard its tokens and documents
     preparation.json         sources and settings, by which a repeated command is recognised
     00000.tokens.bin         the tokens of the shard, one after another, little-endian
-    00000.documents.npy      int64: the number of the shard's tokens up to the end of each document
+    00000.documents.bin      int64: the number of the shard's tokens up to the end of each document
     00000.answers.bin        of chats: a byte for each token, 1 where it belongs to an answer
 
-A document may continue in the next shard. Files are memory-mapped when they are first read, so that a corpus
-of any size opens in milliseconds.
+A document may continue in the next shard. Each access reads what it needs from the files, so that a corpus of
+any size opens in milliseconds, and takes no memory.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from plait.data.array_file import ArrayFile
 from plait.data.tokenizer import Tokens
 from plait.errors import DataError
 
 INDEX = "index.json"
 SETTINGS = "preparation.json"
 """Sources and settings of the preparation, finished or not."""
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class ShardFiles(NamedTuple):
 
 def shard_files(folder: Path, number: int) -> ShardFiles:
     """Return the paths of a shard's files."""
-    names = (f"{number:05}.{name}" for name in ("tokens.bin", "documents.npy", "answers.bin"))
+    names = (f"{number:05}.{name}" for name in ("tokens.bin", "documents.bin", "answers.bin"))
     return ShardFiles(*(folder / name for name in names))
 
 
@@ -120,10 +121,10 @@ def read_index(folder: Path) -> CorpusIndex:
 class TokenShard:
     """Consecutive tokens of a corpus."""
 
-    tokens: Tokens
-    ends: NDArray[np.int64] | None
+    tokens: Tokens | ArrayFile
+    ends: NDArray[np.int64] | ArrayFile | None
     """The number of its tokens up to the end of each document; None: documents are not kept apart."""
-    answers: NDArray[np.uint8] | None = None
+    answers: NDArray[np.uint8] | ArrayFile | None = None
     """1 where a token belongs to an answer; None: all are to be predicted."""
 
 
@@ -136,7 +137,6 @@ class Corpus:
     has_documents: bool
     """Whether the ends of documents are known."""
     _shards: Sequence[TokenShard] = field(repr=False)
-    """Opened when they are first read."""
 
     def __len__(self) -> int:
         """Return the number of tokens."""
@@ -151,12 +151,24 @@ class Corpus:
         parts = [shard.tokens[begin:end] for shard, begin, end in self._pieces(first, count)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, np.int64)
 
-    def document_ends(self) -> NDArray[np.int64]:
-        """Return the number of tokens up to the end of each document, of the whole corpus."""
-        found = [
-            start + (np.array([size]) if shard.ends is None else shard.ends)
-            for start, size, shard in zip(self._starts, self.sizes, self._shards, strict=False)
-        ]
+    @cached_property
+    def _document_starts(self) -> NDArray[np.int64]:
+        """The number of documents that end before each shard, and of all."""
+        counts = [1 if shard.ends is None else len(shard.ends) for shard in self._shards]
+        return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+
+    @property
+    def document_count(self) -> int:
+        """The number of documents; a shard whose documents are not kept apart is one."""
+        return int(self._document_starts[-1])
+
+    def document_ends(self, first: int, stop: int) -> NDArray[np.int64]:
+        """Return the number of tokens up to the end of each of the documents `first` … `stop`."""
+        found = []
+        for number, begin, end in _pieces(self._document_starts, first, stop):
+            ends = self._shards[number].ends
+            ends = np.array([self.sizes[number]]) if ends is None else ends
+            found.append(int(self._starts[number]) + ends[begin:end])
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def answers(self, first: int, count: int) -> NDArray[np.bool_] | None:
@@ -175,12 +187,12 @@ class Corpus:
         """
         found, before = [], 0
         for shard, begin, end in self._pieces(first, count):
-            if shard.ends is None:
+            if (ends := shard.ends) is None:
                 found.append(np.zeros(end - begin, dtype=np.int64))
                 continue
             # A document that goes on from the shard before may end before the first token of this one.
-            low = np.searchsorted(shard.ends, begin, side="left" if found else "right")
-            ends = shard.ends[low : np.searchsorted(shard.ends, end, side="right")]
+            low = ends.searchsorted(begin, side="left" if found else "right")
+            ends = ends[low : ends.searchsorted(end, side="right")]
             numbers = np.searchsorted(ends, np.arange(begin, end), side="right")
             found.append(numbers + before)
             before += len(ends)
@@ -190,22 +202,32 @@ class Corpus:
         """Return the number of tokens from `first` to the end of its document; to the last where unknown."""
         length = 0
         for shard, begin, end in self._pieces(first, len(self) - first):
-            ends = np.empty(0, np.int64) if shard.ends is None else shard.ends
-            at = int(np.searchsorted(ends, begin, side="left" if length else "right"))
-            if at < len(ends):
-                return length + int(ends[at]) - begin
+            ends = shard.ends
+            at = 0 if ends is None else int(ends.searchsorted(begin, side="left" if length else "right"))
+            if ends is not None and at < len(ends):
+                return length + int(ends[at : at + 1][0]) - begin
             length += end - begin
         return length
 
     def _pieces(self, first: int, count: int) -> Iterator[tuple[TokenShard, int, int]]:
         """Yield the shards that hold some tokens, and the range of these tokens in each."""
-        starts, stop = self._starts, first + count
-        number = int(np.searchsorted(starts, first, side="right")) - 1
-        while number < len(self.sizes) and int(starts[number]) < stop:
-            begin, end = max(first, int(starts[number])), min(stop, int(starts[number + 1]))
-            if begin < end or not self.sizes[number]:  # a document may end in a shard without tokens
-                yield self._shards[number], begin - int(starts[number]), end - int(starts[number])
-            number += 1
+        for number, begin, end in _pieces(self._starts, first, first + count):
+            yield self._shards[number], begin, end
+
+
+def _pieces(starts: NDArray[np.int64], first: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the shards that hold the elements `first` … `stop`, and the range of these in each.
+
+    `starts`: the number of elements before each shard, and of all. A shard without elements that lies within
+    is one of them: a document may end there.
+    """
+    number = int(np.searchsorted(starts, first, side="right")) - 1
+    while number < len(starts) - 1 and int(starts[number]) < stop:
+        start, after = int(starts[number]), int(starts[number + 1])
+        begin, end = max(first, start), min(stop, after)
+        if begin < end or start == after:
+            yield number, begin - start, end - start
+        number += 1
 
 
 def corpus_of(tokens: Tokens) -> Corpus:
@@ -219,52 +241,23 @@ def open_corpus(folder: Path) -> tuple[Corpus, CorpusIndex]:
     Raises DataError where files are missing, or have another size than the index says.
     """
     index = read_index(folder)
-    itemsize = np.dtype(index.dtype).itemsize
-    for number, shard in enumerate(index.shards):
-        path = shard_files(folder, number).tokens
-        if not path.is_file() or path.stat().st_size != shard.tokens * itemsize:
-            raise DataError(
-                f"{path} is missing or has not the {shard.tokens:,} tokens that {INDEX} counts: prepare the "
-                "corpus again, into another folder."
+    shards = []
+    for number, entry in enumerate(index.shards):
+        paths = shard_files(folder, number)
+        shards.append(
+            TokenShard(
+                _array(paths.tokens, index.dtype, entry.tokens),
+                _array(paths.ends, "<i8", entry.documents),
+                _array(paths.answers, "u1", entry.tokens) if index.chats else None,
             )
-    sizes = tuple(shard.tokens for shard in index.shards)
-    return Corpus(sizes, True, _ShardFiles(folder, index)), index
+        )
+    return Corpus(tuple(shard.tokens for shard in index.shards), True, shards), index
 
 
-class _ShardFiles(Sequence[TokenShard]):
-    """The shards of a folder, memory-mapped when they are first read."""
-
-    def __init__(self, folder: Path, index: CorpusIndex) -> None:
-        self._folder, self._index = folder, index
-        self._open: dict[int, TokenShard] = {}
-
-    def __len__(self) -> int:
-        return len(self._index.shards)
-
-    def __getitem__(self, number: Any) -> Any:
-        """Return a shard."""
-        if number not in self._open:
-            paths, entry = shard_files(self._folder, number), self._index.shards[number]
-            tokens = (
-                np.memmap(paths.tokens, self._index.dtype, "r") if entry.tokens else np.empty(0, np.uint16)
-            )
-            answers = np.memmap(paths.answers, "u1", "r") if entry.tokens and self._index.chats else None
-            self._open[number] = TokenShard(tokens, _open_ends(paths.ends, entry.documents), answers)
-        return self._open[number]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the open files out: another process opens them again."""
-        return {"_folder": self._folder, "_index": self._index, "_open": {}}
-
-
-def _open_ends(path: Path, documents: int) -> NDArray[np.int64]:
-    try:  # an empty file cannot be mapped
-        ends = np.load(path, mmap_mode="r" if documents else None, allow_pickle=False)
-    except (OSError, ValueError):
-        ends = np.empty(0, dtype=bool)
-    if ends.shape != (documents,) or ends.dtype != np.int64:
+def _array(path: Path, dtype: str, count: int) -> ArrayFile:
+    if not path.is_file() or path.stat().st_size != count * np.dtype(dtype).itemsize:
         raise DataError(
-            f"{path} is missing or damaged: prepare the corpus again, into another folder."
-        ) from None
-    found: NDArray[np.int64] = ends
-    return found
+            f"{path} is missing or has not the {count:,} elements that {INDEX} counts: prepare the corpus "
+            "again, into another folder."
+        )
+    return ArrayFile(path, dtype, count)

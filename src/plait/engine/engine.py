@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ from plait.schedules.simulation.costs import Costs
 from plait.sharding.gradient_norm import scale_to, start_norm
 from plait.sharding.optimizer_check import OptimizerGuard, Partitioning
 from plait.sharding.replica_check import check_replicas
+from plait.tensor.sampling import TokenChoice
 
 if TYPE_CHECKING:
     from plait.checkpoint.dtensor import DTensor
@@ -113,15 +114,16 @@ class Engine:
         temperature: float = 1.0,
         top_k: int | None = None,
         seed: int = 0,
+        stop: Sequence[int] = (),
     ) -> Tensor:
         """Extend `prompt` `[rows, length]` to int64 `[rows, length + tokens]`, equal on every rank.
 
-        The model must be causal, and its output logits `[rows, length, vocab]`. Its input is at most its
-        context's last tokens. Communication: per token the boundary tensors and the token over `pp`,
-        attention and an all-gather of the logits over `cp`, regions over `tp`, and, where the logits are cut,
-        16 bytes a row over `tp` (with `top_k` 8 · k more).
+        A row ends at a token of `stop`, which fills it; then the host waits for the device at each token. The
+        model must be causal, its output logits `[rows, length, vocab]`; it sees its context's last tokens.
+        Communication: per token the boundaries and the token over `pp`, attention and logits over `cp`,
+        regions and, where logits are cut, 16 bytes a row over `tp` (with `top_k` 8 · k more).
         """
-        return generated(self._runner, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed)
+        return generated(self._runner, prompt, tokens, TokenChoice(temperature, top_k, seed, tuple(stop)))
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -259,11 +261,12 @@ class Engine:
         """
         return self._runner.microbatch_losses()
 
-    def non_finite(self) -> Tensor:
-        """Return whether this rank's losses, and its gradients, are not finite after a step: bool `[2]`.
+    def loss_weight(self) -> Tensor:
+        """Return the loss's weight of the last global batch, 0-d: with cross-entropy the counted targets."""
+        return self._runner.loss_weight()
 
-        Without communication, and without waiting for the device.
-        """
+    def non_finite(self) -> Tensor:
+        """Return whether this rank's losses and gradients of the last step are not finite: bool `[2]`."""
         return self._runner.non_finite()
 
     def input_gradients(self) -> Value | None:

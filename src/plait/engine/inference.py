@@ -23,7 +23,7 @@ from plait.layers.nested import (
     tensors_of,
     with_tensors,
 )
-from plait.tensor.sampling import next_token, padded, require_prompt
+from plait.tensor.sampling import TokenChoice, next_token, padded, require_prompt
 
 
 def model_output(runner: Runner, inputs: Value, *, whole: bool, everywhere: bool) -> Value | None:
@@ -94,14 +94,12 @@ def _concatenated(outputs: Sequence[Value]) -> Value:
     return with_tensors(outputs[0], (torch.cat(column) for column in columns))
 
 
-def generated(
-    runner: Runner, prompt: Tensor, tokens: int, *, temperature: float, top_k: int | None, seed: int
-) -> Tensor:
+def generated(runner: Runner, prompt: Tensor, tokens: int, choice: TokenChoice) -> Tensor:
     """Return `prompt` `[rows, length]` extended by `tokens` generated tokens; see `Engine.generate`."""
-    require_prompt(prompt, tokens, temperature, top_k)
+    require_prompt(prompt, tokens, choice)
     start = f"a prompt {tuple(prompt.shape)} of tokens {fingerprint_of_tokens(prompt.cpu())}"
-    runner.require_same_call(f"{start}, {tokens} more at {temperature}, top_k {top_k}, seed {seed}", "model")
-    generator = torch.Generator().manual_seed(seed)
+    runner.require_same_call(f"{start}, {tokens} more, {choice}", "model")
+    generator = torch.Generator().manual_seed(choice.seed)
     sequence, programs = prompt.to(runner.mesh.device), runner.steps.output_of_one
     with torch.no_grad(), evaluating(runner.modules):
         for number in range(tokens):
@@ -112,11 +110,14 @@ def generated(
             for logits in runner.pipeline.loss_stage.take_outputs():  # one, on the last stage's ranks
                 token = next_token(
                     joined(logits, local.sequences[0])[:, length - 1],
-                    temperature=temperature,
-                    top_k=top_k,
-                    generator=generator,
+                    choice,
+                    generator,
                     vocabulary=runner.runtime.vocabulary,
                 )
             broadcast(token, runner.mesh.group("pp"), runner.steps.schedule.rank_of[-1], checked=False).wait()
+            if choice.stop:
+                token, is_last = choice.stopped(token, sequence[:, prompt.shape[1] :])
             sequence = torch.cat([sequence, token[:, None]], dim=1)
+            if choice.stop and is_last:
+                break
     return sequence

@@ -60,6 +60,8 @@ class LossBatch:
     targets: Sequence[Value]
     weights: Tensor
     """The loss's weight of each micro-batch, `[microbatches]`."""
+    total_weight: Tensor
+    """The loss's weight of the global batch, 0-d."""
     divisor: Tensor
     """What the summed loss of the global batch is divided by, 0-d."""
 
@@ -83,7 +85,7 @@ class Runner:
         self._infos: dict[Any, list[LayerInfo]] = {}
         self._sequences: Sequence[LocalSequence | None] = ()
         """This rank's part of each micro-batch's sequences in the latest step; None where they are whole."""
-        self._weights: Tensor | None = None
+        self._weights: tuple[Tensor, Tensor] | None = None  # of each micro-batch, of the global batch
         self._totals: list[Tensor] = []
         self._agreed: dict[tuple[str, str], None] = {}
         """On GPUs the calls that the ranks along an axis have agreed on, oldest first."""
@@ -125,9 +127,9 @@ class Runner:
         each = [self.runtime.loss.weight(part) for part in parts]
         weights = torch.stack([torch.as_tensor(weight, dtype=torch.float64) for weight in each])
         weights = sent(weights, self.mesh.device)
-        total = all_reduce(weights.sum(), self.mesh.group("dp_cp"), checked=False)
-        weight = divisor(self.runtime.loss, total.about("the loss's weight").wait())
-        return LossBatch(local, parts, weights, weight)
+        started = all_reduce(weights.sum(), self.mesh.group("dp_cp"), checked=False)
+        total = started.about("the loss's weight").wait()
+        return LossBatch(local, parts, weights, total, divisor(self.runtime.loss, total))
 
     def local_inputs(self, batch: Sequence[Value], length: int | None = None) -> LocalInputs:
         """Return this rank's part of micro-batches: its positions, without document ids.
@@ -146,7 +148,7 @@ class Runner:
             self._totals = self.pipeline.loss_stage.totals
         if self.is_last and self.mesh.index("tp") == 0:
             mean = torch.stack(self._totals).double().sum() / batch.divisor
-        self._weights = batch.weights
+        self._weights = batch.weights, batch.total_weight
         return all_reduce(mean, self.mesh.group("world"), checked=False).about("the mean loss").wait()
 
     def _rows(self, batch: Sequence[Value]) -> list[range]:
@@ -167,14 +169,22 @@ class Runner:
 
     def microbatch_losses(self) -> Tensor:
         """Return the mean loss of each micro-batch of the last step; see `Engine.microbatch_losses`."""
+        weights, _ = self._last_weights()
+        losses, cp = torch.zeros_like(weights), self.mesh.group("cp")
+        if self.is_last:
+            both = torch.stack([torch.stack(self._totals).double(), weights])
+            totals, whole = all_reduce(both, cp, checked=False).about("the losses over cp").wait()
+            losses = totals / divisor(self.runtime.loss, whole)
+        return broadcast(losses, self.mesh.group("pp"), self.steps.schedule.rank_of[-1], checked=False).wait()
+
+    def loss_weight(self) -> Tensor:
+        """Return the loss's weight of the last step's global batch; see `Engine.loss_weight`."""
+        return self._last_weights()[1]
+
+    def _last_weights(self) -> tuple[Tensor, Tensor]:
         if self._weights is None:
             raise DataError("there are no losses yet: call forward_backward or evaluate first.")
-        losses, cp = torch.zeros_like(self._weights), self.mesh.group("cp")
-        if self.is_last:
-            both = torch.stack([torch.stack(self._totals).double(), self._weights])
-            totals, weights = all_reduce(both, cp, checked=False).about("the losses over cp").wait()
-            losses = totals / divisor(self.runtime.loss, weights)
-        return broadcast(losses, self.mesh.group("pp"), self.steps.schedule.rank_of[-1], checked=False).wait()
+        return self._weights
 
     def input_gradients(self) -> Value | None:
         """Return the gradients of the last step's inputs; see `Engine.input_gradients`."""
@@ -272,11 +282,13 @@ class Runner:
                 self.reducer.begin(self.scale.value)
             if parameters_changed:
                 self.gatherer.begin()
-            if trains and self.recorder is not None:
-                with self.recorder.recording_step() as around:
-                    self._executor.run(program, around)
-            else:
-                self._executor.run(program)
+            # A backward runs in this thread: on a GPU autograd would hand each layer's to another one.
+            with torch.autograd.set_multithreading_enabled(False):
+                if trains and self.recorder is not None:
+                    with self.recorder.recording_step() as around:
+                        self._executor.run(program, around)
+                else:
+                    self._executor.run(program)
         except BaseException:
             self.pipeline.clear()
             self.gatherer.clear()

@@ -85,15 +85,12 @@ def result_bytes(sequence: LocalSequence | None) -> Mapping[Hashable, int]:
     if sequence is None:
         return {}
     lasting = lasting_bytes(sequence)
-    found = {key: _bytes(result) for key, result in _results(sequence) if key not in lasting}
-    if sequence.documents is not None:
-        found["documents"] = _bytes(sequence.documents)
-    return found
+    return {key: _bytes(result) for key, result in _results(sequence) if key not in lasting}
 
 
 def lasting_bytes(sequence: LocalSequence | None) -> Mapping[Hashable, int]:
     """Return the bytes of the results that layers share for all micro-batches, by key."""
-    if sequence is None or sequence.documents is not None:
+    if sequence is None:
         return {}
     plans = (result for result in _results(sequence) if isinstance(result[1], ExchangePlan))
     return {key: _bytes(plan) for key, plan in plans}

@@ -90,7 +90,9 @@ def trace_layer(stage: Stage, given: Value) -> tuple[Trace, Value]:
         output = stage.values.pop(0)
         forward.end(tensors_of(output))
         following = map_tensors(_meta_leaf, output)
-        seeds: Gradients = [_meta_leaf(t) if t.requires_grad else None for t in tensors_of(output)]
+        seeds: Gradients = [
+            torch.empty_like(t, device="meta") if t.requires_grad else None for t in tensors_of(output)
+        ]
         del output
         next_inputs, numbers = _numbers(tracker, tensors_of(following)), _numbers(tracker, seeds)
         forward.saved = tracker.live() - {*next_inputs, *numbers}

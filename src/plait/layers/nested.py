@@ -45,8 +45,15 @@ def tensors_of(value: Value) -> Iterator[Tensor]:
             yield from tensors_of(item)
 
 
+def list_of_tensors(value: Value) -> list[Tensor]:
+    """Return the tensors in `value`, in the order of `tensors_of`."""
+    return [value] if isinstance(value, Tensor) else list(tensors_of(value))
+
+
 def map_tensors(function: Callable[[Tensor], Any], value: Value) -> Value:
     """Return `value` with `function` applied to each tensor, in the order of `tensors_of`."""
+    if isinstance(value, Tensor):  # the common case, kept cheap
+        return function(value)
     return map_leaves(lambda leaf: isinstance(leaf, Tensor), function, value)
 
 
@@ -134,6 +141,15 @@ def with_tensors(value: Value, tensors: Iterable[Any]) -> Value:
 def leaf_of(tensor: Tensor, requires_grad: bool) -> Tensor:
     """Return `tensor` detached: a leaf on the same memory, with `requires_grad` set."""
     return tensor.detach().requires_grad_(requires_grad)
+
+
+def detached(value: Value) -> Value:
+    """Return `value` with each tensor detached: a leaf on the same memory, with the same `requires_grad`."""
+    return map_tensors(_detached, value)
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def signatures(values: Sequence[Value]) -> str:

@@ -1,1 +1,29 @@
-"""The training loop: steps with an optimizer, callbacks, measurements, loggers, checkpoints."""
+"""The training loop: `plait.fit`, its callbacks, loggers, checkpoints and learning-rate schedules."""
+
+from plait.loop.callbacks import History, Log, ReplicaChecks
+from plait.loop.checkpoints import Checkpoints
+from plait.loop.learning_rates import warmup_cosine, warmup_linear
+from plait.loop.loggers import Csv, JsonLines
+from plait.loop.progress import Progress
+from plait.loop.tracking_services import MLflow, TensorBoard, WeightsAndBiases
+from plait.loop.training import Callback, TrainingLoop
+from plait.loop.validation import EarlyStop, Validation
+
+__all__ = [
+    "Callback",
+    "Checkpoints",
+    "Csv",
+    "EarlyStop",
+    "History",
+    "JsonLines",
+    "Log",
+    "MLflow",
+    "Progress",
+    "ReplicaChecks",
+    "TensorBoard",
+    "TrainingLoop",
+    "Validation",
+    "WeightsAndBiases",
+    "warmup_cosine",
+    "warmup_linear",
+]

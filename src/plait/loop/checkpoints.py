@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from plait.checkpoint.best_marker import BEST, best_step
 from plait.checkpoint.checkpoint_manager import CheckpointManager
 from plait.checkpoint.folders import complete_checkpoints
 from plait.checkpoint.loading import load
+from plait.checkpoint.manifest import section
 from plait.comm.text_collectives import broadcast_result
+from plait.data.batches import description
 from plait.errors import CheckpointError, DataError, NonFiniteError, ReplicaError, listed
 from plait.loop.training import Callback, TrainingLoop
+from plait.loop.validation import LowestLoss, Validation, validation_before
 
 OPTIMIZER_OPTIONS = ("weight_decay", "betas", "eps")
 """Options of the optimizer that a resumed run takes from its own optimizer, as it does the learning rate."""
@@ -28,23 +33,26 @@ class Checkpoints(Callback):
         every: int | None = 0,
         keep_last: int = 2,
         keep_every: int = 0,
+        keep_best: bool = False,
         resume: str = "auto",
         state: Mapping[str, Any] | None = None,
         check: Callable[[Mapping[str, Any], Path], None] | None = None,
-        tell: Callable[[str], None] | None = None,
         start_over: str = "resume='no'",
     ) -> None:
         """Save into `folder` every `every` steps; 0: only at the end; None: never.
 
-        `keep_last` newest ones are kept (0: all), and those at multiples of `keep_every` steps. `resume`:
-        "auto", from the newest one in `folder` that is not damaged, if there is one; "no"; or the folder of a
-        checkpoint. `state`: JSON values that are saved too; `check(state, path)` may refuse those of a
-        checkpoint. `tell` gets lines about resuming and failures, on every rank; None: rank 0 prints them.
+        `keep_last` newest ones are kept (0: all), and those at multiples of `keep_every` steps. `keep_best`:
+        save after each validation with the lowest loss so far, too, and keep the last of these: `FOLDER/best`
+        names it. `resume`: "auto", from the newest one in `folder` that is not damaged, if there is one;
+        "no"; or the folder of a checkpoint. `state`: JSON values that are saved too; `check(state, path)` may
+        refuse those of a checkpoint. Each checkpoint has the `state_dict` of all callbacks.
         """
         self._folder, self._every, self._resume, self._start_over = Path(folder), every, resume, start_over
         self._state = {} if state is None else dict(state)
         self._check = check or (lambda state, path: None)
-        self._told, self._rank = tell, 0
+        self._keep_best = keep_best
+        self._validation = Validation(None)
+        self._tell: Callable[[str], None] = print
         self._manager = CheckpointManager(
             self._folder, keep_last=keep_last, keep_every=keep_every, start_step=0
         )
@@ -53,9 +61,9 @@ class Checkpoints(Callback):
     def resume(self, run: TrainingLoop) -> None:
         """Load the checkpoint to resume from, if there is one, and set `run.done`.
 
-        Raises `CheckpointError`, `DataError` where batches have another size, and the errors of `check`.
+        Raises `CheckpointError`, `DataError` where batches are others, and the errors of `check`.
         """
-        self._rank, source = run.mesh.rank, self._resume
+        self._tell, source = run.tell, self._resume
         if source == "no":
             return
         if source != "auto":
@@ -78,6 +86,16 @@ class Checkpoints(Callback):
             )
         self._tell(f"There is no checkpoint in {self._folder}: the run starts from the beginning.")
 
+    def begin(self, run: TrainingLoop) -> None:
+        """Find the validation whose lowest loss counts. Raises `DataError` where there is none."""
+        self._tell = run.tell
+        if self._keep_best:
+            self._validation = validation_before(self, run)
+        lowest = self._validation.lowest
+        if lowest is not None and run.resumed_steps and run.mesh.rank == 0:
+            with suppress(OSError):  # a folder that cannot be written to is told when a checkpoint is due
+                self._manager.restore_best(lowest.step, lowest.loss)
+
     @property
     def failed(self) -> bool:
         """Whether the last checkpoint could not be written."""
@@ -88,14 +106,22 @@ class Checkpoints(Callback):
         return bool(self._every) and step % (self._every or 1) == 0
 
     def after_step(self, run: TrainingLoop) -> None:
-        """Unless `every` is None, save if it is due or no step follows; a failure is a warning."""
-        if self._every is None or not (run.is_last or self.is_due(run.done)):
+        """Save where it is due, no step follows, or the loss is the lowest; a failure is a warning."""
+        step, lowest = run.done, self._validation.lowest
+        best_loss = lowest.loss if lowest is not None and lowest.step == step else None
+        is_planned = self._every is not None and (run.is_last or self.is_due(step))
+        if not is_planned and best_loss is None:
             self._warn_early()
             return
-        step = run.done
-        state = {"step": step, "sequences": step * run.batches.size, **self._state}
+        callbacks = {name: dict(callback.state_dict()) for name, callback in run.named_callbacks()}
+        state = {
+            "step": step,
+            "batches": description(run.batches),
+            "callbacks": {name: values for name, values in callbacks.items() if values},
+            **self._state,
+        }
         self.finish()
-        self._try(lambda: self._manager.save(run.engine, run.optimizer, step, state))
+        self._try(lambda: self._manager.save(run.engine, run.optimizer, step, state, best_loss))
 
     def finish(self) -> None:
         """Block until the last checkpoint is written."""
@@ -106,6 +132,15 @@ class Checkpoints(Callback):
         """Call `finish`, unless an error was raised that other ranks may not have raised."""
         if error is None or isinstance(error, NonFiniteError | ReplicaError):
             self.finish()
+        lowest = self._validation.lowest
+        if error is None and run.mesh.rank == 0 and lowest is not None:
+            self._tell(self._best_line(lowest))
+
+    def _best_line(self, lowest: LowestLoss) -> str:
+        """Return which step had the lowest validation loss, and where its checkpoint is."""
+        is_kept = best_step(self._folder) == lowest.step
+        where = f": {self._folder / BEST}" if is_kept else f", which has no checkpoint in {self._folder}"
+        return f"The lowest validation loss, {lowest.loss:.3f}, is that of step {lowest.step}{where}."
 
     def _load(self, path: Path, run: TrainingLoop) -> None:
         optimizer = run.optimizer
@@ -121,16 +156,24 @@ class Checkpoints(Callback):
                 "or of save with a state of {'step': …}."
             )
         self._check(state, path)
-        rows = state.get("sequences", step * run.batches.size)
-        if rows != step * run.batches.size:
-            raise DataError(
-                f"batches have {run.batches.size} rows, but {rows} rows were trained on in {step} steps when "
-                f"{path} was written: give batches of the same size, or start over."
-            )
+        self._require_same_batches(section(state, "batches"), run, path)
+        for name, callback in run.named_callbacks():
+            if saved := section(state, "callbacks", name):
+                callback.load_state_dict(saved)
         if self._folder.resolve() in (path.resolve(), path.resolve().parent):
             run.resumed_steps = self._manager.start_step = step
         self._tell(f"Resumed from {path}, after step {step}.")
         run.done = step
+
+    def _require_same_batches(self, before: Mapping[str, Any], run: TrainingLoop, path: Path) -> None:
+        """Raise `DataError` where the batches would not go on with the samples of those in the checkpoint."""
+        now = description(run.batches)
+        for name in now:
+            if name in before and before[name] != now[name]:
+                raise DataError(
+                    f"the batches have {name} = {now[name]}, and had {before[name]} when {path} was written: "
+                    f"give the same batches, or start over with {self._start_over}."
+                )
 
     def _saved(self, run: TrainingLoop) -> list[Path]:
         """Return on every rank the complete checkpoints of this run found by rank 0, newest first."""
@@ -158,9 +201,3 @@ class Checkpoints(Callback):
         if self._manager.error and not self._warned:
             self._warned = True
             self._tell(f"WARNING: {self._manager.error}")
-
-    def _tell(self, line: str) -> None:
-        if self._told is not None:
-            self._told(line)
-        elif self._rank == 0:
-            print(line)

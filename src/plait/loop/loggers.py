@@ -1,4 +1,4 @@
-"""Loggers: the numbers of each step as JSON lines, CSV, TensorBoard, Weights & Biases and MLflow."""
+"""Loggers: the numbers of each step as JSON lines and CSV; see `tracking_services` for others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +21,8 @@ COLUMNS = (
     "loss",  # mean over the tokens of the step's global batch
     "grad_norm",  # over all parameters of the mesh, before clipping
     "lr",
-    "tokens",  # trained on in this step, by all ranks together
+    "tokens",  # in this step's sequences, of all ranks together
+    "trained_tokens",  # those of them whose loss counts
     "step_seconds",
     "tokens_per_second",
     "peak_memory_bytes",  # so far, of the rank that had most
@@ -177,94 +177,3 @@ def _csv_step(line: str) -> float:
     """Return the training step of a CSV line; infinity for the header and for a damaged line."""
     step = line.partition(",")[0]
     return int(step) if step.isdigit() else math.inf
-
-
-def _numbers(row: MetricsRow) -> tuple[int, dict[str, float]]:
-    """Return the step of a row, and its other numbers that are finite."""
-    numbers = {name: value for name, value in row.items() if value is not None}
-    return int(numbers.pop("step", 0)), numbers
-
-
-class TensorBoard:
-    """Logger that writes each number of a row to a TensorBoard log in a folder."""
-
-    def __init__(self, folder: str | Path) -> None:
-        self._folder = Path(folder)
-        self._writer: Any = None
-
-    def begin(self, steps: int) -> None:
-        """Open the log; remove those of an earlier run, unless this one resumes it."""
-        writer = _imported("torch.utils.tensorboard", "tensorboard").SummaryWriter
-        for old in self._folder.glob("events.out.tfevents.*") if not steps else ():
-            old.unlink()
-        self._writer = writer(str(self._folder), purge_step=steps + 1 if steps else None)
-
-    def write(self, row: MetricsRow) -> None:
-        """Write a scalar for each number."""
-        step, numbers = _numbers(row)
-        for name, value in numbers.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """Close the log."""
-        if self._writer is not None:
-            self._writer.close()
-
-
-class WeightsAndBiases:
-    """Logger that sends each row to a run of Weights & Biases (the package `wandb`)."""
-
-    def __init__(self, **options: Any) -> None:
-        """`options` go to `wandb.init`: project, name, id and resume of a run that goes on, mode, config …"""
-        self._options = options
-        self._run: Any = None
-
-    def begin(self, steps: int) -> None:
-        """Start the run."""
-        self._run = _imported("wandb", "wandb").init(**self._options)
-
-    def write(self, row: MetricsRow) -> None:
-        """Send the numbers of a step."""
-        step, numbers = _numbers(row)
-        self._run.log(numbers, step=step)
-
-    def close(self) -> None:
-        """Finish the run."""
-        if self._run is not None:
-            self._run.finish()
-
-
-class MLflow:
-    """Logger that sends each row to a run of MLflow (the package `mlflow`)."""
-
-    def __init__(self, **options: Any) -> None:
-        """`options` go to `mlflow.start_run`: run_name, experiment_id, run_id of a run that goes on …"""
-        self._options = options
-        self._module: Any = None
-
-    def begin(self, steps: int) -> None:
-        """Start the run."""
-        module = _imported("mlflow", "mlflow")
-        module.start_run(**self._options)
-        self._module = module
-
-    def write(self, row: MetricsRow) -> None:
-        """Send the numbers of a step."""
-        step, numbers = _numbers(row)
-        self._module.log_metrics(numbers, step=step)
-
-    def close(self) -> None:
-        """Finish the run."""
-        if self._module is not None:
-            self._module.end_run()
-
-
-def _imported(module: str, package: str) -> Any:
-    """Return a module of an optional package. Raises `ConfigError` where it is not installed."""
-    try:
-        return import_module(module)
-    except ImportError:
-        raise ConfigError(
-            f"{module} is asked for as a logger, but the package {package} is not installed: "
-            f"pip install 'plait[{package}]', or leave the logger out."
-        ) from None

@@ -39,6 +39,19 @@ _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
 
 
 @dataclass(frozen=True)
+class StepResult:
+    """What a step computed, on the device: 0-d tensors that are equal on every rank, but `non_finite`."""
+
+    loss: Tensor
+    norm: Tensor
+    """The gradient norm before clipping."""
+    weight: Tensor
+    """What the loss is a mean over: see `Engine.loss_weight`."""
+    non_finite: Tensor
+    """Whether this rank's own loss and own gradients are not finite: bool `[2]`."""
+
+
+@dataclass(frozen=True)
 class StepNumbers:
     """The numbers of a finished step, the same on every rank except for times."""
 
@@ -76,32 +89,30 @@ class Meter:
     def measure(
         self,
         step: int,
-        loss: Tensor,
-        norm: Tensor,
+        result: StepResult,
         rate: float,
-        non_finite: Tensor,
         *,
         tokens: int,
         signal: int = 0,
     ) -> Callable[[], StepNumbers]:
         """End the clock of `step`, counted from 0; return a function that waits for its numbers.
 
-        `non_finite`: bool `[2]`, whether this rank's own loss and own gradients are not finite. `signal`: one
-        that this rank has received, or 0. `tokens`: of the global batch.
+        `signal`: one that this rank has received, or 0. `tokens`: of the global batch.
         Communication: an all-gather of five numbers over the world.
         """
         mesh, device = self._mesh, self._mesh.device
         world = mesh.size("world")
         blocked = 0 if is_accelerator(device) else mesh.traffic.blocked_nanoseconds - self._blocked
         own = torch.tensor([peak_memory_bytes(device), signal, blocked / 1e9], dtype=torch.float64)
-        numbers = torch.cat([sent(own, device), non_finite.double()])
+        numbers = torch.cat([sent(own, device), result.non_finite.double()])
         everyone = all_gather(numbers, mesh.group("world"), checked=False)
         of_all = everyone.about("the metrics of the step").wait().view(-1)
-        read = read_later(torch.cat([torch.stack([loss.double(), norm.double()]), of_all]))
+        same = torch.stack([result.loss.double(), result.norm.double(), result.weight.double()])
+        read = read_later(torch.cat([same, of_all]))
         started, ended = self._started, StreamEvent(device, timed=True)
 
         def finished() -> StepNumbers:
-            loss, norm, *rest = read().tolist()
+            loss, norm, weight, *rest = read().tolist()
             memory, signals, blocked, *faults = (rest[column::5] for column in range(5))
             seconds = ended.milliseconds_since(started) / 1e3
             row = {
@@ -110,6 +121,7 @@ class Meter:
                 "grad_norm": norm,
                 "lr": rate,
                 "tokens": tokens,
+                "trained_tokens": int(weight) if weight.is_integer() else weight,
                 "step_seconds": seconds,
                 "tokens_per_second": tokens / seconds,
                 "peak_memory_bytes": int(max(memory)),

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from plait.data.batches import Batches, rank_rows
+from plait.data.batches import Batches
 from plait.device import is_accelerator
 from plait.engine import Engine
-from plait.errors import DataError, NonFiniteError
-from plait.layers.nested import Value, tensors_of
-from plait.loop.meter import Meter, StepNumbers
+from plait.errors import ConfigError, NonFiniteError
+from plait.loop.batch_shares import require_divisible, token_count
+from plait.loop.meter import Meter, StepNumbers, StepResult
 
 
 class Callback:
@@ -46,6 +48,13 @@ class Callback:
     def end(self, run: TrainingLoop, error: BaseException | None) -> None:
         """Finish after the last step, or after an `error` that other ranks may not have raised."""
 
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return JSON values, the same on every rank, that checkpoints hold; empty: none."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the `state_dict` in the checkpoint that a run resumes from, before `begin`."""
+
 
 class TrainingLoop:
     """Trains an engine's model on one rank; every rank makes one with the same arguments.
@@ -68,8 +77,15 @@ class TrainingLoop:
     ) -> None:
         """`advice`: how to mend a loss that is not finite; other arguments as for `plait.fit`.
 
-        Raises `DataError` where data-parallel ranks cannot share a batch.
+        Raises `DataError` where data-parallel ranks cannot share a batch, `ConfigError` where a learning rate
+        would replace different ones of parameter groups.
         """
+        rates = sorted({float(group["lr"]) for group in optimizer.param_groups if "lr" in group})
+        if learning_rate is not None and len(rates) > 1:
+            raise ConfigError(
+                f"the optimizer's groups have learning rates from {rates[0]:g} to {rates[-1]:g}, which "
+                "learning_rate would replace: leave it out, or give the groups one rate."
+            )
         self.engine, self.optimizer, self.batches, self.mesh = engine, optimizer, batches, engine.mesh
         self.steps, self.max_norm, self.advice = steps, clip, advice
         self.done = 0
@@ -84,11 +100,14 @@ class TrainingLoop:
         """Not 0 where the run ends before its last step: the signal that a rank had received, or -1."""
         self.requested_stop: Callable[[], int] = int
         """Returns the signal to stop that this rank has received; 0: none."""
+        self.tell: Callable[[str], None] = print if self.mesh.rank == 0 else _ignore
+        """Prints a line for the user, on rank 0."""
+        self.callbacks: Sequence[Callback] = ()
+        """The callbacks of `run`, in their order."""
         self._rate = learning_rate
         self._meter = Meter(self.mesh, engine.plan.precision, flops_per_token)
-        self._rows = require_divisible(batches, self)
+        self._rows = require_divisible(batches, self.mesh)
         self._tokens = 0
-        self._callbacks: Sequence[Callback] = ()
         self._unread: tuple[int, Callable[[], StepNumbers]] | None = None
 
     def run(self, callbacks: Sequence[Callback] = ()) -> None:
@@ -96,7 +115,7 @@ class TrainingLoop:
 
         Raises `NonFiniteError` on every rank where a loss or a gradient norm is not finite.
         """
-        self._callbacks = callbacks
+        self.callbacks = callbacks
         for callback in callbacks:
             callback.resume(self)
         with ExitStack() as stack:
@@ -112,15 +131,19 @@ class TrainingLoop:
         self._call("before_step")
         self._meter.start()
         loss, norm = self.step(step)
-        rate, non_finite = self.learning_rate(step), self.engine.non_finite()
+        rate = self.learning_rate(step)
         numbers = self._meter.measure(
-            step, loss, norm, rate, non_finite, tokens=self._tokens, signal=self.requested_stop()
+            step,
+            StepResult(loss, norm, self.engine.loss_weight(), self.engine.non_finite()),
+            rate,
+            tokens=self._tokens,
+            signal=self.requested_stop(),
         )
         self.finish()
         self._unread = step, numbers
         self.done = step + 1
         at_once = not is_accelerator(self.mesh.device) or self.is_last
-        if at_once or any(callback.is_due(self.done) for callback in self._callbacks):
+        if at_once or any(callback.is_due(self.done) for callback in self.callbacks):
             self.finish()
         self._call("after_step")
 
@@ -138,6 +161,14 @@ class TrainingLoop:
     def stop(self) -> None:
         """End the run after this step; to be called on all ranks."""
         self.stopped = self.stopped or -1
+
+    def named_callbacks(self) -> Iterator[tuple[str, Callback]]:
+        """Yield the callbacks by the names of their classes; a second one of a class as `NAME 2`."""
+        seen = Counter[str]()
+        for callback in self.callbacks:
+            name = type(callback).__name__
+            seen[name] += 1
+            yield name if seen[name] == 1 else f"{name} {seen[name]}", callback
 
     @property
     def is_last(self) -> bool:
@@ -161,7 +192,7 @@ class TrainingLoop:
             for group in self.optimizer.param_groups:
                 group["lr"] = self._rate(step)
         inputs, targets = self.batches.batch(step, self._rows)
-        self._tokens = _tokens(targets, self.batches.size)
+        self._tokens = token_count(targets, self.batches.size)
         self.optimizer.zero_grad()
         return self.engine.forward_backward(inputs, targets)
 
@@ -170,7 +201,7 @@ class TrainingLoop:
         return float(self.optimizer.param_groups[0]["lr"]) if self._rate is None else self._rate(step)
 
     def _call(self, method: str, *arguments: object) -> None:
-        for callback in self._callbacks:
+        for callback in self.callbacks:
             getattr(callback, method)(self, *arguments)
 
     def _refuse_non_finite(self, step: int, numbers: StepNumbers) -> None:
@@ -197,25 +228,12 @@ class TrainingLoop:
         )
 
 
+def _ignore(line: str) -> None:
+    """Print nothing."""
+
+
 def _ending(
     callback: Callback, run: TrainingLoop
 ) -> Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], None]:
     """Return a function for an `ExitStack` that calls `callback.end`."""
     return lambda kind, error, trace: callback.end(run, error)
-
-
-def _tokens(targets: Value, rows: int) -> int:
-    """Return the tokens of a global batch of `rows`, of which `targets` are a part; or its rows."""
-    first = next(iter(tensors_of(targets)), None)
-    return rows if first is None or first.dim() < 2 else rows * first.shape[1]
-
-
-def require_divisible(batches: Batches, run: TrainingLoop) -> slice:
-    """Return this data-parallel rank's rows of a batch. Raises `DataError` where ranks cannot share it."""
-    ranks = run.mesh.size("dp")
-    if batches.size % ranks:
-        raise DataError(
-            f"batches have {batches.size} rows, which {ranks} data-parallel ranks cannot share equally: "
-            f"give batches of {max(1, batches.size // ranks) * ranks} rows, or change plan.dp."
-        )
-    return rank_rows(run.mesh.index("dp"), ranks, batches.size)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from plait.autograd.engine_calls import run_backward
 from plait.errors import ModelError
 from plait.layers.nested import Value, tensors_of
 from plait.pipeline.stage import Gradients
@@ -71,7 +72,7 @@ class LossStage:
         total, leaves = self._open.pop(microbatch)
         if total.requires_grad:
             assert self._scale is not None, "a training step has a scale"
-            torch.autograd.backward(total, self._scale.to(total.dtype))
+            run_backward([total], [self._scale.to(total.dtype)])
         return [leaf.grad for leaf in leaves]
 
     def clear(self) -> None:

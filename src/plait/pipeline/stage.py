@@ -13,7 +13,7 @@ that are still to be computed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -22,11 +22,12 @@ from torch import Tensor, nn
 
 from plait.autograd.deferred_weight_gradients import made_by_linear
 from plait.autograd.dropout import DropoutGenerator, names_of
+from plait.autograd.engine_calls import run_backward
 from plait.autograd.running_sequence import LocalSequence, running
 from plait.autograd.weight_gradient_queue import WeightGradientQueue, WeightWork
 from plait.errors import ModelError
 from plait.layers.layer_sequence import NamedLayer
-from plait.layers.nested import Value, leaf_of, map_tensors, tensors_of
+from plait.layers.nested import Value, detached, list_of_tensors, map_tensors
 from plait.layers.shape_inference import LayerInfo
 from plait.pipeline.recompute import recomputing
 from plait.plan import Recompute
@@ -88,40 +89,42 @@ class Stage:
             self._add_note(error, microbatch, layer)
             raise
         if trains:
-            self.runs[microbatch, layer] = LayerRun(list(tensors_of(value)), list(tensors_of(output)))
-        self.values[microbatch] = map_tensors(lambda tensor: leaf_of(tensor, tensor.requires_grad), output)
+            self.runs[microbatch, layer] = LayerRun(list_of_tensors(value), list_of_tensors(output))
+        self.values[microbatch] = detached(output)
 
     def backward_input(self, microbatch: int, layer: int) -> None:
         """Compute the gradient of the layer's input from that of its output; defer its weight gradients."""
-        run = self.runs[microbatch, layer]
+        run, queue = self.runs[microbatch, layer], self.queue
         roots, seeds = _with_gradient(run.outputs, self.gradients.pop(microbatch))
         computed: list[WeightWork] = []
         if roots:
-            parameters = self._parameters[layer] if self.adds_late else ()
             try:
-                with (
-                    _without_buffers(parameters, computed, self.queue),
-                    self._part(microbatch, backward=True),
-                ):
-                    torch.autograd.backward(roots, seeds)
+                sequence = self.sequences[microbatch] if self.sequences else None
+                if sequence is None and not self.adds_late:  # the common case, kept cheap
+                    run_backward(roots, seeds)
+                else:
+                    with self._backward_contexts(sequence, layer, computed):
+                        run_backward(roots, seeds)
             except Exception as error:
                 self._add_note(error, microbatch, layer)
                 raise
-        run.work = [*computed, *self.queue.take()]
+        run.work = [*computed, *queue.take()]
         self.gradients[microbatch] = [tensor.grad for tensor in run.inputs]
         # From here on only what the weight work itself holds stays alive.
         run.inputs, run.outputs = [], []
 
     def backward_weight(self, microbatch: int, layer: int) -> None:
         """Compute the layer's deferred weight gradients and add them to `.grad`; discard its `LayerRun`."""
-        with torch.no_grad():
-            for work in self.runs.pop((microbatch, layer)).work:
-                work()
+        for work in self.runs.pop((microbatch, layer)).work:
+            work()
 
     def backward(self, microbatch: int, layer: int) -> None:
         """Compute input and weight gradients; the latter may overlap the former's reduction over `tp`."""
-        with self.queue.overlapping():
+        self.queue.overlaps = True
+        try:
             self.backward_input(microbatch, layer)
+        finally:
+            self.queue.overlaps = False
         self.backward_weight(microbatch, layer)
 
     def output_is_read(self, microbatch: int) -> bool:
@@ -137,35 +140,50 @@ class Stage:
 
     def _run(self, microbatch: int, layer: int, value: Value) -> Value:
         """Run one layer and return its output; a layer that recomputes calls this again in its backward."""
-        named, info, names = self.layers[layer], self.infos[microbatch][layer], self._dropouts[layer]
+        named, info, queue = self.layers[layer], self.infos[microbatch][layer], self.queue
         given = map_tensors(torch.clone, value) if info.writes_input else value
-        dropout = self.dropout.running(microbatch, named.path, names) if self.dropout and names else None
         # A layer that runs backwards of its own asks for no weight gradient.
-        with self.queue.discarding(), dropout or nullcontext(), self._part(microbatch):
-            if named.run_on_pieces is None:
-                output = named.module(given)
+        outside, queue.pending = queue.pending, []
+        try:
+            sequence = self.sequences[microbatch] if self.sequences else None
+            if sequence is None and named.run_on_pieces is None and not self._dropouts[layer]:
+                output = named.module(given)  # the common case, kept cheap
             else:
-                output, _ = named.run_on_pieces(named.module, given, info.length)
-        # The memory of a parameter may be released before the next layer runs.
+                with self._forward_contexts(sequence, microbatch, layer):
+                    output = named.run(given, info.length)[0]
+        finally:
+            queue.pending = outside
+        return self._without_parameters(output, layer) if info.returns_parameter else output
+
+    def _forward_contexts(self, sequence: LocalSequence | None, microbatch: int, layer: int) -> ExitStack:
+        """Return the contexts in which a layer runs: its dropout, and this rank's part of the sequences."""
+        names, stack = self._dropouts[layer], ExitStack()
+        if self.dropout and names:
+            stack.enter_context(self.dropout.running(microbatch, self.layers[layer].path, names))
+        if sequence is not None:
+            stack.enter_context(running(sequence))
+        return stack
+
+    def _backward_contexts(
+        self, sequence: LocalSequence | None, layer: int, computed: list[WeightWork]
+    ) -> ExitStack:
+        """Return the contexts of a layer's backward, in which a `torch.utils.checkpoint` may run it again.
+
+        `computed` gets the addition of gradients that come with the backward, where `W` adds them.
+        """
+        stack = ExitStack()
+        if self.adds_late:
+            stack.enter_context(_without_buffers(self._parameters[layer], computed, self.queue))
+        if sequence is not None:
+            stack.enter_context(running(sequence))
+        return stack
+
+    def _without_parameters(self, output: Value, layer: int) -> Value:
+        """Return `output` with clones of parameters, whose memory may be freed before the next layer runs."""
         own = {parameter.untyped_storage().data_ptr() for parameter in self._parameters[layer]} - {0}
         return map_tensors(
             lambda tensor: tensor.clone() if tensor.untyped_storage().data_ptr() in own else tensor, output
         )
-
-    @contextmanager
-    def _part(self, microbatch: int, *, backward: bool = False) -> Iterator[None]:
-        """Context in which layers work on this rank's part of a micro-batch's sequences.
-
-        In a `backward`, too: a layer may have a `torch.utils.checkpoint` of its own. The context is one of
-        this thread, so that autograd must not run the layer in another.
-        """
-        sequence = self.sequences[microbatch] if self.sequences else None
-        if sequence is None:
-            yield
-            return
-        threads = torch.autograd.set_multithreading_enabled(False) if backward else nullcontext()
-        with running(sequence), threads:
-            yield
 
     def _add_note(self, error: Exception, microbatch: int, layer: int) -> None:
         path = self.layers[layer].path

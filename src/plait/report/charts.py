@@ -9,8 +9,8 @@ from typing import Literal
 from plait.report.record import RunRecord
 
 Format = Literal["number", "bytes", "seconds", "percent"]
-NAMED = ("step", "tokens")
-"""Columns without a chart: the axis, and a number that is the same in each step."""
+NAMED = ("step", "tokens", "trained_tokens")
+"""Columns without a chart: the axis, and counts."""
 
 
 @dataclass(frozen=True)

@@ -102,11 +102,13 @@ class MetaLayers:
         given = LayerInput.of_batch(microbatch, input_gradients=input_gradients)
         sequence = running_sequence()
         modes = proves, torch.is_grad_enabled(), torch.get_default_dtype(), sequence and sequence.shape
+        longest = 0 if sequence is None else sequence.longest
         for number in range(len(self._structures)):
             key = self._structures[number], modes, given.length, given.repeats, _described(given.value)
-            if key not in self._results:
-                self._results[key] = self._run(number, given, proves=proves)
-            run: MetaRun = self._results[key]
+            # Documents change no shape, but a layer may refuse long ones: one that ran takes shorter ones.
+            if key not in self._results or self._results[key][0] < longest:
+                self._results[key] = longest, self._run(number, given, proves=proves)
+            run: MetaRun = self._results[key][1]
             yield run
             given = run.next_input()
         while len(self._results) > MOST_RESULTS:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -27,8 +29,30 @@ def padded(sequence: Tensor, context: int | None) -> tuple[Tensor, int]:
     return functional.pad(seen, (0, wanted - length)), length
 
 
-def require_prompt(prompt: Tensor, tokens: int, temperature: float, top_k: int | None) -> None:
-    """Raise DataError for a prompt or options with which sampling is not possible."""
+@dataclass(frozen=True)
+class TokenChoice:
+    """How the next token is chosen, and after which tokens a row ends."""
+
+    temperature: float = 1.0
+    """0: the likeliest token."""
+    top_k: int | None = None
+    seed: int = 0
+    stop: tuple[int, ...] = ()
+
+    def stopped(self, token: Tensor, generated: Tensor) -> tuple[Tensor, bool]:
+        """Return the next token of each row, `[rows]`, and whether all rows have ended.
+
+        A row that has ended, with `generated` `[rows, n]` so far, repeats its last token.
+        """
+        stop = torch.tensor(self.stop, device=token.device)
+        if generated.shape[1]:
+            token = torch.where(torch.isin(generated[:, -1], stop), generated[:, -1], token)
+        return token, bool(torch.isin(token, stop).all())
+
+
+def require_prompt(prompt: Tensor, tokens: int, choice: TokenChoice) -> None:
+    """Raise DataError for a prompt or a choice with which sampling is not possible."""
+    temperature, top_k = choice.temperature, choice.top_k
     if prompt.dim() != 2 or prompt.shape[1] == 0:
         raise DataError(f"the prompt has shape {list(prompt.shape)}: give [rows, length], length at least 1.")
     if tokens < 0:
@@ -41,19 +65,18 @@ def require_prompt(prompt: Tensor, tokens: int, temperature: float, top_k: int |
 
 def next_token(
     logits: Tensor,
-    *,
-    temperature: float,
-    top_k: int | None,
+    choice: TokenChoice,
     generator: torch.Generator,
+    *,
     vocabulary: Vocabulary | None = None,
 ) -> Tensor:
     """Return one token per row, int64 `[rows]`, from whole logits or this rank's piece `[rows, len(own)]`.
 
-    Samples the softmax of `logits / temperature` by the Gumbel-max trick (Gumbel 1954; Maddison et al. 2014):
-    the argmax of logits plus noise. The noise of all classes comes from `generator`, on the CPU and in
-    float64, so the token is the same on every rank, on every device and for any number of ranks, up to the
-    rounding of logits. `temperature` 0 takes the argmax; of equal logits the smallest token. `top_k`: only
-    logits that are not below the k-th largest are sampled.
+    Rows end by `TokenChoice.stopped`, not here. Samples the softmax of `logits / temperature` by the
+    Gumbel-max trick (Gumbel 1954; Maddison et al. 2014): the argmax of logits plus noise. The noise of all
+    classes comes from a CPU `generator`, in float64, so the token is the same on every rank, on every device
+    and for any number of ranks, up to the rounding of logits. `temperature` 0 takes the argmax; of equal
+    logits the smallest token. `top_k`: only logits that are not below the k-th largest are sampled.
     Communication, with a vocabulary: an all-gather of 16 bytes a row; with `top_k` one more, of 8 · k.
     Raises ModelError for logits that are not this rank's piece, NonFiniteError for a row whose maximum is not
     finite.
@@ -62,10 +85,10 @@ def next_token(
         vocabulary.require_piece(logits)
     values = logits.detach().to("cpu", torch.float64)
     classes = range(logits.shape[-1]) if vocabulary is None else vocabulary.own
-    if temperature > 0:
-        values = values / temperature
-        if top_k is not None:
-            values = _likeliest(values, top_k, vocabulary, logits.device)
+    if choice.temperature > 0:
+        values = values / choice.temperature
+        if choice.top_k is not None:
+            values = _likeliest(values, choice.top_k, vocabulary, logits.device)
         total = len(classes) if vocabulary is None else vocabulary.classes
         uniform = torch.rand(values.shape[0], total, dtype=torch.float64, generator=generator)
         values = values - (-uniform.log()).log()[:, classes.start : classes.stop]

@@ -1,8 +1,7 @@
-"""Build the objects of a configuration: the model, its initial weights, the optimizer, the learning rate."""
+"""Build the objects of a configuration: the model, its initial weights, the optimizer."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +60,3 @@ def initial_weights(config: ModelConfig, model: nn.Sequential, seed: int) -> dic
 def build_optimizer(groups: list[dict[str, Any]], settings: TrainConfig) -> torch.optim.Optimizer:
     """Return AdamW with the options in `settings`; the parameter groups set their own weight decay."""
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
-
-
-def learning_rate(step: int, *, steps: int, peak: float, floor: float, warmup: int) -> float:
-    """Return the learning rate of `step`, counted from 0: linear warm-up, then half a cosine.
-
-    The first `warmup` steps climb to `peak` (the last of them has it); the rest fall along half a cosine and
-    step `steps` − 1 has `floor`. Source: Loshchilov and Hutter, "SGDR", 2017, without restarts.
-    """
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    fraction = min(1.0, (step + 1 - warmup) / max(1, steps - warmup))
-    return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * fraction))

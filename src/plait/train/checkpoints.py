@@ -1,9 +1,9 @@
-"""Checkpoints of a training run: `run.resume`, `run.save_every`, `run.keep_last` and `run.keep_every`."""
+"""Checkpoints of a training run: `run.resume`, `run.save_every` and `run.keep_…`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from plait.loop.checkpoints import Checkpoints
 from plait.train.build import build_model
 from plait.train.config import Config
 from plait.train.config_parser import config_from_arguments
+from plait.train.trained_model import vocabulary
 
 FOLDER = "checkpoints"
 """The folder in `run.dir`."""
@@ -31,22 +32,20 @@ DATA_FIELDS = (
     "data.validation_source",
 )
 """Fields that decide which tokens a step trains on; a resumed run has the same."""
-_TOKEN_EMBEDDING = "model.embedding.token.weight"
-"""In plait's own models: one row for each token."""
 
 
-def run_checkpoints(config: Config, tell: Callable[[str], None]) -> Checkpoints:
-    """Return the callback that saves and resumes a run as `run` configures; `tell` gets its lines."""
+def run_checkpoints(config: Config) -> Checkpoints:
+    """Return the callback that saves and resumes a run as `run` configures."""
     run = config.run
     return Checkpoints(
         run.dir / FOLDER,
         every=run.save_every,
         keep_last=run.keep_last,
         keep_every=run.keep_every,
+        keep_best=run.keep_best,
         resume=run.resume,
         state={"config": json.loads(config.model_dump_json())},
         check=partial(_require_same_data, config),
-        tell=tell,
         start_over="--run.resume no",
     )
 
@@ -60,9 +59,8 @@ def shard_plan_for(manifest: Manifest, arguments: Sequence[str]) -> ShardPlan:
     """
     defaults = {name: section(manifest.state, "config", name) for name in ("model", "data", "train")}
     config = config_from_arguments(arguments, defaults, "the checkpoint")
-    tokens = manifest.tensors.get(_TOKEN_EMBEDDING)
-    vocab = config.model.vocab or (tokens.shape[0] if tokens and tokens.shape else 1)
-    return build_blueprint(build_model(config.model, vocab), config.plan()).shard_plan
+    model = build_model(config.model, vocabulary(config.model, manifest))
+    return build_blueprint(model, config.plan()).shard_plan
 
 
 def _require_same_data(config: Config, state: Mapping[str, Any], path: Path) -> None:

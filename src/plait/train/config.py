@@ -67,6 +67,7 @@ class Config(Section):
         _check_batch(self.train, self.parallel.dp)
         _check_parallel(self.parallel)
         _check_steps(self)
+        _check_validation(self)
         return self
 
     @property
@@ -147,6 +148,24 @@ def _check_steps(config: Config) -> None:
             raise ConfigError(
                 f"{name} = {value} is more than train.steps = {steps}: set {name} to at most {steps}."
             )
+
+
+def _check_validation(config: Config) -> None:
+    """Raise ConfigError if validation losses are to be compared, but there are none during the run."""
+    settings, data = config.train, config.data
+    asked = f"train.patience = {settings.patience}" if settings.patience else "run.keep_best = true"
+    if not settings.patience and not config.run.keep_best:
+        return
+    if not data.validation_source and not data.validation:
+        raise ConfigError(
+            f"{asked} needs a validation loss, but data.validation is 0: raise it, or set "
+            "data.validation_source."
+        )
+    if not settings.validate_every:
+        raise ConfigError(
+            f"{asked} compares validations during the run, but train.validate_every is 0: set it to the "
+            "steps between them."
+        )
 
 
 def _check_heads(model: ModelConfig) -> None:

@@ -120,7 +120,8 @@ class DataConfig(Section):
         min_length=1,
         description="stdlib (the source of Python's standard library), random (uniform tokens from the "
         "seed), a text file, a folder, a glob, token arrays (.bin, .npy), a folder of `plait data prepare`, "
-        "or conversations (.jsonl with messages, or prompt and completion)",
+        "conversations (.jsonl or .parquet with messages, or prompt and completion), texts (likewise, with "
+        "text), or a data set of Hugging Face (hf://OWNER/NAME:SPLIT)",
     )
     tokenizer: str | None = Field(
         default=None,
@@ -197,7 +198,16 @@ class TrainConfig(Section):
     )
     validate_every: int = Field(default=0, ge=0, description="steps between validations; 0: only at the end")
     validate_batches: Count = Field(default=8, description="batches in a validation")
-    sample: str = Field(default="", description="prompt that is continued after training; empty: no sample")
+    patience: int = Field(
+        default=0,
+        ge=0,
+        description="validations in a row without a lower loss after which the run ends; 0: never",
+    )
+    sample: str = Field(
+        default="",
+        description="prompt that is continued after training, a question where the data are conversations; "
+        "empty: no sample",
+    )
     sample_tokens: Count = Field(default=200, description="tokens the sample continues for")
 
 
@@ -328,6 +338,11 @@ class RunConfig(Section):
     keep_last: int = Field(default=2, ge=0, description="newest checkpoints that are kept; 0: all")
     keep_every: int = Field(
         default=0, ge=0, description="checkpoints at multiples of this step are never removed; 0: none"
+    )
+    keep_best: bool = Field(
+        default=False,
+        description="save a checkpoint after each validation with the lowest loss so far, and keep the last "
+        "of these, run.dir/checkpoints/best",
     )
     resume: str = Field(
         default="no",

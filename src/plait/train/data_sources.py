@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from hashlib import sha256
-from pathlib import Path
 
 from plait.data.batches import Rows, TokenWindows
-from plait.data.chats import first_record, holds_chats
 from plait.data.corpus import read_documents
 from plait.data.document_rows import DocumentRows
-from plait.data.preparation import prepare_corpus
 from plait.data.token_files import holds_tokens, open_tokens
-from plait.data.token_shards import INDEX, Corpus, CorpusIndex, corpus_of, is_prepared, open_corpus
+from plait.data.token_shards import Corpus, CorpusIndex, corpus_of, open_corpus
 from plait.data.tokenizer import ByteTokenizer, Tokenizer
 from plait.errors import DataError
 from plait.train.config import Config
+from plait.train.prepared_sources import prepared_folder
 
 # Tokens that are checked against the vocabulary when a corpus is opened (a fraction of a second); later ones
 # are checked with their batch, so that a huge array opens at once.
@@ -32,13 +28,13 @@ class OpenSource:
     vocab: int
     readable: bool
     summary: str
+    holds_chats: bool = False
 
 
 def open_source(config: Config, source: str, tokenizer: Tokenizer, fraction: float) -> OpenSource:
     """Open a source, and hold the last `fraction` of it out. Raises `DataError` or `ConfigError`."""
     vocab = config.model.vocab or tokenizer.vocab
-    if is_chats(source) or is_prepared(source):
-        folder = chats_folder(config, source) if is_chats(source) else Path(source).expanduser()
+    if (folder := prepared_folder(config, source)) is not None:
         corpus, index = open_corpus(folder)
         vocab, readable = config.model.vocab or index.vocab, tokenizer.name == index.tokenizer
         if index.chats:
@@ -49,34 +45,6 @@ def open_source(config: Config, source: str, tokenizer: Tokenizer, fraction: flo
     else:
         corpus, readable = corpus_of(tokenizer.encode(read_documents(source))), True
     return _split(config, source, corpus, tokenizer.name, vocab, readable, fraction)
-
-
-def is_chats(source: str) -> bool:
-    """Return whether `data.source` names a file of conversations."""
-    path = Path(source).expanduser()
-    return path.suffix in (".jsonl", ".ndjson") and holds_chats(first_record(path))
-
-
-def chats_folder(config: Config, source: str) -> Path:
-    """Return the folder in `run.dir` of the tokenized conversations of a file, as they are now."""
-    path = Path(source).expanduser().resolve()
-    state = path.stat()
-    text = f"{path} {state.st_size} {state.st_mtime_ns} {Path(config.tokenizer).resolve()}"
-    return config.run.dir / f"chats-{sha256(text.encode()).hexdigest()[:12]}"
-
-
-def require_chats(config: Config, source: str, *, prepares: bool) -> None:
-    """Tokenize the conversations of a file, unless they are; DataError if not `prepares`."""
-    folder = chats_folder(config, source)
-    if (folder / INDEX).is_file():
-        return
-    if not prepares:
-        raise DataError(
-            f"data.source = {source!r} holds conversations, which no rank of an external launcher tokenizes: "
-            f"run `plait data prepare {source} FOLDER --tokenizer {config.tokenizer}` once, and set "
-            "data.source to FOLDER."
-        )
-    prepare_corpus([source], folder, config.tokenizer, processes=os.cpu_count() or 1)
 
 
 def _split(
@@ -137,4 +105,4 @@ def _split_chats(
     if unanswered:
         notes.append(f"{unanswered:,} without an answer")
     summary = f"{source}, {index.documents:,} conversations in {training.count:,} rows, {'; '.join(notes)}"
-    return OpenSource(training, held_out if fraction else None, vocab, readable, summary)
+    return OpenSource(training, held_out if fraction else None, vocab, readable, summary, holds_chats=True)

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from plait.comm.mesh import Mesh
 from plait.footprint.memory_report import Memory
-from plait.loop.callbacks import Log, ReplicaChecks, Validation
+from plait.loop.callbacks import Log, ReplicaChecks
+from plait.loop.progress import Progress, ProgressReporter
+from plait.loop.validation import EarlyStop, Validation
 from plait.plan import Plan
 from plait.train.balance_reorder_trace import balanced
 from plait.train.build import build_model
@@ -16,9 +18,8 @@ from plait.train.checkpoints import run_checkpoints
 from plait.train.config import Config
 from plait.train.memory_limit import peak_line, predict_memory, prediction_line
 from plait.train.metrics import FIELD, open_loggers
-from plait.train.progress import ProgressReporter
 from plait.train.reference_steps import Comparison, compare_steps
-from plait.train.run_callbacks import Progress, Recordings
+from plait.train.run_callbacks import FirstSteps, Recordings
 from plait.train.run_data import Data, load_data
 from plait.train.run_description import describe
 from plait.train.run_files import RunFiles
@@ -58,11 +59,10 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
     norm is not finite, and `ReplicaError` when `run.check_replicas` finds a difference. A checkpoint
     that cannot be written is a warning, and the run goes on.
     """
-    plan, settings = config.plan(), config.train
-    device = None if config.run.device == "auto" else config.run.device
-    mesh = Mesh(plan, device=device, timeout=config.run.timeout, guarded=config.run.guard)
-    progress = ProgressReporter(settings.steps, shown=mesh.rank == 0, bar=config.run.progress)
-    run = config.run
+    plan, settings, run = config.plan(), config.train, config.run
+    device = None if run.device == "auto" else run.device
+    mesh = Mesh(plan, device=device, timeout=run.timeout, guarded=run.guard)
+    progress = ProgressReporter(settings.steps, shown=mesh.rank == 0, bar=run.progress)
     loggers = (
         open_loggers(run.dir, config.model_dump_json(indent=2), csv_too=run.csv, tensorboard=run.tensorboard)
         if mesh.rank == 0
@@ -74,52 +74,66 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
         memory = _predicted_memory(config, plan, mesh, data)
         trainer = Trainer(config, plan, mesh, data)
         files = RunFiles(config, mesh.rank, progress.print)
-        _introduce(config, trainer, memory, files, progress)
-        shown, checkpoints = Progress(progress, stop, run.compare), run_checkpoints(config, files.tell)
-        validation = _validation(config, data, progress)
-        log = Log(*loggers, folder=run.dir, field=FIELD, tell=files.tell)
+        _introduce(config, trainer, data, memory, files)
+        trainer.tell, trainer.requested_stop = files.tell, lambda: stop.local
+        first, checkpoints = FirstSteps(run.compare), run_checkpoints(config)
+        validation = _validation(config, data)
         trainer.run(
             [
-                files,
-                Recordings(config, progress.print),
+                Recordings(config),
                 ReplicaChecks(run.check_replicas),
-                shown,
+                Progress(progress),
+                files,
+                first,
                 validation,
-                log,
+                *([EarlyStop(settings.patience)] if settings.patience else []),
+                Log(*loggers, folder=run.dir, field=FIELD),
                 checkpoints,
             ]
         )
+        signal = max(0, trainer.stopped)
         result = TrainingResult(
             steps=trainer.done,
             loss=trainer.row["loss"],
             validation_loss=validation.loss,
-            sample=None if trainer.stopped else trainer.sample(),
+            sample=None if signal else trainer.sample(),
             metrics=config.run.dir / "metrics.jsonl",
-            stopped=trainer.stopped,
+            stopped=signal,
             saved=not checkpoints.failed,
         )
-        first, peak = shown.first, trainer.row["peak_memory_bytes"]
+        peak = trainer.row["peak_memory_bytes"]
     del trainer, checkpoints  # the comparison needs the memory
     _print_end(config, result, memory, peak, mesh, progress)
-    if not first or result.stopped:
+    if not first.numbers or result.stopped:
         return result
-    comparison = compare_steps(config, data, mesh, first)
+    comparison = compare_steps(config, data, mesh, first.numbers)
     progress.print(str(comparison))
     return replace(result, comparison=comparison)
 
 
+def _introduce(config: Config, trainer: Trainer, data: Data, memory: Memory | None, files: RunFiles) -> None:
+    """Print the lines before the first step, and write on rank 0 what `run.json` says of the run."""
+    mesh = trainer.mesh
+    lines = [*banner(config, mesh, data, *trainer.sizes, has_weights=trainer.has_weights)]
+    lines += [] if memory is None else [prediction_line(memory)]
+    if mesh.rank == 0:
+        files.describe(describe(config, trainer.blueprint, mesh, memory, tuple(lines)))
+    for line in lines:
+        files.tell(line)
+
+
 def banner(
-    config: Config, mesh: Mesh, data: Data, parameters: int, *, has_weights: bool = False
+    config: Config, mesh: Mesh, data: Data, parameters: int, trained: int, *, has_weights: bool = False
 ) -> Iterator[str]:
     """Yield the lines before the first step: model, plan, data and folder.
 
-    `parameters`: of the whole model. `has_weights`: whether the folder of a Hugging Face model holds weights
-    to start from.
+    `parameters` and `trained`: of the whole model, and how many of them are not frozen. `has_weights`:
+    whether the folder of a Hugging Face model holds weights to start from.
     """
     model, settings, plan = config.model, config.train, config.plan()
-    size = f"{parameters / 1e6:.1f} M" if parameters >= 1e6 else f"{parameters:,}"
+    count = _count(parameters) + ("" if trained == parameters else f", of which {trained:,} are trained")
     yield (
-        f"Model: {model.name}, {size} parameters ({model.layers} blocks, hidden {model.hidden}, "
+        f"Model: {model.name}, {count} ({model.layers} blocks, hidden {model.hidden}, "
         f"context {model.context}, vocabulary {data.vocab:,})."
     )
     if model.folder is not None and has_weights:
@@ -141,17 +155,9 @@ def banner(
     yield f"Run: {config.run.dir}"
 
 
-def _introduce(
-    config: Config, trainer: Trainer, memory: Memory | None, files: RunFiles, progress: ProgressReporter
-) -> None:
-    """Print the lines before the first step, and write on rank 0 what `run.json` says of the run."""
-    mesh = trainer.mesh
-    lines = [*banner(config, mesh, trainer.data, trainer.parameters, has_weights=trainer.has_weights)]
-    lines += [] if memory is None else [prediction_line(memory)]
-    for line in lines:
-        progress.print(line)
-    if mesh.rank == 0:
-        files.describe(describe(config, trainer.blueprint, mesh, memory, tuple(lines)))
+def _count(parameters: int) -> str:
+    """Return a number of parameters as text."""
+    return f"{parameters / 1e6:.1f} M parameters" if parameters >= 1e6 else f"{parameters:,} parameters"
 
 
 def _sharding(plan: Plan) -> str:
@@ -184,12 +190,10 @@ def _print_end(
         progress.print(f"Stopped after step {result.steps}{how_to_resume}.")
 
 
-def _validation(config: Config, data: Data, progress: ProgressReporter) -> Validation:
+def _validation(config: Config, data: Data) -> Validation:
     """Return the callback that validates as `train` configures."""
     settings = config.train
-    return Validation(
-        data.validation, every=settings.validate_every, count=settings.validate_batches, tell=progress.print
-    )
+    return Validation(data.validation, every=settings.validate_every, count=settings.validate_batches)
 
 
 def _predicted_memory(config: Config, plan: Plan, mesh: Mesh, data: Data) -> Memory | None:

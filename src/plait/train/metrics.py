@@ -7,7 +7,8 @@ from pathlib import Path
 
 from plait.errors import ConfigError
 from plait.loop import loggers
-from plait.loop.loggers import Csv, JsonLines, Logger, TensorBoard
+from plait.loop.loggers import Csv, JsonLines, Logger
+from plait.loop.tracking_services import TensorBoard
 
 FIELD = "run.dir"
 """The field of the configuration that names the folder."""

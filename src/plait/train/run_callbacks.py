@@ -1,18 +1,15 @@
-"""Callbacks of `plait train`: traces and reordered schedules, progress, signals to stop, first steps."""
+"""Callbacks of `plait train`: traces and reordered schedules, the numbers of the first steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 
 from plait.engine import Recording
 from plait.loop.training import Callback, TrainingLoop
 from plait.train.balance_reorder_trace import reorder, write_schedule, write_trace
 from plait.train.config import Config
-from plait.train.progress import ProgressReporter
 from plait.train.reference_steps import LossAndNorm
 from plait.train.step_record import write_step_record
-from plait.train.stop_signals import StopSignals
 
 _WARM_UP = 10
 """The step of a run that is recorded for its report, unless it has fewer: the first ones are slower."""
@@ -21,9 +18,8 @@ _WARM_UP = 10
 class Recordings(Callback):
     """Records steps: for the report, for the trace `run.trace`, and for the order of `parallel.reorder`."""
 
-    def __init__(self, config: Config, tell: Callable[[str], None]) -> None:
-        """`tell` gets lines about what was written."""
-        self._folder, self._tell = config.run.dir, tell
+    def __init__(self, config: Config) -> None:
+        self._folder = config.run.dir
         self._trace, self._reorder = config.run.trace, config.parallel.reorder
         self._reports, self._of_report = config.run.report, 0
         self._recording: Recording | None = None
@@ -60,32 +56,19 @@ class Recordings(Callback):
         self._stack.close()
         recording, self._recording = self._recording, None
         if recording is not None and run.done == self._trace:
-            self._tell(write_trace(recording, run.done, self._folder, run.mesh))
+            run.tell(write_trace(recording, run.done, self._folder, run.mesh))
         if recording is not None and run.done == self._reorder:
-            self._tell(reorder(run.engine, recording, run.done, self._folder, run.mesh))
+            run.tell(reorder(run.engine, recording, run.done, self._folder, run.mesh))
 
 
-class Progress(Callback):
-    """Shows the progress of a run, stops it on signals, and keeps the numbers of its first steps."""
+class FirstSteps(Callback):
+    """Keeps loss and gradient norm of the first steps of a run, to compare them with one rank."""
 
-    def __init__(self, progress: ProgressReporter, stop: StopSignals, compare: int) -> None:
-        self._progress, self._stop, self._compare = progress, stop, compare
-        self.first: list[LossAndNorm] = []
-        """Results of the first `run.compare` steps."""
-
-    def begin(self, run: TrainingLoop) -> None:
-        """Start the bar at the steps that are done."""
-        run.requested_stop = lambda: self._stop.local
-        self._progress.__enter__()
-        self._progress.start_from(run.done)
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self.numbers: list[LossAndNorm] = []
 
     def measured(self, run: TrainingLoop, row: dict[str, float]) -> None:
-        """Show the step, and keep its numbers if `run.compare` asks for them."""
-        step = int(row["step"])
-        self._progress.update(step, row["loss"], row["tokens_per_second"])
-        if step == len(self.first) + 1 <= self._compare:
-            self.first.append((row["loss"], row["grad_norm"]))
-
-    def end(self, run: TrainingLoop, error: BaseException | None) -> None:
-        """End the bar."""
-        self._progress.__exit__()
+        """Keep the numbers, if they are of the next of the first steps."""
+        if int(row["step"]) == len(self.numbers) + 1 <= self._count:
+            self.numbers.append((row["loss"], row["grad_norm"]))

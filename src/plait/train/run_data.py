@@ -15,12 +15,12 @@ from plait.data.batches import (
 from plait.data.corpus import read_documents
 from plait.data.mixture import MixedBatches
 from plait.data.read_ahead import ReadAhead
-from plait.data.token_files import holds_tokens
-from plait.data.token_shards import is_prepared
 from plait.data.tokenizer import Tokenizer, open_tokenizer
 from plait.errors import ConfigError
 from plait.train.config import Config
-from plait.train.data_sources import is_chats, open_source, require_chats
+from plait.train.data_sources import open_source
+from plait.train.prepared_sources import is_tokenized, prepared_folder
+from plait.train.sample import encode_prompt
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Data:
     """The training and validation batches of a run, and the tokenizer that encoded them.
 
     `validation`, if any, repeats after `train.validate_batches` batches. `vocab` is the model's. `readable`:
-    whether `tokenizer` can turn these tokens into text.
+    whether `tokenizer` can turn these tokens into text. `holds_chats`: whether all sources are conversations.
     """
 
     training: Batches
@@ -37,6 +37,7 @@ class Data:
     vocab: int
     readable: bool
     summary: str
+    holds_chats: bool = False
 
 
 def load_data(config: Config) -> Data:
@@ -69,6 +70,7 @@ def load_data(config: Config) -> Data:
         vocab=vocab,
         readable=all(one.readable for one in opened),
         summary="; ".join(one.summary for one in opened),
+        holds_chats=all(one.holds_chats for one in opened),
     )
 
 
@@ -79,33 +81,31 @@ def _validation(config: Config, rows: list[Rows]) -> Batches | None:
     return ValidationBatches(rows[0] if len(rows) == 1 else ConcatenatedRows(rows), batch, count)
 
 
-def check_data(config: Config, *, prepares: bool = False) -> None:
-    """Raise the same errors as `load_data`, before ranks are started.
+def check_data(config: Config) -> None:
+    """Raise the same errors as `load_data`, before ranks are started; tokenize records, unless they are.
 
-    `prepares`: tokenize conversations into `run.dir`, where they have not been yet. Only encoding text with a
-    `tokenizer.json` is left to the ranks, since it may take long.
+    Only encoding text with a `tokenizer.json` is left to the ranks, since it may take long.
     """
     data = config.data
     sources = [*data.sources, *([data.validation_source] if data.validation_source else [])]
-    for source in sources:
-        if is_chats(source):
-            require_chats(config, source, prepares=prepares)
-    if config.tokenizer == "bytes" or all(
-        holds_tokens(one) or is_prepared(one) or is_chats(one) for one in sources
-    ):
+    texts = [one for one in sources if not is_tokenized(one)]
+    for source in set(sources) - set(texts):
+        prepared_folder(config, source)
+    holds_chats = False
+    if config.tokenizer == "bytes" or not texts:
         loaded = load_data(config)
         vocab, tokenizer, readable = loaded.vocab, loaded.tokenizer, loaded.readable
+        holds_chats = loaded.holds_chats
     else:
         tokenizer = open_tokenizer(config.tokenizer)
         vocab, readable = config.model.vocab or tokenizer.vocab, data.source != "random"
-        for source in sources if readable else ():
-            if not (holds_tokens(source) or is_prepared(source) or is_chats(source)):
-                read_documents(source)
+        for source in texts if readable else ():
+            read_documents(source)
     if config.train.sample and readable:
-        prompt = tokenizer.encode([config.train.sample.encode()])
-        if len(prompt) and int(prompt.max()) >= vocab:
+        largest = max(encode_prompt(config, tokenizer, is_question=holds_chats).tokens, default=0)
+        if largest >= vocab:
             raise ConfigError(
-                f"train.sample = {config.train.sample!r} holds token {int(prompt.max())}, outside the "
+                f"train.sample = {config.train.sample!r} holds token {largest}, outside the "
                 f"vocabulary of {vocab}: choose another prompt, or leave model.vocab to the tokenizer."
             )
 

@@ -46,7 +46,9 @@ class RunFiles(Callback):
             write_event(self._folder, "warning", self._step, line.removeprefix(_WARNING))
 
     def begin(self, run: TrainingLoop) -> None:
-        """Start the files; rows of steps after a resumption are dropped."""
+        """Start the files, and listen to what the run tells; rows after a resumption are dropped."""
+        if run.tell != self.tell:  # the progress bar has its own way to show lines
+            self._show, run.tell = run.tell, self.tell
         self._step = run.done
         if self._writes:
             self._series.begin(run.resumed_steps)
@@ -72,7 +74,7 @@ class RunFiles(Callback):
         self._series.close(error)
         if error is not None:
             write_event(self._folder, "failed", run.done, str(error) or type(error).__name__)
-        elif run.stopped:
+        elif run.stopped > 0:
             write_event(self._folder, "stopped", run.done, "")
         else:
             write_event(self._folder, "finished", run.done, "")

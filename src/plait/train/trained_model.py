@@ -1,7 +1,8 @@
-"""The model of Hugging Face that a run of `plait train` trained, from its checkpoint; its adapters."""
+"""The model that a run of `plait train` trained, from its checkpoint; its adapters."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -11,35 +12,66 @@ from plait.autograd.deferred_weight_gradients import is_transposed_linear
 from plait.checkpoint.box_reader import FullTensors
 from plait.checkpoint.disk import Disk
 from plait.checkpoint.folders import atomic_folder
-from plait.checkpoint.huggingface.exporting import Adapter
 from plait.checkpoint.manifest import Manifest, section
+from plait.checkpoint.merged_tensors import Adapter, MergedTensors
 from plait.checkpoint.rank_contents import parameter_key
 from plait.models.low_rank_adaptation import HALVES, adapters_of, added
 from plait.models.peft_adapters import save_adapter
 from plait.train.build import build_model
 from plait.train.config_sections import LoraConfig, ModelConfig
 
-
-def trained_model(manifest: Manifest, folder: Path) -> nn.Sequential:
-    """Return the model in `folder` on the meta device, with the adapters that the run gave it."""
-    lora = LoraConfig.model_validate(section(manifest.state, "config", "model", "lora"))
-    return build_model(ModelConfig(name=str(folder), lora=lora), vocab=1)
+_TOKEN_EMBEDDING = parameter_key("embedding.token.weight")
+"""In plait's own models: one row for each token."""
 
 
-def adapters_to_merge(model: nn.Module) -> dict[str, Adapter]:
-    """Return the adapters of `model` by the name of the weight to which an export adds each."""
+def trained_model(manifest: Manifest, folder: Path | None) -> nn.Sequential:
+    """Return the model of a run on the meta device, with the adapters that the run gave it.
+
+    `folder`: that of the model of Hugging Face; None: the model is plait's own.
+    """
+    settings = section(manifest.state, "config", "model")
+    if folder is not None:
+        settings = {"name": str(folder), "lora": section(settings, "lora")}
+    config = ModelConfig.model_validate(settings)
+    return build_model(config, vocabulary(config, manifest))
+
+
+def vocabulary(config: ModelConfig, manifest: Manifest) -> int:
+    """Return the tokens in the vocabulary of plait's own model in a checkpoint; 1 for another model."""
+    tokens = manifest.tensors.get(_TOKEN_EMBEDDING)
+    return config.vocab or (tokens.shape[0] if tokens and tokens.shape else 1)
+
+
+def merged_tensors(tensors: FullTensors, folder: Path | None) -> MergedTensors:
+    """Return the tensors of a checkpoint with the adapters of its run, if any, added to their linears.
+
+    `folder`: as for `trained_model`. Raises CheckpointError for adapters that no run of `plait train` saved.
+    """
+    lora = LoraConfig.model_validate(section(tensors.manifest.state, "config", "model", "lora"))
+    adapters = _adapters(trained_model(tensors.manifest, folder)) if lora.adapts else {}
+    return MergedTensors(tensors, adapters)
+
+
+def write_peft_adapter(tensors: FullTensors, folder: Path, target: Path) -> None:
+    """Write the adapters in a checkpoint to the new folder `target`, as peft does; `folder`: the model's.
+
+    Raises CheckpointError as `merged_tensors`, and ModelError where there are no adapters.
+    """
+    model = trained_model(tensors.manifest, folder)
+    adapters = _adapters(model)
+    MergedTensors(tensors, adapters)  # refuses other adapters
+    names = [name for adapter in adapters.values() for name in adapter.shapes]
+    values = {name: tensors.read(parameter_key(name)) for name in names}
+    with atomic_folder(target, Disk()) as opened:
+        save_adapter(model, opened, values, str(folder))
+
+
+def _adapters(model: nn.Module) -> Mapping[str, Adapter]:
+    """Return the adapters of `model` by the path of their linear."""
     return {
-        f"{path}.base.weight": Adapter(
+        path: Adapter(
             {f"{path}.{half}.weight": tuple(one.get_parameter(f"{half}.weight").shape) for half in HALVES},
             partial(added, scale=one.scale, transposed=is_transposed_linear(one.base)),
         )
         for path, one in adapters_of(model).items()
     }
-
-
-def write_peft_adapter(tensors: FullTensors, model: nn.Module, base: Path, target: Path) -> None:
-    """Write the adapters in a checkpoint to the new folder `target`, as peft does; `base`: the model's."""
-    names = [name for adapter in adapters_to_merge(model).values() for name in adapter.shapes]
-    values = {name: tensors.read(parameter_key(name)) for name in names}
-    with atomic_folder(target, Disk()) as folder:
-        save_adapter(model, folder, values, str(base))

@@ -149,7 +149,7 @@ def test_a_series_with_a_fault_at_every_operation(tmp_path: Path) -> None:
             series = CheckpointManager(
                 folder, keep_last=1, start_step=step - 1, disk=disk if step == 3 else Disk()
             )
-            series.save(engine_of(float(step)), None, step, {"value": float(step)})
+            series.save(engine_of(float(step)), None, step, {"value": float(step)}, best_loss=1 / step)
             series.finish()
 
     names = operations(lambda disk: run(tmp_path / "counted", disk), tmp_path / "counted")
@@ -159,6 +159,7 @@ def test_a_series_with_a_fault_at_every_operation(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError):
             run(folder, Faulty(at, OSError(5, "Input/output error")))
         assert check_sound(resolve(folder)) in (2.0, 3.0)
+        assert check_sound(resolve(folder / "best")) in (2.0, 3.0)
 
 
 def test_every_flipped_byte_is_found(tmp_path: Path) -> None:

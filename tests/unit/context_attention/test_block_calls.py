@@ -18,8 +18,9 @@ from plait.context_attention.visibility import (
     block_calls,
     document_bounds,
     needed_keys,
+    visible_indices,
     visible_range,
-    with_masks_on,
+    with_intervals_on,
 )
 
 
@@ -33,8 +34,8 @@ def calls_of(
     ids: Tensor | None = None,
 ) -> tuple[BlockCall, ...]:
     bounds = None if ids is None else document_bounds(ids)
-    lo, hi = visible_range(queries, length, causal=causal, window=window, documents=bounds)
-    return block_calls(lo, hi, keys)
+    lo, hi = visible_range(queries.numpy(), length, causal=causal, window=window, documents=bounds)
+    return block_calls(*visible_indices(lo, hi, keys.numpy()))
 
 
 def counted(calls: Sequence[BlockCall], rows: int, queries: int, keys: int) -> Tensor:
@@ -92,11 +93,11 @@ def test_each_visible_pair_is_computed_once(
     if ids is not None and alike:
         ids = ids[:1].expand(rows, -1)
     bounds = None if ids is None else document_bounds(ids)
-    lo, hi = visible_range(queries, length, causal=causal, window=window, documents=bounds)
+    lo, hi = visible_range(queries.numpy(), length, causal=causal, window=window, documents=bounds)
     if only_needed:
-        keys = keys[needed_keys(lo, hi, keys)]
+        keys = keys[torch.from_numpy(needed_keys(*visible_indices(lo, hi, keys.numpy()), len(keys)))]
     with patch.object(visibility, "TILE", sizes[0]), patch.object(visibility, "SHORT", sizes[1]):
-        calls = block_calls(lo, hi, keys)
+        calls = block_calls(*visible_indices(lo, hi, keys.numpy()))
     expected = visible(queries, keys, causal=causal, window=window, ids=ids)
     count = counted(calls, rows, len(queries), len(keys))
     assert torch.equal(count, expected.long().expand(rows, -1, -1))
@@ -222,7 +223,7 @@ def test_a_window_takes_tiles_that_share_a_mask() -> None:
         ("mask", 612, 868, 513, 868),
         ("mask", 868, 1124, 769, 1124),
     ]
-    assert len({id(call.mask) for call in calls[1:]}) == 1
+    assert len({id(call.seen) for call in calls[1:]}) == 1
     calls = calls_of(
         own.repeat_interleave(1), own, 1124, window=100, ids=torch.tensor([[0], [1]]).expand(-1, 1124)
     )
@@ -239,6 +240,24 @@ def test_the_pairs_of_a_window_grow_with_the_length_only() -> None:
         small, large = (area(layout(length, 4, 1), length) for length in (4000, 64000))
         assert large < 17 * small, layout
         assert large < 64000 // 4 * (64 + 256)
+
+
+@pytest.mark.parametrize(("count", "most_calls", "most_pairs"), [(1, 1, 1.01), (16, 16, 1.05), (64, 64, 1.1)])
+def test_the_pairs_of_documents_are_those_that_are_seen(
+    count: int, most_calls: int, most_pairs: float
+) -> None:
+    """But for the diagonal, and for masks that short documents share: not 4,096 pairs for each query."""
+    torch.manual_seed(count)
+    own, begins = torch.arange(4096), torch.zeros(4096, dtype=torch.int64)
+    begins[1 + torch.randperm(4095)[: count - 1]] = 1
+    ids = begins.cumsum(0)[None]
+    calls = calls_of(own, own, 4096, ids=ids)
+    areas = [(call.query.stop - call.query.start) * (call.key.stop - call.key.start) for call in calls]
+    parts = [
+        area / 2 if isinstance(call.seen, str) else area for area, call in zip(areas, calls, strict=True)
+    ]
+    assert len(calls) <= most_calls
+    assert sum(parts) < most_pairs * float((ids[0].bincount() ** 2).sum()) / 2
 
 
 def test_keys_that_all_queries_of_a_tile_see_need_no_mask() -> None:
@@ -258,11 +277,13 @@ def test_nothing_to_compute() -> None:
     assert shapes(calls_of(torch.arange(1), torch.arange(1), 1)) == [("full", 0, 1, 0, 1)]
 
 
-def test_masks_go_to_a_device_once() -> None:
+def test_intervals_go_to_a_device_once() -> None:
     own = torch.arange(1124)
     calls = calls_of(own, own, 1124, window=100)
-    moved = with_masks_on(calls, torch.device("meta"))
+    moved = with_intervals_on(calls, torch.device("meta"))
     assert shapes(moved) == shapes(calls)
-    masks = [call.mask for call in moved if isinstance(call.mask, Tensor)]
-    assert masks[0].is_meta
-    assert len({id(mask) for mask in masks}) == 1
+    intervals = [call.seen for call in moved if isinstance(call.seen, Tensor)]
+    assert intervals[0].is_meta
+    assert len({id(one) for one in intervals}) == 1
+    (mask,) = {tuple(call.mask.shape) for call in moved if isinstance(call.mask, Tensor)}
+    assert mask == (256, 355)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,8 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from plait.autograd.running_sequence import ContextParallelism, DocumentBounds
-from plait.context_attention.exchange_plan import ExchangePlan, Mask, build_plan, exchange_plan
+from plait.autograd.running_sequence import (
+    ContextParallelism,
+    DocumentBounds,
+    running,
+)
+from plait.context_attention import attention
+from plait.context_attention.exchange_plan import (
+    ExchangePlan,
+    Mask,
+    build_plan,
+    exchange_plan,
+    remembered_plan,
+)
 from plait.context_attention.visibility import document_bounds
 from plait.layout.sequence_layout import SequenceLayout, sequence_layout
 
@@ -121,14 +133,39 @@ def test_every_visible_pair_is_computed_once_by_the_rank_of_its_query(
             assert bool(times.any(0).any(0).all()), "every key that is sent is seen"
 
 
-def test_a_plan_is_built_once_for_all_micro_batches_of_whole_documents() -> None:
-    one_rank, cpu, mask = ContextParallelism.of_one_rank(), torch.device("cpu"), Mask(window=3)
-    first, second = (exchange_plan(one_rank.sequence(16), mask, cpu) for _ in range(2))
-    assert first is second
-    assert first is not exchange_plan(one_rank.sequence(17), mask, cpu)
-    assert first is not exchange_plan(one_rank.sequence(16), Mask(), cpu)
-    ids = torch.zeros(1, 16, dtype=torch.int64)
-    bounds = document_bounds(ids)
-    packed, other = one_rank.sequence(16, bounds), one_rank.sequence(16, bounds)
-    assert exchange_plan(packed, mask, cpu) is exchange_plan(packed, mask, cpu)
-    assert exchange_plan(packed, mask, cpu) is not exchange_plan(other, mask, cpu)
+def builds(documents: Sequence[DocumentBounds | None], mask: Mask) -> int:
+    """How many plans are built for attention to all of these micro-batches, on two devices."""
+    remembered_plan.cache_clear()
+    for one in documents:
+        sequence = ContextParallelism.of_one_rank().sequence(6, one)
+        for device in ("cpu", "meta", "cpu"):
+            exchange_plan(sequence, mask, torch.device(device))
+    return remembered_plan.cache_info().misses
+
+
+def test_a_plan_is_built_once_for_equal_documents() -> None:
+    ids = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1]])
+    alike, other = [document_bounds(ids + first) for first in (0, 7, 9)], document_bounds(ids.flip(0))
+    assert builds(alike, Mask()) == builds(alike, Mask(window=3)) == 1
+    assert builds([*alike, other, *alike], Mask()) == 2
+
+
+def test_where_each_row_is_one_document_its_id_does_not_matter() -> None:
+    """Nor does the number of rows, or that there are ids: without context parallelism nothing is built."""
+    ids = torch.tensor([[3] * 6, [4] * 6])
+    alike = [None, document_bounds(ids[:1]), document_bounds(ids)]
+    assert builds(alike, Mask(window=3)) == 1
+    remembered_plan.cache_clear()
+    for one in alike:
+        with running(ContextParallelism.of_one_rank().sequence(6, one)):
+            attention(*torch.randn(3, 2, 2, 6, 8))
+    assert remembered_plan.cache_info().misses == 0
+
+
+def test_a_plan_holds_no_masks() -> None:
+    """Two int32 for each query of a call with a mask, though its mask has a bool for each pair."""
+    layout, ids = sequence_layout(1124, 1, "zigzag"), torch.arange(1124)[None] // 10
+    for mask, documents in ((Mask(window=100), None), (Mask(), document_bounds(ids))):
+        calls = build_plan(layout, 0, mask, documents).own
+        held = {id(one.seen): one.seen.nbytes for one in calls if isinstance(one.seen, Tensor)}
+        assert sum(held.values()) <= 2 * 4 * 1124

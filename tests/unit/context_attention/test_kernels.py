@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -19,12 +20,27 @@ from parity.norm import assert_equal
 from plait.context_attention import fused_kernels, kernels
 from plait.context_attention.kernels import block_backward, block_forward, empty_result, merge
 from plait.context_attention.unfused_kernel import WeightDropout
-from plait.context_attention.visibility import BlockCall, block_calls, document_bounds, visible_range
+from plait.context_attention.visibility import (
+    BlockCall,
+    block_calls,
+    document_bounds,
+    visible_indices,
+    visible_range,
+)
 
 SCALE = 0.4
 CAP = 0.5
 NAMES = "query", "key", "value"
 Part = tuple[Tensor, Tensor]
+
+
+class MaskedCall(NamedTuple):
+    """A call with any mask, where a plan's are intervals."""
+
+    rows: slice
+    query: slice
+    key: slice
+    mask: Tensor
 
 
 def gradients_of(
@@ -40,7 +56,7 @@ def gradients_of(
 def run_calls(
     inputs: Sequence[Tensor],
     gradient: Tensor,
-    calls: Sequence[BlockCall],
+    calls: Sequence[BlockCall | MaskedCall],
     dropout: Sequence[WeightDropout] = (),
 ) -> tuple[Part, dict[str, Tensor]]:
     """Output and log-sum-exp of all calls merged, and the sums of their gradients."""
@@ -63,11 +79,11 @@ def run_calls(
     return (result, lse), dict(zip(NAMES, totals, strict=True))
 
 
-def cut(mask: Tensor, cuts: Sequence[int]) -> list[BlockCall]:
+def cut(mask: Tensor, cuts: Sequence[int]) -> list[MaskedCall]:
     """Calls with masks, for keys cut into blocks."""
     everything = slice(None), slice(0, mask.shape[0])
     return [
-        BlockCall(*everything, slice(start, stop), mask[:, start:stop])
+        MaskedCall(*everything, slice(start, stop), mask[:, start:stop])
         for start, stop in pairwise([0, *cuts, mask.shape[1]])
     ]
 
@@ -113,12 +129,12 @@ def test_calls_of_a_rank_make_up_its_attention(layout: str, window: int | None, 
     query, key, value = random_inputs(kv_heads=2, n=length, m=length)
     for rank in range(ranks):
         own = LAYOUTS[layout](length, ranks, rank)
-        lo, hi = visible_range(own, length, causal=True, window=window, documents=bounds)
+        lo, hi = visible_range(own.numpy(), length, causal=True, window=window, documents=bounds)
         inputs = query[:, :, own], key, value
         gradient = torch.randn(2, 4, len(own), 8, dtype=torch.float64)
         out, lse = empty_result(inputs[0], value)
         others = [LAYOUTS[layout](length, ranks, other) for other in range(ranks)]
-        blocks = [(keys, block_calls(lo, hi, keys)) for keys in others]
+        blocks = [(keys, block_calls(*visible_indices(lo, hi, keys.numpy()))) for keys in others]
         for keys, calls in blocks:
             for call in calls:
                 index = call.rows, slice(None), call.query

@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from attention_cases import visible
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.context_attention.visibility import document_bounds, needed_keys, visible_range
+from plait.context_attention.visibility import (
+    document_bounds,
+    needed_keys,
+    visible_indices,
+    visible_range,
+)
 from plait.errors import ModelError
 
 
 def test_bounds_of_documents() -> None:
     bounds = document_bounds(torch.tensor([[7, 7, 7, 2, 7, 7], [1, 2, 3, 3, 3, 3]]))
-    assert bounds.starts.tolist() == [[0, 0, 0, 3, 4, 4], [0, 1, 2, 2, 2, 2]]
-    assert bounds.stops.tolist() == [[3, 3, 3, 4, 6, 6], [1, 2, 6, 6, 6, 6]]
-    assert bounds.starts.dtype == bounds.stops.dtype == torch.int64
+    assert bounds.starts == ((0, 3, 4), (0, 1, 2))
+    starts, stops = bounds.by_position().tolist()
+    assert starts == [[0, 0, 0, 3, 4, 4], [0, 1, 2, 2, 2, 2]]
+    assert stops == [[3, 3, 3, 4, 6, 6], [1, 2, 6, 6, 6, 6]]
+    assert bounds.are_packed
+    assert bounds.longest == 4
+    assert bounds == document_bounds(torch.tensor([[0, 0, 0, 1, 2, 2], [3, 4, 5, 5, 5, 5]]))
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (2, 1)])
 def test_bounds_of_few_tokens(shape: tuple[int, int]) -> None:
     bounds = document_bounds(torch.zeros(shape, dtype=torch.int32))
-    assert torch.equal(bounds.starts, torch.zeros(shape, dtype=torch.int64))
-    assert torch.equal(bounds.stops, torch.ones(shape, dtype=torch.int64))
+    assert bounds.by_position().shape == (2, *shape)
+    assert bounds.by_position()[1].all()
+    assert not bounds.by_position()[0].any()
+    assert not bounds.are_packed
+    assert bounds.longest == (0 if 0 in shape else 1)
 
 
 @given(
@@ -45,20 +58,22 @@ def test_ranges_are_the_mask(
     bounds = document_bounds(documents) if packed else None
     torch.manual_seed(seed)
     queries, keys = ((torch.rand(length) < 0.6).nonzero().squeeze(1) for _ in range(2))
-    lo, hi = visible_range(queries, length, causal=causal, window=window, documents=bounds)
+    found = visible_range(queries.numpy(), length, causal=causal, window=window, documents=bounds)
+    lo, hi = (torch.from_numpy(one) for one in found)
     expected = visible(queries, keys, causal=causal, window=window, ids=documents if packed else None)
     assert lo.shape == hi.shape == expected.shape[:2]
     assert torch.equal((lo[..., None] <= keys) & (keys < hi[..., None]), expected)
-    seen = expected.any(0).any(0).nonzero().squeeze(1)
-    assert torch.equal(needed_keys(lo, hi, keys), seen)
+    needed = needed_keys(*visible_indices(*found, keys.numpy()), len(keys))
+    assert needed.tolist() == expected.any(0).any(0).tolist()
 
 
 def test_keys_that_a_window_needs() -> None:
-    lo, hi = visible_range(torch.arange(10, 12), 20, causal=True, window=4)
-    assert needed_keys(lo, hi, torch.arange(1, 20, 2)).tolist() == [3, 4, 5]  # positions 7, 9, 11
+    seen = visible_range(np.arange(10, 12), 20, causal=True, window=4)
+    needed = needed_keys(*visible_indices(*seen, np.arange(1, 20, 2)), 10)
+    assert np.flatnonzero(needed).tolist() == [3, 4, 5]  # positions 7, 9, 11
 
 
 @pytest.mark.parametrize("window", [0, -3])
 def test_a_window_without_tokens_is_refused(window: int) -> None:
     with pytest.raises(ModelError, match=f"a window of {window} tokens: give at least 1"):
-        visible_range(torch.arange(3), 3, causal=True, window=window)
+        visible_range(np.arange(3), 3, causal=True, window=window)

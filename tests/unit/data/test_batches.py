@@ -13,8 +13,9 @@ from plait.data.batches import (
     permute,
     rank_rows,
 )
-from plait.data.token_shards import corpus_of
+from plait.data.token_shards import Corpus, TokenShard, corpus_of
 from plait.errors import DataError
+from plait.layers.nested import tensors_of
 
 
 def counting(windows: int, context: int) -> TokenWindows:
@@ -44,23 +45,26 @@ def test_permutation_scatters_neighbours() -> None:
 
 def batches(kind: str, size: int) -> Batches:
     corpus = counting(windows=23, context=5)
-    if kind == "shuffled":
+    if kind == "packed":
+        shard = TokenShard(np.arange(116), np.arange(3, 120, 4))
+        corpus = TokenWindows(Corpus((116,), True, [shard]), 5, vocab=116, source="packed")
+    if kind in ("shuffled", "packed"):
         return ShuffledBatches(corpus, size, seed=3)
     if kind == "spread":
         return ValidationBatches(corpus, size, count=4)
     return RandomBatches(vocab=100, context=5, size=size, seed=3)
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "spread", "uniform"])
+@pytest.mark.parametrize("kind", ["shuffled", "packed", "spread", "uniform"])
 @given(share=st.integers(1, 5), ranks=st.integers(1, 4), step=st.integers(0, 3))
 def test_ranks_together_take_the_global_batch(kind: str, share: int, ranks: int, step: int) -> None:
     made = batches(kind, size=share * ranks)
-    whole = made.batch(step, slice(None))
-    parts = [made.batch(step, rank_rows(rank, ranks, share * ranks)) for rank in range(ranks)]
-    for place in (0, 1):
-        assert torch.equal(torch.cat([part[place] for part in parts]), whole[place])
-        assert whole[place].shape == (share * ranks, 5)
-        assert whole[place].dtype == torch.int64
+    whole = list(tensors_of(made.batch(step, slice(None))))
+    shares = (made.batch(step, rank_rows(rank, ranks, share * ranks)) for rank in range(ranks))
+    for one, *parts in zip(whole, *map(tensors_of, shares), strict=True):
+        assert torch.equal(torch.cat(parts), one)
+        assert one.shape == (share * ranks, 5)
+        assert one.dtype == torch.int64
 
 
 @pytest.mark.parametrize("kind", ["shuffled", "spread", "uniform"])

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from in_process import in_one_process
 
+from parity.chats import PLAIN, save_tokenizer
 from plait.data.chats import ChatEncoder, holds_chats
 from plait.data.document_rows import DocumentRows
-from plait.data.document_sources import portions_of
-from plait.data.preparation import TextEncoding, write_shard
+from plait.data.document_sources import divided, files_of
+from plait.data.preparation import prepare_corpus
+from plait.data.shard_writing import TextEncoding, write_shard
 from plait.data.token_shards import Corpus, TokenShard
 from plait.errors import ConfigError, DataError
 
-PLAIN = (
-    "{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] + '<end>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
-)
 MARKED = (
     "{% for m in messages %}{{ '[' + m['role'] + ']' }}{% if m['role'] == 'assistant' %}"
     "{% generation %}{{ m['content'] + '<end>' }}{% endgeneration %}{% else %}{{ m['content'] + '<end>' }}"
@@ -36,23 +36,15 @@ CHAT = [
 
 @pytest.fixture(scope="module")
 def tokenizer_folder(tmp_path_factory: Any) -> Path:
-    """A tokenizer of single characters, and a token for the end."""
-    tokenizers = pytest.importorskip("tokenizers")
+    """A folder for a tokenizer of single characters."""
+    pytest.importorskip("tokenizers")
     pytest.importorskip("transformers")
     folder: Path = tmp_path_factory.mktemp("tokenizer")
-    words = ["<unk>", "<end>", "[user]", "[assistant]", *"abcdefghi "]
-    model = tokenizers.models.BPE({word: number for number, word in enumerate(words)}, [], unk_token="<unk>")
-    reader = tokenizers.Tokenizer(model)
-    reader.add_special_tokens(["<end>", "[user]", "[assistant]"])
-    reader.save(str(folder / "tokenizer.json"))
     return folder
 
 
 def encoder(folder: Path, template: str | None) -> ChatEncoder:
-    configured = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}
-    if template is not None:
-        configured["chat_template"] = template
-    (folder / "tokenizer_config.json").write_text(json.dumps(configured))
+    save_tokenizer(folder, template)
     return ChatEncoder(str(folder))
 
 
@@ -109,14 +101,44 @@ def test_a_conversation_that_is_none_is_named_by_its_place(tokenizer_folder: Pat
     path.write_text(json.dumps({"messages": CHAT}) + '\n{"messages": 3}\n')
     settings = TextEncoding(str(tokenizer_folder), "text", None, "uint16", chats=True)
     with pytest.raises(DataError, match=r"chats\.jsonl has a conversation at byte \d+ that has messages"):
-        write_shard(tmp_path, 0, portions_of(str(path), 1 << 20), settings)
+        write_shard(tmp_path, 0, list(divided(files_of(str(path))[0], 1 << 20)), settings)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["parquet", "dataset", "lists"])
+def test_conversations_of_tables_are_those_of_json_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer_folder: Path, kind: str
+) -> None:
+    """A field that only other messages have is null in a table: the template must not see it."""
+    datasets = pytest.importorskip("datasets")
+    in_one_process(monkeypatch)
+    folder = shutil.copytree(tokenizer_folder, tmp_path / "tokenizer")  # a process opens a folder once
+    encoder(folder, PLAIN.replace("'<end>' }}", "('a' if 'name' in m else 'b') + '<end>' }}"))
+    chats = [CHAT, [*CHAT[:3], CHAT[3] | {"name": "x"}]] * 8
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": one}) + "\n" for one in chats))
+    records: list[Any] = [{"number": number, "messages": chat} for number, chat in enumerate(chats)]
+    if kind == "lists":
+        fields = ("role", "content", "name")
+        records = [{"messages": {key: [one.get(key) for one in chat] for key in fields}} for chat in chats]
+    table, source = datasets.Dataset.from_list(records), tmp_path / "table.parquet"
+    if kind == "dataset":
+        source = tmp_path / "table"
+        table.save_to_disk(source)
+    else:
+        table.to_parquet(source)
+    for one in (tmp_path / "chats.jsonl", source):
+        index = prepare_corpus([str(one)], tmp_path / f"{one.stem} prepared", str(folder))
+        assert (index.chats, index.documents) == (True, 16)
+    for name in ("00000.tokens.bin", "00000.answers.bin", "00000.documents.bin"):
+        first, second = (tmp_path / f"{one} prepared" / name for one in ("chats", "table"))
+        assert first.read_bytes() == second.read_bytes()
 
 
 def test_what_is_a_conversation() -> None:
     assert holds_chats({"messages": []})
     assert holds_chats({"prompt": "", "completion": ""})
     assert not holds_chats({"text": ""})
-    assert not holds_chats(None)
+    assert not holds_chats([])
 
 
 def rows_of(lengths: list[int], context: int, answers: list[int] | None = None) -> DocumentRows:

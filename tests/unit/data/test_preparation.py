@@ -18,23 +18,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_process import in_one_process
 
-from plait.data import preparation
-from plait.data.document_sources import portions_of, read_pieces
-from plait.data.preparation import TextEncoding, prepare_corpus, write_shard
+from plait.data.document_sources import divided, files_of, read_pieces
+from plait.data.preparation import portion_size, prepare_corpus
 from plait.data.token_shards import Corpus, TokenShard, open_corpus
 from plait.errors import ConfigError, DataError
-
-BYTES = TextEncoding("bytes", "text", None, "uint16")
-
-
-def in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write shards here instead of in other processes."""
-
-    def written(folder: Path, waiting: Any, asked: TextEncoding, processes: int) -> Any:
-        return ((number, write_shard(folder, number, waiting[number], asked)) for number in sorted(waiting))
-
-    monkeypatch.setattr(preparation, "_written", written)
 
 
 def documents_in(folder: Path) -> list[str]:
@@ -81,17 +70,41 @@ def test_lines_as_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, por
     text=st.text(st.sampled_from("ab\n\r éß漢😀"), min_size=1, max_size=60),
     size=st.integers(1, 40),
     piece=st.integers(1, 20),
+    compressed=st.booleans(),
 )
-def test_the_pieces_of_a_text_are_the_text(tmp_path_factory: Any, text: str, size: int, piece: int) -> None:
+def test_the_pieces_of_a_text_are_the_text(
+    tmp_path_factory: Any, text: str, size: int, piece: int, compressed: bool
+) -> None:
     """Wherever portions and pieces are cut; the document ends once."""
-    path = tmp_path_factory.mktemp("texts") / "a.txt"
-    path.write_bytes(text.encode())
+    path = tmp_path_factory.mktemp("texts") / ("a.txt.gz" if compressed else "a.txt")
+    path.write_bytes(gzip.compress(text.encode()) if compressed else text.encode())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("plait.data.document_sources.PIECE", piece)
         patch.setattr("plait.data.document_sources._LONGEST_LINE", 8)
-        pieces = [one for portion in portions_of(str(path), size) for one in read_pieces(portion, "text")]
+        portions = [one for file in files_of(str(path)) for one in divided(file, size)]
+        pieces = [one for portion in portions for one in read_pieces(portion, "text")]
     assert "".join(one.text for one in pieces) == text
     assert [one.ends for one in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert all(len(one.text) <= piece + 8 for one in pieces if "\n" not in one.text)
+
+
+@pytest.mark.parametrize(("total", "size"), [(10, 1 << 20), (100 << 20, 100 << 14), (1 << 40, 1 << 26)])
+def test_shards_of_a_small_corpus_are_small(total: int, size: int) -> None:
+    """So that each process has work, and the last one of a large corpus is not long."""
+    assert portion_size(total) == size
+
+
+def test_one_command_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one is refused, and the first one goes on; see `locked_folder`."""
+    in_one_process(monkeypatch)
+    (tmp_path / "a.txt").write_text("text")
+    arguments = [str(tmp_path / "a.txt")], tmp_path / "out", "bytes"
+
+    def second(done: Any, total: int) -> None:
+        with pytest.raises(DataError, match="out is being prepared by process"):
+            prepare_corpus(*arguments)
+
+    assert prepare_corpus(*arguments, report=second).documents == 1
 
 
 @given(
@@ -166,7 +179,7 @@ def test_a_folder_holds_one_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(DataError, match=r"has no index\.json: give a folder that"):
         open_corpus(tmp_path)
     (tmp_path / "out" / "00000.tokens.bin").write_bytes(b"ab")
-    with pytest.raises(DataError, match="has not the 4 tokens"):
+    with pytest.raises(DataError, match="has not the 4 elements"):
         open_corpus(tmp_path / "out")
 
 

@@ -15,11 +15,8 @@ from torch.utils.data import TensorDataset
 
 import plait
 from plait.comm.rank_pool import RankPool
-from plait.errors import DataError, NonFiniteError
-from plait.loop.callbacks import EarlyStop, Log, ReplicaChecks
-from plait.loop.checkpoints import Checkpoints
-from plait.loop.loggers import JsonLines
-from plait.loop.training import Callback, TrainingLoop
+from plait.errors import ConfigError, DataError, NonFiniteError
+from plait.loop import Callback, Checkpoints, History, JsonLines, Log, Progress, ReplicaChecks, TrainingLoop
 from plait.plan import Plan
 
 STEPS, CLIP = 8, 0.5
@@ -116,6 +113,11 @@ def test_it_is_a_plain_loop(thread_ranks: RankPool, name: str) -> None:
         assert found[3:] == (pytest.approx(validation, rel=1e-11), STEPS, False)
 
 
+def test_progress_without_a_class(capsys: pytest.CaptureFixture[str]) -> None:
+    plait.fit(model(), Plan(), plait.Loader(dataset(), batch=8), steps=2, callbacks=[Progress()])
+    assert "step 2/2  loss " in capsys.readouterr().out
+
+
 def resumed(folder: Path, plan: Plan, steps: int) -> Any:
     log = Log(JsonLines(folder / "rows.jsonl"))
     return fitted(plan, steps, Checkpoints(folder, every=3), log, ReplicaChecks(2))
@@ -137,23 +139,77 @@ def test_a_run_that_goes_on_under_another_plan_is_the_same(
     assert capsys.readouterr().out.count("Resumed from") == 1
 
 
-def early(plan: Plan) -> tuple[int, bool]:
-    loader = plait.Loader(dataset(), batch=8)
-    result = plait.fit(
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        (plait.Loader(dataset(), batch=8, seed=6), "seed = 6, and had 5 when .* was written: give the same"),
+        (plait.Loader(dataset(), batch=4, seed=5), "size = 4, and had 8"),
+        (plait.Loader(dataset(), batch=8, seed=5, shuffle=False), "shuffle = False, and had True"),
+        (plait.Loader(TensorDataset(*dataset()[:20]), batch=8, seed=5), "samples = 20, and had 22"),
+    ],
+    ids=["seed", "size", "shuffle", "samples"],
+)
+def test_a_run_goes_on_with_the_same_batches_only(
+    tmp_path_factory: pytest.TempPathFactory, others: plait.Loader, message: str
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "same-batches"
+    if not folder.exists():
+        fitted(PLANS["one"], 2, Checkpoints(folder))
+    with pytest.raises(DataError, match=message):
+        plait.fit(model(), PLANS["one"], others, steps=4, callbacks=[Checkpoints(folder)])
+
+
+def answered(plan: Plan) -> list[float]:
+    """Tokens whose loss counts, of rows that each have one answer token more than the one before."""
+    tokens = torch.arange(24).view(6, 4)
+    targets = torch.where(torch.arange(4) < torch.arange(6)[:, None] % 4, tokens, -100)
+    with torch.device("meta"):
+        layers = nn.Sequential(nn.Embedding(24, 4), nn.Linear(4, 24)).double()
+    history, loader = History(), plait.Loader(TensorDataset(tokens, targets), batch=4, shuffle=False)
+    plait.fit(layers, plan, loader, steps=2, callbacks=[history])
+    return [row[name] for row in history.rows for name in ("tokens", "trained_tokens")]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_tokens_whose_loss_counts_are_counted(thread_ranks: RankPool, name: str) -> None:
+    found = thread_ranks.run(answered, PLANS[name], ranks=PLANS[name].world)
+    assert found == [[16, 0 + 1 + 2 + 3, 16, 0 + 1 + 0 + 1]] * PLANS[name].world
+
+
+def accuracy(output: Tensor, targets: Tensor) -> Tensor:
+    """Of the rows of class 1."""
+    return (output.argmax(-1) == targets)[targets == 1]
+
+
+def validated(plan: Plan) -> list[dict[str, float]]:
+    history, data = History(), dataset()
+    validation = plait.Loader(torch.utils.data.Subset(data, range(11)), batch=2, shuffle=False)
+    plait.fit(
         model(),
         plan,
-        loader,
-        steps=50,
+        plait.Loader(data, batch=8),
+        steps=5,
         learning_rate=0.0,
-        validation=loader,
-        validate_every=2,
-        callbacks=[EarlyStop(2)],
+        validation=validation,
+        validate_every=3,
+        metrics={"accuracy": accuracy},
+        callbacks=[history],
     )
-    return result.steps, result.stopped
+    return history.rows
 
 
-def test_it_stops_where_the_validation_loss_falls_no_more(thread_ranks: RankPool) -> None:
-    assert thread_ranks.run(early, PLANS["dp"], ranks=2) == [(6, True)] * 2
+@pytest.mark.parametrize("name", PLANS)
+def test_metrics_of_the_whole_validation_set(thread_ranks: RankPool, name: str) -> None:
+    """The last of its batches has the first sample again."""
+    inputs, targets = (part[[*range(11), 0]] for part in dataset().tensors)
+    output = model()(inputs)
+    for rows in thread_ranks.run(validated, PLANS[name], ranks=PLANS[name].world):
+        assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+        assert [row["step"] for row in rows if "validation_accuracy" in row] == [3, 5]
+        assert {row["trained_tokens"] for row in rows} == {8}
+        wanted = functional.cross_entropy(output, targets).item()
+        assert rows[-1]["validation_loss"] == pytest.approx(wanted, rel=1e-12)
+        assert rows[-1]["validation_accuracy"] == accuracy(output, targets).double().mean().item()
 
 
 def test_what_is_refused(thread_ranks: RankPool) -> None:
@@ -163,5 +219,19 @@ def test_what_is_refused(thread_ranks: RankPool) -> None:
     with pytest.raises(DataError, match=r"batches have 3 rows, which 2 data-parallel .* of 2 rows, or"):
         thread_ranks.run(odd, ranks=2)
     loader = plait.Loader(dataset(), batch=8)
+    with pytest.raises(DataError, match=r"an object of DataLoader, without size .*: give a plait\.Loader"):
+        plait.fit(model(), Plan(), torch.utils.data.DataLoader(dataset()), steps=1)  # type: ignore[arg-type]
+    made: Any = torch.optim.SGD(model().parameters())
+    with pytest.raises(ConfigError, match="optimizer is an object of SGD: give its class, or a function"):
+        plait.fit(model(), Plan(), loader, steps=1, optimizer=made)
+    with pytest.raises(ConfigError, match="validate_every or metrics are given, but no batches"):
+        plait.fit(model(), Plan(), loader, steps=1, validate_every=2)
+
+    def two_rates(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{**groups[0], "lr": 0.5}, groups[1]], lr=0.1)
+
+    with pytest.raises(ConfigError, match=r"learning rates from 0\.1 to 0\.5, which learning_rate would"):
+        plait.fit(model(), Plan(), loader, steps=1, optimizer=two_rates, learning_rate=1.0)
+    assert plait.fit(model(), Plan(), loader, steps=1, optimizer=two_rates).steps == 1
     with pytest.raises(NonFiniteError, match=r"step 2: the .*: lower the learning rate or raise its warm-up"):
         plait.fit(model(), Plan(), loader, steps=3, learning_rate=math.inf)

@@ -3,7 +3,7 @@ import torch
 
 from plait.comm import Mesh
 from plait.comm.rank_pool import RankPool
-from plait.loop.meter import Meter, StepNumbers, flops_per_token, peak_flops
+from plait.loop.meter import Meter, StepNumbers, StepResult, flops_per_token, peak_flops
 from plait.train.build import build_model
 from plait.train.config_sections import ModelConfig
 
@@ -49,8 +49,8 @@ def _step_numbers() -> StepNumbers:
     mesh.traffic.record_wait("dp", 0, (mesh.rank + 1) * 1_000_000)
     bad = torch.tensor([mesh.rank == 3, mesh.rank in (1, 2)])
     signal = 15 if mesh.rank == 2 else 0
-    loss = torch.tensor(2.0)
-    return meter.measure(6, loss, loss, 0.1, bad, tokens=10, signal=signal)()
+    two = torch.tensor(2.0)
+    return meter.measure(6, StepResult(two, two, two, bad), 0.1, tokens=10, signal=signal)()
 
 
 def test_numbers_of_each_rank_and_of_all(thread_ranks: RankPool) -> None:

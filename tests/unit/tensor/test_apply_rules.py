@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -351,8 +350,8 @@ def woven_on_a_rank(make: Any, rules: Rules, keeps: bool, spends: bool) -> Any:
     woven = nn.ModuleList(cut(make(), rules, mesh.group("tp"), queue if keeps else None))
     for parameter in woven.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    with queue.overlapping() if spends else nullcontext():
-        results = run(*woven)
+    queue.overlaps = spends
+    results = run(*woven)
     left = len(queue.pending)
     queue.run()
     gradients = {name: parameter.grad for name, parameter in woven.named_parameters()}

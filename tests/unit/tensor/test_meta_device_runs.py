@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from plait.autograd.running_sequence import ContextParallelism, running
 from plait.blueprint import build_blueprint
 from plait.comm.group import Group
 from plait.comm.traffic import Traffic
+from plait.context_attention.visibility import document_bounds
 from plait.errors import ModelError
 from plait.models import gpt2
 from plait.plan import Plan
@@ -128,3 +130,20 @@ def test_results_are_bounded(monkeypatch):
     for rows in range(1, 6):
         layers.infer(TOKENS[:1].expand(rows, 4), input_gradients=False)
     assert len(results) == 5
+
+
+def test_documents_repeat_no_run_unless_one_is_longer(runs):
+    """A layer that took a document takes shorter ones; a longer one may be beyond its context, which is 4."""
+    layers, one_rank = built(gpt2_of(1), {}), ContextParallelism.of_one_rank()
+
+    def repeated(*ids):
+        before = len(runs)
+        with running(one_rank.sequence(len(ids), document_bounds(torch.tensor([ids])))):
+            layers.infer(torch.zeros(1, len(ids), dtype=torch.int64), input_gradients=False)
+        return len(runs) - before
+
+    assert [repeated(0, 0, 1, 1, 2), repeated(0, 1, 1, 2, 2), repeated(0, 1, 2, 3, 4)] == [4, 0, 0]
+    assert [repeated(0, 0, 0, 0, 1), repeated(0, 0, 0, 1, 1), repeated(0, 1, 1, 1, 1)] == [4, 0, 0]
+    with pytest.raises(ModelError, match="longer than the model's context of 4"):
+        repeated(0, 0, 0, 0, 0)
+    assert repeated(0, 1, 1, 1, 1) == 0

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from plait.comm import Count, Group, Mesh, Traffic
 from plait.errors import ModelError, NonFiniteError
-from plait.tensor.sampling import LENGTH_STEP, next_token, padded
+from plait.tensor.sampling import LENGTH_STEP, TokenChoice, next_token, padded
 from plait.tensor.vocabulary_partition import Vocabulary
 
 LOGITS = torch.tensor([[0.0, 3.0, 1.0, 2.0], [5.0, 0.0, 4.0, 0.0]])
@@ -14,10 +14,7 @@ LOGITS = torch.tensor([[0.0, 3.0, 1.0, 2.0], [5.0, 0.0, 4.0, 0.0]])
 
 def drawn(seed: int, temperature: float = 1.0, top_k: int | None = None, rows: int = 1) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
-    return [
-        next_token(LOGITS, temperature=temperature, top_k=top_k, generator=generator).tolist()
-        for _ in range(rows)
-    ]
+    return [next_token(LOGITS, TokenChoice(temperature, top_k), generator).tolist() for _ in range(rows)]
 
 
 def test_temperature_zero_takes_the_likeliest() -> None:
@@ -27,6 +24,14 @@ def test_temperature_zero_takes_the_likeliest() -> None:
 def test_the_seed_decides() -> None:
     assert drawn(1, rows=10) == drawn(1, rows=10)
     assert drawn(1, rows=10) != drawn(2, rows=10)
+
+
+def test_a_row_that_has_ended_repeats_its_last_token() -> None:
+    choice = TokenChoice(stop=(7, 8))
+    tokens, all_ended = choice.stopped(torch.tensor([7, 2]), torch.empty(2, 0, dtype=torch.int64))
+    assert (tokens.tolist(), all_ended) == ([7, 2], False)
+    tokens, all_ended = choice.stopped(torch.tensor([3, 8]), tokens[:, None])
+    assert (tokens.tolist(), all_ended) == ([7, 8], True)
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 4, 9])
@@ -51,8 +56,7 @@ def test_draws_follow_the_softmax(temperature: float, top_k: int | None) -> None
 
 
 def draw(logits: Tensor, vocabulary: Vocabulary | None = None, **options) -> Tensor:
-    chosen = {"temperature": 1.0, "top_k": None, **options}
-    return next_token(logits, generator=torch.Generator().manual_seed(3), vocabulary=vocabulary, **chosen)
+    return next_token(logits, TokenChoice(**options), torch.Generator().manual_seed(3), vocabulary=vocabulary)
 
 
 MANY = torch.randn(64, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

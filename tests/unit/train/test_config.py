@@ -230,6 +230,15 @@ CONTRADICTIONS = [
         "parallel.layers_per_stage = [10] cuts another number of stages than parallel.pp = 2 times",
     ),
     (
+        "--train.patience 3 --train.validate_every 5 --data.validation 0",
+        "train.patience = 3 needs a validation loss, but data.validation is 0: raise it, or set "
+        "data.validation_source.",
+    ),
+    (
+        "--run.keep_best true",
+        "run.keep_best = true compares validations during the run, but train.validate_every is 0: set it",
+    ),
+    (
         "--run.compare 5 --train.steps 3",
         "run.compare = 5 is more than train.steps = 3: set run.compare to at most 3.",
     ),

@@ -114,7 +114,7 @@ def test_the_weights_of_every_family_are_found(tmp_path: Path, name: str) -> Non
 @pytest.mark.parametrize(("has_weights", "told"), [(True, "Weights: those in "), (False, "WARNING: ")])
 def test_a_run_says_what_values_it_starts_from(folder: Path, has_weights: bool, told: str) -> None:
     config = config_of(folder)
-    lines = list(banner(config, Mesh(config.plan()), load_data(config), 1, has_weights=has_weights))
+    lines = list(banner(config, Mesh(config.plan()), load_data(config), 1, 1, has_weights=has_weights))
     line = next(line for line in lines if str(folder) in line and not line.startswith("Model: "))
     assert line.startswith(f"{told}{folder}")
     assert has_weights or "random values (train.seed = 0)" in line

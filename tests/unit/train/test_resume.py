@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from plait.cli.main import main
 from plait.comm.rank_pool import RankPool
-from plait.errors import CheckpointError, ConfigError, NonFiniteError
+from plait.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from plait.loop import checkpoints
 from plait.train.checkpoints import run_checkpoints
 from plait.train.config import Config
@@ -23,13 +24,13 @@ def make(folder: Path, *, parallel: dict[str, Any] | None = None, **settings: An
     """Six steps of a model of one block."""
     run = {
         name: settings.pop(name)
-        for name in ("save_every", "keep_last", "keep_every", "resume")
+        for name in ("save_every", "keep_last", "keep_every", "keep_best", "resume")
         if name in settings
     }
     return Config.model_validate(
         {
             "model": {"layers": 1, "hidden": 16, "heads": 2, "context": 16},
-            "data": {"source": "random"},
+            "data": {"source": settings.pop("source", "random")},
             "train": {"steps": 6, "batch": 4, "microbatches": 2, "validate_batches": 1, "warmup": 2}
             | settings,
             "parallel": parallel or {},
@@ -173,6 +174,37 @@ def test_a_run_whose_data_would_be_another_is_refused(
         run(thread_ranks, make(tmp_path, resume=str(tmp_path / "nowhere")))
 
 
+def test_a_corpus_that_has_grown_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("abcdefgh" * 100)
+    source = str(tmp_path / "text.txt")
+    train(make(tmp_path / "run", steps=2, source=source))
+    (tmp_path / "text.txt").write_text("abcdefgh" * 200)
+    with pytest.raises(DataError, match=r"rows = 94, and had 47 when .* start over with --run\.resume no"):
+        train(make(tmp_path / "run", source=source, resume="auto"))
+
+
+def test_the_best_is_kept_and_a_run_without_a_better_one_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of random tokens nothing is learnt: with such a rate the loss only grows. It is an end like others."""
+    settings = (
+        "--data.source random --model.layers 1 --model.hidden 16 --model.heads 2 --model.context 16 "
+        "--train.steps 20 --train.batch 4 --train.lr 0.1 --train.warmup 0 --train.validate_batches 1 "
+        "--train.validate_every 2 --train.patience 2 --parallel.pp 2 --run.keep_best true --run.keep_last 1 "
+        f"--run.ranks_as threads --run.tensorboard false --run.dir {tmp_path}"
+    )
+    assert main(["train", *settings.split()]) == 0
+    assert kept(tmp_path) == ["best.json", "step-00000002", "step-00000006"]
+    told = capsys.readouterr().out
+    assert "The run ends after step 6: 2 validations had no lower loss than" in told
+    assert f"that of step 2: {tmp_path}/checkpoints/best." in told.replace("\n", "")
+    assert "Stopped" not in told
+    best = str(tmp_path / "checkpoints" / "best")
+    assert main(["checkpoint", "inspect", best]) == 0
+    assert "step-00000002" in capsys.readouterr().out.replace("\n", "")
+    assert main(["checkpoint", "export", best, str(tmp_path / "exported"), "--format", "huggingface"]) == 0
+
+
 def test_training_goes_on_where_nothing_can_be_written(
     rank_pool: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,11 +222,9 @@ def test_a_step_that_is_none_is_refused(
     step: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoints, "load", lambda *told: {"step": step})
-    trainer: Any = SimpleNamespace(
-        engine=None, optimizer=SimpleNamespace(param_groups=[]), mesh=SimpleNamespace(rank=0)
-    )
+    trainer: Any = SimpleNamespace(engine=None, optimizer=SimpleNamespace(param_groups=[]), tell=print)
     config = make(tmp_path, resume=str(tmp_path / "one"))
-    run = run_checkpoints(config, print)
+    run = run_checkpoints(config)
     with pytest.raises(CheckpointError, match="has no number of steps: give one of plait train"):
         run.resume(trainer)
 

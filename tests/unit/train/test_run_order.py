@@ -14,11 +14,11 @@ from plait.comm.rank_pool import RankPool
 from plait.engine import Engine, Recording
 from plait.errors import ConfigError
 from plait.footprint.measured_balance import balance
+from plait.loop.progress import ProgressReporter
 from plait.schedules.simulation.costs import Costs
 from plait.train import balance_reorder_trace
 from plait.train.config import Config
 from plait.train.loop import train
-from plait.train.progress import ProgressReporter
 
 SLOW = Costs(F=(1, 1), I=(1, 1), W=(1, 1), comm=0.1)
 

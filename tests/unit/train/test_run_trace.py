@@ -12,10 +12,10 @@ import pytest
 
 from plait.comm.rank_pool import RankPool
 from plait.errors import ConfigError
+from plait.loop.progress import ProgressReporter
 from plait.train.config import Config
 from plait.train.config_parser import config_from_arguments
 from plait.train.loop import train
-from plait.train.progress import ProgressReporter
 
 LINE = re.compile(
     r"Trace of step 2: makespan ([\d,.]+) ms \(([\d,.]+) simulated with its costs\), "

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +18,7 @@ from plait.checkpoint.disk import Disk, write_text
 from plait.checkpoint.folders import atomic_folder
 from plait.checkpoint.huggingface.model_sizes import CONFIG, ModelSizes, config_json, read_config
 from plait.checkpoint.huggingface.tensor_names import TensorPair, tensor_pairs
+from plait.checkpoint.merged_tensors import MergedTensors
 from plait.checkpoint.rank_contents import parameter_key
 from plait.checkpoint.tensor_file import BoxToWrite, write_files
 from plait.huggingface_files import INDEX
@@ -39,18 +38,12 @@ COPIED = (
 """Files that are copied from the folder of the original model."""
 
 
-@dataclass(frozen=True)
-class Adapter:
-    """The adapter of a linear in a checkpoint: the names of its tensors, and how they are added."""
-
-    shapes: Mapping[str, tuple[int, ...]]
-    """By name, in the order of the arguments of `added` after the weight."""
-    added: Callable[..., Tensor]
-    """Returns the weight to which the adapter's tensors are added, given the weight and the tensors."""
+Tensors: TypeAlias = FullTensors | MergedTensors
+"""Of a checkpoint, by name."""
 
 
 def export_own(
-    tensors: FullTensors,
+    tensors: Tensors,
     target: Path,
     sizes: ModelSizes,
     *,
@@ -69,22 +62,20 @@ def export_own(
 
 
 def export_adapted(
-    tensors: FullTensors,
+    tensors: Tensors,
     target: Path,
     model: nn.Sequential,
     folder: Path,
     *,
-    adapters: Mapping[str, Adapter] | None = None,
     dtype: torch.dtype | None = None,
     max_bytes: int | None = None,
 ) -> None:
     """Write the parameters of `model`, made by `from_huggingface`, to the new folder `target`.
 
     `folder`: of the original model. Its tokenizer files are copied, and its `config.json` with the new dtype.
-    `adapters`: those of LoRA by the name of the weight to which each is added. Otherwise as `export_own`.
+    Otherwise as `export_own`.
     """
     names: Mapping[str, str] = model.huggingface_names  # type: ignore[assignment]
-    adapters = adapters or {}
     pairs = [
         TensorPair(names[name], (name,), tuple(one.shape))
         for name, one in model.named_parameters()
@@ -94,11 +85,11 @@ def export_adapted(
     config.pop("torch_dtype", None)  # the former name of dtype
     copied = [folder / name for name in COPIED if (folder / name).is_file()]
     config["dtype"] = _dtype_name(tensors, dtype)
-    _export(tensors, target, pairs, config, copied, dtype, max_bytes, Disk(), adapters)
+    _export(tensors, target, pairs, config, copied, dtype, max_bytes, Disk())
 
 
 def _export(
-    tensors: FullTensors,
+    tensors: Tensors,
     target: Path,
     pairs: Sequence[TensorPair],
     config: Mapping[str, Any],
@@ -106,12 +97,10 @@ def _export(
     dtype: torch.dtype | None,
     max_bytes: int | None,
     disk: Disk,
-    adapters: Mapping[str, Adapter] = MappingProxyType({}),
 ) -> None:
     shapes = {name: pair.shape for pair in pairs for name in pair.ours}
-    shapes |= {name: shape for adapter in adapters.values() for name, shape in adapter.shapes.items()}
     require_model(tensors.manifest, shapes, aliases=())
-    items = [_item(tensors, pair, dtype, adapters.get(pair.ours[0])) for pair in pairs]
+    items = [_item(tensors, pair, dtype) for pair in pairs]
     with atomic_folder(target, disk) as folder:
         files = write_files(folder, "model", items, max_bytes=max_bytes, disk=disk)
         if len(files) > 1:
@@ -123,17 +112,13 @@ def _export(
             shutil.copyfile(path, folder / path.name)
 
 
-def _item(
-    tensors: FullTensors, pair: TensorPair, dtype: torch.dtype | None, adapter: Adapter | None
-) -> BoxToWrite:
+def _item(tensors: Tensors, pair: TensorPair, dtype: torch.dtype | None) -> BoxToWrite:
     to = dtype or tensors.dtype(parameter_key(pair.ours[0]))
     read = partial(_theirs, tensors, pair, to)
-    if adapter is not None:
-        read = partial(_merged, tensors, pair, to, adapter)
     return BoxToWrite(pair.theirs, full_box(pair.their_shape), to, read, name=pair.theirs)
 
 
-def _theirs(tensors: FullTensors, pair: TensorPair, dtype: torch.dtype) -> Tensor:
+def _theirs(tensors: Tensors, pair: TensorPair, dtype: torch.dtype) -> Tensor:
     """Return a tensor of the transformers model, concatenated from tensors of the checkpoint."""
     if len(pair.ours) == 1 and not pair.transposed:
         return tensors.read(parameter_key(pair.ours[0]), dtype)
@@ -144,13 +129,7 @@ def _theirs(tensors: FullTensors, pair: TensorPair, dtype: torch.dtype) -> Tenso
     return joined
 
 
-def _merged(tensors: FullTensors, pair: TensorPair, dtype: torch.dtype, adapter: Adapter) -> Tensor:
-    """Return a weight of the transformers model to which its adapter is added."""
-    weight, *parts = (tensors.read(parameter_key(name)) for name in (pair.ours[0], *adapter.shapes))
-    return adapter.added(weight, *parts).to(dtype)
-
-
-def _dtype_name(tensors: FullTensors, dtype: torch.dtype | None) -> str:
+def _dtype_name(tensors: Tensors, dtype: torch.dtype | None) -> str:
     """Return the name of `dtype`, such as `bfloat16`; if it is None, that of most saved parameters."""
     if dtype is not None:
         return str(dtype).removeprefix("torch.")

@@ -1,10 +1,10 @@
 import pytest
 
-from plait.train.build import learning_rate
+from plait.loop.learning_rates import warmup_cosine, warmup_linear
 
 
 def rates(steps: int, warmup: int) -> list[float]:
-    return [learning_rate(step, steps=steps, peak=1.0, floor=0.1, warmup=warmup) for step in range(steps)]
+    return list(map(warmup_cosine(1.0, steps=steps, floor=0.1, warmup=warmup), range(steps)))
 
 
 def test_climbs_to_the_peak_then_falls_to_the_floor() -> None:
@@ -27,4 +27,9 @@ def test_shorter_than_its_warm_up() -> None:
 
 
 def test_beyond_the_last_step_it_stays_at_the_floor() -> None:
-    assert learning_rate(99, steps=10, peak=1.0, floor=0.1, warmup=2) == pytest.approx(0.1)
+    assert warmup_cosine(1.0, steps=10, floor=0.1, warmup=2)(99) == pytest.approx(0.1)
+
+
+def test_a_linear_decay() -> None:
+    found = list(map(warmup_linear(1.0, steps=6, warmup=2), range(6)))
+    assert found == pytest.approx([0.5, 1.0, 0.75, 0.5, 0.25, 0.0])

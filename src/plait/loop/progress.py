@@ -1,4 +1,4 @@
-"""Progress reports: a progress bar on a terminal, a plain line every few seconds elsewhere."""
+"""Progress of a run: a bar on a terminal, a plain line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from datetime import timedelta
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from plait.loop.training import Callback, TrainingLoop
 
 _SECONDS_BETWEEN_LINES = 5.0
 _SMOOTHING = 0.8  # weight of earlier steps in the shown speed
@@ -80,8 +83,32 @@ class ProgressReporter:
         self.print(f"step {step}/{self._steps}  loss {loss:.3f}  {self._speed:,.0f} tokens/s  {left} left")
 
 
-def _make_bar(console: Console) -> Progress:
-    return Progress(
+class Progress(Callback):
+    """Shows the progress of a run on rank 0: a bar on a terminal, a line every few seconds elsewhere."""
+
+    def __init__(self, reporter: ProgressReporter | None = None) -> None:
+        """None: a `ProgressReporter` of the run's steps."""
+        self._given = reporter
+        self._reporter = reporter or ProgressReporter(0, shown=False)
+
+    def begin(self, run: TrainingLoop) -> None:
+        """Start the bar at the steps that are done; other lines are printed above it."""
+        self._reporter = self._given or ProgressReporter(run.steps, shown=run.mesh.rank == 0)
+        run.tell = self._reporter.print
+        self._reporter.__enter__()
+        self._reporter.start_from(run.done)
+
+    def measured(self, run: TrainingLoop, row: dict[str, float]) -> None:
+        """Show the step."""
+        self._reporter.update(int(row["step"]), row["loss"], row["tokens_per_second"])
+
+    def end(self, run: TrainingLoop, error: BaseException | None) -> None:
+        """End the bar."""
+        self._reporter.__exit__()
+
+
+def _make_bar(console: Console) -> Bar:
+    return Bar(
         TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
         BarColumn(bar_width=None),
         TextColumn("loss {task.fields[loss]}"),

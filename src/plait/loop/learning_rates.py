@@ -1,0 +1,40 @@
+"""Learning-rate schedules: functions that return the learning rate of each step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+LearningRate = Callable[[int], float]
+"""Returns the learning rate of a step, counted from 0."""
+
+
+def warmup_cosine(peak: float, *, steps: int, warmup: int = 0, floor: float = 0.0) -> LearningRate:
+    """Return a schedule with a linear warm-up, then half a cosine.
+
+    The first `warmup` steps climb to `peak` (the last of them has it); the rest fall along half a cosine, and
+    step `steps` − 1 has `floor`. Source: Loshchilov and Hutter, "SGDR", 2017, without restarts.
+    """
+    return _warmup(peak, steps, warmup, floor, lambda fraction: 0.5 * (1 + math.cos(math.pi * fraction)))
+
+
+def warmup_linear(peak: float, *, steps: int, warmup: int = 0, floor: float = 0.0) -> LearningRate:
+    """Return a schedule with a linear warm-up, then a linear decay to `floor`; see `warmup_cosine`."""
+    return _warmup(peak, steps, warmup, floor, lambda fraction: 1 - fraction)
+
+
+def constant(rate: float) -> LearningRate:
+    """Return a schedule with the same rate for all steps."""
+    return lambda step: rate
+
+
+def _warmup(
+    peak: float, steps: int, warmup: int, floor: float, decay: Callable[[float], float]
+) -> LearningRate:
+    def rate(step: int) -> float:
+        if step < warmup:
+            return peak * (step + 1) / warmup
+        fraction = min(1.0, (step + 1 - warmup) / max(1, steps - warmup))
+        return floor + (peak - floor) * decay(fraction)
+
+    return rate

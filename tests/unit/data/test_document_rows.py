@@ -1,0 +1,132 @@
+"""Whole documents in rows, and what a corpus of any size takes to be read: counted in bytes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from plait.data import document_rows
+from plait.data.batches import ShuffledBatches, TokenWindows
+from plait.data.document_rows import DocumentRows
+from plait.data.token_shards import (
+    Corpus,
+    CorpusIndex,
+    ShardEntry,
+    TokenShard,
+    open_corpus,
+    shard_files,
+    write_index,
+)
+
+
+def greedy(lengths: list[int], context: int) -> list[list[int]]:
+    """The documents of each row, one after another; empty ones have no token, and so no row."""
+    rows: list[list[int]] = []
+    held = context + 1
+    for number, length in enumerate(lengths):
+        size = min(length, context)
+        if held + size > context:
+            rows.append([])
+            held = 0
+        rows[-1].append(number)
+        held += size
+    return rows
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=60),
+    context=st.integers(1, 8),
+    shards=st.integers(1, 4),
+    taken=st.tuples(st.integers(0, 10), st.integers(0, 10)),
+    at_once=st.integers(1, 20),
+    apart=st.integers(1, 4),
+)
+@example(lengths=[3] * 40, context=6, shards=2, taken=(0, 0), at_once=7, apart=4)
+def test_rows_are_those_of_one_document_after_another(
+    lengths: list[int], context: int, shards: int, taken: tuple[int, int], at_once: int, apart: int
+) -> None:
+    first = min(taken[0], len(lengths) - 1)
+    stop = max(first + 1, len(lengths) - taken[1])
+    ends = np.cumsum(lengths)
+    made, parts = [], np.array_split(np.arange(len(lengths)), shards)
+    for part in parts:
+        begin = int(ends[part[0] - 1]) if len(part) and part[0] else 0
+        of = ends[part] - begin
+        made.append(TokenShard(np.arange(begin, begin + int(of[-1] if len(of) else 0)), of))
+    corpus = Corpus(tuple(len(shard.tokens) for shard in made), True, made)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(document_rows, "DOCUMENTS_AT_ONCE", at_once)
+        patch.setattr(document_rows, "APART", apart)
+        rows = DocumentRows(corpus, context, 1000, "some", first=first, stop=stop)
+        expected = greedy(lengths[first:stop], context)
+        assert rows.count == len(expected)
+        inputs, _ = rows.take(np.arange(rows.count))
+    assert rows.cut == sum(length > context for length in lengths[first:stop])
+    for number, documents in enumerate(expected):
+        tokens = [
+            token
+            for one in documents
+            for token in range(ends[first + one] - lengths[first + one], ends[first + one])
+        ][:context]
+        ids = [one for one in documents for _ in range(lengths[first + one])][:context]
+        padding = context - len(tokens)
+        assert inputs["tokens"][number].tolist() == tokens + [0] * padding  # type: ignore[index]
+        assert inputs["document_ids"][number].tolist() == ids + [-1] * padding  # type: ignore[index]
+
+
+def corpus_on_disk(folder: Path, shards: int, *, chats: bool) -> None:
+    """Shards of a thousand documents of twenty tokens each."""
+    folder.mkdir()
+    for number in range(shards):
+        paths = shard_files(folder, number)
+        np.zeros(20_000, np.uint16).tofile(paths.tokens)
+        np.arange(20, 20_001, 20).tofile(paths.ends)
+        if chats:
+            np.ones(20_000, np.uint8).tofile(paths.answers)
+    entries = (ShardEntry(20_000, 1000),) * shards
+    write_index(folder, CorpusIndex("bytes", 256, "uint16", None, chats, entries))
+
+
+@pytest.mark.parametrize("kind", [TokenWindows, DocumentRows])
+def test_bytes_that_are_read_do_not_grow_with_the_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    """Nor the largest part that is in memory at once; rows of documents need each document's end once."""
+    sizes: list[int] = []
+    usual = os.pread
+
+    def counted(file: int, size: int, offset: int) -> bytes:
+        sizes.append(size)
+        return usual(file, size, offset)
+
+    monkeypatch.setattr(os, "pread", counted)
+    monkeypatch.setattr(document_rows, "DOCUMENTS_AT_ONCE", 500)
+    monkeypatch.setattr(np, "memmap", None)
+    for shards in (3, 60):
+        folder = tmp_path / str(shards)
+        corpus_on_disk(folder, shards, chats=kind is DocumentRows)
+        sizes.clear()
+        corpus, _ = open_corpus(folder)
+        assert not sizes, "opening reads the index only"
+        rows = kind(corpus, 64, 256, "some")
+        assert rows.count > 100
+        assert sum(sizes) <= (8 * 1000 * shards * 1.02 if kind is DocumentRows else 0)
+        assert max(sizes, default=0) <= 8 * 501
+        sizes.clear()
+        ShuffledBatches(rows, 4, seed=1).batch(7, slice(0, 4))
+        # A row: its tokens and answers, a search of 11 steps, and the ends of the documents near it.
+        assert sum(sizes) <= 4 * (65 * 3 + 2 * 8 * 11 + 8 * (document_rows.APART * 3 + 2))
+
+
+def test_what_is_kept_of_rows(tmp_path: Path) -> None:
+    corpus_on_disk(tmp_path / "corpus", 10, chats=True)
+    rows = DocumentRows(open_corpus(tmp_path / "corpus")[0], 20, 256, "some")
+    assert rows.count == 10_000
+    kept = sum(np.asarray(one).nbytes for one in vars(rows._division).values())
+    assert kept <= 8 * (10_000 // document_rows.APART + 4)

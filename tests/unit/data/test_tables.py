@@ -1,0 +1,92 @@
+"""Data sets of Hugging Face by name, and rows of tables."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from in_process import in_one_process
+
+from plait.data.document_sources import divided, files_of, read_records
+from plait.data.preparation import prepare_corpus
+from plait.data.tables import dataset_files, is_dataset
+from plait.errors import DataError
+
+
+def stub(monkeypatch: pytest.MonkeyPatch, load: Any) -> None:
+    made = SimpleNamespace(load_dataset=load, disable_progress_bars=lambda: None)
+    monkeypatch.setitem(sys.modules, "datasets", made)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("owner/name", ("owner/name", None, None, "train")),
+        ("owner/name:test", ("owner/name", None, None, "test")),
+        ("owner/name/20231101.en@v1.0:train_sft", ("owner/name", "20231101.en", "v1.0", "train_sft")),
+        ("squad", ("squad", None, None, "train")),
+        ("./some/folder/here:test", ("./some/folder/here", None, None, "test")),
+        ("/some/folder", ("/some/folder", None, None, "train")),
+    ],
+)
+def test_names(monkeypatch: pytest.MonkeyPatch, name: str, expected: Any) -> None:
+    asked = {}
+
+    def load(**arguments: Any) -> None:
+        asked.update(arguments)
+        raise ConnectionError("Couldn't reach 'it' on the Hub.")
+
+    stub(monkeypatch, load)
+    assert is_dataset(f"hf://{name}")
+    with pytest.raises(DataError, match=rf"hf://{name} cannot be reached, and is not in the cache: Couldn't"):
+        dataset_files(f"hf://{name}")
+    assert tuple(asked[one] for one in ("path", "name", "revision", "split")) == expected
+
+
+def test_a_part_of_a_split_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub(monkeypatch, None)
+    with pytest.raises(DataError, match="cannot be read: write OWNER/NAME:SPLIT after hf://, where SPLIT is"):
+        dataset_files("hf://owner/name:train[:10%]")
+
+
+@pytest.mark.full
+def test_a_data_set_by_name_goes_on_and_keeps_its_division(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of Parquet files, given to `load_dataset` as a name is; one split of two."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "set").mkdir()
+    for split in ("train", "test"):
+        table = datasets.Dataset.from_dict({"text": [f"{split} {number}" for number in range(300)]})
+        table.to_parquet(tmp_path / "set" / f"{split}.parquet")
+    source = [f"hf://{tmp_path}/set:test"]
+    in_one_process(monkeypatch)
+    prepare_corpus(source, tmp_path / "whole", "bytes", portion=700)
+    in_one_process(monkeypatch, stops_at=2)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_corpus(source, tmp_path / "out", "bytes", portion=700)
+    rest = in_one_process(monkeypatch)
+    index = prepare_corpus(source, tmp_path / "out", "bytes", portion=700)
+    assert rest == list(range(2, len(index.shards)))
+    assert (index.documents, len(rest) > 2) == (300, True)
+    for path in (tmp_path / "whole").iterdir():
+        assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
+    with pytest.raises(DataError, match='Unknown split "none"'):
+        prepare_corpus([f"hf://{tmp_path}/set:none"], tmp_path / "none", "bytes")
+    datasets.DatasetDict({"a": table, "b": table}).save_to_disk(tmp_path / "splits")
+    with pytest.raises(DataError, match=r"has several splits .a, b.: give the folder of one of them"):
+        prepare_corpus([str(tmp_path / "splits")], tmp_path / "none", "bytes")
+
+
+@pytest.mark.full
+def test_rows_are_named_by_their_numbers(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": list("abcdefghij")}).to_parquet(tmp_path / "a.parquet", batch_size=3)
+    portions = list(divided(files_of(str(tmp_path / "a.parquet"))[0], 1))
+    assert len(portions) == 4
+    places = [place for one in portions for place, _ in read_records(one, ("text",))]
+    assert places == [f"in row {number}" for number in range(10)]

@@ -1,0 +1,55 @@
+"""How many Python functions a step calls for each layer and micro-batch: the host's cost, without a clock."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import plait
+
+WIDTH, LAYERS, MICROBATCHES = 16, 32, 8
+
+
+class Residual(nn.Module):
+    """Two linears, ReLU and a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def calls_of_a_step(make_layer: Any) -> float:
+    """Calls of Python functions per layer and micro-batch, forward and backward, of one rank's third step."""
+    plan = plait.Plan(microbatches=MICROBATCHES)
+    model = nn.Sequential(*(make_layer() for _ in range(LAYERS)))
+    engine = plait.parallelize(model, plan, plait.Mesh(plan), nn.functional.mse_loss, broadcast=True)
+    batch = torch.zeros(MICROBATCHES * 2, WIDTH)
+    for _ in range(2):
+        engine.forward_backward(batch, batch)
+    calls = 0
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(note)
+    try:
+        engine.forward_backward(batch, batch)
+    finally:
+        sys.setprofile(None)
+    return calls / (LAYERS * MICROBATCHES)
+
+
+@pytest.mark.parametrize(
+    ("make_layer", "most"), [(lambda: nn.Linear(WIDTH, WIDTH), 45), (Residual, 72)], ids=["one", "two"]
+)
+def test_a_layer_calls_few_python_functions(make_layer: Any, most: int) -> None:
+    assert plait.launch(calls_of_a_step, make_layer, ranks=1, ranks_as="threads")[0] <= most

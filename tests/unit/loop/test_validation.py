@@ -1,0 +1,150 @@
+"""Early stop and the best checkpoint, in runs whose validation losses are given: also where they go on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import plait
+from plait.checkpoint.folders import resolve
+from plait.comm.rank_pool import RankPool
+from plait.errors import CheckpointError, ConfigError, DataError
+from plait.loop import Callback, Checkpoints, EarlyStop, Validation, training
+from plait.plan import Plan
+
+WEIGHTS = (5.0, 3.0, 4.0, 2.0, 3.0, 3.0, 1.0)
+"""The model's only weight after each step; its square is the validation loss."""
+ONE = Plan(precision="fp64")
+PLANS = {"pp": Plan(pp=2, precision="fp64"), "dp": Plan(dp=2, strategy="full", precision="fp64")}
+
+
+class Given:
+    """Batches of ones, whose targets the single weight has after a step."""
+
+    def __init__(self, targets: Sequence[float], rows: int = 2) -> None:
+        self.targets, self.size = targets, rows
+
+    def batch(self, step: int, rows: slice) -> tuple[Tensor, Tensor]:
+        ones = torch.ones(self.size, 1, dtype=torch.float64)
+        return ones[rows], self.targets[step] * ones[rows]
+
+
+def run(
+    plan: Plan,
+    *callbacks: Callback,
+    steps: int = len(WEIGHTS),
+    every: int = 1,
+    targets: Sequence[float] = WEIGHTS,
+    validation: Given | None = None,
+) -> Any:
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Identity()).double()
+    nn.init.constant_(model[0].weight, 9.0)  # type: ignore[arg-type]
+    return plait.fit(
+        model,
+        plan,
+        Given(targets),
+        steps=steps,
+        loss=nn.MSELoss(),
+        optimizer=torch.optim.SGD,
+        learning_rate=0.5,
+        weight_decay=0.0,
+        validation=validation or Given([0.0]),
+        validate_every=every,
+        callbacks=callbacks,
+    )
+
+
+def stopping(plan: Plan, folder: Path, steps: int = 7, patience: int = 2) -> tuple[int, bool, Any]:
+    kept = Checkpoints(folder, keep_last=1, keep_best=True)
+    result = run(plan, EarlyStop(patience), kept, steps=steps)
+    return result.steps, result.stopped, result.lowest and (result.lowest.step, result.lowest.loss)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_best_is_kept_and_the_run_ends(thread_ranks: RankPool, tmp_path: Path, name: str) -> None:
+    assert thread_ranks.run(stopping, PLANS[name], tmp_path, ranks=2) == [(6, True, (4, 4.0))] * 2
+    assert names(tmp_path) == ["best.json", "step-00000004", "step-00000006"]
+    assert json.loads((tmp_path / "best.json").read_text()) == {"step": 4, "validation_loss": 4.0}
+    engine = run(ONE, steps=1).engine
+    plait.load(engine, None, tmp_path / "best")
+    assert engine.state_dict()["0.weight"].item() == WEIGHTS[3]
+
+
+def test_the_same_where_numbers_are_read_late(
+    thread_ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU."""
+    monkeypatch.setattr(training, "is_accelerator", lambda device: True)
+    assert thread_ranks.run(stopping, PLANS["dp"], tmp_path, ranks=2) == [(6, True, (4, 4.0))] * 2
+    assert names(tmp_path) == ["best.json", "step-00000004", "step-00000006"]
+
+
+def test_a_run_that_goes_on_counts_on(
+    thread_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On another layout; once ended it does not go on by itself, but with more patience."""
+    assert thread_ranks.run(stopping, PLANS["pp"], tmp_path, 5, ranks=2)[0] == (5, False, (4, 4.0))
+    assert thread_ranks.run(stopping, PLANS["dp"], tmp_path, ranks=2)[0] == (6, True, (4, 4.0))
+    assert capsys.readouterr().out.endswith(
+        "The run ends after step 6: 2 validations had no lower loss than 4.000, that of step 4.\n"
+        f"The lowest validation loss, 4.000, is that of step 4: {tmp_path}/best.\n"
+    )
+    assert stopping(ONE, tmp_path) == (6, True, (4, 4.0))
+    assert stopping(ONE, tmp_path, patience=3) == (7, False, (7, 1.0))
+    assert names(tmp_path) == ["best.json", "step-00000007"]
+
+
+def test_only_the_best_ones_are_saved(tmp_path: Path) -> None:
+    run(ONE, Checkpoints(tmp_path, every=None, keep_last=1, keep_best=True), steps=6)
+    assert names(tmp_path) == ["best.json", "step-00000004"]
+
+
+def test_a_marker_that_was_not_written_is_written_on_resumption(tmp_path: Path) -> None:
+    """The run was killed between a checkpoint and its marker."""
+    run(ONE, Checkpoints(tmp_path, keep_last=0, keep_best=True), steps=4)
+    (tmp_path / "best.json").write_text('{"step": 2, "validation_loss": 9.0}')
+    run(ONE, Checkpoints(tmp_path, keep_last=0, keep_best=True), steps=5)
+    assert resolve(tmp_path / "best").name == "step-00000004"
+
+
+def test_the_best_of_another_run_is_not_that_of_this_one(tmp_path: Path) -> None:
+    run(ONE, Checkpoints(tmp_path, keep_best=True))
+    assert resolve(tmp_path / "best").name == "step-00000007"
+    run(ONE, Checkpoints(tmp_path, every=1, keep_last=0, resume="no"), steps=3)
+    with pytest.raises(CheckpointError, match=r"records no best checkpoint in best\.json: give the folder"):
+        resolve(tmp_path / "best")
+    run(ONE, Checkpoints(tmp_path, keep_best=True), steps=3)
+    assert resolve(tmp_path / "best").name == "step-00000002", "as the checkpoint of step 3 knows"
+
+
+def test_losses_of_other_validation_data_are_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(ONE, Checkpoints(tmp_path), steps=4)
+    result = run(ONE, Checkpoints(tmp_path), steps=6, validation=Given([0.0], rows=4))
+    assert (result.lowest.step, result.lowest.loss) == (5, 9.0)
+    assert "the lowest validation loss is searched anew" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("callback", [EarlyStop(1), Checkpoints("nowhere", keep_best=True)], ids=type)
+@pytest.mark.parametrize("before", [[], [Validation(Given([0.0]))]], ids=["none", "at the end"])
+def test_without_validations_in_the_run_it_is_refused(callback: Callback, before: list[Callback]) -> None:
+    with pytest.raises(DataError, match=f"{type(callback).__name__} needs validation losses, but nothing"):
+        run(ONE, *before, callback, every=0)
+
+
+def test_arguments_that_are_refused() -> None:
+    with pytest.raises(ConfigError, match="a metric is called loss, as the validation loss is: give it"):
+        Validation(None, metrics={"loss": torch.sub})
+    with pytest.raises(ConfigError, match="patience = 0: give at least 1, or leave it out"):
+        EarlyStop(0)
