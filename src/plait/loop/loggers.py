@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from plait.errors import ConfigError
 
@@ -60,13 +60,13 @@ class LoggerGroup:
         except OSError as error:
             raise unwritable(self._folder, error, self._field) from None
 
-    def write(self, row: Mapping[str, float]) -> str:
-        """Write the row of a step to all loggers; return a warning or "".
+    def write(self, row: Mapping[str, Any]) -> str:
+        """Write the row of a step to all loggers; return a warning or "". Numbers that are not finite: None.
 
         A full disk does not end a run: rows are kept, and written with a later one. Returns a warning when
         writing starts to fail, else "".
         """
-        finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
+        finite = {name: None if _is_non_finite(value) else value for name, value in row.items()}
         failure = ""
         for logger in self._loggers:
             try:
@@ -88,6 +88,10 @@ class LoggerGroup:
                 raise unwritable(self._folder, failure, self._field) from None
 
 
+def _is_non_finite(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
 def unwritable(folder: Path, error: OSError, field: str = "") -> ConfigError:
     """Return the error for a folder of a run that cannot be written to; `field`: its name, if configured."""
     place = f"{field} = {str(folder)!r}" if field else str(error.filename or folder)
@@ -102,7 +106,7 @@ class _TextFile:
         path: str | Path,
         header: str,
         step_of: Callable[[str], float],
-        line_of: Callable[[MetricsRow], str],
+        line_of: Callable[[Mapping[str, Any]], str],
     ) -> None:
         self._path, self._header, self._step_of, self._line_of = Path(path), header, step_of, line_of
         self._file: io.FileIO | None = None
@@ -118,7 +122,7 @@ class _TextFile:
             lines += [line for line in whole if self._step_of(line) <= steps]
         self._open_with(lines)
 
-    def write(self, row: MetricsRow) -> None:
+    def write(self, row: Mapping[str, Any]) -> None:
         """Append a line for the row."""
         self._append(self._line_of(row))
 
@@ -169,7 +173,7 @@ class Csv(_TextFile):
                 self._columns, self._header = earlier, f"{','.join(earlier)}\n"
         super().begin(steps)
 
-    def write(self, row: MetricsRow) -> None:
+    def write(self, row: Mapping[str, Any]) -> None:
         """Append a line for the row."""
         others = [name for name in row if name not in self._columns]
         if others and self._grows and not self._unwritten:
@@ -186,7 +190,7 @@ class Csv(_TextFile):
     def _titles(self) -> str:
         return ",".join(self._columns) + "\n"
 
-    def _line(self, row: MetricsRow) -> str:
+    def _line(self, row: Mapping[str, Any]) -> str:
         text = io.StringIO()
         writer = csv.DictWriter(text, self._columns, restval="", extrasaction="ignore", lineterminator="\n")
         writer.writerow(row)

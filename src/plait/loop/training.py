@@ -94,6 +94,8 @@ class TrainingLoop:
         """Steps of this run before it was resumed; 0 if it started from another run's checkpoint."""
         self.row: dict[str, float] = {"loss": math.nan, "peak_memory_bytes": 0.0}
         """The numbers of the latest step that were read."""
+        self.numbers: StepNumbers | None = None
+        """The same, with those of each rank."""
         self.stopped = 0
         """Not 0 where the run ends before its last step: the signal that a rank had received, or -1."""
         self.requested_stop: Callable[[], int] = int
@@ -153,7 +155,7 @@ class TrainingLoop:
         numbers = read()
         self.stopped = self.stopped or numbers.signal
         self._refuse_non_finite(step, numbers)
-        self.row = numbers.row
+        self.row, self.numbers = numbers.row, numbers
         self._call("measured", self.row)
 
     def stop(self) -> None:

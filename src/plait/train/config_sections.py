@@ -353,3 +353,4 @@ class RunConfig(Section):
     progress: bool = Field(default=True, description="show a progress bar")
     tensorboard: bool = Field(default=True, description="write TensorBoard logs, where it is installed")
     csv: bool = Field(default=True, description="write metrics.csv beside metrics.jsonl")
+    report: bool = Field(default=True, description="write report.html, the page of the run, at its end")

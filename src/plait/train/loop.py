@@ -21,6 +21,8 @@ from plait.train.metrics import FIELD, open_loggers
 from plait.train.reference_steps import Comparison, compare_steps
 from plait.train.run_callbacks import FirstSteps, Recordings
 from plait.train.run_data import Data, load_data
+from plait.train.run_description import describe
+from plait.train.run_files import RunFiles
 from plait.train.stop_signals import StopSignals
 from plait.train.trainer import Trainer
 
@@ -71,11 +73,9 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
         plan = balanced(config, plan, mesh, data)
         memory = _predicted_memory(config, plan, mesh, data)
         trainer = Trainer(config, plan, mesh, data)
-        for line in banner(config, mesh, data, *trainer.sizes, has_weights=trainer.has_weights):
-            progress.print(line)
-        if memory is not None:
-            progress.print(prediction_line(memory))
-        trainer.tell, trainer.requested_stop = progress.print, lambda: stop.local
+        files = RunFiles(config, mesh.rank, progress.print)
+        _introduce(config, trainer, data, memory, files)
+        trainer.tell, trainer.requested_stop = files.tell, lambda: stop.local
         first, checkpoints = FirstSteps(run.compare), run_checkpoints(config)
         validation = _validation(config, data)
         trainer.run(
@@ -83,6 +83,7 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
                 Recordings(config),
                 ReplicaChecks(run.check_replicas),
                 Progress(progress),
+                files,
                 first,
                 validation,
                 *([EarlyStop(settings.patience)] if settings.patience else []),
@@ -108,6 +109,17 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
     comparison = compare_steps(config, data, mesh, first.numbers)
     progress.print(str(comparison))
     return replace(result, comparison=comparison)
+
+
+def _introduce(config: Config, trainer: Trainer, data: Data, memory: Memory | None, files: RunFiles) -> None:
+    """Print the lines before the first step, and write on rank 0 what `run.json` says of the run."""
+    mesh = trainer.mesh
+    lines = [*banner(config, mesh, data, *trainer.sizes, has_weights=trainer.has_weights)]
+    lines += [] if memory is None else [prediction_line(memory)]
+    if mesh.rank == 0:
+        files.describe(describe(config, trainer.blueprint, mesh, memory, tuple(lines)))
+    for line in lines:
+        files.tell(line)
 
 
 def banner(
