@@ -45,10 +45,10 @@ def write_shard(
     total = answers = unanswered = 0
     with _partial(paths.tokens).open("wb") as file, _partial(paths.answers).open("wb") as marks:
         for piece in _encoded(ranges, settings):
-            piece.tokens.astype(dtype).tofile(file)
+            file.write(piece.tokens.astype(dtype).data)
             total += len(piece.tokens)
             if piece.answers is not None:
-                piece.answers.tofile(marks)
+                marks.write(piece.answers.data)
                 answers += (found := int(piece.answers.sum()))
                 unanswered += not found
             if piece.ends:
