@@ -9,25 +9,32 @@ from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 
-from plait.data.chats import holds_chats
-from plait.data.document_sources import field_names, files_of
+from plait.data.corpus import source_files
+from plait.data.document_sources import files_of
 from plait.data.preparation import PreparationProgress, prepare_corpus
-from plait.data.tables import is_dataset
+from plait.data.record_fields import are_chats
+from plait.data.tables import HUB, dataset_files, is_dataset
 from plait.data.token_files import holds_tokens
 from plait.data.token_shards import INDEX, is_prepared
 from plait.train.config import Config
 
-_RECORDS = (".jsonl", ".ndjson", ".parquet")
+_RECORDS = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".parquet", ".arrow")
+_NO_FILES = ("stdlib", "random")
 _SECONDS_BETWEEN_LINES = 5.0
 
 
 def holds_records(source: str) -> bool:
-    """Return whether `data.source` names conversations or texts in JSON lines, a table or a data set."""
-    path = Path(source).expanduser()
-    if path.suffix not in _RECORDS or not path.is_file():
-        return is_dataset(source)
-    fields = [name for file in files_of(source) for name in field_names(file)]
-    return "text" in fields or holds_chats(fields)
+    """Return whether `data.source` names conversations or texts in JSON lines, tables or a data set.
+
+    Also beside text files, in a folder or glob. Raises DataError for rows that have none of the fields that
+    are read, and where there are no such files.
+    """
+    if is_dataset(source):
+        return True
+    if source in _NO_FILES or not any(path.name.endswith(_RECORDS) for path in source_files(source)):
+        return False
+    are_chats(files_of(source))
+    return True
 
 
 def is_tokenized(source: str) -> bool:
@@ -62,11 +69,11 @@ def prepared_folder(config: Config, source: str) -> Path | None:
 
 def _version(source: str) -> str:
     """Return a text that changes with the files of a source; of a data set by name only its name."""
-    path = Path(source).expanduser()
-    if not path.exists():
+    if source.startswith(HUB):
         return source
-    state = path.stat()
-    return f"{path.resolve()} {state.st_size} {state.st_mtime_ns}"
+    paths = dataset_files(source) if is_dataset(source) else source_files(source)
+    states = [(path.resolve(), path.stat()) for path in paths]
+    return " ".join(f"{path} {state.st_size} {state.st_mtime_ns}" for path, state in states)
 
 
 def _printing(source: str) -> Callable[[PreparationProgress, int], None]:

@@ -28,15 +28,16 @@ from plait.train.sample import encode_prompt
 class Data:
     """The training and validation batches of a run, and the tokenizer that encoded them.
 
-    `validation`, if any, repeats after `train.validate_batches` batches. `vocab` is the model's. `readable`:
-    whether `tokenizer` can turn these tokens into text. `holds_chats`: whether all sources are conversations.
+    `validation`, if any, repeats after `train.validate_batches` batches. `vocab` is the model's.
+    `unreadable`: why `tokenizer` cannot turn these tokens into text, or "". `holds_chats`: whether all
+    sources are conversations.
     """
 
     training: Batches
     validation: Batches | None
     tokenizer: Tokenizer
     vocab: int
-    readable: bool
+    unreadable: str
     summary: str
     holds_chats: bool = False
     rows: int = 0
@@ -72,7 +73,7 @@ def load_data(config: Config) -> Data:
         validation=_validation(config, held_out),
         tokenizer=tokenizer,
         vocab=vocab,
-        readable=all(one.readable for one in opened),
+        unreadable=next((one.unreadable for one in opened if one.unreadable), ""),
         summary="; ".join(one.summary for one in opened),
         holds_chats=all(one.holds_chats for one in opened),
         rows=rows[0].count if len(rows) == 1 else 0,
@@ -118,7 +119,7 @@ def check_data(config: Config) -> None:
     holds_chats = False
     if config.tokenizer == "bytes" or not texts:
         loaded = load_data(config)
-        vocab, tokenizer, readable = loaded.vocab, loaded.tokenizer, loaded.readable
+        vocab, tokenizer, readable = loaded.vocab, loaded.tokenizer, not loaded.unreadable
         holds_chats = loaded.holds_chats
     else:
         tokenizer = open_tokenizer(config.tokenizer)
@@ -142,6 +143,6 @@ def _random(config: Config, tokenizer: Tokenizer, vocab: int) -> Data:
         validation=validation,
         tokenizer=tokenizer,
         vocab=vocab,
-        readable=False,
+        unreadable="the tokens are drawn uniformly",
         summary=f"uniformly drawn tokens of a vocabulary of {vocab:,}",
     )

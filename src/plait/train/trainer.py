@@ -61,7 +61,10 @@ class Trainer(TrainingLoop):
         Every rank calls it and gets the same text. Communication: that of `Engine.generate`.
         """
         data = self._data
-        if not data.readable or not self._config.train.sample:
+        if not self._config.train.sample:
+            return None
+        if data.unreadable:
+            self.tell(f"No sample: {data.unreadable}.")
             return None
         prompt = encode_prompt(self._config, data.tokenizer, is_question=data.holds_chats)
         return sample_text(self.engine, self._config, data.tokenizer, prompt) if prompt.tokens else None
