@@ -164,11 +164,15 @@ def _end_line(index: CorpusIndex, tokenizer: Tokenizer | None) -> str:
 
 
 def _described(index: CorpusIndex) -> str:
-    shards = f"{len(index.shards)} shard{'' if len(index.shards) == 1 else 's'}"
+    shards = _counted(len(index.shards), "shard")
     if not index.chats:
-        return f"{index.documents:,} documents, {index.tokens:,} tokens in {shards}"
+        return f"{_counted(index.documents, 'document')}, {index.tokens:,} tokens in {shards}"
     counts = "; ".join(index.answer_counts())
-    return f"{index.documents:,} conversations, {index.tokens:,} tokens in {shards}, {counts}"
+    return f"{_counted(index.documents, 'conversation')}, {index.tokens:,} tokens in {shards}, {counts}"
+
+
+def _counted(number: int, name: str) -> str:
+    return f"{number:,} {name}{'' if number == 1 else 's'}"
 
 
 class _ShownProgress:
