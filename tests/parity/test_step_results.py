@@ -157,6 +157,24 @@ def test_greedy_continuation(thread_ranks, plan):
     assert ended[0, PROMPT.shape[1] :].tolist() == [first[0]] * length
 
 
+def generation_by_own_seed(case, plan, stop):
+    engine = woven.weave(case, plan)
+    dp = engine.mesh.index("dp")
+    tokens = engine.generate(PROMPT[dp : dp + 1], GPT2_CONTEXT, seed=dp, stop=stop)
+    return tokens[0, PROMPT.shape[1] :].tolist()
+
+
+def test_ranks_that_gather_parameters_end_together(thread_ranks):
+    """Each draws tokens of its own, and one's rows end first: the other still gathers its shards."""
+    case, plan = gpt2(), Plan(dp=2, strategy="full", precision="fp64")
+    first, second = thread_ranks.run(generation_by_own_seed, case, plan, (), ranks=2)
+    stop = first[0], second[2]
+    length = until(second, *stop)
+    assert length > 1
+    ended = thread_ranks.run(generation_by_own_seed, case, plan, stop, ranks=2)
+    assert ended == [[first[0]] * length, second[:length]]
+
+
 def until(tokens: list[int], *stop: int) -> int:
     """How many tokens there are until one of `stop`, with it."""
     return next(number for number, token in enumerate(tokens, 1) if token in stop)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from plait.autograd.paired_collectives import gather
-from plait.comm.collectives import broadcast
+from plait.comm.collectives import all_reduce, broadcast
 from plait.engine.local_batch import joined, without_part
 from plait.engine.runner import Runner
 from plait.errors import DataError
@@ -116,8 +116,21 @@ def generated(runner: Runner, prompt: Tensor, tokens: int, choice: TokenChoice) 
                 )
             broadcast(token, runner.mesh.group("pp"), runner.steps.schedule.rank_of[-1], checked=False).wait()
             if choice.stop:
-                token, is_last = choice.stopped(token, sequence[:, prompt.shape[1] :])
+                token, ended = choice.stopped(token, sequence[:, prompt.shape[1] :])
             sequence = torch.cat([sequence, token[:, None]], dim=1)
-            if choice.stop and is_last:
+            if choice.stop and _all_ended(runner, ended):
                 break
     return sequence
+
+
+def _all_ended(runner: Runner, ended: bool) -> bool:
+    """Return whether this rank's rows have ended, and those of ranks with which it gathers parameters.
+
+    Communication: 4 bytes over `shard`, on the CPU where the group has a transport for it; none where
+    nothing is sharded.
+    """
+    group = runner.mesh.group("shard")
+    if not runner.plan.shards or group.size == 1:
+        return ended
+    going_on = torch.tensor(float(not ended), device=group.device_for_text(runner.mesh.device))
+    return not all_reduce(going_on, group, "max", checked=False).about("rows that go on").wait()

@@ -82,7 +82,8 @@ class Runner:
         self.inputs_are_cut = False
         """Whether the inputs of the latest step were `Microbatches`."""
         self._has_dropout = any(names_of(layer.module) for layer in blueprint.sequence.layers)
-        self._infos: dict[Any, list[LayerInfo]] = {}
+        self._infos: dict[Any, tuple[int, list[LayerInfo]]] = {}
+        """By shape: the longest document that the layers took on the meta device, and what they gave."""
         self._sequences: Sequence[LocalSequence | None] = ()
         """This rank's part of each micro-batch's sequences in the latest step; None where they are whole."""
         self._weights: tuple[Tensor, Tensor] | None = None  # of each micro-batch, of the global batch
@@ -305,15 +306,17 @@ class Runner:
             for one, shape in zip(batch.values, shapes, strict=True)
         ]
         for key, one, sequence in zip(keys, batch.values, sequences, strict=True):
-            known = self._infos.pop(key, None)
-            if known is None:
+            longest = 0 if sequence is None else sequence.longest
+            taken, infos = self._infos.get(key, (-1, []))
+            if taken < longest:  # all ranks refuse a document that is too long, before they wait for each other
                 with running(sequence):
-                    known = self._infer(one, input_gradients)
-            self._infos[key] = known
-        infos = [self._infos[key] for key in keys]
+                    taken, infos = longest, self._infer(one, input_gradients)
+            self._infos.pop(key, None)  # so that it is the latest
+            self._infos[key] = taken, infos
+        each = [self._infos[key][1] for key in keys]
         while len(self._infos) > REMEMBERED_SHAPES + len(set(keys)):
             del self._infos[next(iter(self._infos))]  # the least recently used
-        return infos
+        return each
 
     def _infer(self, microbatch: Value, input_gradients: bool) -> list[LayerInfo]:
         layers, shape = self.runtime.meta_layers, signature(microbatch)
