@@ -18,7 +18,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
     ("cli",),
     ("train",),
-    ("verification", "loop"),
+    ("verification", "loop", "report"),
     ("composer", "footprint"),
     ("engine",),
     ("blueprint",),
@@ -47,6 +47,7 @@ WITHOUT_TORCH = {
     "rules",
     "model_size_rules",
     "huggingface_files",
+    "report",
     "errors",
 }
 WITH_DISTRIBUTED = {"comm", "checkpoint", "device", "tensor/torch_parallelize_plan.py"}

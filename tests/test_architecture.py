@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -220,3 +221,8 @@ def test_a_type_name_is_defined_once() -> None:
                 homes.setdefault(name, set()).add(source.path)
     again = {name: paths for name, paths in homes.items() if len(paths) > 1}
     assert set(again) == DEFINED_AGAIN, again
+
+
+def test_files_of_unit_tests_have_names_of_their_own() -> None:
+    names = Counter(path.name for path in (Path(__file__).parent / "unit").rglob("test_*.py"))
+    assert max(names.values()) == 1, f"pytest collects one of each name only: {names.most_common(1)}"

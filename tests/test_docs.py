@@ -20,6 +20,7 @@ from typing import NamedTuple
 import pytest
 
 from plait.cli.main import main
+from plait.cli.report import parser as report_parser
 from plait.cli.verify import parser as verify_parser
 from plait.comm import Mesh
 from plait.engine import Engine
@@ -111,13 +112,15 @@ def test_every_output_belongs_to_a_script() -> None:
 def test_a_command_is_understood(
     where: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A schedule is drawn; what runs ranks is only read."""
+    """A schedule is drawn; what runs ranks, or needs a run, is only read."""
     command, *options = arguments
     if command == "verify":
         _, options = verify_parser().parse_known_args(options)
     if command in ("train", "verify"):
         monkeypatch.chdir(ROOT)
         config_from_arguments(options)
+    elif command == "report":
+        assert report_parser().parse_args(options).runs
     else:
         monkeypatch.chdir(tmp_path)
         assert main(arguments) == 0, where

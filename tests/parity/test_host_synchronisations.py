@@ -165,7 +165,7 @@ ALLOWED = {
     "loop/meter.py": "the numbers of a step, read after the next one was submitted",
     "loop/validation.py": "the means of a validation",
     "train/reference_steps.py": "after the run, on rank 0",
-    "train/trainer.py": "the sample after the run",
+    "train/sample.py": "the sample after the run",
 }
 """Files that read tensors' values or copy from pageable memory, and why that is not in a steady step."""
 

@@ -206,13 +206,7 @@ def _add_weight_gradient(
 ) -> None:
     """Add the gradient of a linear's weight to its buffer: from `gradient`, `[rows, out]`, and the input."""
     total = queue.buffer_of(weight)
-    rows = input.reshape(-1, input.shape[-1])
-    if transposed:
-        total = total.t()
-    if total.dtype == rows.dtype:
-        total.addmm_(gradient.t(), rows)
-    else:
-        _add_product(total, gradient.t(), rows)
+    _add_product(total.t() if transposed else total, gradient.t(), input.reshape(-1, input.shape[-1]))
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -225,11 +219,13 @@ def _rows_out(weight: Tensor, transposed: bool) -> Tensor:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add the matrix product `a @ b` to `total` in place, which has a wider dtype than `a` and `b`.
+    """Add the matrix product `a @ b` to `total` in place; `total` may have a wider dtype than `a` and `b`.
 
     Where the device can, without a temporary.
     """
-    if total.dtype == torch.float32 and multiplies_into_float32(total, a.dtype):
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif total.dtype == torch.float32 and multiplies_into_float32(total, a.dtype):
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total.add_(a @ b)

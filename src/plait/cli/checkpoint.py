@@ -147,7 +147,7 @@ def _export(options: Namespace) -> None:
         from plait.checkpoint.huggingface.exporting import export_adapted, export_own
         from plait.checkpoint.huggingface.model_sizes import sizes_from_manifest
         from plait.models.huggingface.pretrained import model_in
-        from plait.train.trained_model import merged_tensors, write_peft_adapter
+        from plait.train.trained_model import merged_tensors, trained_tokenizer, write_peft_adapter
 
     tensors = FullTensors(options.path)
     sizes = {name: getattr(options, name) for name in ("heads", "context", "rope_base")}
@@ -167,7 +167,9 @@ def _export(options: Namespace) -> None:
     if folder is not None:
         export_adapted(merged, options.target, model_in(folder), folder, **more)
         return
-    export_own(merged, options.target, sizes_from_manifest(merged.manifest, **sizes), **more)
+    files, end = trained_tokenizer(tensors.manifest)
+    of_model = sizes_from_manifest(merged.manifest, **sizes)
+    export_own(merged, options.target, of_model, tokenizer=files, end=end, **more)
 
 
 def _import(options: Namespace) -> None:

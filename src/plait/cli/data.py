@@ -7,6 +7,8 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 from rich.console import Console
@@ -14,8 +16,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from plait.cli.arguments import CommandParser, count
 from plait.data.preparation import PreparationProgress, prepare_corpus
-from plait.data.token_shards import CorpusIndex, open_corpus
-from plait.data.tokenizer import open_tokenizer, printable
+from plait.data.recorded_tokenizer import recorded_tokenizer
+from plait.data.token_shards import Corpus, CorpusIndex, open_corpus
+from plait.data.tokenizer import Tokenizer, open_tokenizer, printable
+from plait.data.tokenizer_match import tokenizer_mismatch
+from plait.errors import ConfigError
 
 _USAGE = """\
 usage: plait data ACTION [options]
@@ -30,8 +35,13 @@ Tokenizes a corpus into token shards, in several processes. Interrupted, the sam
 
 example: plait data prepare texts/ 'more/*.jsonl' corpus --tokenizer models/tokenizer.json
          plait train --data.source corpus"""
-_ABOUT_INSPECT = "Shows the counts of a prepared corpus, and its first documents."
+_ABOUT_INSPECT = """\
+Shows the counts of a prepared corpus, and its first documents: with their special tokens, and of
+conversations what is learnt between ⟦ and ⟧."""
 _SECONDS_BETWEEN_LINES = 5.0
+_USUAL_END = "<|endoftext|>"
+_SHOWN_TOKENS, _SHOWN_LETTERS = 64, 150
+_SHOWN_TOKENS_OF_CHATS, _SHOWN_LETTERS_OF_CHATS = 256, 600
 
 
 def run(argv: Sequence[str]) -> int:
@@ -76,7 +86,7 @@ def _prepare_parser() -> CommandParser:
 def _inspect_parser() -> CommandParser:
     parser = CommandParser("data inspect", _ABOUT_INSPECT)
     parser.add_argument("folder", type=Path, help="a folder that `plait data prepare` has written")
-    parser.add_argument("--tokenizer", help="to show text instead of tokens")
+    parser.add_argument("--tokenizer", help="to show text (default: that of the corpus)")
     parser.add_argument("--documents", type=count, default=3, help="documents to show (default: 3)")
     return parser
 
@@ -99,29 +109,70 @@ def _prepare(options: Namespace) -> None:
     seconds = max(time.monotonic() - began, 1e-9)
     speed = shown.read / 1e6 / seconds
     console.print(f"{_described(index)}. {speed:.1f} MB/s in {seconds:.0f} s.")
+    if not index.chats:
+        console.print(_end_line(index, open_tokenizer(options.tokenizer)))
     console.print(f"Train on it: plait train --data.source {options.folder}")
 
 
 def _inspect(options: Namespace) -> None:
     corpus, index = open_corpus(options.folder)
+    name = options.tokenizer or recorded_tokenizer(str(options.folder))
+    tokenizer = open_tokenizer(name) if name else None
+    mismatch = "" if tokenizer is None else tokenizer_mismatch(options.folder, index, tokenizer)
+    if mismatch:
+        raise ConfigError(f"{mismatch}: leave --tokenizer out, or give the corpus's own.")
     print(f"{_described(index)}.")
     print(f"Tokenizer: {index.tokenizer}, vocabulary {index.vocab:,}, {index.dtype}.")
-    tokenizer = open_tokenizer(options.tokenizer) if options.tokenizer else None
+    if not index.chats:
+        print(_end_line(index, tokenizer))
     first = 0
     for number in range(min(options.documents, index.documents)):
         length = corpus.document_length(first)
-        tokens = corpus.read(first, min(length, 64)).tolist()
-        text = (
-            " ".join(map(str, tokens[:16]))
-            if tokenizer is None
-            else repr(printable(tokenizer.decode(tokens)))
-        )
-        print(f"document {number}, {length:,} tokens: {text[:150]}")
+        print(f"document {number}, {length:,} tokens: {_beginning(corpus, first, length, tokenizer)}")
         first += length
 
 
+def _beginning(corpus: Corpus, first: int, length: int, tokenizer: Tokenizer | None) -> str:
+    """Return the first tokens of a document as text, or as numbers; of chats with ⟦ and ⟧ around answers."""
+    chats = corpus.answers(first, 1) is not None
+    most = _SHOWN_TOKENS_OF_CHATS if chats else _SHOWN_TOKENS
+    count = min(length, most)
+    tokens = corpus.read(first, count).tolist()
+    answers = corpus.answers(first, count)
+    marks = [False] * count if answers is None else answers.tolist()
+    shown = ""
+    for is_answer, run in groupby(zip(marks, tokens, strict=True), key=itemgetter(0)):
+        numbers = [token for _, token in run]
+        text = (
+            " ".join(map(str, numbers)) + " "
+            if tokenizer is None
+            else printable(tokenizer.decode(numbers, special=True))
+        )
+        shown += f"⟦{text}⟧" if is_answer else text
+    most = _SHOWN_LETTERS_OF_CHATS if chats else _SHOWN_LETTERS
+    return shown[:most] if tokenizer is None else repr(shown)[:most]
+
+
+def _end_line(index: CorpusIndex, tokenizer: Tokenizer | None) -> str:
+    """Return the line that names the token after each document."""
+    if index.end is not None:
+        name = f"token {index.end}" if tokenizer is None else tokenizer.token(index.end)
+        return f"End of a document: {name}"
+    if index.tokenizer == "bytes":
+        return "End of a document: none (bytes have no token for it)"
+    return f"End of a document: none (give --end '{_USUAL_END}', or the token of your tokenizer)"
+
+
 def _described(index: CorpusIndex) -> str:
-    return f"{index.documents:,} documents, {index.tokens:,} tokens in {len(index.shards)} shards"
+    shards = _counted(len(index.shards), "shard")
+    if not index.chats:
+        return f"{_counted(index.documents, 'document')}, {index.tokens:,} tokens in {shards}"
+    counts = "; ".join(index.answer_counts())
+    return f"{_counted(index.documents, 'conversation')}, {index.tokens:,} tokens in {shards}, {counts}"
+
+
+def _counted(number: int, name: str) -> str:
+    return f"{number:,} {name}{'' if number == 1 else 's'}"
 
 
 class _ShownProgress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Generic, Self, TypeVar
 
@@ -70,7 +71,9 @@ class Handle(Generic[T]):
         if self._finish is not None:
             try:
                 if self._work is not None:
+                    start = time.perf_counter_ns()
                     self._work.wait(self._awaited + self._about)
+                    self._group.traffic.record_wait(self._group.name, start, time.perf_counter_ns())
             except (RuntimeError, OSError) as cause:
                 self._fail(cause)
             else:

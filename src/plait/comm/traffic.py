@@ -1,4 +1,4 @@
-"""Payload bytes and calls of communication, counted per axis and per kind."""
+"""Payload bytes and calls of communication, counted per axis and per kind; time blocked in waits for it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 Counts = dict[str, dict[str, "Count"]]
+Wait = tuple[str, int, int]
+"""The axis, and the start and end of a wait, in nanoseconds of `time.perf_counter_ns`."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,16 @@ class Traffic:
 
     def __init__(self) -> None:
         self._counts: Counts = {}
+        self.blocked_nanoseconds = 0
+        """Time for which this rank's host was blocked in waits so far; NCCL's waits do not block it."""
+        self.waits: list[Wait] | None = None
+        """Waits are added to this list, if there is one."""
+
+    def record_wait(self, axis: str, start: int, end: int) -> None:
+        """Count a wait of the host for an operation along `axis`, in nanoseconds of `perf_counter_ns`."""
+        self.blocked_nanoseconds += end - start
+        if self.waits is not None:
+            self.waits.append((axis, start, end))
 
     def record(self, axis: str, kind: str, bytes: int) -> None:
         """Count one call of an operation, such as `all_reduce`, along `axis` with `bytes` of payload."""

@@ -19,6 +19,7 @@ from plait.errors import ConfigError, DataError
 Message = Mapping[str, Any]
 FIELDS = ("messages", "prompt", "completion")
 _ANSWERS = "assistant"
+_OTHER_ROLES = frozenset({"user", "system", "developer", "tool", "function", "ipython"})
 _MARKS_ANSWERS = "{% generation"
 
 
@@ -33,6 +34,13 @@ class EncodedChat(NamedTuple):
 def holds_chats(fields: Collection[str]) -> bool:
     """Return whether records with these fields are conversations."""
     return "messages" in fields or {"prompt", "completion"} <= set(fields)
+
+
+def unknown_roles(record: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the roles in a conversation that are neither the assistant's nor others that are usual."""
+    fields = [(name, record[name]) for name in FIELDS if isinstance(record.get(name), list | Mapping)]
+    roles = [str(message["role"]) for name, found in fields for message in _messages_of(found, name)]
+    return tuple(dict.fromkeys(role for role in roles if role not in {_ANSWERS, *_OTHER_ROLES}))
 
 
 class ChatEncoder:

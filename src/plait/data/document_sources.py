@@ -107,6 +107,11 @@ def read_pieces(portion: SourceRange, column: str) -> Iterator[TextPiece]:
             _require_column(column, portion.path)
         for place, record in read_records(portion, (column,)):
             text = record.get(column)
+            if not isinstance(text, str) and column == "text" and {"messages", "prompt"} & record.keys():
+                raise DataError(
+                    f"{portion.path} has a conversation {place} among texts: write them to two files, and "
+                    "give both as sources (data.mixture)."
+                )
             if not isinstance(text, str):
                 raise DataError(
                     f"{portion.path} has a record {place} without a text {column!r} (it has: "

@@ -14,19 +14,20 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
-from plait.data.chats import holds_chats
-from plait.data.document_sources import SourceRange, divided, field_names, files_of
-from plait.data.folder_lock import LOCK, locked_folder
-from plait.data.shard_writing import TextEncoding, counts_file, partial_path, write_shard, write_text
+from plait.data.document_sources import SourceFile, SourceRange, divided, files_of
+from plait.data.folder_lock import locked_folder
+from plait.data.preparation_settings import begin_preparation
+from plait.data.record_fields import are_chats
+from plait.data.recorded_tokenizer import record_tokenizer
+from plait.data.shard_writing import TextEncoding, counts_file, write_shard
 from plait.data.token_shards import (
     INDEX,
-    SETTINGS,
     CorpusIndex,
     ShardEntry,
     read_index,
@@ -34,7 +35,7 @@ from plait.data.token_shards import (
     write_index,
 )
 from plait.data.tokenizer import open_tokenizer
-from plait.errors import DataError
+from plait.errors import ConfigError, DataError
 
 SMALLEST_PORTION, LARGEST_PORTION = 1 << 20, 1 << 26
 """Bytes of text in a shard."""
@@ -76,11 +77,11 @@ def prepare_corpus(
     size of the sources. `patience`: see `locked_folder`, where another process prepares the same folder.
     `report` gets the progress and the bytes of all sources. Raises DataError and ConfigError.
     """
-    reader = open_tokenizer(tokenizer)
     files = [file for source in sources for file in files_of(source, lines=lines)]
+    chats = column is None and _are_chats(files, tokenizer)
+    reader = open_tokenizer(tokenizer)
     size = portion or portion_size(sum(file.size for file in files))
     shards = _shards(chain.from_iterable(divided(file, size) for file in files), size)
-    chats = column is None and all(holds_chats(field_names(file)) for file in files if file.size)
     settings = TextEncoding(
         tokenizer,
         column or "text",
@@ -89,13 +90,25 @@ def prepare_corpus(
         chats,
     )
     with locked_folder(folder, patience):
-        _begin(folder, shards, settings)
+        begin_preparation(folder, shards, settings)
         if (folder / INDEX).is_file():
             return _end(folder, read_index(folder))
         entries = _all_written(folder, shards, settings, processes, report)
+        record_tokenizer(folder, tokenizer)
         index = CorpusIndex(reader.name, reader.vocab, settings.dtype, settings.end, chats, entries)
         write_index(folder, index)
         return _end(folder, index)
+
+
+def _are_chats(files: Sequence[SourceFile], tokenizer: str) -> bool:
+    """Return whether files are conversations. Raises DataError as `are_chats`, ConfigError for bytes."""
+    chats = are_chats(files)
+    if chats and tokenizer == "bytes":
+        raise ConfigError(
+            f"{files[0].path} holds conversations, and conversations need a tokenizer with a chat template: "
+            "set model.name or data.tokenizer (of `plait data prepare`: --tokenizer) to a folder with one."
+        )
+    return chats
 
 
 def portion_size(total: int) -> int:
@@ -144,23 +157,6 @@ def _shards(portions: Iterable[SourceRange], size: int) -> list[tuple[SourceRang
     return found
 
 
-def _begin(folder: Path, shards: Sequence[Sequence[SourceRange]], settings: TextEncoding) -> None:
-    """Write the settings into a new folder; DataError where the folder has those of another preparation."""
-    path = folder / SETTINGS
-    asked = {"settings": asdict(settings), "shards": [[asdict(one) for one in shard] for shard in shards]}
-    text = json.dumps(asked, indent=1)
-    if path.is_file():
-        if path.read_text() == text:
-            return
-        raise DataError(
-            f"{folder} holds another preparation: repeat its command to go on (sources, which must not have "
-            "changed, tokenizer and options), or choose another folder."
-        )
-    if any(one.name not in (LOCK, partial_path(path).name) for one in folder.iterdir()):
-        raise DataError(f"{folder} holds other files: choose a folder that is empty or does not exist.")
-    write_text(path, text)
-
-
 def _end(folder: Path, index: CorpusIndex) -> CorpusIndex:
     """Remove the counts of the shards, which stand in the index now."""
     for number in range(len(index.shards)):
@@ -171,7 +167,7 @@ def _end(folder: Path, index: CorpusIndex) -> CorpusIndex:
 def _finished(folder: Path, number: int, dtype: str) -> ShardEntry | None:
     """Return the counts of a shard that an earlier call has finished."""
     try:
-        entry = ShardEntry(**json.loads(counts_file(folder, number).read_text()))
+        entry = ShardEntry.from_json(json.loads(counts_file(folder, number).read_text()))
     except FileNotFoundError:
         return None
     paths = shard_files(folder, number)

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.data.chats import FIELDS, ChatEncoder, EncodedChat
+from plait.data.chats import FIELDS, ChatEncoder, unknown_roles
 from plait.data.document_sources import PIECE, SourceRange, TextPiece, read_pieces, read_records
-from plait.data.token_shards import ShardEntry, shard_files
+from plait.data.token_shards import SHOWN_ROLES, ShardEntry, shard_files
 from plait.data.tokenizer import Tokenizer, Tokens, open_tokenizer
 from plait.errors import DataError
 
@@ -43,14 +43,16 @@ def write_shard(
     paths = shard_files(folder, number)
     ends = array("q")
     total = answers = unanswered = 0
+    roles: dict[str, None] = {}
     with partial_path(paths.tokens).open("wb") as file, partial_path(paths.answers).open("wb") as marks:
         for piece in _encoded(ranges, settings):
-            piece.tokens.astype(dtype).tofile(file)
+            file.write(piece.tokens.astype(dtype).data)
             total += len(piece.tokens)
             if piece.answers is not None:
-                piece.answers.tofile(marks)
+                marks.write(piece.answers.data)
                 answers += (found := int(piece.answers.sum()))
                 unanswered += not found
+                roles |= {} if found else dict.fromkeys(piece.unknown_roles)
             if piece.ends:
                 ends.append(total)
     with partial_path(paths.ends).open("wb") as file:
@@ -58,7 +60,7 @@ def write_shard(
     for path in (paths.tokens, paths.ends, *([paths.answers] if settings.chats else [])):
         partial_path(path).replace(path)
     partial_path(paths.answers).unlink(missing_ok=True)
-    entry = ShardEntry(total, len(ends), answers, unanswered)
+    entry = ShardEntry(total, len(ends), answers, unanswered, tuple(roles)[:SHOWN_ROLES])
     write_text(counts_file(folder, number), json.dumps(asdict(entry)))
     return entry
 
@@ -71,13 +73,15 @@ class _EncodedPiece(NamedTuple):
     """Whether each is part of an answer; None but for chats."""
     ends: bool
     """Whether the document ends with them."""
+    unknown_roles: tuple[str, ...] = ()
+    """Of a conversation."""
 
 
 def _encoded(ranges: Sequence[SourceRange], settings: TextEncoding) -> Iterator[_EncodedPiece]:
     """Yield the documents of some ranges in tokens."""
     if settings.chats:
         for one in ranges:
-            yield from (_EncodedPiece(*chat, True) for chat in _encoded_chats(one, settings.tokenizer))
+            yield from _encoded_chats(one, settings.tokenizer)
         return
     reader = _tokenizer(settings.tokenizer)
     end = np.array([] if settings.end is None else [settings.end], dtype=settings.dtype)
@@ -87,12 +91,12 @@ def _encoded(ranges: Sequence[SourceRange], settings: TextEncoding) -> Iterator[
             yield _EncodedPiece(np.concatenate([tokens, end]) if piece.ends else tokens, None, piece.ends)
 
 
-def _encoded_chats(one: SourceRange, tokenizer: str) -> Iterator[EncodedChat]:
+def _encoded_chats(one: SourceRange, tokenizer: str) -> Iterator[_EncodedPiece]:
     """Yield the conversations of a range. Raises DataError, which names the place of one that is none."""
     encoder = _chat_encoder(tokenizer)
     for place, record in read_records(one, FIELDS):
         try:
-            yield encoder.encode(record)
+            yield _EncodedPiece(*encoder.encode(record), True, unknown_roles(record))
         except DataError as error:
             raise DataError(f"{one.path} has a conversation {place} that {error}.") from None
 

@@ -4,6 +4,7 @@ A folder that `plait data prepare` has written:
 
     index.json               tokenizer, vocabulary, dtype, and per shard its tokens and documents
     preparation.json         sources and settings, by which a repeated command is recognised
+    tokenizer/               copies of the tokenizer's files, but for bytes
     00000.tokens.bin         the tokens of the shard, one after another, little-endian
     00000.documents.bin      int64: the number of the shard's tokens up to the end of each document
     00000.answers.bin        of chats: a byte for each token, 1 where it belongs to an answer
@@ -15,11 +16,11 @@ any size opens in milliseconds, and takes no memory.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,8 @@ INDEX = "index.json"
 SETTINGS = "preparation.json"
 """Sources and settings of the preparation, finished or not."""
 FORMAT = 2
+SHOWN_ROLES = 3
+"""The most unknown roles that are named."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,13 @@ class ShardEntry:
     """Of chats: the number of tokens in answers."""
     unanswered: int = 0
     """Of chats: the number of conversations without any."""
+    unknown_roles: tuple[str, ...] = ()
+    """Of these: roles that are neither the assistant's nor others that are known, a few of them."""
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Self:
+        """Return the entry of which `found` is the content in JSON."""
+        return cls(**{**found, "unknown_roles": tuple(found.get("unknown_roles", ()))})
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,16 @@ class CorpusIndex:
     def documents(self) -> int:
         """The number of documents of all shards."""
         return sum(shard.documents for shard in self.shards)
+
+    def answer_counts(self) -> list[str]:
+        """Return in words, of chats: the tokens in answers, and the conversations without any."""
+        answers, unanswered = (
+            sum(getattr(one, name) for one in self.shards) for name in ("answers", "unanswered")
+        )
+        roles = list(dict.fromkeys(role for one in self.shards for role in one.unknown_roles))[:SHOWN_ROLES]
+        named = f" (no answers to plait: the roles {', '.join(map(repr, roles))})" if roles else ""
+        notes = [f"{answers:,} of them in answers"]
+        return [*notes, f"{unanswered:,} without an answer{named}"] if unanswered else notes
 
 
 class ShardFiles(NamedTuple):
@@ -105,7 +125,7 @@ def read_index(folder: Path) -> CorpusIndex:
     path = folder / INDEX
     try:
         found = json.loads(path.read_text())
-        shards = tuple(ShardEntry(**shard) for shard in found.pop("shards"))
+        shards = tuple(ShardEntry.from_json(shard) for shard in found.pop("shards"))
         if found.pop("format") != FORMAT:
             raise DataError(f"{path} is of another version of plait: prepare the corpus again.")
         return CorpusIndex(**found, shards=shards)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,15 @@ class ByteTokenizer:
                 f"--end {asked!r}: bytes have no such token; give a tokenizer.json, or no --end."
             )
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the bytes as UTF-8 text, with `�` for tokens above 255 and invalid sequences."""
+    def token(self, number: int) -> str:
+        """Return the text of one token."""
+        return self.decode([number])
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Return the bytes as UTF-8 text, with `�` for tokens above 255 and invalid sequences.
+
+        `special`: unused, since there are no special tokens.
+        """
         replacement = "�".encode()
         parts = [bytes([token]) if token < self.vocab else replacement for token in tokens]
         return b"".join(parts).decode(errors="replace")
@@ -66,7 +74,7 @@ class FileTokenizer:
             self._reader = Reader.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"data.tokenizer = {str(path)!r} is no tokenizer.json: {error}.") from None
-        self._path, self.name = path, path.name
+        self.path, self.name = path, path.name
         self.vocab: int = self._reader.get_vocab_size()
 
     def encode(self, documents: Sequence[bytes]) -> Tokens:
@@ -77,7 +85,8 @@ class FileTokenizer:
     def encode_each(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the tokens of each text (uint32), without special tokens."""
         encodings = self._reader.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
+        # array reads a list three times as fast as NumPy does.
+        return [np.array(array("I", encoding.ids), dtype=np.uint32) for encoding in encodings]
 
     def end_token(self, asked: str | None) -> int | None:
         """Return the number of the token that ends a document.
@@ -98,14 +107,26 @@ class FileTokenizer:
 
     def _configured_end(self) -> str | None:
         try:
-            token = json.loads((self._path.parent / "tokenizer_config.json").read_text()).get("eos_token")
+            token = json.loads((self.path.parent / "tokenizer_config.json").read_text()).get("eos_token")
         except (OSError, ValueError, AttributeError):
             return None
         return token.get("content") if isinstance(token, dict) else token
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, without tokens outside of the vocabulary."""
-        return str(self._reader.decode([token for token in tokens if token < self.vocab]))
+    def token(self, number: int) -> str:
+        """Return the name of one token, such as <|endoftext|>."""
+        return str(self._reader.id_to_token(number))
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Return the text of tokens, without tokens outside of the vocabulary.
+
+        `special`: whether special tokens are shown.
+        """
+        known = [token for token in tokens if token < self.vocab]
+        return str(self._reader.decode(known, skip_special_tokens=not special))
+
+    def numbers(self) -> dict[str, int]:
+        """Return the number of each token."""
+        return dict(self._reader.get_vocab())
 
 
 Tokenizer = ByteTokenizer | FileTokenizer

@@ -116,13 +116,12 @@ class Engine:
         seed: int = 0,
         stop: Sequence[int] = (),
     ) -> Tensor:
-        """Extend `prompt` `[rows, length]` to int64 `[rows, length + tokens]`, equal on every rank of a model.
+        """Extend `prompt` `[rows, length]` to int64 `[rows, length + tokens]`, equal on all ranks of a model.
 
-        A row ends at a token of `stop`, which fills it; the result is shorter where all rows have ended. The
-        model must be causal, its output logits `[rows, length, vocab]`; it sees its context's last tokens.
+        A row ends at a token of `stop`, which fills it; then the result may be shorter, and the host waits.
+        The model must be causal, its output logits `[rows, length, vocab]`; it sees the last `context`.
         Communication: per token the boundaries and the token over `pp`, attention and logits over `cp`,
-        regions and, where logits are cut, 16 bytes a row over `tp` (with `top_k` 8 · k more); with `stop`,
-        for which the host waits, 4 bytes over `shard` where state is sharded.
+        regions and 16 bytes a row over `tp` (with `top_k` 8 · k more), with `stop` 4 bytes over `shard`.
         """
         return generated(self._runner, prompt, tokens, TokenChoice(temperature, top_k, seed, tuple(stop)))
 

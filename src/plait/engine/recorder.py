@@ -123,6 +123,17 @@ class Recording:
         self.recorder = Recorder(partial(clock_on, mesh.device))
         self._collected: tuple[object, tuple[tuple[MeasuredAction, ...], ...]] | None = None
 
+    def actions(self) -> tuple[MeasuredAction, ...]:
+        """Return this rank's actions, in nanoseconds of its `time.perf_counter_ns`, without communication.
+
+        Raises DataError where no training step was recorded.
+        """
+        if self.recorder.step is None:
+            raise DataError(
+                "nothing was recorded: call forward_backward inside of `with engine.recording() as …`."
+            )
+        return self.recorder.step()
+
     def timeline(self) -> Timeline:
         """Return the step as a timeline that starts at 0, like those of `plait.simulate`.
 
@@ -144,13 +155,9 @@ class Recording:
         return measured_waits(self._rows())
 
     def _rows(self) -> tuple[tuple[MeasuredAction, ...], ...]:
-        step = self.recorder.step
-        if step is None:
-            raise DataError(
-                "nothing was recorded: call forward_backward inside of `with engine.recording() as …`."
-            )
+        step, own = self.recorder.step, self.actions()
         if self._collected is None or self._collected[0] is not step:
-            self._collected = step, _gathered(step(), self._mesh)
+            self._collected = step, _gathered(own, self._mesh)
         return self._collected[1]
 
 

@@ -308,7 +308,7 @@ class Runner:
         for key, one, sequence in zip(keys, batch.values, sequences, strict=True):
             longest = 0 if sequence is None else sequence.longest
             taken, infos = self._infos.get(key, (-1, []))
-            if taken < longest:  # all ranks refuse a document that is too long, before they wait for each other
+            if taken < longest:  # before ranks wait for each other, all refuse a document that is too long
                 with running(sequence):
                     taken, infos = longest, self._infer(one, input_gradients)
             self._infos.pop(key, None)  # so that it is the latest

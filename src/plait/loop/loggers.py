@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from plait.errors import ConfigError
 
@@ -60,13 +60,13 @@ class LoggerGroup:
         except OSError as error:
             raise unwritable(self._folder, error, self._field) from None
 
-    def write(self, row: Mapping[str, float]) -> str:
-        """Write the row of a step to all loggers; return a warning or "".
+    def write(self, row: Mapping[str, Any]) -> str:
+        """Write the row of a step to all loggers; return a warning or "". Numbers that are not finite: None.
 
         A full disk does not end a run: rows are kept, and written with a later one. Returns a warning when
         writing starts to fail, else "".
         """
-        finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
+        finite = {name: None if _is_non_finite(value) else value for name, value in row.items()}
         failure = ""
         for logger in self._loggers:
             try:
@@ -88,6 +88,10 @@ class LoggerGroup:
                 raise unwritable(self._folder, failure, self._field) from None
 
 
+def _is_non_finite(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
 def unwritable(folder: Path, error: OSError, field: str = "") -> ConfigError:
     """Return the error for a folder of a run that cannot be written to; `field`: its name, if configured."""
     place = f"{field} = {str(folder)!r}" if field else str(error.filename or folder)
@@ -102,7 +106,7 @@ class _TextFile:
         path: str | Path,
         header: str,
         step_of: Callable[[str], float],
-        line_of: Callable[[MetricsRow], str],
+        line_of: Callable[[Mapping[str, Any]], str],
     ) -> None:
         self._path, self._header, self._step_of, self._line_of = Path(path), header, step_of, line_of
         self._file: io.FileIO | None = None
@@ -116,12 +120,9 @@ class _TextFile:
             earlier = self._path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
             whole = [line for line in earlier if line.endswith("\n")]
             lines += [line for line in whole if self._step_of(line) <= steps]
-        unfinished = self._path.with_name(f"{self._path.name}.part")
-        unfinished.write_text("".join(lines), encoding="utf-8", newline="")
-        unfinished.replace(self._path)
-        self._file = self._path.open("ab", buffering=0)
+        self._open_with(lines)
 
-    def write(self, row: MetricsRow) -> None:
+    def write(self, row: Mapping[str, Any]) -> None:
         """Append a line for the row."""
         self._append(self._line_of(row))
 
@@ -130,6 +131,13 @@ class _TextFile:
         if self._file is not None:
             with self._file:
                 self._append("")
+
+    def _open_with(self, lines: Sequence[str]) -> None:
+        """Replace the file by one with these lines, and open it."""
+        unfinished = self._path.with_name(f"{self._path.name}.part")
+        unfinished.write_text("".join(lines), encoding="utf-8", newline="")
+        unfinished.replace(self._path)
+        self._file = self._path.open("ab", buffering=0)
 
     def _append(self, text: str) -> None:
         """Append earlier unwritten text, then `text`. Raises OSError while some text remains unwritten."""
@@ -147,18 +155,46 @@ class JsonLines(_TextFile):
 
 
 class Csv(_TextFile):
-    """Logger that appends one line per step to a CSV file with the given columns."""
+    """Logger that appends one line per step to a CSV file."""
 
-    def __init__(self, path: str | Path, columns: Sequence[str] = COLUMNS) -> None:
-        """Numbers that are in no column are left out; "step" has to be the first one."""
+    def __init__(self, path: str | Path, columns: Sequence[str] | None = None) -> None:
+        """Write `columns`, of which "step" is the first, and leave other numbers out.
 
-        def line(row: MetricsRow) -> str:
-            text = io.StringIO()
-            writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore", lineterminator="\n")
-            writer.writerow(row)
-            return text.getvalue()
+        None: `COLUMNS`, and a further column for each other number, from the row on in which it comes first.
+        """
+        self._grows, self._columns = columns is None, list(COLUMNS if columns is None else columns)
+        super().__init__(path, self._titles(), _csv_step, self._line)
 
-        super().__init__(path, ",".join(columns) + "\n", _csv_step, line)
+    def begin(self, steps: int) -> None:
+        """Create the file, with the lines and further columns that it has of the first `steps` steps."""
+        if steps and self._grows and self._path.exists():
+            earlier = self._path.read_text(encoding="utf-8", errors="replace").partition("\n")[0].split(",")
+            if earlier[: len(COLUMNS)] == list(COLUMNS):
+                self._columns, self._header = earlier, f"{','.join(earlier)}\n"
+        super().begin(steps)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append a line for the row."""
+        others = [name for name in row if name not in self._columns]
+        if others and self._grows and not self._unwritten:
+            self._add_columns(others)
+        super().write(row)
+
+    def _add_columns(self, names: Sequence[str]) -> None:
+        """Write the file anew, with further columns that are empty in the lines of earlier steps."""
+        self.close()
+        self._columns += names
+        before = self._path.read_text(encoding="utf-8").splitlines()[1:]
+        self._open_with([self._titles(), *(f"{line}{',' * len(names)}\n" for line in before)])
+
+    def _titles(self) -> str:
+        return ",".join(self._columns) + "\n"
+
+    def _line(self, row: Mapping[str, Any]) -> str:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, self._columns, restval="", extrasaction="ignore", lineterminator="\n")
+        writer.writerow(row)
+        return text.getvalue()
 
 
 def _json_step(line: str) -> float:

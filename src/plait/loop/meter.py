@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from plait.comm.collectives import all_reduce
+from plait.comm.collectives import all_gather
 from plait.comm.mesh import Mesh
 from plait.device import StreamEvent, is_accelerator, name_of, peak_allocated, read_later, sent
 from plait.plan import Precision
@@ -63,6 +63,10 @@ class StepNumbers:
     """The lowest rank whose own loss is not finite; the size of the world if there is none."""
     gradient_rank: int
     """The same for gradients."""
+    blocked_seconds: tuple[float, ...]
+    """Of each rank: how long its host was blocked in communication during the step; 0 on a GPU."""
+    peak_memory: tuple[int, ...]
+    """Of each rank: its peak memory so far, in bytes."""
 
 
 class Meter:
@@ -75,11 +79,12 @@ class Meter:
         self._peak = None if each is None else each * mesh.size("world")  # devices are alike
         self._flops = flops_per_token
         self._mesh = mesh
-        self._started = StreamEvent(mesh.device, timed=True)
+        self._started, self._blocked = StreamEvent(mesh.device, timed=True), 0
 
     def start(self) -> None:
         """Start the clock of a step."""
         self._started = StreamEvent(self._mesh.device, timed=True)
+        self._blocked = self._mesh.traffic.blocked_nanoseconds
 
     def measure(
         self,
@@ -93,21 +98,22 @@ class Meter:
         """End the clock of `step`, counted from 0; return a function that waits for its numbers.
 
         `signal`: one that this rank has received, or 0. `tokens`: of the global batch.
-        Communication: four numbers, all-reduced over the world.
+        Communication: an all-gather of five numbers over the world.
         """
         mesh, device = self._mesh, self._mesh.device
         world = mesh.size("world")
-        own = torch.tensor([peak_memory_bytes(device), signal], dtype=torch.float64)
-        first = result.non_finite * float(world - mesh.rank)  # the largest is that of the lowest rank
-        numbers = torch.cat([sent(own, device), first.double()])
-        largest = all_reduce(numbers, mesh.group("world"), "max", checked=False)
-        largest_of_all = largest.about("the metrics of the step").wait()
+        blocked = 0 if is_accelerator(device) else mesh.traffic.blocked_nanoseconds - self._blocked
+        own = torch.tensor([peak_memory_bytes(device), signal, blocked / 1e9], dtype=torch.float64)
+        numbers = torch.cat([sent(own, device), result.non_finite.double()])
+        everyone = all_gather(numbers, mesh.group("world"), checked=False)
+        of_all = everyone.about("the metrics of the step").wait().view(-1)
         same = torch.stack([result.loss.double(), result.norm.double(), result.weight.double()])
-        read = read_later(torch.cat([same, largest_of_all]))
+        read = read_later(torch.cat([same, of_all]))
         started, ended = self._started, StreamEvent(device, timed=True)
 
         def finished() -> StepNumbers:
-            loss, norm, weight, memory, signal, *first = read().tolist()
+            loss, norm, weight, *rest = read().tolist()
+            memory, signals, blocked, *faults = (rest[column::5] for column in range(5))
             seconds = ended.milliseconds_since(started) / 1e3
             row = {
                 "step": step + 1,
@@ -118,11 +124,13 @@ class Meter:
                 "trained_tokens": int(weight) if weight.is_integer() else weight,
                 "step_seconds": seconds,
                 "tokens_per_second": tokens / seconds,
-                "peak_memory_bytes": int(memory),
+                "peak_memory_bytes": int(max(memory)),
             }
             if self._peak is not None and self._flops is not None:
                 row["mfu"] = self._flops * tokens / seconds / self._peak
-            return StepNumbers(row, int(signal), *(world - int(one) for one in first))
+            loss_rank, gradient_rank = (next((r for r, bad in enumerate(of) if bad), world) for of in faults)
+            peaks = tuple(map(int, memory))
+            return StepNumbers(row, int(max(signals)), loss_rank, gradient_rank, tuple(blocked), peaks)
 
         return finished
 

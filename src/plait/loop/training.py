@@ -15,7 +15,7 @@ from torch import Tensor
 from plait.data.batches import Batches
 from plait.device import is_accelerator
 from plait.engine import Engine
-from plait.errors import ConfigError, NonFiniteError
+from plait.errors import ConfigError, DataError, NonFiniteError
 from plait.loop.batch_shares import require_divisible, token_count
 from plait.loop.meter import Meter, StepNumbers, StepResult
 
@@ -94,6 +94,8 @@ class TrainingLoop:
         """Steps of this run before it was resumed; 0 if it started from another run's checkpoint."""
         self.row: dict[str, float] = {"loss": math.nan, "peak_memory_bytes": 0.0}
         """The numbers of the latest step that were read."""
+        self.numbers: StepNumbers | None = None
+        """The same, with those of each rank."""
         self.stopped = 0
         """Not 0 where the run ends before its last step: the signal that a rank had received, or -1."""
         self.requested_stop: Callable[[], int] = int
@@ -153,7 +155,7 @@ class TrainingLoop:
         numbers = read()
         self.stopped = self.stopped or numbers.signal
         self._refuse_non_finite(step, numbers)
-        self.row = numbers.row
+        self.row, self.numbers = numbers.row, numbers
         self._call("measured", self.row)
 
     def stop(self) -> None:
@@ -205,12 +207,18 @@ class TrainingLoop:
     def _refuse_non_finite(self, step: int, numbers: StepNumbers) -> None:
         """Raise `NonFiniteError` on every rank, with rank and stage, where the loss or norm is not finite.
 
-        `numbers` are those of `step`. A norm that overflows a loss scale which can be lowered is no error.
+        `DataError` where the reason is that no target counts. `numbers` are those of `step`. A norm that
+        overflows a loss scale which can be lowered is no error.
         """
         loss, norm = numbers.row["loss"], numbers.row["grad_norm"]
         overflows = self.engine.adapts_loss_scale and self.engine.loss_scale >= 1
         if math.isfinite(loss) and (math.isfinite(norm) or overflows):
             return
+        if numbers.row["trained_tokens"] == 0:
+            raise DataError(
+                f"step {step + 1}: none of the batch's targets counts, all are -100: give larger batches, or "
+                "leave out samples without a target, such as conversations that are cut before their answer."
+            )
         mesh, schedule = self.mesh, self.engine.schedule
         if not math.isfinite(loss):
             stages, what, value = [schedule.stages - 1], "loss", loss

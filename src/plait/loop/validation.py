@@ -33,7 +33,7 @@ class LowestLoss:
 
 
 class Validation(Callback):
-    """Puts the mean loss over validation batches into the row, every `every` steps and at the end."""
+    """Puts the mean loss of validation batches into the row, every `every` steps and at the end."""
 
     def __init__(
         self,
@@ -120,19 +120,29 @@ class Validation(Callback):
         return {} if self._batches is None else {"batches": self._count, **description(self._batches)}
 
     def _measure(self, batches: Batches, run: TrainingLoop) -> dict[str, float]:
-        """Return the mean loss and metrics.
+        """Return the means of the loss and of the metrics over all that counts in the batches.
 
         Communication: that of `evaluate`; with metrics that of `output`, and an all-reduce over `world`.
+        Raises `DataError` where no target counts.
         """
         device = run.mesh.device
-        loss = torch.zeros((), dtype=torch.float64, device=device)
+        loss, weight = torch.zeros(2, dtype=torch.float64, device=device)
         sums = torch.zeros(len(self._metrics), 2, dtype=torch.float64, device=device)
         for number in range(self._count):
             inputs, targets = batches.batch(number, self._rows)
-            loss += run.engine.evaluate(inputs, targets)
+            mean, counted = run.engine.evaluate(inputs, targets), run.engine.loss_weight()
+            loss += torch.where(
+                counted > 0, mean * counted, 0.0
+            )  # of a batch in which no target counts, 0 / 0
+            weight += counted
             if self._metrics:
                 sums += self._sums(run, inputs, targets)
-        means = {"validation_loss": float(loss) / self._count}
+        if not weight:
+            raise DataError(
+                "no target of the validation data counts: all are -100, as where answers are cut off. Give "
+                "other data, or validate more batches."
+            )
+        means = {"validation_loss": float(loss / weight)}
         if self._metrics:
             # Ranks of tp and cp have the same values, and count them as often as each other.
             total = all_reduce(sums, run.mesh.group("world"), checked=False).about("the metrics").wait()

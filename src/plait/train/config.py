@@ -72,11 +72,11 @@ class Config(Section):
 
     @property
     def tokenizer(self) -> str:
-        """bytes, or the path of the tokenizer: `data.tokenizer`, or that in the model's folder."""
-        folder = self.model.folder
-        if self.data.tokenizer is None and folder is not None and (folder / "tokenizer.json").is_file():
+        """bytes, or the path of the tokenizer: `data.tokenizer`, of the corpus, or in the model's folder."""
+        known, folder = self.data.known_tokenizer, self.model.folder
+        if known is None and folder is not None and (folder / "tokenizer.json").is_file():
             return str(folder / "tokenizer.json")
-        return self.data.tokenizer or "bytes"
+        return known or "bytes"
 
     def plan(self) -> Plan:
         """Return the plan: the `parallel` section, and the micro-batches and precisions in `train`."""

@@ -197,8 +197,18 @@ def _read(text: str, kind: str) -> object:
     if kind == "number":
         return float(text)
     if kind == "array":
-        return json.loads(text)
+        return _array(text)
     return _CONSTANTS[text.lower()]
+
+
+def _array(text: str) -> object:
+    """Return the items of `[1, 2]` or `["a", "b"]` in JSON, or of `1,2` or `a,b`."""
+    try:
+        return json.loads(text if text.startswith("[") else f"[{text}]")
+    except ValueError:
+        if text.startswith("["):
+            raise
+        return [item.strip() for item in text.split(",")]
 
 
 def _field(name: str, origin: str) -> Schema:

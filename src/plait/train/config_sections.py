@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from plait.data.recorded_tokenizer import recorded_tokenizer
 from plait.errors import ConfigError
 from plait.plan import (
     ContextLayout,
@@ -126,8 +127,8 @@ class DataConfig(Section):
     tokenizer: str | None = Field(
         default=None,
         min_length=1,
-        description="bytes, or the path of a tokenizer.json or its folder; none: that in the model's folder, "
-        "else bytes",
+        description="bytes, or the path of a tokenizer.json or its folder; none: that of a prepared corpus, "
+        "else that in the model's folder, else bytes",
     )
     mixture: tuple[str, ...] = Field(
         default=(),
@@ -146,6 +147,11 @@ class DataConfig(Section):
         """The sources and the weight of each."""
         parts = (one.rpartition("=") for one in self.mixture)
         return {source: float(weight) for source, _, weight in parts} or {self.source: 1.0}
+
+    @property
+    def known_tokenizer(self) -> str | None:
+        """`tokenizer`, or that of the first prepared source that records it; None where there is none."""
+        return self.tokenizer or next(filter(None, map(recorded_tokenizer, self.sources)), None)
 
     @field_validator("mixture")
     @classmethod
@@ -353,3 +359,4 @@ class RunConfig(Section):
     progress: bool = Field(default=True, description="show a progress bar")
     tensorboard: bool = Field(default=True, description="write TensorBoard logs, where it is installed")
     csv: bool = Field(default=True, description="write metrics.csv beside metrics.jsonl")
+    report: bool = Field(default=True, description="write report.html, the page of the run, at its end")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from plait.data.batches import Rows, TokenWindows
 from plait.data.corpus import read_documents
 from plait.data.document_rows import DocumentRows
+from plait.data.recorded_tokenizer import recorded_tokenizer
 from plait.data.token_files import holds_tokens, open_tokens
 from plait.data.token_shards import Corpus, CorpusIndex, corpus_of, open_corpus
 from plait.data.tokenizer import ByteTokenizer, Tokenizer
-from plait.errors import DataError
+from plait.data.tokenizer_match import tokenizer_mismatch
+from plait.errors import ConfigError, DataError
 from plait.train.config import Config
 from plait.train.prepared_sources import prepared_folder
 
@@ -21,30 +24,48 @@ _CHECKED_AT_ONCE = 1 << 26
 
 @dataclass(frozen=True)
 class OpenSource:
-    """A source of data. `readable`: whether the run's tokenizer can turn its tokens into text."""
+    """A source of data. `unreadable`: why the run's tokenizer cannot turn its tokens into text, or ""."""
 
     training: Rows
     held_out: Rows | None
     vocab: int
-    readable: bool
+    unreadable: str
     summary: str
     holds_chats: bool = False
 
 
 def open_source(config: Config, source: str, tokenizer: Tokenizer, fraction: float) -> OpenSource:
     """Open a source, and hold the last `fraction` of it out. Raises `DataError` or `ConfigError`."""
-    vocab = config.model.vocab or tokenizer.vocab
+    vocab, name, unreadable = config.model.vocab or tokenizer.vocab, tokenizer.name, ""
     if (folder := prepared_folder(config, source)) is not None:
         corpus, index = open_corpus(folder)
-        vocab, readable = config.model.vocab or index.vocab, tokenizer.name == index.tokenizer
+        vocab, name = config.model.vocab or index.vocab, index.tokenizer
+        unreadable = _mismatch(config, folder, index, tokenizer)
         if index.chats:
-            return _split_chats(config, source, corpus, index, vocab, readable, fraction)
+            return _split_chats(config, source, corpus, index, vocab, unreadable, fraction)
     elif holds_tokens(source):
         corpus = open_tokens(source, config.data.dtype)
-        readable = not (isinstance(tokenizer, ByteTokenizer) and vocab > tokenizer.vocab)
+        if isinstance(tokenizer, ByteTokenizer) and vocab > tokenizer.vocab:
+            name = "of an unknown tokenizer"
+            unreadable = f"the tokens of {source} are {name}: set data.tokenizer to it"
     else:
-        corpus, readable = corpus_of(tokenizer.encode(read_documents(source))), True
-    return _split(config, source, corpus, tokenizer.name, vocab, readable, fraction)
+        corpus = corpus_of(tokenizer.encode(read_documents(source)))
+    return _split(config, source, corpus, name, vocab, unreadable, fraction)
+
+
+def _mismatch(config: Config, folder: Path, index: CorpusIndex, tokenizer: Tokenizer) -> str:
+    """Return why the tokenizer does not fit a prepared corpus that does not record its own, or "".
+
+    Raises ConfigError where the tokenizer is given, or that of another source.
+    """
+    found = tokenizer_mismatch(folder, index, tokenizer)
+    if found and config.data.tokenizer is not None:
+        raise ConfigError(f"{found}: leave data.tokenizer out, or prepare the corpus again, with that one.")
+    if found and recorded_tokenizer(str(folder)) is not None:
+        raise ConfigError(
+            f"{found}, by another source of the run: sources that are mixed need the same tokenizer."
+        )
+    return f"{found}: set data.tokenizer to the corpus's own" if found else ""
 
 
 def _split(
@@ -53,7 +74,7 @@ def _split(
     corpus: Corpus,
     tokenizer: str,
     vocab: int,
-    readable: bool,
+    unreadable: str,
     fraction: float,
 ) -> OpenSource:
     """Return windows of tokens; the last tokens are held out."""
@@ -76,7 +97,7 @@ def _split(
     title = "Python's standard library" if source == "stdlib" else source
     share = f", {fraction:.1%} of them for validation" if fraction else ""
     summary = f"{title}, {size:,} tokens ({tokenizer}){share}"
-    return OpenSource(training, held_out if fraction else None, vocab, readable, summary)
+    return OpenSource(training, held_out if fraction else None, vocab, unreadable, summary)
 
 
 def _split_chats(
@@ -85,7 +106,7 @@ def _split_chats(
     corpus: Corpus,
     index: CorpusIndex,
     vocab: int,
-    readable: bool,
+    unreadable: str,
     fraction: float,
 ) -> OpenSource:
     """Return rows of whole conversations; the last ones are held out."""
@@ -98,11 +119,10 @@ def _split_chats(
         )
     training = DocumentRows(corpus, context, vocab, source, stop=kept)
     held_out = DocumentRows(corpus, context, vocab, source, first=kept)
-    unanswered = sum(shard.unanswered for shard in index.shards)
-    notes = [f"{index.tokens:,} tokens, {sum(shard.answers for shard in index.shards):,} of them in answers"]
+    answers, *unanswered = index.answer_counts()
+    notes = [f"{index.tokens:,} tokens, {answers}"]
     if cut := training.cut + held_out.cut:
         notes.append(f"{cut:,} conversations longer than model.context = {context} are cut")
-    if unanswered:
-        notes.append(f"{unanswered:,} without an answer")
+    notes += unanswered
     summary = f"{source}, {index.documents:,} conversations in {training.count:,} rows, {'; '.join(notes)}"
-    return OpenSource(training, held_out if fraction else None, vocab, readable, summary, holds_chats=True)
+    return OpenSource(training, held_out if fraction else None, vocab, unreadable, summary, holds_chats=True)

@@ -14,13 +14,15 @@ from plait.loop.validation import EarlyStop, Validation
 from plait.plan import Plan
 from plait.train.balance_reorder_trace import balanced
 from plait.train.build import build_model
-from plait.train.checkpoints import run_checkpoints
+from plait.train.checkpoints import FOLDER, run_checkpoints
 from plait.train.config import Config
 from plait.train.memory_limit import peak_line, predict_memory, prediction_line
 from plait.train.metrics import FIELD, open_loggers
 from plait.train.reference_steps import Comparison, compare_steps
 from plait.train.run_callbacks import FirstSteps, Recordings
 from plait.train.run_data import Data, load_data
+from plait.train.run_description import describe
+from plait.train.run_files import RunFiles
 from plait.train.stop_signals import StopSignals
 from plait.train.trainer import Trainer
 
@@ -71,11 +73,9 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
         plan = balanced(config, plan, mesh, data)
         memory = _predicted_memory(config, plan, mesh, data)
         trainer = Trainer(config, plan, mesh, data)
-        for line in banner(config, mesh, data, *trainer.sizes, has_weights=trainer.has_weights):
-            progress.print(line)
-        if memory is not None:
-            progress.print(prediction_line(memory))
-        trainer.tell, trainer.requested_stop = progress.print, lambda: stop.local
+        files = RunFiles(config, mesh.rank, progress.print)
+        _introduce(config, trainer, data, memory, files)
+        trainer.tell, trainer.requested_stop = files.tell, lambda: stop.local
         first, checkpoints = FirstSteps(run.compare), run_checkpoints(config)
         validation = _validation(config, data)
         trainer.run(
@@ -83,6 +83,7 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
                 Recordings(config),
                 ReplicaChecks(run.check_replicas),
                 Progress(progress),
+                files,
                 first,
                 validation,
                 *([EarlyStop(settings.patience)] if settings.patience else []),
@@ -108,6 +109,17 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
     comparison = compare_steps(config, data, mesh, first.numbers)
     progress.print(str(comparison))
     return replace(result, comparison=comparison)
+
+
+def _introduce(config: Config, trainer: Trainer, data: Data, memory: Memory | None, files: RunFiles) -> None:
+    """Print the lines before the first step, and write on rank 0 what `run.json` says of the run."""
+    mesh = trainer.mesh
+    lines = [*banner(config, mesh, data, *trainer.sizes, has_weights=trainer.has_weights)]
+    lines += [] if memory is None else [prediction_line(memory)]
+    if mesh.rank == 0:
+        files.describe(describe(config, trainer.blueprint, mesh, memory, tuple(lines)))
+    for line in lines:
+        files.tell(line)
 
 
 def banner(
@@ -139,7 +151,8 @@ def banner(
         f"schedule {plan.schedule}, {settings.batch} sequences a step in {plan.dp} × {plan.microbatches} "
         "micro-batches."
     )
-    yield f"Data: {data.summary}."
+    epochs = settings.steps * settings.batch / data.rows if data.rows else 0
+    yield f"Data: {data.summary}." + (f" {settings.steps} steps are {epochs:.3g} epochs." if epochs else "")
     yield f"Run: {config.run.dir}"
 
 
@@ -171,6 +184,9 @@ def _print_end(
     if memory is not None and peak:
         progress.print(peak_line(memory, peak, mesh.device))
     progress.print(f"Metrics are in {result.metrics}.")
+    if result.saved and config.run.save_every is not None and not result.stopped:
+        saved = config.run.dir / FOLDER
+        progress.print(f"Checkpoints are in {saved}; `plait checkpoint export` writes them for transformers.")
     if result.stopped:
         how_to_resume = (
             ": go on with --run.resume auto" if result.saved and config.run.save_every is not None else ""

@@ -9,25 +9,33 @@ from collections.abc import Callable, Iterable
 from hashlib import sha256
 from pathlib import Path
 
-from plait.data.chats import holds_chats
-from plait.data.document_sources import field_names, files_of
+from plait.data.corpus import source_files
+from plait.data.document_sources import files_of
 from plait.data.preparation import PreparationProgress, prepare_corpus
-from plait.data.tables import is_dataset
+from plait.data.record_fields import are_chats
+from plait.data.recorded_tokenizer import tokenizer_files
+from plait.data.tables import HUB, dataset_files, is_dataset
 from plait.data.token_files import holds_tokens
 from plait.data.token_shards import INDEX, is_prepared
 from plait.train.config import Config
 
-_RECORDS = (".jsonl", ".ndjson", ".parquet")
+_RECORDS = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".parquet", ".arrow")
+_NO_FILES = ("stdlib", "random")
 _SECONDS_BETWEEN_LINES = 5.0
 
 
 def holds_records(source: str) -> bool:
-    """Return whether `data.source` names conversations or texts in JSON lines, a table or a data set."""
-    path = Path(source).expanduser()
-    if path.suffix not in _RECORDS or not path.is_file():
-        return is_dataset(source)
-    fields = [name for file in files_of(source) for name in field_names(file)]
-    return "text" in fields or holds_chats(fields)
+    """Return whether `data.source` names conversations or texts in JSON lines, tables or a data set.
+
+    Also beside text files, in a folder or glob. Raises DataError for rows that have none of the fields that
+    are read, and where there are no such files.
+    """
+    if is_dataset(source):
+        return True
+    if source in _NO_FILES or not any(path.name.endswith(_RECORDS) for path in source_files(source)):
+        return False
+    are_chats(files_of(source))
+    return True
 
 
 def is_tokenized(source: str) -> bool:
@@ -46,7 +54,8 @@ def prepared_folder(config: Config, source: str) -> Path | None:
         return Path(source).expanduser()
     if not holds_records(source):
         return None
-    folder = folder_of(config, source)
+    text = f"{_version(source)} {_states(tokenizer_files(config.tokenizer).values())}"
+    folder = config.run.dir / f"prepared-{sha256(text.encode()).hexdigest()[:12]}"
     if not (folder / INDEX).is_file():
         prepare_corpus(
             [source],
@@ -59,33 +68,16 @@ def prepared_folder(config: Config, source: str) -> Path | None:
     return folder
 
 
-def folder_of(config: Config, source: str) -> Path:
-    """Return the folder in `run.dir` for the tokens of a source and a tokenizer as they are now."""
-    text = f"{_version(source)} {_tokenizer_version(config.tokenizer)}"
-    return config.run.dir / f"prepared-{sha256(text.encode()).hexdigest()[:12]}"
-
-
 def _version(source: str) -> str:
     """Return a text that changes with the files of a source; of a data set by name only its name."""
-    path = Path(source).expanduser()
-    if not path.exists():
+    if source.startswith(HUB):
         return source
-    return _states(path.iterdir() if path.is_dir() else [path])
-
-
-def _tokenizer_version(tokenizer: str) -> str:
-    """Return a text that changes with the files of a tokenizer and its chat template."""
-    path = Path(tokenizer).expanduser()
-    if not path.exists():
-        return tokenizer
-    folder = path if path.is_dir() else path.parent
-    return _states([path, *folder.glob("*token*.json"), *folder.glob("chat_template*")])
+    return _states(dataset_files(source) if is_dataset(source) else source_files(source))
 
 
 def _states(paths: Iterable[Path]) -> str:
-    """Return the names, sizes and times of change of those of `paths` that are files."""
-    files = sorted({path.resolve() for path in paths if path.is_file()})
-    states = [(path, path.stat()) for path in files]
+    """Return the names, sizes and times of change of files."""
+    states = [(path.resolve(), path.stat()) for path in paths]
     return " ".join(f"{path} {state.st_size} {state.st_mtime_ns}" for path, state in states)
 
 

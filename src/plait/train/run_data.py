@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from plait.data.batches import (
+    NO_TARGET,
     Batches,
     ConcatenatedRows,
     RandomBatches,
@@ -16,7 +17,7 @@ from plait.data.corpus import read_documents
 from plait.data.mixture import MixedBatches
 from plait.data.read_ahead import ReadAhead
 from plait.data.tokenizer import Tokenizer, open_tokenizer
-from plait.errors import ConfigError
+from plait.errors import ConfigError, DataError
 from plait.train.config import Config
 from plait.train.data_sources import open_source
 from plait.train.prepared_sources import is_tokenized, prepared_folder
@@ -27,17 +28,20 @@ from plait.train.sample import encode_prompt
 class Data:
     """The training and validation batches of a run, and the tokenizer that encoded them.
 
-    `validation`, if any, repeats after `train.validate_batches` batches. `vocab` is the model's. `readable`:
-    whether `tokenizer` can turn these tokens into text. `holds_chats`: whether all sources are conversations.
+    `validation`, if any, repeats after `train.validate_batches` batches. `vocab` is the model's.
+    `unreadable`: why `tokenizer` cannot turn these tokens into text, or "". `holds_chats`: whether all
+    sources are conversations.
     """
 
     training: Batches
     validation: Batches | None
     tokenizer: Tokenizer
     vocab: int
-    readable: bool
+    unreadable: str
     summary: str
     holds_chats: bool = False
+    rows: int = 0
+    """Sequences of an epoch; 0 for random tokens and mixtures, whose sources have epochs of their own."""
 
 
 def load_data(config: Config) -> Data:
@@ -60,25 +64,46 @@ def load_data(config: Config) -> Data:
         training = ShuffledBatches(rows[0], settings.batch, settings.seed)
     else:
         training = MixedBatches(rows, list(data.sources.values()), settings.batch, settings.seed)
-    held_out = [one.held_out for one in opened if one.held_out is not None]
+    held_out = [(one.held_out, one.holds_chats) for one in opened if one.held_out is not None]
     if data.validation_source:
-        held_out = [open_source(config, data.validation_source, tokenizer, 0.0).training]
+        other = open_source(config, data.validation_source, tokenizer, 0.0)
+        held_out = [(other.training, other.holds_chats)]
     return Data(
         training=ReadAhead(training),
         validation=_validation(config, held_out),
         tokenizer=tokenizer,
         vocab=vocab,
-        readable=all(one.readable for one in opened),
+        unreadable=next((one.unreadable for one in opened if one.unreadable), ""),
         summary="; ".join(one.summary for one in opened),
         holds_chats=all(one.holds_chats for one in opened),
+        rows=rows[0].count if len(rows) == 1 else 0,
     )
 
 
-def _validation(config: Config, rows: list[Rows]) -> Batches | None:
-    if not rows:
+def _validation(config: Config, held_out: list[tuple[Rows, bool]]) -> Batches | None:
+    """Return batches of the rows that are held out, each with whether they are of conversations.
+
+    Raises `DataError` where no target of conversations counts.
+    """
+    if not held_out:
         return None
+    rows = [one for one, _ in held_out]
     batch, count = config.train.batch, config.train.validate_batches
-    return ValidationBatches(rows[0] if len(rows) == 1 else ConcatenatedRows(rows), batch, count)
+    batches = ValidationBatches(rows[0] if len(rows) == 1 else ConcatenatedRows(rows), batch, count)
+    if all(holds_chats for _, holds_chats in held_out):
+        _require_targets(config, batches)
+    return batches
+
+
+def _require_targets(config: Config, validation: ValidationBatches) -> None:
+    """Raise `DataError` where no target of the validation data counts, as where all answers are cut off."""
+    targets = (validation.batch(number, slice(0, validation.size))[1] for number in range(validation.count))
+    if not any(bool((one != NO_TARGET).any()) for one in targets):
+        raise DataError(
+            "none of the conversations for validation has an answer that is to be predicted, within "
+            f"model.context = {config.model.context}: raise data.validation = {config.data.validation:g} or "
+            "model.context, or give data.validation_source."
+        )
 
 
 def check_data(config: Config) -> None:
@@ -94,7 +119,7 @@ def check_data(config: Config) -> None:
     holds_chats = False
     if config.tokenizer == "bytes" or not texts:
         loaded = load_data(config)
-        vocab, tokenizer, readable = loaded.vocab, loaded.tokenizer, loaded.readable
+        vocab, tokenizer, readable = loaded.vocab, loaded.tokenizer, not loaded.unreadable
         holds_chats = loaded.holds_chats
     else:
         tokenizer = open_tokenizer(config.tokenizer)
@@ -118,6 +143,6 @@ def _random(config: Config, tokenizer: Tokenizer, vocab: int) -> Data:
         validation=validation,
         tokenizer=tokenizer,
         vocab=vocab,
-        readable=False,
+        unreadable="the tokens are drawn uniformly",
         summary=f"uniformly drawn tokens of a vocabulary of {vocab:,}",
     )

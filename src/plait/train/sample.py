@@ -38,7 +38,7 @@ def encode_prompt(config: Config, tokenizer: Tokenizer, *, is_question: bool) ->
 
 
 def sample_text(engine: Engine, config: Config, tokenizer: Tokenizer, prompt: Prompt) -> str:
-    """Return `train.sample` and its continuation, of a question the answer; the same on every rank that calls it.
+    """Return `train.sample` and its continuation, or the answer to it; the same on every rank that calls it.
 
     Communication: that of `Engine.generate`.
     """

@@ -1,4 +1,4 @@
-"""The model that a run of `plait train` trained, from its checkpoint; its adapters."""
+"""The model that a run of `plait train` trained, from its checkpoint; its adapters and tokenizer."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ from plait.checkpoint.folders import atomic_folder
 from plait.checkpoint.manifest import Manifest, section
 from plait.checkpoint.merged_tensors import Adapter, MergedTensors
 from plait.checkpoint.rank_contents import parameter_key
+from plait.data.recorded_tokenizer import recorded_tokenizer, tokenizer_files
+from plait.data.token_shards import read_index
+from plait.data.tokenizer import open_tokenizer
+from plait.errors import PlaitError
 from plait.models.low_rank_adaptation import HALVES, adapters_of, added
 from plait.models.peft_adapters import save_adapter
 from plait.train.build import build_model
-from plait.train.config_sections import LoraConfig, ModelConfig
+from plait.train.config_sections import DataConfig, LoraConfig, ModelConfig
 
 _TOKEN_EMBEDDING = parameter_key("embedding.token.weight")
 """In plait's own models: one row for each token."""
@@ -64,6 +68,26 @@ def write_peft_adapter(tensors: FullTensors, folder: Path, target: Path) -> None
     values = {name: tensors.read(parameter_key(name)) for name in names}
     with atomic_folder(target, Disk()) as opened:
         save_adapter(model, opened, values, str(folder))
+
+
+def trained_tokenizer(manifest: Manifest) -> tuple[Mapping[str, Path], int | None]:
+    """Return the files of the tokenizer of a run's data, by their names, and the token that ends a text.
+
+    No files where the data are bytes, or the files are gone; None where the token is not known.
+    """
+    settings = section(manifest.state, "config", "data")
+    used = {name: settings[name] for name in ("source", "tokenizer", "mixture") if name in settings}
+    data = DataConfig.model_validate(used)
+    name = data.known_tokenizer or "bytes"
+    files = tokenizer_files(name)
+    if not files:
+        return {}, None
+    folders = [Path(one).expanduser() for one in data.sources if recorded_tokenizer(one)]
+    ends = [end for folder in folders if (end := read_index(folder).end) is not None]
+    try:
+        return files, ends[0] if ends else open_tokenizer(name).end_token(None)
+    except PlaitError:  # without the package, or the token is not in the vocabulary
+        return files, None
 
 
 def _adapters(model: nn.Module) -> Mapping[str, Adapter]:

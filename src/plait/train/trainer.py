@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+from plait.blueprint import shared_blueprint
 from plait.comm.mesh import Mesh
 from plait.composer import parallelize
 from plait.loop.learning_rates import warmup_cosine
@@ -32,6 +33,7 @@ class Trainer(TrainingLoop):
         values = initial_weights(shape, model, settings.seed)
         self.has_weights = values is not None
         engine = parallelize(model, plan, mesh, loss=cross_entropy, seed=settings.seed, values=values)
+        self.blueprint = shared_blueprint(model, plan, None, mesh.shared_results)
         groups = engine.parameter_groups(weight_decay=settings.weight_decay)
         rate = warmup_cosine(
             settings.lr,
@@ -59,7 +61,10 @@ class Trainer(TrainingLoop):
         Every rank calls it and gets the same text. Communication: that of `Engine.generate`.
         """
         data = self._data
-        if not data.readable or not self._config.train.sample:
+        if not self._config.train.sample:
+            return None
+        if data.unreadable:
+            self.tell(f"No sample: {data.unreadable}.")
             return None
         prompt = encode_prompt(self._config, data.tokenizer, is_question=data.holds_chats)
         return sample_text(self.engine, self._config, data.tokenizer, prompt) if prompt.tokens else None

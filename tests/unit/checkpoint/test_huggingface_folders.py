@@ -188,10 +188,21 @@ def test_a_model_of_transformers_that_plait_trained_goes_back(name: str, tmp_pat
     assert torch.equal(again(tokens).logits, opened(tmp_path / "theirs")(tokens).logits)
 
 
-def test_another_dtype(tmp_path: Path) -> None:
+def test_another_dtype_and_a_tokenizer(tmp_path: Path) -> None:
     model = lively(MODELS["llama"]())
     path = saved(model, tmp_path / "ours")
-    export_own(FullTensors(path), tmp_path / "half", sizes("llama", path), dtype=torch.bfloat16)
+    (given := tmp_path / "words.json").write_text("{}")
+    tokenizer = {"tokenizer.json": given}
+    export_own(
+        FullTensors(path),
+        tmp_path / "half",
+        sizes("llama", path),
+        dtype=torch.bfloat16,
+        tokenizer=tokenizer,
+        end=3,
+    )
+    assert (tmp_path / "half" / "tokenizer.json").read_text() == "{}"
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["eos_token_id"] == 3
     weights = load_file(tmp_path / "half" / "model.safetensors")
     assert torch.equal(weights["lm_head.weight"], model.head.output.weight.bfloat16())
     assert {value.dtype for value in weights.values()} == {torch.bfloat16}

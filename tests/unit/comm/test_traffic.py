@@ -1,4 +1,7 @@
-from plait.comm import Count, Traffic
+import torch
+
+from plait.comm import Count, Mesh, Traffic, all_reduce
+from plait.comm.traffic import Wait
 
 
 def test_calls_and_bytes_add_up_per_axis_and_kind():
@@ -31,3 +34,17 @@ def test_since_has_only_what_happened_after():
     traffic.record("pp", "send", 0)
     assert traffic.since(before) == {"dp": {"all_reduce": Count(1, 5)}, "pp": {"send": Count(1, 0)}}
     assert traffic.since({}) == traffic.snapshot()
+
+
+def _waits() -> tuple[list[Wait], int]:
+    mesh = Mesh(dp=2)
+    before = mesh.traffic.blocked_nanoseconds
+    mesh.traffic.waits = []
+    all_reduce(torch.ones(3), mesh.group("dp")).wait()
+    return mesh.traffic.waits, mesh.traffic.blocked_nanoseconds - before
+
+
+def test_waits_are_noted_and_added_up(thread_ranks):
+    for waits, blocked in thread_ranks.run(_waits, ranks=2):
+        assert {axis for axis, _, _ in waits} == {"dp"}
+        assert blocked == sum(end - start for _, start, end in waits) > 0

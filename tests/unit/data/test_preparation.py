@@ -153,7 +153,11 @@ def test_the_end_token_follows_each_document(
     [
         ("a.txt", b"\xff\xfe", "is no UTF-8 text at byte 0"),
         ("a.jsonl", b'{"text": "a"}\nnothing\n', "has a line at byte 14 that is no JSON object"),
-        ("a.jsonl", b'{"body": "a"}\n', "without a text 'text' .it has: body.: give --column"),
+        (
+            "a.jsonl",
+            b'{"body": "a"}\n',
+            "has rows of body, and of none of the fields that are read: messages",
+        ),
         ("a.jsonl", b"", "is empty"),
         ("a.jsonl.gz", b"no gzip", "cannot be read"),
     ],
@@ -173,7 +177,9 @@ def test_a_folder_holds_one_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     arguments = [str(tmp_path / "a.txt")], tmp_path / "out", "bytes"
     index = prepare_corpus(*arguments)
     assert prepare_corpus(*arguments) == index, "it was finished already"
-    with pytest.raises(DataError, match="out holds another preparation: repeat its command to go on"):
+    with pytest.raises(
+        DataError, match=r"out holds another preparation \(without --lines\): repeat its command"
+    ):
         prepare_corpus(*arguments, lines=True)
     with pytest.raises(DataError, match="holds other files: choose a folder that is empty"):
         prepare_corpus(arguments[0], tmp_path, "bytes")
@@ -182,6 +188,46 @@ def test_a_folder_holds_one_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "out" / "00000.tokens.bin").write_bytes(b"ab")
     with pytest.raises(DataError, match="has not the 4 elements"):
         open_corpus(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "difference"),
+    [
+        ("more text", {}, "txt has another size"),
+        ("text", {"column": "body"}, "another --column: text, now body"),
+        ("text", {"tokenizer": "{other}"}, "another tokenizer: bytes, now "),
+    ],
+)
+def test_another_preparation_is_told_apart_in_words(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    word_tokenizer: Path,
+    text: str,
+    options: dict[str, Any],
+    difference: str,
+) -> None:
+    in_one_process(monkeypatch)
+    source = tmp_path / "a.txt"
+    source.write_text("text")
+    prepare_corpus([str(source)], tmp_path / "out", "bytes")
+    source.write_text(text)
+    given = {"tokenizer": "bytes", **options}
+    tokenizer = str(given.pop("tokenizer")).format(other=word_tokenizer)
+    with pytest.raises(DataError, match=difference):
+        prepare_corpus([str(source)], tmp_path / "out", tokenizer, **given)
+
+
+def test_rows_of_two_kinds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_one_process(monkeypatch)
+    (tmp_path / "a.jsonl").write_text('{"messages": []}\n')
+    with pytest.raises(ConfigError, match="need a tokenizer with a chat template: set"):
+        prepare_corpus([str(tmp_path / "a.jsonl")], tmp_path / "out", "bytes")
+    (tmp_path / "b.txt").write_text("text")
+    with pytest.raises(DataError, match=r"a\.jsonl holds conversations, and .*b\.txt does not"):
+        prepare_corpus([str(tmp_path / "?.*")], tmp_path / "out", "bytes")
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"messages": []}\n')
+    with pytest.raises(DataError, match="has a conversation at byte 14 among texts"):
+        prepare_corpus([str(tmp_path / "a.jsonl")], tmp_path / "out", "bytes")
 
 
 def test_killed_before_its_settings_have_their_name_it_goes_on(
@@ -254,7 +300,7 @@ def test_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> N
     else:
         path = tmp_path / "table"
         table.save_to_disk(path)
-    with pytest.raises(DataError, match=r"has no column 'text' .it has: body.: give --column"):
+    with pytest.raises(DataError, match="has rows of body, and of none of the fields that are read"):
         prepare_corpus([str(path)], tmp_path / "none", "bytes")
     prepare_corpus([str(path)], tmp_path / "out", "bytes", column="body", portion=150)
     assert documents_in(tmp_path / "out") == [one for one in texts if one]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from plait.errors import ConfigError
-from plait.loop.loggers import Csv, JsonLines, Logger, LoggerGroup
+from plait.loop.loggers import COLUMNS, Csv, JsonLines, Logger, LoggerGroup
 from plait.loop.tracking_services import MLflow, TensorBoard, WeightsAndBiases
 
 ROWS = ({"step": 1, "loss": 2.0, "grad_norm": float("inf")}, {"step": 2, "loss": 1.0, "validation_loss": 3.0})
@@ -67,3 +67,20 @@ def test_rows_after_a_resumption_are_dropped(tmp_path: Path) -> None:
     assert (tmp_path / "rows.csv").read_text() == "step,loss\n1,2.0\n2,9.0\n"
     lines = (tmp_path / "new" / "rows.jsonl").read_text().splitlines()
     assert lines == ['{"step": 1, "loss": 2.0, "grad_norm": null}', '{"step": 2, "loss": 9.0}']
+
+
+def test_a_table_gets_a_column_for_a_number_of_your_own(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    for steps, rows in (
+        (0, [{"step": 1, "loss": 2.0}, {"step": 2, "accuracy": 0.5}]),
+        (2, [{"step": 3, "accuracy": 1}]),
+    ):
+        logger = Csv(path)
+        logger.begin(steps)
+        for row in rows:
+            logger.write(row)
+        logger.close()
+    titles, *lines = [line.split(",") for line in path.read_text().splitlines()]
+    assert titles == [*COLUMNS, "accuracy"]
+    assert [len(line) for line in lines] == [len(titles)] * 3
+    assert [(line[0], line[-1]) for line in lines] == [("1", ""), ("2", "0.5"), ("3", "1")]

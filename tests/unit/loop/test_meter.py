@@ -1,6 +1,9 @@
 import pytest
+import torch
 
-from plait.loop.meter import flops_per_token, peak_flops
+from plait.comm import Mesh
+from plait.comm.rank_pool import RankPool
+from plait.loop.meter import Meter, StepNumbers, StepResult, flops_per_token, peak_flops
 from plait.train.build import build_model
 from plait.train.config_sections import ModelConfig
 
@@ -37,3 +40,23 @@ def test_flops_of_llama() -> None:
 )
 def test_peak_of_devices(device: str, precision: str, peak: float | None) -> None:
     assert peak_flops(device, precision) == peak
+
+
+def _step_numbers() -> StepNumbers:
+    mesh = Mesh(pp=2, dp=2)
+    meter = Meter(mesh, None)
+    meter.start()
+    mesh.traffic.record_wait("dp", 0, (mesh.rank + 1) * 1_000_000)
+    bad = torch.tensor([mesh.rank == 3, mesh.rank in (1, 2)])
+    signal = 15 if mesh.rank == 2 else 0
+    two = torch.tensor(2.0)
+    return meter.measure(6, StepResult(two, two, two, bad), 0.1, tokens=10, signal=signal)()
+
+
+def test_numbers_of_each_rank_and_of_all(thread_ranks: RankPool) -> None:
+    for numbers in thread_ranks.run(_step_numbers, ranks=4):
+        assert numbers.blocked_seconds == pytest.approx((0.001, 0.002, 0.003, 0.004))
+        assert (numbers.signal, numbers.loss_rank, numbers.gradient_rank) == (15, 3, 1)
+        assert len(numbers.peak_memory) == 4
+        assert numbers.row["peak_memory_bytes"] == max(numbers.peak_memory)
+        assert (numbers.row["step"], numbers.row["loss"], numbers.row["tokens"]) == (7, 2.0, 10)

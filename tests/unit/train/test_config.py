@@ -73,6 +73,8 @@ def test_options_override_the_file(demo: Path) -> None:
         (["--train.betas", "[0.8, 0.9]"], "train.betas", (0.8, 0.9)),
         (["--parallel.layers_per_stage", "[10]"], "parallel.layers_per_stage", (10,)),
         (["--parallel.layers-per-stage=[10]"], "parallel.layers_per_stage", (10,)),
+        (["--train.betas", "0.8,0.9"], "train.betas", (0.8, 0.9)),
+        (["--data.mixture", "a=3, b=1"], "data.mixture", ("a=3", "b=1")),
         (["--model.vocab", "none"], "model.vocab", None),
         (["--train.sample=--x"], "train.sample", "--x"),
         (["--data.source", "none"], "data.source", "none"),

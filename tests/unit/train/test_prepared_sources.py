@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from parity.chats import save_tokenizer
+from plait.checkpoint.manifest import Manifest
 from plait.data import preparation
+from plait.data.preparation import prepare_corpus
 from plait.data.token_shards import open_corpus
-from plait.errors import DataError
-from plait.train import prepared_sources
+from plait.errors import ConfigError, DataError
 from plait.train.config import Config
 from plait.train.prepared_sources import holds_records, is_tokenized, prepared_folder
 from plait.train.run_data import check_data, load_data
+from plait.train.trained_model import trained_tokenizer
 
 
-def make(tmp_path: Path, source: Path, timeout: float = 30, tokenizer: str = "bytes") -> Config:
+def make(tmp_path: Path, source: Path, timeout: float = 30) -> Config:
     return Config.model_validate(
         {
             "model": {"context": 8},
-            "data": {"source": str(source), "tokenizer": tokenizer},
+            "data": {"source": str(source)},
             "run": {"dir": str(tmp_path / "run"), "timeout": timeout},
         }
     )
@@ -60,7 +63,71 @@ def test_what_is_tokenized_once(tmp_path: Path) -> None:
     text.write_text('{"text": "a"}\n')
     assert is_tokenized(str(chats))
     assert holds_records("hf://owner/name")
-    assert not any(is_tokenized(str(one)) for one in (other, text, tmp_path, "stdlib", "random"))
+    assert not any(is_tokenized(str(one)) for one in (text, "stdlib", "random"))
+    other.write_text('{"conversations": []}\n')
+    for source in (other, tmp_path):
+        with pytest.raises(DataError, match="has rows of conversations, and of none of the fields that are"):
+            is_tokenized(str(source))
+
+
+def test_json_lines_in_a_folder_are_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writing = Writing(monkeypatch)
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    with gzip.open(folder / "a.jsonl.gz", "wt") as file:
+        file.write('{"text": "from JSON"}\n')
+    (folder / "b.txt").write_text("from a file")
+    config = make(tmp_path, folder)
+    found = prepared_folder(config, str(folder))
+    assert found is not None
+    assert bytes(open_corpus(found)[0].read(0, 20).tolist()) == b"from JSONfrom a file"
+    (folder / "b.txt").write_text("other text")
+    prepared_folder(config, str(folder))
+    assert writing.count == 2, "a file has changed"
+
+
+def test_a_run_uses_the_tokenizer_of_its_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word_tokenizer: Path
+) -> None:
+    Writing(monkeypatch)
+    (source := tmp_path / "texts.txt").write_text("a b c " * 200)
+    corpus = tmp_path / "corpus"
+    prepare_corpus([str(source)], corpus, str(word_tokenizer))
+    other = json.loads(word_tokenizer.read_text().replace('"a"', '"d"'))
+    word_tokenizer.unlink()
+    config = make(tmp_path, corpus)
+    data = load_data(config)
+    assert config.tokenizer == str(corpus / "tokenizer")
+    assert (data.tokenizer.decode([1, 2]), data.vocab, data.unreadable) == ("a b", 4, "")
+    assert "(tokenizer.json)" in data.summary
+    with pytest.raises(
+        ConfigError, match=r"with tokenizer\.json .vocabulary 4.* given is bytes .vocabulary 256"
+    ):
+        load_data(with_tokenizer(config, "bytes"))
+    word_tokenizer.write_text(json.dumps(other))
+    with pytest.raises(ConfigError, match="gives its tokens other numbers: leave"):
+        load_data(with_tokenizer(config, str(word_tokenizer)))
+    shutil.rmtree(corpus / "tokenizer")  # as in folders of an earlier version
+    assert "set data.tokenizer to the corpus's own" in load_data(config).unreadable
+
+
+def test_an_export_finds_the_tokenizer_of_the_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word_tokenizer: Path
+) -> None:
+    Writing(monkeypatch)
+    (source := tmp_path / "texts.txt").write_text("a b")
+    prepare_corpus([str(source)], tmp_path / "corpus", str(word_tokenizer), end="c")
+    config = make(tmp_path, tmp_path / "corpus")
+    manifest = Manifest({}, (), state={"config": json.loads(config.model_dump_json())})
+    files = {"tokenizer.json": tmp_path / "corpus" / "tokenizer" / "tokenizer.json"}
+    assert trained_tokenizer(manifest) == (files, 3)
+    shutil.rmtree(tmp_path / "corpus")
+    assert trained_tokenizer(manifest) == ({}, None)
+    assert trained_tokenizer(Manifest({}, ())) == ({}, None)
+
+
+def with_tokenizer(config: Config, tokenizer: str) -> Config:
+    return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": tokenizer})})
 
 
 def test_json_lines_are_documents_and_tokenized_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,23 +143,17 @@ def test_json_lines_are_documents_and_tokenized_once(tmp_path: Path, monkeypatch
     assert writing.count == 2, "the file has changed"
 
 
-@pytest.mark.transformers
-def test_another_data_set_or_chat_template_is_tokenized_anew(tmp_path: Path) -> None:
-    """Files of a folder that are written again leave the folder's own time of change as it was."""
-    data, tokenizer = tmp_path / "data", tmp_path / "tokenizer"
-    names = {data: ("dataset_info.json", "state.json", "data.arrow"), tokenizer: ("chat_template.jinja",)}
-    for folder in names:
-        folder.mkdir()
-    save_tokenizer(tokenizer)
-    changed = [folder / name for folder, each in names.items() for name in each]
-    for path in changed:
-        path.write_text("{}")
-    config = make(tmp_path, data, tokenizer=str(tokenizer))
-    found = {prepared_sources.folder_of(config, str(data))}
-    for path in changed:
-        path.write_text("other")
-        found.add(prepared_sources.folder_of(config, str(data)))
-    assert len(found) == 1 + len(changed)
+def test_a_tokenizer_that_has_changed_tokenizes_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word_tokenizer: Path
+) -> None:
+    writing, source = Writing(monkeypatch), texts(tmp_path, "a", "b")
+    config = with_tokenizer(make(tmp_path, source), str(word_tokenizer))
+    for content in (None, "{% for m in messages %}{% endfor %}"):
+        if content is not None:
+            (tmp_path / "chat_template.jinja").write_text(content)
+        for _ in range(2):
+            prepared_folder(config, str(source))
+    assert writing.count == 2, "once for each state of the files"
 
 
 def test_one_process_tokenizes_and_the_others_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ def test_standard_library_in_bytes() -> None:
     inputs, targets = data.training.batch(0, slice(4))
     assert inputs.shape == targets.shape == (4, 64)
     assert data.vocab == 256
-    assert data.readable
+    assert not data.unreadable
     assert data.summary.startswith("Python's standard library, ")
     assert data.summary.endswith("tokens (bytes), 5.0% of them for validation")
 
@@ -51,7 +51,7 @@ def test_random_needs_no_corpus() -> None:
     check_data(config)
     data = load_data(config)
     assert data.vocab == 8192
-    assert not data.readable
+    assert data.unreadable
     assert data.validation is not None
     assert not torch.equal(data.training.batch(0, ALL)[0], data.validation.batch(0, ALL)[0])
     assert torch.equal(data.training.batch(3, ALL)[0], load_data(config).training.batch(3, ALL)[0])
@@ -61,7 +61,7 @@ def test_token_array(tmp_path: Path) -> None:
     np.arange(1000, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
     data = load_data(make(tmp_path / "tokens.bin", vocab=1000))
     assert int(data.training.batch(0, ALL)[1].max()) > 255
-    assert not data.readable  # these are no bytes
+    assert data.unreadable  # these are no bytes
     with pytest.raises(
         DataError, match=r"holds token 256 at position 256, .*set model\.vocab to at least 257"
     ):

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -50,15 +51,18 @@ def export_own(
     dtype: torch.dtype | None = None,
     max_bytes: int | None = None,
     disk: Disk | None = None,
+    tokenizer: Mapping[str, Path] = MappingProxyType({}),
+    end: int | None = None,
 ) -> None:
     """Write the parameters of plait's own `gpt2` or `llama` to the new folder `target`, for transformers.
 
     `config.json` and `model.safetensors`, or with `max_bytes` several files of at most that size and an
-    index. `dtype`: of the parameters; None: as saved. Memory: one tensor of transformers and one of plait.
+    index. `dtype`: of the parameters; None: as saved. `tokenizer`: files to copy, by their new names. `end`:
+    the token that ends a text, if it is known. Memory: one tensor of transformers and one of plait.
     Raises CheckpointError where the checkpoint has other sizes, or the target exists.
     """
-    config = config_json(sizes, _dtype_name(tensors, dtype))
-    _export(tensors, target, tensor_pairs(sizes), config, (), dtype, max_bytes, disk or Disk())
+    config = config_json(sizes, _dtype_name(tensors, dtype)) | {"eos_token_id": end}
+    _export(tensors, target, tensor_pairs(sizes), config, tokenizer, dtype, max_bytes, disk or Disk())
 
 
 def export_adapted(
@@ -83,7 +87,7 @@ def export_adapted(
     ]
     config = read_config(folder)
     config.pop("torch_dtype", None)  # the former name of dtype
-    copied = [folder / name for name in COPIED if (folder / name).is_file()]
+    copied = {name: folder / name for name in COPIED if (folder / name).is_file()}
     config["dtype"] = _dtype_name(tensors, dtype)
     _export(tensors, target, pairs, config, copied, dtype, max_bytes, Disk())
 
@@ -93,7 +97,7 @@ def _export(
     target: Path,
     pairs: Sequence[TensorPair],
     config: Mapping[str, Any],
-    copied: Sequence[Path],
+    copied: Mapping[str, Path],
     dtype: torch.dtype | None,
     max_bytes: int | None,
     disk: Disk,
@@ -108,8 +112,8 @@ def _export(
             total = sum(item.bytes for item in items)
             _write_json(disk, folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         _write_json(disk, folder / CONFIG, config)
-        for path in copied:
-            shutil.copyfile(path, folder / path.name)
+        for name, path in copied.items():
+            shutil.copyfile(path, folder / name)
 
 
 def _item(tensors: Tensors, pair: TensorPair, dtype: torch.dtype | None) -> BoxToWrite:

@@ -18,6 +18,25 @@ ON_CELL = "#0b1526"
 TEXT, GREY = "#76808c", "#8a94a0"
 """Colours of an SVG, whose page may be light or dark: text; tracks and grid lines, with some opacity."""
 
+AXES = {
+    "axis-pp": "#4477aa",
+    "axis-tp": "#aa3377",
+    "axis-cp": "#ccbb44",
+    "axis-dp": "#228833",
+    "axis-all": "#8a94a0",
+}
+"""Colours of the axes of a mesh along which ranks communicate: of Paul Tol's bright scheme."""
+USES = {
+    "use-0": "#4477aa",
+    "use-1": "#ee6677",
+    "use-2": "#228833",
+    "use-3": "#ccbb44",
+    "use-4": "#66ccee",
+    "use-5": "#aa3377",
+    "use-6": "#8a94a0",
+}
+"""Colours of uses of memory and of time, of the same scheme: told apart without red or without green too."""
+
 LIGHT_PAGE: Mapping[str, str] = {
     "page": "#ffffff",
     "ink": "#1c2530",
@@ -29,6 +48,14 @@ LIGHT_PAGE: Mapping[str, str] = {
     "card": "#ffffff",
     "rim": "#8a94a066",
     "on-cell": ON_CELL,
+    "warning": "#fff1d6",
+    "series-0": "#0072b2",
+    "series-1": "#d55e00",
+    "series-2": "#008763",
+    "series-3": "#4b1d6b",
+    "series-line": "#66707c",
+    **AXES,
+    **USES,
 }
 """Colours of the HTML page, by the names in its style sheet."""
 DARK_PAGE: Mapping[str, str] = {
@@ -40,6 +67,12 @@ DARK_PAGE: Mapping[str, str] = {
     "held": "#8fa6c93d",
     "edge": "#8fa6c9",
     "card": "#1d2530",
+    "warning": "#43340f",
+    "series-0": "#56b4e9",
+    "series-1": "#f08a4b",
+    "series-2": "#2fc39a",
+    "series-3": "#f0e07a",
+    "series-line": "#939daa",
 }
 
 TERMINAL = {Kind.F: (111, 75), Kind.B: (215, 209), Kind.I: (218, 175), Kind.W: (157, 114)}

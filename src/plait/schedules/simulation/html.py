@@ -1,25 +1,23 @@
-"""A timeline as one self-contained, interactive HTML page, including a memory chart.
-
-The folder `page` has the document, its style, and its scripts, which run in the order of `_SCRIPTS`. This
-module fills in the data.
-"""
+"""A timeline as one self-contained, interactive HTML page, including a memory chart."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from html import escape
-from importlib import resources
 from string import Template
 
-from plait.schedules.simulation.colours import MIDDLE, page_colours, shade
-from plait.schedules.simulation.terminal import KIND_NAMES, amount, kinds_of, title
+from plait.schedules.simulation.colours import page_colours
+from plait.schedules.simulation.page_timeline import (
+    TimeAxis,
+    TimelineRow,
+    page_file,
+    timeline_data,
+    timeline_markup,
+    timeline_script,
+)
+from plait.schedules.simulation.terminal import amount, kinds_of, title
 from plait.schedules.simulation.timeline import Timeline
-
-_SCRIPTS = "data.js", "view.js", "draw.js", "hints.js", "events.js"
-_LARGEST = 2**53
-"""Largest integer up to which JavaScript is exact."""
-_KINDS = tuple(KIND_NAMES)
 
 
 def draw_html(timeline: Timeline, *, name: str | None = None) -> str:
@@ -31,24 +29,18 @@ def draw_html(timeline: Timeline, *, name: str | None = None) -> str:
     fragment of the address, in the unit of the costs: `#from=10&to=20`. `name` is the title, by default the
     schedule's.
     """
-    return Template(_page("page.html")).substitute(
-        name=escape(name or title(timeline.schedule)),
-        style=page_colours() + _page("page.css"),
+    name = name or title(timeline.schedule)
+    return Template(page_file("page.html")).substitute(
+        name=escape(name),
+        style=page_colours() + page_file("page.css") + page_file("timeline.css"),
         figures="\n".join(
             f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>"
             for label, value in _figures(timeline)
         ),
-        legend="\n".join(
-            f'<li><b style="background: {shade(kind, MIDDLE)}">{kind}</b> {KIND_NAMES[kind]}</li>'
-            for kind in kinds_of(timeline)
-        ),
+        timeline=timeline_markup(name, kinds_of(timeline)),
         data=json.dumps(_data(timeline), separators=(",", ":")),
-        scripts="\n".join(f"<script>\n{_page(script)}</script>" for script in _SCRIPTS),
+        script=timeline_script(),
     )
-
-
-def _page(file: str) -> str:
-    return (resources.files("plait.schedules.simulation") / "page" / file).read_text(encoding="utf-8")
 
 
 def _figures(timeline: Timeline) -> Iterator[tuple[str, str]]:
@@ -69,40 +61,23 @@ def _figures(timeline: Timeline) -> Iterator[tuple[str, str]]:
 
 
 def _data(timeline: Timeline) -> dict[str, object]:
-    """Return the data for the page's scripts, escaped so that no text can end the script element.
-
-    Times are whole ticks, each relative to the previous one in its row.
-    """
+    """Return the data for the page's script, with the memory of each rank."""
     schedule = timeline.schedule
-    scale = max(1, -(-timeline.length // _LARGEST))
-
-    def ticks(tick: int) -> int:
-        return (tick - timeline.first) // scale
-
-    def cells(rank: int) -> Iterator[int]:
-        last = 0
-        for (stage, kind, microbatch), start, end in timeline.cells[rank]:
-            yield from (stage, _KINDS.index(kind), microbatch, ticks(start) - last, ticks(end) - ticks(start))
-            last = ticks(end)
+    axis = TimeAxis(timeline.first, timeline.length, timeline.tick, timeline.unit)
 
     def memory(rank: int) -> Iterator[int]:
         last = 0
-        for tick, units in curves[rank]:
-            yield from (ticks(tick) - last, units)
-            last = ticks(tick)
+        for tick, units in timeline.memory_curve[rank]:
+            yield from (axis.ticks(tick) - last, units)
+            last = axis.ticks(tick)
 
-    curves = timeline.memory_curve
-    parts = [batch / max(schedule.microbatches - 1, 1) for batch in range(schedule.microbatches)]
-    return {
-        "tick": float(timeline.tick * scale),
-        "timeUnit": timeline.unit,
-        "length": ticks(timeline.first + timeline.length),
-        "hop": timeline.hop // scale,
-        "microbatches": schedule.microbatches,
-        "rankOf": schedule.rank_of,
-        "kinds": [[kind, KIND_NAMES[kind], [shade(kind, part) for part in parts]] for kind in _KINDS],
-        "cells": [list(cells(rank)) for rank in range(schedule.ranks)],
+    ranks = range(schedule.ranks)
+    rows = [TimelineRow(f"rank {rank}", timeline.cells[rank]) for rank in ranks]
+    data = timeline_data(
+        rows, axis, microbatches=schedule.microbatches, stage_ranks=schedule.rank_of, hop=timeline.hop
+    )
+    return data | {
         "unit": float(timeline.memory_costs.unit),
-        "memory": [list(memory(rank)) for rank in range(schedule.ranks)],
+        "memory": [list(memory(rank)) for rank in ranks],
         "peak": timeline.peak,
     }

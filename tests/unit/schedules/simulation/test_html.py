@@ -49,7 +49,7 @@ def in_groups(numbers: Sequence[int], size: int) -> Iterator[tuple[int, ...]]:
 
 
 def data_of(timeline: Timeline) -> dict[str, Any]:
-    element = re.search(r'<script type="application/json" id="timeline">(.*?)</script>', draw_html(timeline))
+    element = re.search(r'<script type="application/json" id="data">(.*?)</script>', draw_html(timeline))
     assert element is not None
     return dict(json.loads(element[1]))
 
@@ -130,7 +130,7 @@ def test_names_cannot_break_out() -> None:
     assert read.texts["h1"] == [f"{name}: 1 rank, 1 micro-batch"]
     assert (
         dict(read.attributes)["aria-label"]
-        == f"Timeline of {name}: 1 rank, 1 micro-batch, and what each rank holds over time"
+        == f"Timeline of {name}: 1 rank, 1 micro-batch: what each rank does over time"
     )
 
 
@@ -148,4 +148,4 @@ def test_is_self_contained_and_may_load_nothing() -> None:
 def test_the_page_uses_every_file_of_its_folder() -> None:
     page = draw_html(simulate(policy_schedule("1f1b", 2, 2)))
     for file in (resources.files("plait.schedules.simulation") / "page").iterdir():
-        assert file.name == "page.html" or file.read_text(encoding="utf-8") in page
+        assert file.suffix == ".html" or file.read_text(encoding="utf-8") in page

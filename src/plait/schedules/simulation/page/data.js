@@ -1,10 +1,9 @@
-'use strict';
-
-// The timeline, unpacked from the data that html.py wrote. Cells have consecutive numbers, rank after rank,
-// and each of their properties is an array; times are in ticks.
+// The timeline, unpacked from `packed`, as page_timeline.py wrote it. Rows are ranks, of one pipeline or of
+// several; cells have consecutive numbers, row after row, and each of their properties is an array; times are
+// in ticks.
 
 const KINDS = {forward: 0, backward: 1, input: 2, weight: 3};
-const timeline = unpack(JSON.parse(document.getElementById('timeline').textContent));
+const timeline = unpack(packed);
 
 function unpack(data) {
   const ranks = data.cells.length, stages = data.rankOf.length;
@@ -14,7 +13,8 @@ function unpack(data) {
     microbatch: new Int32Array(count), start: new Float64Array(count), end: new Float64Array(count),
   };
   const first = new Int32Array(ranks + 1);  // first cell of each rank
-  const place = new Int32Array(data.microbatches * stages * 3).fill(-1);  // see placeOf
+  const pipelines = Math.max(...data.pipelineOf) + 1;
+  const place = new Int32Array(pipelines * data.microbatches * stages * 3).fill(-1);  // see placeOf
   let cell = 0;
   data.cells.forEach((row, rank) => {
     let time = 0;
@@ -26,7 +26,7 @@ function unpack(data) {
       cells.microbatch[cell] = microbatch;
       cells.start[cell] = time + idle;
       cells.end[cell] = time += idle + duration;
-      place[(microbatch * stages + stage) * 3 + roleOf(kind)] = cell;
+      place[((data.pipelineOf[rank] * data.microbatches + microbatch) * stages + stage) * 3 + roleOf(kind)] = cell;
     }
     first[rank + 1] = cell;
   });
@@ -35,7 +35,8 @@ function unpack(data) {
     ...data, ranks, stages, cells, first, place,
     shortest: durations.reduce((least, time) => (time > 0 && time < least ? time : least), data.length || 1),
     colours: data.kinds.map(([, , shades]) => shades.map((shade) => parseInt(shade.slice(1), 16))),
-    memory: data.memory.map(unpackMemory),
+    memory: data.memory && data.memory.map(unpackMemory),
+    blocked: data.blocked && data.blocked.map(unpackBlocked),
   };
 }
 
@@ -48,28 +49,45 @@ function unpackMemory(row) {
   return {ticks, held};
 }
 
+function unpackBlocked(row) {
+  const count = row.length / 3;
+  const spans = {axis: new Int32Array(count), start: new Float64Array(count), end: new Float64Array(count)};
+  for (let at = 0, time = 0; at < count; at++) {
+    spans.axis[at] = row[3 * at];
+    spans.start[at] = time + row[3 * at + 1];
+    spans.end[at] = time += row[3 * at + 1] + row[3 * at + 2];
+  }
+  return spans;
+}
+
 // Forward, input gradient (in a full backward too), weight gradient.
 function roleOf(kind) {
   return kind === KINDS.forward ? 0 : kind === KINDS.weight ? 2 : 1;
 }
 
-// The cell of an action, or -1. The cells of a micro-batch are next to each other in `place`.
-function placeOf(microbatch, stage, role) {
-  return timeline.place[(microbatch * timeline.stages + stage) * 3 + role];
+// Where the cells of the micro-batch of a cell begin in `place`, in which they are next to each other.
+function batchOf(cell) {
+  const {rank, microbatch} = timeline.cells;
+  return timeline.pipelineOf[rank[cell]] * timeline.microbatches + microbatch[cell];
 }
 
-function cellsOf(microbatch) {
-  const size = timeline.stages * 3;
-  return timeline.place.subarray(microbatch * size, (microbatch + 1) * size).filter((cell) => cell >= 0);
+// The cell of an action of the same micro-batch, or -1.
+function placeOf(cell, stage, role) {
+  return timeline.place[(batchOf(cell) * timeline.stages + stage) * 3 + role];
+}
+
+// All cells of the same micro-batch.
+function alike(cell) {
+  const size = timeline.stages * 3, first = batchOf(cell) * size;
+  return timeline.place.subarray(first, first + size).filter((other) => other >= 0);
 }
 
 // The cell whose result this one needs, or -1.
 function sourceOf(cell) {
-  const {kind, stage, microbatch} = timeline.cells;
-  const batch = microbatch[cell], here = stage[cell];
-  if (kind[cell] === KINDS.forward) return here > 0 ? placeOf(batch, here - 1, 0) : -1;
-  if (kind[cell] === KINDS.weight) return placeOf(batch, here, 1);
-  return here + 1 < timeline.stages ? placeOf(batch, here + 1, 1) : placeOf(batch, here, 0);
+  const {kind, stage} = timeline.cells, here = stage[cell];
+  if (kind[cell] === KINDS.forward) return here > 0 ? placeOf(cell, here - 1, 0) : -1;
+  if (kind[cell] === KINDS.weight) return placeOf(cell, here, 1);
+  return here + 1 < timeline.stages ? placeOf(cell, here + 1, 1) : placeOf(cell, here, 0);
 }
 
 // Time at which the result of `source` arrives on the rank of `cell`.
@@ -111,6 +129,13 @@ function heldAt(rank, tick) {
   return next > 0 ? held[next - 1] * timeline.unit : 0;
 }
 
+// The waits of a rank that overlap a time: the first, and the number after the last.
+function blockedWithin(rank, from, to) {
+  const {start, end} = timeline.blocked[rank];
+  const low = firstWhere(0, end.length, (at) => end[at] > from);
+  return [low, firstWhere(low, start.length, (at) => start[at] >= to)];
+}
+
 // An action as text: 2F13, or F13 where each rank has one stage.
 function nameOf(cell, withStage) {
   const {stage, kind, microbatch} = timeline.cells;
@@ -123,6 +148,13 @@ function timeText(ticks, finest = (timeline.length || 1) * 1e-7) {
   const magnitude = (value) => Math.floor(Math.log10(value));
   const digits = time ? magnitude(Math.abs(time)) - magnitude(finest * timeline.tick) + 1 : 0;
   return digits < 1 ? '0' : String(Number(time.toPrecision(Math.min(digits, 15))));
+}
+
+// The unit of times, where they have one, after a space.
+const unitText = timeline.timeUnit && ` ${timeline.timeUnit}`;
+
+function withUnit(ticks) {
+  return timeText(ticks) + unitText;
 }
 
 function numberText(value) {

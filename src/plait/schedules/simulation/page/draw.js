@@ -1,11 +1,9 @@
-'use strict';
-
 // The base picture on one canvas: rows of cells, the time axis, and the strips of memory.
 
 const SANS = 'system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif';
 const BOLD = `600 11px ${SANS}`;
 const NARROW = 2;  // cells with fewer pixels are blended with their neighbours
-const base = document.getElementById('base').getContext('2d');
+const base = root.querySelector('.base').getContext('2d');
 const blend = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
 const ON_CELL = colour('on-cell');
 const labels = new Map();  // width of the longest label, with and without its stage
@@ -22,11 +20,13 @@ function draw() {
   fitCanvas(base);
   drawAxis();
   drawRows();
-  for (let rank = 0; rank < timeline.ranks; rank++) drawStrip(rank);
+  for (let rank = 0; rank < timeline.ranks; rank++) {
+    if (timeline.blocked) drawWaits(rank);
+    if (timeline.memory) drawStrip(rank);
+  }
   lookAgain();
-  const part = `${nearText(view.from)} to ${nearText(view.to)} of ${timeText(timeline.length)}`;
-  const unit = timeline.timeUnit && ` ${timeline.timeUnit}`;
-  document.getElementById('shown').textContent = `shown: ${part}${unit}`;
+  const part = `${nearText(view.from)} to ${nearText(view.to)} of ${timeText(timeline.length, timeline.length * 5e-4 || 1)}`;
+  root.querySelector('.shown').textContent = `shown: ${part}${unitText}`;
 }
 
 // Clears the canvas and gives it one pixel for each pixel of the screen, up to the limit of browsers.
@@ -63,17 +63,19 @@ function drawAxis() {
   base.strokeStyle = colour('grid');
   base.lineWidth = 1;
   base.beginPath();
-  for (let mark = Math.ceil(view.from * timeline.tick / step - 1e-9); ; mark++) {
+  const first = Math.ceil(view.from * timeline.tick / step - 1e-9);
+  for (let mark = first; ; mark++) {
     const tick = mark * step / timeline.tick;
     if (!(tick <= view.to * (1 + 1e-12))) break;
     const x = Math.round(xOf(tick)) + 0.5;
     base.moveTo(x, top);
     base.lineTo(x, bottom + 5);
-    base.moveTo(x, memory - 4);
-    base.lineTo(x, end);
-    write(base, timeText(tick), x, bottom + 15, {align: 'center'});
+    if (end > memory) base.moveTo(x, memory - 4);
+    if (end > memory) base.lineTo(x, end);
+    write(base, timeText(tick) + (mark === first ? unitText : ''), x, bottom + 15, {align: 'center'});
   }
   base.stroke();
+  if (!timeline.memory) return;
   write(base, 'held, in micro-batches of one rank', left, memory - 14);
   write(base, 'peak', right + 6, memory - 14);
 }
@@ -101,7 +103,8 @@ function drawRows() {
 }
 
 function writeRank(rank, y) {
-  write(base, layout.left > 40 ? `rank ${rank}` : String(rank), layout.left - 8, y, {align: 'right'});
+  const label = timeline.labels[rank], text = layout.left > 40 ? label : label.replace('rank ', '');
+  write(base, text, layout.left - 8, y, {align: 'right'});
 }
 
 // Draws a rank's cells, narrow ones into its row of `image`. Returns whether there were any narrow ones.
@@ -169,6 +172,17 @@ function labelOf(cell, wide) {
   }
   if (wide >= labels.get('whole')) return nameOf(cell, many);
   return wide >= labels.get('number') ? String(timeline.cells.microbatch[cell]) : '';
+}
+
+// The waits of a rank for communication, in the colour of the axis, below its cells.
+function drawWaits(rank) {
+  const {axis, start, end} = timeline.blocked[rank], y = rowTop(rank) + layout.rowHeight + 1;
+  const [low, high] = blockedWithin(rank, view.from, view.to);
+  for (let at = low; at < high; at++) {
+    const from = Math.max(xOf(start[at]), layout.left), to = Math.min(xOf(end[at]), layout.right);
+    base.fillStyle = colour(timeline.axes[axis[at]][1]);
+    base.fillRect(from, y, to - from, layout.lane - 2);
+  }
 }
 
 // The memory of a rank as an area; each pixel shows the largest value within it.

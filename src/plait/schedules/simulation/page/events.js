@@ -1,5 +1,3 @@
-'use strict';
-
 // Events of mouse, touch and keyboard.
 
 const down = new Map();  // the pressed pointers, and their positions
@@ -99,9 +97,9 @@ function step(along, across) {
   choose(Math.max(first[rank], Math.min(then, first[rank + 1] - 1)));
 }
 
-document.getElementById('closer').addEventListener('click', () => zoom(1 / 1.5));
-document.getElementById('wider').addEventListener('click', () => zoom(1.5));
-document.getElementById('whole').addEventListener('click', showAll);
+root.querySelector('.closer').addEventListener('click', () => zoom(1 / 1.5));
+root.querySelector('.wider').addEventListener('click', () => zoom(1.5));
+root.querySelector('.whole').addEventListener('click', showAll);
 
 function fit() {
   const now = measure();
@@ -116,7 +114,7 @@ window.addEventListener('resize', () => {
   fit();
   redraw();  // another screen may have another resolution
 });
-window.addEventListener('hashchange', showAddress);
+if (keepsAddress) window.addEventListener('hashchange', showAddress);
 window.matchMedia('(prefers-color-scheme: dark)').addEventListener('change', redraw);
-showAddress();
+if (keepsAddress) showAddress();
 redraw();

@@ -1,9 +1,7 @@
-'use strict';
-
 // The chosen cell: a second canvas highlights its micro-batch, a tooltip shows its details.
 
-const hint = document.getElementById('hint');
-const glass = document.getElementById('glass').getContext('2d');
+const hint = root.querySelector('.hint');
+const glass = root.querySelector('.glass').getContext('2d');
 let chosen = -1;  // the cell, or -1
 let pointer = null;  // position of the mouse on the chart
 
@@ -15,7 +13,7 @@ function drawGlass() {
     glass.fillStyle = colour('page');
     glass.fillRect(left, top, right - left, bottom - top);
     glass.globalAlpha = 1;
-    for (const cell of cellsOf(timeline.cells.microbatch[chosen])) {
+    for (const cell of alike(chosen)) {
       if (isShown(cell)) drawCell(glass, cell, 2);
     }
     drawChosen();
@@ -58,12 +56,13 @@ function lookAt(x, y) {
     dismiss();
     return;
   }
-  const cell = row.memory ? -1 : cellAfter(row.rank, tick);
-  const isCell = !row.memory && cell < timeline.first[row.rank + 1] && timeline.cells.start[cell] <= tick;
+  const cell = row.of === 'cells' ? cellAfter(row.rank, tick) : -1;
+  const isCell = cell >= 0 && cell < timeline.first[row.rank + 1] && timeline.cells.start[cell] <= tick;
   chosen = isCell ? cell : -1;
-  if (isCell) showCard(...aboutCell(cell), x, y);
-  else if (row.memory) showCard(...aboutMemory(row.rank, tick), x, y);
-  else showCard(...aboutIdle(row.rank, cell), x, y);
+  const about = isCell ? aboutCell(cell) : row.of === 'memory' ? aboutMemory(row.rank, tick)
+    : row.of === 'waits' ? aboutWait(row.rank, tick) : aboutIdle(row.rank, cell);
+  if (about) showCard(...about, x, y);
+  else hint.hidden = true;
   drawGlass();
 }
 
@@ -101,19 +100,21 @@ function aboutCell(cell) {
   const {rank, stage, kind, microbatch, start, end} = timeline.cells;
   const source = sourceOf(cell), idle = idleBefore(cell);
   const rows = [
-    ['stage', `${stage[cell]}, on rank ${rank[cell]}`],
+    ['stage', `${stage[cell]}, on ${timeline.labels[rank[cell]]}`],
     ['micro-batch', microbatch[cell]],
-    ['start', timeText(start[cell])],
-    ['end', timeText(end[cell])],
-    ['duration', timeText(end[cell] - start[cell])],
+    ['start', withUnit(start[cell])],
+    ['end', withUnit(end[cell])],
+    ['duration', withUnit(end[cell] - start[cell])],
   ];
   if (source >= 0) {
     const there = arrival(source, cell);
-    const of = rank[source] === rank[cell] ? 'done here' : `of rank ${rank[source]}, arrived`;
+    const of = rank[source] === rank[cell] ? 'done here' : `of ${timeline.labels[rank[source]]}, arrived`;
     const waited = idle > 0 && there === start[cell];
-    rows.push([waited ? 'waited for' : 'needed', `${nameOf(source, true)} ${of} at ${timeText(there)}`]);
+    rows.push([waited ? 'waited for' : 'needed', `${nameOf(source, true)} ${of} at ${withUnit(there)}`]);
   }
-  rows.push(['idle before', timeText(idle)], ['held', heldText(rank[cell], start[cell])]);
+  rows.push(['idle before', withUnit(idle)]);
+  if (timeline.memory) rows.push(['held', heldText(rank[cell], start[cell])]);
+  if (timeline.blocked) rows.push(...waitsWithin(cell));
   return [`${nameOf(cell, true)}  ${timeline.kinds[kind[cell]][1]}`, rows];
 }
 
@@ -121,13 +122,30 @@ function aboutIdle(rank, next) {
   const {first, cells} = timeline;
   const from = next > first[rank] ? cells.end[next - 1] : 0;
   const to = next < first[rank + 1] ? cells.start[next] : full.to;
-  const rows = [['from', timeText(from)], ['to', timeText(to)], ['duration', timeText(to - from)]];
+  const rows = [['from', withUnit(from)], ['to', withUnit(to)], ['duration', withUnit(to - from)]];
   if (next < first[rank + 1]) rows.push(['until', nameOf(next, true)]);
-  return [`rank ${rank} is idle`, rows];
+  return [`${timeline.labels[rank]} is idle`, rows];
+}
+
+// The wait of a rank at a time, or null.
+function aboutWait(rank, tick) {
+  const {axis, start, end} = timeline.blocked[rank], [at] = blockedWithin(rank, tick, tick + 1);
+  if (at >= start.length || start[at] > tick) return null;
+  const rows = [['from', withUnit(start[at])], ['to', withUnit(end[at])], ['duration', withUnit(end[at] - start[at])]];
+  return [`${timeline.labels[rank]} is blocked in communication over ${timeline.axes[axis[at]][0]}`, rows];
+}
+
+// The time for which an action is blocked in communication, by axis.
+function waitsWithin(cell) {
+  const from = timeline.cells.start[cell], to = timeline.cells.end[cell], rank = timeline.cells.rank[cell];
+  const {axis, start, end} = timeline.blocked[rank], [low, high] = blockedWithin(rank, from, to);
+  const total = timeline.axes.map(() => 0);
+  for (let at = low; at < high; at++) total[axis[at]] += Math.min(end[at], to) - Math.max(start[at], from);
+  return timeline.axes.flatMap(([name], at) => (total[at] ? [[`blocked, ${name}`, withUnit(total[at])]] : []));
 }
 
 function aboutMemory(rank, tick) {
-  return [`rank ${rank} holds ${heldText(rank, tick)}`, [['at', nearText(tick)]]];
+  return [`${timeline.labels[rank]} holds ${heldText(rank, tick)}`, [['at', `${nearText(tick)}${unitText}`]]];
 }
 
 function heldText(rank, tick) {

@@ -1,25 +1,25 @@
-'use strict';
-
 // The visible part of the timeline, and the layout of the canvas.
 
-const chart = document.getElementById('chart');
+const chart = root.querySelector('.plot');
 const full = {from: 0, to: timeline.length || 1};
 const view = {...full};  // in ticks
 const layout = measure();
 let writing = 0;
 
-// All lengths in CSS pixels: a row for each rank, the time axis, a strip of memory for each rank.
+// All lengths in CSS pixels: a row for each rank, with a lane for its waits below its cells; the time axis; a
+// strip of memory for each rank.
 function measure() {
   const width = Math.max(chart.clientWidth, 240), ranks = timeline.ranks;
   const fit = (share, least, most) =>
     Math.min(most, Math.max(least, Math.floor(share * window.innerHeight / ranks)));
-  const row = fit(0.45, 15, 38), strip = fit(0.3, 15, 46);
+  const lane = timeline.blocked ? 7 : 0, row = fit(0.45, 15, 38) + lane;
+  const strip = timeline.memory ? fit(0.3, 15, 46) : 0;
   const rowGap = row > 24 ? 5 : 2, stripGap = 3;
-  const left = width > 500 ? 58 : 24, right = width - 46;
-  const top = 4, bottom = top + ranks * row, memory = bottom + 52, end = memory + ranks * strip;
+  const left = width > 500 ? 58 : 24, right = width - (strip ? 46 : 12);
+  const top = 4, bottom = top + ranks * row, memory = bottom + (strip ? 52 : 24), end = memory + ranks * strip;
   return {
-    width, height: end + 8, left, right, top, bottom, memory, end,
-    row, strip, rowHeight: row - rowGap, stripHeight: strip - stripGap,
+    width, height: end + 8, left, right, top, bottom, memory, end, lane,
+    row, strip, rowHeight: row - rowGap - lane, stripHeight: strip - stripGap,
   };
 }
 
@@ -43,11 +43,14 @@ function stripTop(rank) {
   return layout.memory + rank * layout.strip;
 }
 
-// The rank whose row is at a height, and whether it is a row of memory; null between rows.
+// The rank whose row is at a height, and whether it is its cells, its waits or its memory; null between rows.
 function rowAt(y) {
-  const {top, bottom, memory, end, row, strip} = layout;
-  if (y >= top && y < bottom) return {rank: Math.floor((y - top) / row), memory: false};
-  if (y >= memory && y < end) return {rank: Math.floor((y - memory) / strip), memory: true};
+  const {top, bottom, memory, end, row, strip, rowHeight, lane} = layout;
+  if (y >= top && y < bottom) {
+    const rank = Math.floor((y - top) / row);
+    return {rank, of: lane && y - rowTop(rank) >= rowHeight ? 'waits' : 'cells'};
+  }
+  if (y >= memory && y < end) return {rank: Math.floor((y - memory) / strip), of: 'memory'};
   return null;
 }
 
@@ -62,7 +65,7 @@ function show(from, to) {
   if (changed) {
     redraw();
     clearTimeout(writing);  // browsers limit how often the address may change
-    writing = setTimeout(writeAddress, 300);
+    if (keepsAddress) writing = setTimeout(writeAddress, 300);
   }
   return changed;
 }

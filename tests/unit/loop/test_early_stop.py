@@ -148,3 +148,52 @@ def test_arguments_that_are_refused() -> None:
         Validation(None, metrics={"loss": torch.sub})
     with pytest.raises(ConfigError, match="patience = 0: give at least 1, or leave it out"):
         EarlyStop(0)
+
+
+class Masked:
+    """Two batches of ones, of which only some targets count."""
+
+    size = 2
+
+    def __init__(self, *counts: int) -> None:
+        self.counts = counts
+
+    def batch(self, step: int, rows: slice) -> tuple[Tensor, Tensor]:
+        targets = torch.full((2, 3), -100)
+        targets.view(-1)[: self.counts[step]] = step
+        return torch.ones(2, 3, 1)[rows], targets[rows]
+
+
+def validated(counts: tuple[int, int]) -> float:
+    """The loss of a model that gives class 1 the logit 1 and class 0 the logit 0, and learns nothing."""
+    model = nn.Sequential(nn.Linear(1, 2), nn.Identity())
+    with torch.no_grad():
+        model[0].weight.zero_()  # type: ignore[union-attr]
+        model[0].bias.copy_(torch.tensor([0.0, 1.0]))  # type: ignore[union-attr]
+    result = plait.fit(
+        model,
+        Plan(dp=2),
+        Masked(6),
+        steps=1,
+        learning_rate=0.0,
+        validation=Masked(*counts),
+        validate_batches=2,
+        broadcast=True,
+    )
+    assert result.validation_loss is not None
+    return result.validation_loss
+
+
+def test_a_validation_is_the_mean_over_what_counts(thread_ranks: RankPool) -> None:
+    zero, one = 1.3132617, 0.3132617  # cross-entropy of class 0, and of class 1
+    for counts, expected in {(4, 2): (4 * zero + 2 * one) / 6, (0, 1): one}.items():
+        assert thread_ranks.run(validated, counts, ranks=2) == pytest.approx([expected] * 2, rel=1e-5)
+
+
+@pytest.mark.parametrize(("training", "validation"), [(0, 1), (6, 0)])
+def test_where_no_target_counts_nothing_is_blamed_on_the_learning_rate(
+    training: int, validation: int
+) -> None:
+    model = nn.Sequential(nn.Linear(1, 2), nn.Identity())
+    with pytest.raises(DataError, match="-100"):
+        plait.fit(model, ONE, Masked(training), steps=1, validation=Masked(validation), validate_every=1)

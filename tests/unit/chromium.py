@@ -24,6 +24,7 @@ addEventListener('error', (event) => faults.push(event.message));
 
 DRIVE = """<script>
 const pause = (time) => new Promise((done) => setTimeout(done, time));
+const {chart, base, glass, blend, hint, timeline, view, layout, xOf, rowTop, stripTop} = /*DRAWN*/;
 async function send(event) {
   chart.dispatchEvent(event);
   await pause(40);
@@ -36,7 +37,7 @@ function mouse(x, y) {
 const pointAt = (x, y) => send(new PointerEvent('pointermove', mouse(x, y)));
 const turn = (x, y, deltaY) => send(new WheelEvent('wheel', {...mouse(x, y), deltaY}));
 const press = (key) => send(new KeyboardEvent('keydown', {key, bubbles: true}));
-const shown = () => document.getElementById('shown').textContent;
+const shown = () => chart.parentElement.querySelector('.shown').textContent;
 function card() {
   if (hint.hidden) return '';
   const told = ({tagName, textContent}) => (tagName === 'DT' ? '; ' : ' ') + textContent;
@@ -60,11 +61,16 @@ function pixel(context, x, y) {
 </script></body>"""
 
 
-def run_page(page: str, script: str, folder: Path, address: str = "") -> dict[str, Any]:
-    """What the body `script` of an async function returns at the end of `page`, and `faults`, all errors."""
+def run_page(page: str, script: str, folder: Path, address: str = "", drawn: str = "drawn") -> dict[str, Any]:
+    """What the body `script` of an async function returns at the end of `page`, and `faults`, all errors.
+
+    `drawn`: the page's expression for what `drawTimeline` has returned.
+    """
     assert CHROMIUM is not None
     file = folder / "page.html"
-    copy = page.replace("<body>", WATCH).replace("</body>", DRIVE.replace("/*SCRIPT*/", script))
+    copy = page.replace("<body>", WATCH).replace(
+        "</body>", DRIVE.replace("/*SCRIPT*/", script).replace("/*DRAWN*/", drawn)
+    )
     file.write_text(copy, encoding="utf-8")
     browser = subprocess.Popen(
         [CHROMIUM, *OPTIONS.split(), f"--user-data-dir={folder / 'profile'}", file.as_uri() + address],

@@ -1,0 +1,81 @@
+"""The settings of a preparation, by which a repeated command is recognised."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from plait.data.document_sources import SourceRange
+from plait.data.folder_lock import LOCK
+from plait.data.shard_writing import TextEncoding, partial_path, write_text
+from plait.data.token_shards import SETTINGS
+from plait.errors import DataError
+
+
+def begin_preparation(folder: Path, shards: Sequence[Sequence[SourceRange]], settings: TextEncoding) -> None:
+    """Write the settings into a new folder; DataError where the folder has those of another preparation."""
+    path = folder / SETTINGS
+    asked = {"settings": asdict(settings), "shards": [[asdict(one) for one in shard] for shard in shards]}
+    text = json.dumps(asked, indent=1)
+    if path.is_file():
+        if (written := path.read_text()) == text:
+            return
+        raise DataError(
+            f"{folder} holds another preparation ({_difference(written, json.loads(text))}): repeat its "
+            "command to go on, or choose another folder."
+        )
+    if any(one.name not in (LOCK, partial_path(path).name) for one in folder.iterdir()):
+        raise DataError(f"{folder} holds other files: choose a folder that is empty or does not exist.")
+    write_text(path, text)
+
+
+def _difference(written: str, now: Mapping[str, Any]) -> str:
+    """Return the first difference between the settings of a folder and those of a command, in words."""
+    try:
+        was = json.loads(written)
+        return _of_settings(was["settings"], now["settings"]) or _of_files(_files(was), _files(now))
+    except (ValueError, KeyError, TypeError):
+        return f"its {SETTINGS} is of another version, or damaged"
+
+
+def _of_settings(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    if was["tokenizer"] != now["tokenizer"]:
+        return f"another tokenizer: {was['tokenizer']}, now {now['tokenizer']}"
+    if (was["column"], was["chats"]) != (now["column"], now["chats"]):
+        return f"another --column: {_column(was)}, now {_column(now)}"
+    if was["end"] != now["end"]:
+        return f"another --end: {_token(was['end'])}, now {_token(now['end'])}"
+    return ""
+
+
+def _column(settings: Mapping[str, Any]) -> str:
+    return "conversations" if settings["chats"] else str(settings["column"])
+
+
+def _token(number: int | None) -> str:
+    return "none" if number is None else f"token {number}"
+
+
+def _files(preparation: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
+    """Return the kind and the size of each file."""
+    found: dict[str, tuple[str, int]] = {}
+    for shard in preparation["shards"]:
+        for one in shard:
+            _, size = found.get(one["path"], ("", 0))
+            found[one["path"]] = one["kind"], size + one["size"]
+    return found
+
+
+def _of_files(was: Mapping[str, tuple[str, int]], now: Mapping[str, tuple[str, int]]) -> str:
+    if was.keys() != now.keys():
+        extra = next(iter([*(was.keys() - now.keys()), *(now.keys() - was.keys())]))
+        return f"another source: {extra} is {'no longer' if extra in was else 'newly'} among the files"
+    for path, (kind, size) in now.items():
+        if kind != was[path][0]:
+            return f"{'without' if kind == 'lines' else 'with'} --lines"
+        if size != was[path][1]:
+            return f"{path} has another size"
+    return "another --shard, or another order of the files"

@@ -1,0 +1,49 @@
+"""The tokenizer of a prepared corpus, whose files `plait data prepare` copies into the folder `tokenizer`.
+
+Imports no NumPy, so that a configuration can name its tokenizer at once.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+FOLDER = "tokenizer"
+"""The folder within that of the corpus; it is not there for bytes."""
+TOKENIZER = "tokenizer.json"
+_INDEX = "index.json"
+_BESIDE = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+
+
+def tokenizer_files(tokenizer: str) -> Mapping[str, Path]:
+    """Return the files of a tokenizer that are there, by their names; none of bytes.
+
+    `tokenizer`: bytes, or the path of a `tokenizer.json`, under whatever name, or of its folder.
+    """
+    path = Path(tokenizer).expanduser()
+    path = path / TOKENIZER if path.is_dir() else path
+    if tokenizer == "bytes" or not path.is_file():
+        return {}
+    beside = {name: path.parent / name for name in _BESIDE}
+    return {TOKENIZER: path} | {name: one for name, one in beside.items() if one.is_file()}
+
+
+def record_tokenizer(folder: Path, tokenizer: str) -> None:
+    """Copy the files of a tokenizer into the folder of a corpus; nothing for bytes."""
+    for name, path in tokenizer_files(tokenizer).items():
+        (folder / FOLDER).mkdir(exist_ok=True)
+        shutil.copyfile(path, folder / FOLDER / name)
+
+
+def recorded_tokenizer(source: str) -> str | None:
+    """Return the tokenizer of a prepared corpus: bytes, or its folder; None where it is not recorded."""
+    folder = Path(source).expanduser()
+    if (folder / FOLDER / TOKENIZER).is_file() and (folder / _INDEX).is_file():
+        return str(folder / FOLDER)
+    try:
+        name = json.loads((folder / _INDEX).read_text()).get("tokenizer")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return "bytes" if name == "bytes" else None

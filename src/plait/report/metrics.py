@@ -1,0 +1,123 @@
+"""Metrics of a run as columns, read from `metrics.jsonl`; for long runs fewer steps."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from plait.errors import DataError
+
+Number = float | None
+"""A number of a row; None where it is missing or was not finite."""
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """The rows of `metrics.jsonl` as columns of equal length, by key."""
+
+    columns: Mapping[str, tuple[Number, ...]]
+    damaged: int = 0
+    """Lines that could not be read, such as the last one of a run that was killed."""
+    thinned_from: int = 0
+    """Number of steps before some were left out; 0: all steps are there."""
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The steps, counted from 1."""
+        return tuple(int(step or 0) for step in self.columns.get("step", ()))
+
+    def numbers(self, key: str) -> list[float]:
+        """Return the numbers of a column, without missing ones."""
+        return [number for number in self.columns.get(key, ()) if number is not None]
+
+    def last(self, key: str) -> Number:
+        """Return the last number of a column, or None."""
+        return next(reversed(self.numbers(key)), None)
+
+    def at_last(self, key: str) -> tuple[int, float] | None:
+        """Return the step and the value of the last number of a column, or None."""
+        found = zip(self.steps, self.columns.get(key, ()), strict=False)
+        return next(((step, value) for step, value in reversed([*found]) if value is not None), None)
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of all steps together."""
+        return int(sum(self.numbers("tokens")))
+
+    def thinned(self, most: int) -> Metrics:
+        """Return at most about `most` of the steps: of each stretch those with the least and largest loss.
+
+        Steps with a number that most steps lack, such as a validation loss, stay; so do the first and last.
+        """
+        count = len(self.steps)
+        if count <= most:
+            return self
+        kept = {0, count - 1}
+        for values in self.columns.values():
+            present = [row for row, value in enumerate(values) if value is not None]
+            if len(present) < min(count / 4, most / 4):
+                kept.update(present)
+        losses = self.columns.get("loss") or self.columns["step"]
+
+        def loss_of(row: int) -> float:
+            return losses[row] or 0.0
+
+        size = math.ceil(2 * count / max(most - len(kept), 2))
+        for first in range(0, count, size):
+            rows = [row for row in range(first, min(first + size, count)) if losses[row] is not None]
+            if rows:
+                kept.update((min(rows, key=loss_of), max(rows, key=loss_of)))
+        order = sorted(kept)
+        columns = {key: tuple(values[row] for row in order) for key, values in self.columns.items()}
+        return Metrics(columns, self.damaged, thinned_from=count)
+
+
+def read_metrics(path: Path) -> Metrics:
+    """Return the metrics in a file of JSON lines. Raises `DataError` where it holds no row, or is no text."""
+    rows: list[Mapping[str, Number]] = []
+    damaged = 0
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise DataError(f"{path} cannot be read ({why}): give the folder of a run of plait train.") from None
+    for line in lines:
+        row = _row(line)
+        damaged += row is None and bool(line.strip())
+        rows += [] if row is None else [row]
+    if not rows:
+        problem = "no line of it is a JSON object with a step" if damaged else "it is empty"
+        raise DataError(f"{path} has no metrics ({problem}): wait for a step, or give another run.")
+    keys = dict.fromkeys(key for row in rows for key in row)
+    return Metrics({key: tuple(row.get(key) for row in rows) for key in keys}, damaged)
+
+
+def _row(line: str) -> dict[str, Number] | None:
+    """Return the numbers of a JSON line by key, or None where it is no object with a step."""
+    try:
+        read = json.loads(line, parse_constant=lambda _: None)
+    except ValueError:
+        return None
+    if not isinstance(read, dict) or not is_number(read.get("step")):
+        return None
+    return {key: value if is_number(value) else None for key, value in read.items() if _fits(value)}
+
+
+def is_number(value: object) -> bool:
+    """Return whether `value` is an int or a float that is finite."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _fits(value: object) -> bool:
+    return value is None or is_number(value) or isinstance(value, float)
+
+
+def buckets(count: int, most: int) -> Iterator[range]:
+    """Yield at most `most` consecutive ranges of about the same size that cover `count` positions."""
+    parts = min(count, most)
+    for part in range(parts):
+        yield range(part * count // parts, (part + 1) * count // parts)

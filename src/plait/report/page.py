@@ -1,0 +1,98 @@
+"""`draw_report`: the page of one run, or of several side by side, as one HTML document.
+
+The folder `page` has the document, its style and scripts, and the plotting library uPlot with its licence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from html import escape
+from importlib import resources
+from string import Template
+from typing import Any
+
+from plait.report.charts import Chart, charts_of
+from plait.report.figures import Figure, figures_of
+from plait.report.rank_map import rank_map
+from plait.report.record import RunRecord
+from plait.report.sections import sections_of, warning_section
+from plait.report.timelines import StepTimeline
+from plait.schedules.simulation.colours import page_colours
+from plait.schedules.simulation.page_timeline import page_file, timeline_script
+
+MOST_STEPS = 10_000
+"""Steps of a run that are drawn; of a longer run some are left out."""
+
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+"""What the page may load: nothing."""
+
+
+def draw_report(runs: Sequence[RunRecord], policy: str = POLICY) -> str:
+    """Return the report of `runs` as an HTML document that needs no other file.
+
+    `policy`: the content security policy of the page.
+    """
+    title = " and ".join(run.name for run in runs)
+    charts = charts_of(runs)
+    return Template(_file("report.html")).substitute(
+        title=escape(title),
+        policy=policy,
+        style=page_colours() + _file("uplot/uPlot.min.css") + page_file("timeline.css") + _file("report.css"),
+        headings="\n".join(_heading(number, run, len(runs)) for number, run in enumerate(runs)),
+        charts="\n".join(_chart(number, chart) for number, chart in enumerate(charts)),
+        warnings="\n".join(warning_section(run, len(runs) > 1) for run in runs),
+        sections="\n".join(sections_of(runs)),
+        data=embedded({"runs": [*map(_run_data, runs)], "charts": [asdict(chart) for chart in charts]}),
+        timeline_script=timeline_script(),
+        scripts="\n".join(
+            f"<script>\n{_file(name)}</script>"
+            for name in ("uplot/uPlot.iife.min.js", "charts.js", "ranks.js", "plan.js")
+        ),
+    )
+
+
+def embedded(data: object) -> str:
+    """Return `data` as JSON that no text in it can end the script element of."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _file(name: str) -> str:
+    return (resources.files("plait.report") / "page" / name).read_text(encoding="utf-8")
+
+
+def _run_data(run: RunRecord) -> Mapping[str, Any]:
+    metrics = run.metrics.thinned(MOST_STEPS)
+    return {
+        "name": run.name,
+        "steps": metrics.steps,
+        "columns": metrics.columns,
+        "ranks": rank_map(run),
+        "timeline": None if run.step is None else StepTimeline(run.step).data(),
+    }
+
+
+def _heading(number: int, run: RunRecord, runs: int) -> str:
+    mark = f'<b class="mark" style="background: var(--series-{number})"></b>' if runs > 1 else ""
+    figures = "\n".join(_figure(figure) for figure in figures_of(run))
+    return (
+        f"<section class=run><h2>{mark}{escape(run.name)}</h2><p class=state>{escape(run.state)}.</p>"
+        f"\n<dl class=figures>\n{figures}\n</dl></section>"
+    )
+
+
+def _figure(figure: Figure) -> str:
+    return (
+        f'<div title="{escape(figure.about)}"><dt>{escape(figure.name)}</dt>'
+        f"<dd>{escape(figure.text)}</dd></div>"
+    )
+
+
+def _chart(number: int, chart: Chart) -> str:
+    button = '<button class="log" aria-pressed="false">log</button>' if chart.logarithmic else ""
+    return (
+        f'<figure class="chart" id="chart-{number}"><figcaption><b>{escape(chart.title)}</b> '
+        f"<span>{escape(chart.unit)}</span>{button}</figcaption><div></div></figure>"
+    )

@@ -1,0 +1,71 @@
+"""Series of each rank over the steps of a run, in `ranks.jsonl`: blocked time and memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+from plait.report.metrics import buckets
+
+RANKS_FILE = "ranks.jsonl"
+
+
+@dataclass(frozen=True)
+class RankSeries:
+    """For each step the numbers of all ranks: seconds blocked in communication, peak bytes so far."""
+
+    steps: tuple[int, ...]
+    blocked: tuple[tuple[float, ...], ...]
+    memory: tuple[tuple[float, ...], ...]
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return len(self.memory[-1])
+
+    @property
+    def peaks(self) -> tuple[float, ...]:
+        """Peak memory of each rank, in bytes."""
+        return self.memory[-1]
+
+    def busy(self, step_seconds: Sequence[float | None]) -> tuple[tuple[float, ...], ...] | None:
+        """Return for each step the seconds in which each rank was not blocked; None where not measured.
+
+        `step_seconds`: of the same steps.
+        """
+        if len(step_seconds) != len(self.steps) or not any(map(any, self.blocked)):
+            return None
+        return tuple(
+            tuple(max(0.0, (seconds or 0.0) - one) for one in row)
+            for seconds, row in zip(step_seconds, self.blocked, strict=True)
+        )
+
+
+def means_of_stretches(rows: Sequence[Sequence[float]], most: int) -> tuple[list[int], list[list[float]]]:
+    """Return the first row of each of at most `most` stretches, and each column's means over stretches."""
+    stretches = list(buckets(len(rows), most))
+    columns = [*zip(*rows, strict=True)]
+    means = [[fmean(column[rows.start : rows.stop]) for rows in stretches] for column in columns]
+    return [stretch.start for stretch in stretches], means
+
+
+def typical(rows: Sequence[Sequence[float]]) -> list[float]:
+    """Return the median of each column over the later half of the rows."""
+    return [median(column) for column in zip(*rows[len(rows) // 2 :], strict=True)]
+
+
+def read_rank_series(folder: Path) -> RankSeries | None:
+    """Return the series in `folder`, or None without; damaged lines and other worlds are left out."""
+    path = folder / RANKS_FILE
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        try:
+            row = json.loads(line)
+            rows.append((int(row["step"]), tuple(row["blocked_seconds"]), tuple(row["peak_memory_bytes"])))
+        except (ValueError, KeyError, TypeError):
+            continue
+    rows = [row for row in rows if len(row[1]) == len(row[2]) == len(rows[-1][2]) > 0]
+    return RankSeries(*zip(*rows, strict=True)) if rows else None

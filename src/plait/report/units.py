@@ -1,0 +1,41 @@
+"""Numbers with their units, as text for people."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+
+_BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+
+
+def number_text(value: float, digits: int = 4) -> str:
+    """Return a number with `digits` significant digits, and commas between thousands."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == 0:
+        return "0"
+    decimals = digits - 1 - math.floor(math.log10(abs(value)))
+    if decimals > digits + 2:
+        return f"{value:.{digits - 1}e}"
+    text = f"{round(value, decimals):,.{max(decimals, 0)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def bytes_text(value: float) -> str:
+    """Return bytes in the largest unit that leaves at least 1 of it; 1 MB is 10⁶ bytes."""
+    for size, unit in _BYTES:
+        if abs(value) >= size:
+            return f"{number_text(value / size, 3)} {unit}"
+    return f"{value:,.0f} bytes"
+
+
+def seconds_text(value: float) -> str:
+    """Return a short time in s, ms or µs."""
+    size, unit = next(((size, unit) for size, unit in _SECONDS if abs(value) >= size), _SECONDS[-1])
+    return f"{number_text(value / size, 3)} {unit}"
+
+
+def duration_text(seconds: float) -> str:
+    """Return a time of a minute or more as hours, minutes and seconds, a shorter one as `seconds_text`."""
+    return seconds_text(seconds) if seconds < 60 else str(timedelta(seconds=round(seconds)))

@@ -1,0 +1,95 @@
+"""Warnings of a report: what a run said, and what its numbers show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from plait.report.rank_series import typical
+from plait.report.record import RunRecord
+from plait.report.units import bytes_text, seconds_text
+
+SLOWER = 1.25
+"""A rank is a straggler if it is busy so many times as long as a typical rank with the same layers …"""
+SLOWER_OF_STEP = 0.02
+"""… and the difference is at least this part of a step."""
+_MOST_LISTED = 6
+
+
+def warnings_of(run: RunRecord) -> Iterator[str]:
+    """Yield one sentence for each thing that a reader of the report should know, the gravest first."""
+    if run.end is not None and run.end.kind == "failed":
+        yield f"The run failed: {_sentence(run.end.text)}"
+    elif run.died:
+        yield (
+            f"The run ended without saying why, after step {run.metrics.steps[-1]:,}: its process was "
+            "killed, or its machine went down."
+        )
+    for event in run.events:
+        if event.kind == "warning":
+            yield f"After step {event.step:,}: {_sentence(event.text)}"
+    yield from _skipped(run)
+    yield from _stragglers(run)
+    yield from _memory(run)
+    if run.metrics.damaged:
+        yield f"{run.metrics.damaged} damaged lines of the metrics were left out."
+
+
+def _skipped(run: RunRecord) -> Iterator[str]:
+    norms = run.metrics.columns.get("grad_norm", ())
+    skipped = [step for step, norm in zip(run.metrics.steps, norms, strict=False) if norm is None]
+    if skipped:
+        listed = ", ".join(f"{step:,}" for step in skipped[:_MOST_LISTED])
+        more = " …" if len(skipped) > _MOST_LISTED else ""
+        yield (
+            f"{len(skipped)} steps changed no parameter, because gradients overflowed in fp16: "
+            f"{listed}{more}. A few at the start are normal: the loss scale is halved each time."
+        )
+
+
+def stragglers(run: RunRecord) -> list[tuple[int, float, float]]:
+    """Return ranks that keep others waiting: rank, its busy seconds a step, those of a typical rank like it.
+
+    Ranks are compared with those that have the same layers, by the median over the later half of the steps.
+    Empty where busy times were not measured, as on GPUs.
+    """
+    rows = dict(zip(run.metrics.steps, run.metrics.columns.get("step_seconds", ()), strict=False))
+    if run.ranks is None or run.description is None or run.ranks.world != run.description.world:
+        return []
+    seconds = [rows.get(step) for step in run.ranks.steps]
+    busy = run.ranks.busy(seconds)
+    if busy is None:
+        return []
+    each, alike = typical(busy), run.description.world // run.description.mesh["pp"]
+    step = typical([[one or 0.0] for one in seconds])[0]
+    found = []
+    for first in range(0, len(each), alike):
+        peers = sorted(each[first : first + alike])
+        usual = peers[(len(peers) - 1) // 2]
+        for rank in range(first, first + alike):
+            if each[rank] > SLOWER * usual and each[rank] - usual > SLOWER_OF_STEP * step:
+                found.append((rank, each[rank], usual))
+    return found
+
+
+def _stragglers(run: RunRecord) -> Iterator[str]:
+    for rank, own, usual in stragglers(run)[:_MOST_LISTED]:
+        yield (
+            f"Rank {rank} is slower than its like: it computes for {seconds_text(own)} a step, ranks with "
+            f"the same layers for {seconds_text(usual)}, and wait for it."
+        )
+
+
+def _memory(run: RunRecord) -> Iterator[str]:
+    about, peak = run.description, run.metrics.last("peak_memory_bytes")
+    if about is None or not about.accelerated or about.predicted_memory is None or peak is None:
+        return
+    if peak > 1.1 * about.predicted_memory:
+        yield (
+            f"A rank allocated {bytes_text(peak)} of tensors, {peak / about.predicted_memory - 1:.0%} "
+            f"more than the {bytes_text(about.predicted_memory)} that were predicted."
+        )
+
+
+def _sentence(text: str) -> str:
+    text = text.strip()
+    return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -1,0 +1,47 @@
+"""`write_report`: the page of runs, written to a file."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from plait.errors import ConfigError
+from plait.report.page import draw_report
+from plait.report.record import RunRecord, read_run
+
+REPORT_FILE = "report.html"
+MOST_RUNS = 4
+
+
+def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
+    """Write the report of the runs at `paths` to `out`, by default into the only run's folder; return it.
+
+    Raises `ConfigError` where a run is missing or the file cannot be written, `DataError` for damaged files.
+    """
+    if out is None and len(paths) > 1:
+        raise ConfigError(f"{len(paths)} runs are given: name the page's file by --out FILE.")
+    page = draw_report(read_runs(paths))
+    if out is None:
+        out = (paths[0] if paths[0].is_dir() else paths[0].parent) / REPORT_FILE
+    try:
+        out.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{out} cannot be written ({error.strerror}): give another file by --out."
+        ) from None
+    return out
+
+
+def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
+    """Return the runs at `paths`, with names that tell them apart. Raises `ConfigError` for too many."""
+    if len(paths) > MOST_RUNS:
+        raise ConfigError(f"{len(paths)} runs are given: give at most {MOST_RUNS}, as there are colours.")
+    runs = [read_run(path) for path in paths]
+    counts = Counter(run.name for run in runs)
+    twice = [name for name, count in counts.items() if count > 1]
+    return [
+        replace(run, name=str(path)) if run.name in twice else run
+        for run, path in zip(runs, paths, strict=True)
+    ]

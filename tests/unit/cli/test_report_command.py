@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from plait.cli.main import main
+
+
+def test_it_writes_the_page_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
+    assert main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'report.html'}\n"
+    both = tmp_path / "both.html"
+    assert main(["report", str(tmp_path), str(tmp_path / "metrics.jsonl"), "--out", str(both)]) == 0
+    assert both.read_text().count("<section class=run>") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "the following arguments are required: RUN; see `plait report --help`."),
+        (["nowhere"], "nowhere does not exist: give the folder of a run (its run.dir)."),
+        (["."], ". has no metrics.jsonl: give the folder of a run (its run.dir) that has done a step."),
+        (["nowhere", "--watch"], "nowhere does not exist: give the folder of a run (its run.dir)."),
+        (["a", "--port", "70000"], "argument --port: 70000 is not a port: give one below 65536; see"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_one_sentence(
+    arguments: list[str],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"plait: {told}")
+    assert error.count("\n") == 1

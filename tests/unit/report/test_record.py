@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from synthetic_runs import write_metrics, write_plan, write_ranks, write_recorded_step
+
+from plait.errors import ConfigError, DataError
+from plait.report.events import write_event
+from plait.report.record import read_run
+from plait.report.warnings import stragglers, warnings_of
+from plait.report.writing import read_runs, write_report
+
+
+def test_metrics_alone_are_enough(tmp_path: Path) -> None:
+    write_metrics(tmp_path / "run", 5)
+    run = read_run(tmp_path / "run")
+    assert (run.name, run.state, run.description, run.step, run.ranks) == ("run", "5 steps", None, None, None)
+    assert read_run(tmp_path / "run" / "metrics.jsonl").metrics == run.metrics
+    assert list(warnings_of(run)) == []
+
+
+def test_everything_is_read_back(tmp_path: Path) -> None:
+    config = write_plan(tmp_path, pp=2, tp=2, dp=2, strategy="full")
+    rows = write_metrics(tmp_path, 20)
+    write_ranks(tmp_path, rows, 8)
+    step = write_recorded_step(tmp_path, 2, 4)
+    run = read_run(tmp_path)
+    assert run.step == step
+    assert run.config_field("parallel.tp") == config.parallel.tp == 2
+    assert dict(run.settings())["parallel.strategy"] == "full"
+    assert run.ranks is not None
+    assert run.ranks.peaks == tuple(900_000_000 + rank for rank in range(8))
+    about = run.description
+    assert about is not None
+    assert about.world == 8
+    assert about.mesh == {"pp": 2, "replicate": 1, "shard": 2, "cp": 1, "tp": 2}
+    assert [layer.path for layer in about.layers][:3] == ["embedding", "blocks.0.attention", "blocks.0.mlp"]
+    assert sum(layer.elements for layer in about.layers) > 1024 * 256
+
+
+def test_how_a_run_ended(tmp_path: Path) -> None:
+    write_plan(tmp_path)
+    write_metrics(tmp_path, 300)
+    assert read_run(tmp_path).state == "Running: step 300 of 300"
+    os.utime(tmp_path / "metrics.jsonl", (time.time() - 1000,) * 2)
+    died = read_run(tmp_path)
+    assert died.state == "Ended without saying why, after step 300 of 300"
+    assert "its process was killed" in next(warnings_of(died))
+    write_event(tmp_path, "failed", 300, "replicas of head.weight differ on ranks 0 and 1")
+    failed = read_run(tmp_path)
+    assert failed.state == "Failed after step 300 of 300"
+    assert next(warnings_of(failed)) == "The run failed: replicas of head.weight differ on ranks 0 and 1."
+    write_event(tmp_path, "start", 200, "")  # resumed
+    assert read_run(tmp_path).end is None
+    write_event(tmp_path, "finished", 300, "")
+    assert read_run(tmp_path).state == "Finished after step 300 of 300"
+
+
+def test_what_is_worth_a_warning(tmp_path: Path) -> None:
+    write_plan(tmp_path, pp=2, dp=4)
+    rows = write_metrics(tmp_path, 40)
+    write_ranks(tmp_path, rows, 8, slow=6)
+    write_event(tmp_path, "warning", 20, "the checkpoint cannot be written (no space left on device)")
+    file = tmp_path / "metrics.jsonl"
+    lines = file.read_text().splitlines()
+    lines[3] = '{"step": 4, "loss": 2.0, "grad_norm": null}'
+    file.write_text("\n".join([*lines, '{"step"']))
+    told = list(warnings_of(read_run(tmp_path)))
+    assert [text.split(":")[0] for text in told] == [
+        "After step 20",
+        "1 steps changed no parameter, because gradients overflowed in fp16",
+        "Rank 6 is slower than its like",
+        "1 damaged lines of the metrics were left out.",
+    ]
+    write_ranks(tmp_path, rows, 8)
+    assert stragglers(read_run(tmp_path)) == []
+
+
+@pytest.mark.parametrize("name", ["run.json", "step.json", "config.json"])
+def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
+    write_plan(tmp_path)
+    write_metrics(tmp_path, 2)
+    write_recorded_step(tmp_path, 1, 1)
+    (tmp_path / name).write_text("{")
+    with pytest.raises(DataError, match="is damaged") as raised:
+        read_run(tmp_path)
+    assert str(raised.value).startswith(f"{tmp_path / name} is damaged (")
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere does not exist: give the folder of a run"):
+        read_run(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"has no metrics\.jsonl: give the folder"):
+        read_run(tmp_path)
+    write_metrics(tmp_path, 1)
+    with pytest.raises(ConfigError, match="2 runs are given: name the page's file by --out"):
+        write_report([tmp_path, tmp_path])
+    with pytest.raises(ConfigError, match="5 runs are given: give at most 4"):
+        write_report([tmp_path] * 5, tmp_path / "page.html")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_report([tmp_path], tmp_path / "none" / "page.html")
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    paths = [tmp_path / part / "run" for part in "ab"]
+    for path in paths:
+        write_metrics(path, 1)
+    assert [run.name for run in read_runs(paths)] == list(map(str, paths))

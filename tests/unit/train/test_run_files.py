@@ -1,0 +1,88 @@
+"""What a run writes for its report: `run.json`, `events.jsonl`, `step.json`, `ranks.jsonl`, `report.html`."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+from pathlib import Path
+
+import pytest
+from train_runs import make, rows, run
+
+from plait.comm.rank_pool import RankPool
+from plait.errors import NonFiniteError
+from plait.report.record import read_run
+from plait.report.timelines import StepTimeline
+from plait.report.warnings import warnings_of
+from plait.train.config import Config
+
+
+def without_report(config: Config) -> Config:
+    return config.model_copy(update={"run": config.run.model_copy(update={"report": False})})
+
+
+def test_a_run_writes_all_that_its_report_needs(thread_ranks: RankPool, tmp_path: Path) -> None:
+    config = make(tmp_path, pp=2, dp=2, microbatches=1, validate_every=2)
+    run(thread_ranks, config)
+    record = read_run(tmp_path)
+    about, step, ranks = record.description, record.step, record.ranks
+    assert record.state == "Finished after step 4 of 4"
+    assert about is not None
+    assert about.mesh == {"pp": 2, "replicate": 1, "shard": 2, "cp": 1, "tp": 1}
+    assert [layer.stage for layer in about.layers] == sorted(layer.stage for layer in about.layers)
+    assert about.stage_ranks == (0, 1)
+    assert about.lines[1].startswith("Plan: 4 ranks")
+    assert about.environment["ranks"] == "4 processes, started by plait"
+    assert len(about.memory) == 2
+    assert all(sum(one.at_peak.values()) <= one.most for one in about.memory)
+    assert step is not None
+    assert step.step == 4  # the tenth, or the last one
+    for number, rank in enumerate(step.ranks):
+        assert {action[0] for action in rank.actions} == {number // 2}
+        assert "dp" in rank.traffic
+        assert all(start < end for _, start, end in rank.blocked)
+    sent = {kind: calls for axis, kind, calls, _, _ in StepTimeline(step).traffic() if axis == "pp"}
+    assert sent == {"send": 1, "receive": 1}  # the validation of this step is not in it
+    assert ranks is not None
+    assert ranks.steps == (1, 2, 3, 4)
+    assert [max(peaks) for peaks in ranks.memory] == [row["peak_memory_bytes"] for row in rows(tmp_path)]
+    page = (tmp_path / "report.html").read_text()
+    data = re.search(r'id="data">(.*?)</script>', page)
+    assert data is not None
+    columns = json.loads(data[1])["runs"][0]["columns"]
+    assert columns["loss"] == [row["loss"] for row in rows(tmp_path)]
+
+
+def test_a_run_that_fails_says_why_in_its_report(thread_ranks: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError, match="step 2"):
+        run(thread_ranks, make(tmp_path, lr=1e30, clip=0, warmup=0))
+    record = read_run(tmp_path)
+    assert record.end is not None
+    assert record.end.kind == "failed"
+    assert record.end.text.startswith("step 2: the ")
+    assert "The run failed: step 2: the " in (tmp_path / "report.html").read_text()
+
+
+def test_without_a_report_no_step_is_recorded_and_files_of_an_earlier_run_go(
+    thread_ranks: RankPool, tmp_path: Path
+) -> None:
+    run(thread_ranks, make(tmp_path))
+    (tmp_path / "report.html").unlink()
+    run(thread_ranks, without_report(make(tmp_path)))
+    assert not (tmp_path / "report.html").exists()
+    assert not (tmp_path / "step.json").exists()
+    assert [event.kind for event in read_run(tmp_path).events] == ["start", "finished"]
+
+
+def test_a_checkpoint_that_cannot_be_written_is_a_warning_of_the_report(
+    thread_ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("plait.checkpoint.save_task.write_file", full)
+    run(thread_ranks, make(tmp_path))
+    (told,) = warnings_of(read_run(tmp_path))
+    assert told.startswith("After step 4: the checkpoint ")
+    assert "No space left" in told
