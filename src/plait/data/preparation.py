@@ -112,7 +112,7 @@ def _are_chats(files: Sequence[SourceFile], tokenizer: str) -> bool:
 
 
 def portion_size(total: int) -> int:
-    """Return the bytes of text in a shard, of sources of `total` bytes."""
+    """Return how many bytes of text go into each shard of a corpus of `total` bytes."""
     return min(max(total // _SHARDS, SMALLEST_PORTION), LARGEST_PORTION)
 
 

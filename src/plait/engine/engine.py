@@ -119,7 +119,7 @@ class Engine:
         """Extend `prompt` `[rows, length]` to int64 `[rows, length + tokens]`, equal on all ranks of a model.
 
         A row ends at a token of `stop`, which fills it; then the result may be shorter, and the host waits.
-        The model must be causal, its output logits `[rows, length, vocab]`; it sees the last `context`.
+        The model must be causal, its output logits `[rows, length, vocab]`; its input is cut to the context.
         Communication: per token the boundaries and the token over `pp`, attention and logits over `cp`,
         regions and 16 bytes a row over `tp` (with `top_k` 8 · k more), with `stop` 4 bytes over `shard`.
         """

@@ -235,7 +235,7 @@ class TrainingLoop:
 
 
 def _ignore(line: str) -> None:
-    """Print nothing."""
+    """Discard the line: the `tell` of ranks other than 0."""
 
 
 def _ending(

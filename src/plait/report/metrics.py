@@ -35,7 +35,7 @@ class Metrics:
         return [number for number in self.columns.get(key, ()) if number is not None]
 
     def last(self, key: str) -> Number:
-        """Return the last number of a column, or None."""
+        """Return the latest number that a column of metrics has; None if it has none."""
         return next(reversed(self.numbers(key)), None)
 
     def at_last(self, key: str) -> tuple[int, float] | None:

@@ -58,7 +58,7 @@ def typical(rows: Sequence[Sequence[float]]) -> list[float]:
 
 
 def read_rank_series(folder: Path) -> RankSeries | None:
-    """Return the series in `folder`, or None without; damaged lines and other worlds are left out."""
+    """Return the numbers of each rank in `folder`; None if there are none. Skips damaged lines."""
     path = folder / RANKS_FILE
     rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():

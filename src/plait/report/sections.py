@@ -32,7 +32,7 @@ def warning_section(run: RunRecord, named: bool) -> str:
 
 
 def sections_of(runs: Sequence[RunRecord]) -> Iterator[str]:
-    """Yield the sections for which the runs have files."""
+    """Yield as HTML each section of the report for which the runs have written the files."""
     for number, run in enumerate(runs):
         of = f" of {run.name}" if len(runs) > 1 else ""
         if run.ranks is not None and run.ranks.world > 1:

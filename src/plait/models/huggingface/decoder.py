@@ -148,7 +148,7 @@ def add_branch(layer: nn.Module, block: Any, branch: Branch) -> tuple[str, ...]:
 def residual(
     layer: nn.Module, x: Tensor, names: tuple[str, ...], branch: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return x plus the output of a branch, with the modules of `layer` of these names around it."""
+    """Return `x` plus the output of a branch (attention or MLP), with its norms and dropout applied."""
     before, *behind = names
     output = branch(layer.get_submodule(before)(x))
     for name in behind:
