@@ -22,22 +22,19 @@ from plait.data.tokenizer import Tokenizer, open_tokenizer, printable
 from plait.data.tokenizer_match import tokenizer_mismatch
 from plait.errors import ConfigError
 
-_USAGE = """\
-usage: plait data ACTION [options]
-
-actions:
-  prepare  tokenize text, JSON lines, Parquet or a data set of Hugging Face for training
-  inspect  show what a prepared corpus holds
-
-`plait data ACTION --help` lists an action's options."""
+_ABOUT = "Prepares corpora for training, and inspects them."
 _ABOUT_PREPARE = """\
-Tokenizes a corpus into token shards, in several processes. Interrupted, the same command goes on.
-
-example: plait data prepare texts/ 'more/*.jsonl' corpus --tokenizer models/tokenizer.json
-         plait train --data.source corpus"""
+Tokenizes text, JSON lines, Parquet or a data set of Hugging Face into token
+shards, in several processes. Interrupted, the same command goes on."""
+_USAGE_OF_PREPARE = "plait data prepare SOURCE [SOURCE ...] FOLDER --tokenizer PATH [options]"
+_EXAMPLES_OF_PREPARE = (
+    ("plait data prepare texts/ 'more/*.jsonl' corpus --tokenizer models/llama", ""),
+    ("plait train --data.source corpus", "then"),
+)
 _ABOUT_INSPECT = """\
-Shows the counts of a prepared corpus, and its first documents: with their special tokens, and of
-conversations what is learnt between ⟦ and ⟧."""
+Shows the counts of a prepared corpus, and its first documents: with their
+special tokens, and of conversations what is learnt between ⟦ and ⟧."""
+_EXAMPLES_OF_INSPECT = (("plait data inspect corpus --documents 10", ""),)
 _SECONDS_BETWEEN_LINES = 5.0
 _USUAL_END = "<|endoftext|>"
 _SHOWN_TOKENS, _SHOWN_LETTERS = 64, 150
@@ -46,49 +43,56 @@ _SHOWN_TOKENS_OF_CHATS, _SHOWN_LETTERS_OF_CHATS = 256, 600
 
 def run(argv: Sequence[str]) -> int:
     """Run the action that `argv` names; return 0. Raises PlaitError for errors that the user can correct."""
-    parsers = {"prepare": _prepare_parser(), "inspect": _inspect_parser()}
-    if not argv or argv[0] not in parsers or {"--help", "-h"} & set(argv):
-        print(parsers[argv[0]].format_help() if argv and argv[0] in parsers else _USAGE)
-        return 0 if argv and {"--help", "-h"} & set(argv) else 2
-    options = parsers[argv[0]].parse_args(argv[1:])
-    if argv[0] == "prepare":
+    options = parser().parse_args(argv)
+    if options.action == "prepare":
         _prepare(options)
     else:
         _inspect(options)
     return 0
 
 
-def _prepare_parser() -> CommandParser:
-    parser = CommandParser("data prepare", _ABOUT_PREPARE)
-    parser.add_argument(
+def parser() -> CommandParser:
+    """Return the parser of the actions of `plait data`: prepare, inspect."""
+    made = CommandParser("plait data", description=_ABOUT)
+    summary = "tokenize a corpus for training"
+    prepare = made.add_action(
+        "prepare", summary, description=_ABOUT_PREPARE, examples=_EXAMPLES_OF_PREPARE, usage=_USAGE_OF_PREPARE
+    )
+    _add_options_of_prepare(prepare)
+    summary = "show what a prepared corpus holds"
+    inspect = made.add_action("inspect", summary, description=_ABOUT_INSPECT, examples=_EXAMPLES_OF_INSPECT)
+    add = inspect.add_argument
+    add("folder", metavar="FOLDER", type=Path, help="a folder that `plait data prepare` has written")
+    add("--tokenizer", metavar="PATH", help="to show text (default: that of the corpus)")
+    add("--documents", metavar="N", type=count, default=3, help="documents to show (default: 3)")
+    return made
+
+
+def _add_options_of_prepare(prepare: CommandParser) -> None:
+    add = prepare.add_argument
+    add(
         "source",
+        metavar="SOURCE",
         nargs="+",
         help="a file, folder, glob, or data set: its folder, or its name as hf://OWNER/NAME:SPLIT",
     )
-    parser.add_argument("folder", type=Path, help="the folder to write, empty or new")
-    parser.add_argument(
-        "--tokenizer", required=True, help="bytes, or the path of a tokenizer.json or its folder"
+    add("folder", metavar="FOLDER", type=Path, help="the folder to write, empty or new")
+    add(
+        "--tokenizer",
+        metavar="PATH",
+        required=True,
+        help="bytes, or the path of a tokenizer.json or its folder",
     )
-    parser.add_argument("--processes", type=count, default=os.cpu_count() or 1, help="default: one a core")
-    parser.add_argument(
+    add("--processes", metavar="N", type=count, default=os.cpu_count() or 1, help="default: one a core")
+    add(
         "--column",
+        metavar="NAME",
         help="field of JSON lines, column of tables that holds the text (default: text, but messages, or "
         "prompt and completion, where there are such)",
     )
-    parser.add_argument("--lines", action="store_true", help="each line of a text file is a document")
-    parser.add_argument("--end", help="token after each document (default: the tokenizer's; '' for none)")
-    parser.add_argument(
-        "--shard", type=count, metavar="MIB", help="text in a shard (default: by the corpus's size, 1 to 64)"
-    )
-    return parser
-
-
-def _inspect_parser() -> CommandParser:
-    parser = CommandParser("data inspect", _ABOUT_INSPECT)
-    parser.add_argument("folder", type=Path, help="a folder that `plait data prepare` has written")
-    parser.add_argument("--tokenizer", help="to show text (default: that of the corpus)")
-    parser.add_argument("--documents", type=count, default=3, help="documents to show (default: 3)")
-    return parser
+    add("--lines", action="store_true", help="each line of a text file is a document")
+    add("--end", metavar="TOKEN", help="after each document (default: the tokenizer's; '' for none)")
+    add("--shard", type=count, metavar="MIB", help="text in a shard (default: by the corpus's size, 1 to 64)")
 
 
 def _prepare(options: Namespace) -> None:

@@ -19,21 +19,22 @@ if TYPE_CHECKING:
 _ABOUT = """\
 Checks versions, backends, devices, limits, network and clock of this host, then
 starts two ranks here that communicate. Exit code 1 if something has to change."""
+_EXAMPLES = (
+    ("plait doctor", "this host"),
+    ("srun --ntasks-per-node 1 plait doctor", "each host of a job"),
+)
 _CALLS = 100
 
 
 def parser() -> CommandParser:
     """Return the parser of the options of `plait doctor`."""
-    made = CommandParser("doctor", _ABOUT)
+    made = CommandParser("plait doctor", description=_ABOUT, examples=_EXAMPLES)
     made.add_argument("--no-ranks", action="store_true", help="start no ranks")
     return made
 
 
 def run(argv: Sequence[str]) -> int:
     """Print what was found, and return 1 if something has to change, else 0."""
-    if "--help" in argv or "-h" in argv:
-        print(parser().format_help(), end="")
-        return 0
     options = parser().parse_args(argv)
     with importing():
         from plait.comm.host_check import check_host

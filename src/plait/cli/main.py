@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module, metadata
 
+from plait.cli.arguments import two_columns
+from plait.cli.help import asks_for_help, help_text
 from plait.cli.ranks_and_signals import end_rank
 from plait.errors import CommunicationError, PlaitError, RankError
 
@@ -27,7 +29,10 @@ _MOST_SHOWN = 80
 
 @dataclass(frozen=True)
 class Command:
-    """A command of `plait`, and the module whose `run(argv)` runs it and returns the exit code."""
+    """A command of `plait`, and its module.
+
+    `run(argv)` of the module runs it and returns the exit code; `parser()` has its help.
+    """
 
     name: str
     module: str
@@ -44,6 +49,7 @@ COMMANDS = (
     Command("data", "plait.cli.data", "prepare a corpus for training, and inspect it"),
     Command("checkpoint", "plait.cli.checkpoint", "inspect, convert, export and import checkpoints"),
     Command("doctor", "plait.cli.doctor", "check this host: versions, devices, limits, network, two ranks"),
+    Command("completion", "plait.cli.completion", "print a script that completes commands in a shell"),
 )
 
 
@@ -100,7 +106,11 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     for command in COMMANDS:
         if command.name == name:
-            return int(import_module(command.module).run(rest))
+            module = import_module(command.module)
+            if asks_for_help(rest):
+                print(help_text(module.parser(), rest).rstrip())
+                return 0
+            return int(module.run(rest))
     near = get_close_matches(name, [command.name for command in COMMANDS], n=1)
     remedy = f"did you mean {near[0]}?" if near else "see `plait --help` for all commands."
     raise PlaitError(f'"{name}" is not a command: {remedy}')
@@ -124,11 +134,10 @@ def _failure_code(arguments: Sequence[str]) -> int:
 
 
 def _help() -> str:
-    width = max(len(command.name) for command in COMMANDS)
-    commands = "\n".join(f"  {command.name:<{width}}  {command.summary}" for command in COMMANDS)
+    commands = two_columns([(command.name, command.summary) for command in COMMANDS])
     return (
         f"usage: plait COMMAND [options]\n\ncommands:\n{commands}\n\n"
-        "`plait COMMAND --help` lists a command's options; `plait --version` prints the version."
+        "`plait COMMAND --help` describes a command and its options; `plait --version`\nprints the version."
     )
 
 

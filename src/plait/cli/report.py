@@ -14,17 +14,17 @@ from plait.report.writing import read_runs, write_report
 _ABOUT = """\
 Writes report.html: loss, rate, throughput and memory over the steps, a step's
 timeline, what each rank holds, traffic, warnings, configuration, environment.
-RUN is the folder of a run (run.dir), or its metrics.jsonl. Needs no torch.
-
-examples:
-  plait report runs/demo                      write runs/demo/report.html
-  plait report runs/a runs/b --out both.html  two runs side by side
-  plait report runs/demo --watch              serve it while the run goes on"""
+RUN is the folder of a run (run.dir), or its metrics.jsonl. Needs no torch."""
+_EXAMPLES = (
+    ("plait report runs/demo", "write runs/demo/report.html"),
+    ("plait report runs/a runs/b --out both.html", "two runs side by side"),
+    ("plait report runs/demo --watch", "serve it while the run goes on"),
+)
 
 
 def parser() -> CommandParser:
     """Return the parser of the options of `plait report`."""
-    made = CommandParser("report", _ABOUT)
+    made = CommandParser("plait report", description=_ABOUT, examples=_EXAMPLES)
     add = made.add_argument
     add("runs", metavar="RUN", nargs="+", type=Path, help="folder of a run, or its metrics.jsonl")
     add(
@@ -56,9 +56,6 @@ def _watch(paths: Sequence[Path], port: int) -> None:
 
 def run(argv: Sequence[str]) -> int:
     """Write or serve the report, and return 0. Raises `PlaitError` for errors that the user can correct."""
-    if "--help" in argv or "-h" in argv:
-        print(parser().format_help(), end="")
-        return 0
     options = parser().parse_args(argv)
     if options.watch:
         _watch(options.runs, options.port)

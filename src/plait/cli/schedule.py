@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import get_args
@@ -30,7 +30,13 @@ _HEAD = ("policy", "chunks", "makespan", "span", "bubble", "of span", "peak", "�
 _ABOUT = """\
 Shows the actions of each rank in one training step, the idle part of the time
 (bubble), and how many activations each rank holds. Needs no model and no torch."""
-_PER_RANK = "per rank and micro-batch, or one value per stage: 1,1,1,2"
+_USAGE = "plait schedule (POLICY | FILE.csv | --compare P1,P2,…) [options]"
+_EXAMPLES = (
+    ("plait schedule 1f1b --ranks 4 --microbatches 8", ""),
+    ("plait schedule auto --ranks 4 --microbatches 8 --limit 3", "best in memory"),
+    ("plait schedule --compare 1f1b,zb-h1 --ranks 4 --microbatches 8", ""),
+)
+_PER_RANK = "per rank and micro-batch (default: 1), or one value per stage: 1,1,1,2"
 _COSTS = (
     ("F", "TIME", "a forward"),
     ("I", "TIME", "an input gradient"),
@@ -41,9 +47,9 @@ _COSTS = (
 """Fields of `Costs` as options: name, unit, description."""
 
 
-def parser() -> ArgumentParser:
+def parser() -> CommandParser:
     """Return the parser of the options of `plait schedule`."""
-    made = CommandParser("schedule", _ABOUT)
+    made = CommandParser("plait schedule", usage=_USAGE, description=_ABOUT, examples=_EXAMPLES)
     add = made.add_argument
     add("policy", metavar="POLICY", nargs="?", help=f"{', '.join(POLICY_NAMES)}, or a CSV file with an order")
     add("--ranks", metavar="P", type=count, help="ranks of the pipeline")
@@ -53,10 +59,12 @@ def parser() -> ArgumentParser:
     add("--limit", metavar="UNITS", type=number_or_inf, help=about)
     add("--measure", choices=get_args(Measure), default="makespan", help="what auto minimises")
     add("--compare", metavar="P1,P2,…", type=_names, default=(), help="policies or files, as a table")
+    add = made.add_argument_group("costs", _PER_RANK).add_argument
     for name, unit, about in _COSTS:
-        add(f"--cost.{name}", dest=name, metavar=unit, type=_cost, default=1, help=f"{about}, {_PER_RANK}")
-    about = "a message between two ranks"
+        add(f"--cost.{name}", dest=name, metavar=unit, type=_cost, default=1, help=about)
+    about = "a message between two ranks, one value (default: 0)"
     add("--cost.comm", dest="comm", metavar="TIME", type=number, default=0, help=about)
+    add = made.add_argument_group("output").add_argument
     add("--json", action="store_true", help="print the figures and the order as JSON")
     add("--svg", metavar="FILE", type=Path, help="write the picture")
     add("--html", metavar="FILE", type=Path, help="write an interactive page, with memory over time")
@@ -76,9 +84,6 @@ def _names(text: str) -> tuple[str, ...]:
 
 def run(argv: Sequence[str]) -> int:
     """Run `plait schedule`, and return 0. Raises `PlaitError` for errors that the user can correct."""
-    if "--help" in argv or "-h" in argv:
-        print(parser().format_help(), end="")
-        return 0
     options = parser().parse_args(argv)
     costs = Costs(**{name: getattr(options, name) for name in ("F", "I", "W", "comm", "until_I", "until_W")})
     if options.compare:

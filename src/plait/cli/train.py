@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
+from plait.cli.arguments import CommandParser
+from plait.cli.help import configuration_overview
 from plait.cli.ranks_and_signals import degrees, importing, local_ranks, stoppable
-from plait.train.config_parser import config_from_arguments, fields, sections, takes
+from plait.train.config_parser import config_from_arguments
 
-_USAGE = """\
-usage: plait train [--config FILE.toml] [--section.field value ...]
-
+_ABOUT = """\
 Trains a model over pipeline, tensor and data parallel ranks: starts them here,
-or joins the world that torchrun, mpirun or srun made. Options override the file."""
+or joins the world that torchrun, mpirun or srun made. Options override the
+file."""
+_EXAMPLES = (
+    ("plait train --config examples/demo.toml", ""),
+    ("plait train --parallel.pp 2 --parallel.tp 2 --train.steps 100", "four ranks"),
+    ("plait train --model.name FOLDER --data.source chats.jsonl", "fine-tuning"),
+)
+
+
+def parser() -> CommandParser:
+    """Return the parser of `plait train`, whose options are the fields of the configuration."""
+    return CommandParser(
+        "plait train",
+        usage="plait train [--config FILE.toml] [--section.field VALUE ...]",
+        description=f"{_ABOUT}\n\n{configuration_overview('plait train')}",
+        examples=_EXAMPLES,
+        takes_configuration=True,
+    )
 
 
 def run(argv: Sequence[str]) -> int:
@@ -26,9 +38,6 @@ def run(argv: Sequence[str]) -> int:
     0: done. 1: the first steps differ from those of one rank, or the last checkpoint could not be written.
     128 + signal: a signal stopped the run after a step. Raises `PlaitError` for user errors.
     """
-    if "--help" in argv or "-h" in argv:
-        _print_help()
-        return 0
     config = config_from_arguments(argv)
 
     with importing():  # late, so that help and errors do not wait for torch
@@ -61,20 +70,3 @@ def run(argv: Sequence[str]) -> int:
     if reports[0].stopped:
         return 128 + (received[0] if received else reports[0].stopped)
     return 0 if reports[0].matches else 1
-
-
-def _print_help() -> None:
-    console = Console(markup=False, highlight=False)
-    console.print(_USAGE)
-    for section, schema in sections().items():
-        console.print(f"\n[{section}] {schema['description']}", style="bold")
-        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-        table.add_column(no_wrap=True)
-        table.add_column()
-        for name, field in fields().items():
-            if not name.startswith(f"{section}."):
-                continue
-            default = json.dumps(field["default"]).replace("null", "none")
-            about = Text(field["description"]).append(f" ({takes(field)}; default {default})", style="dim")
-            table.add_row(f"  --{name}", about)
-        console.print(table)

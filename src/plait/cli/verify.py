@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import ArgumentParser
 from collections.abc import Sequence
 from difflib import get_close_matches
 
@@ -14,8 +13,6 @@ from plait.errors import ConfigError
 from plait.train.config_parser import config_from_arguments, nearest_field
 
 _ABOUT = """\
-usage: plait verify [--config FILE.toml] [--section.field value ...] [options]
-
 Runs the first steps on one rank in plain PyTorch, then on the plan's ranks, and
 compares the output of every layer, every gradient, and every parameter after
 the optimizer's step. Prints equal and how closely, or the place of the first
@@ -23,11 +20,22 @@ difference and its probable cause. The configuration is that of `plait train`:
 its --help lists the fields.
 
 exit code: 0 equal, 1 different, 2 could not run"""
+_EXAMPLES = (
+    ("plait verify --config examples/demo.toml", "the plan of a file"),
+    ("plait verify --parallel.tp 2 --mode exact", "bit by bit"),
+    ("plait verify --all --ranks 4", "every plan of four ranks"),
+)
 
 
-def parser() -> ArgumentParser:
+def parser() -> CommandParser:
     """Return the parser of the options of `plait verify`, without those of the configuration."""
-    made = CommandParser("verify", _ABOUT, usage="")
+    made = CommandParser(
+        "plait verify",
+        usage="plait verify [--config FILE.toml] [--section.field VALUE ...] [options]",
+        description=_ABOUT,
+        examples=_EXAMPLES,
+        takes_configuration=True,
+    )
     add = made.add_argument
     modes = (
         "float64, native (precisions and loss scale as configured) or exact (whole numbers, equal bit by bit)"
@@ -46,9 +54,6 @@ def run(argv: Sequence[str]) -> int:
 
     Raises `PlaitError` for errors that the user can correct.
     """
-    if "--help" in argv or "-h" in argv:
-        print(parser().format_help().removeprefix("usage: \n\n"))
-        return 0
     options, rest = parser().parse_known_args(argv)
     _require_sections(rest)
     if options.ranks is not None and not options.all:

@@ -221,7 +221,7 @@ def test_dcp_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("look x", '"look" is not an action: give inspect, convert, export, import; see'),
+        ("look x", "invalid choice: 'look' (choose from 'inspect', 'convert', 'export', 'import'); see"),
         ("inspect", "the following arguments are required: PATH; see `plait checkpoint inspect --help`."),
         ("inspect nowhere", "nowhere is no folder: give the folder of a checkpoint, or one with step-"),
         ("convert a", "the following arguments are required: TARGET; see"),

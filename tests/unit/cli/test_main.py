@@ -15,7 +15,6 @@ from plait.cli.main import Command, main
 from plait.cli.ranks_and_signals import degrees
 from plait.errors import NonFiniteError, RankError
 from plait.plan import Plan
-from plait.train.config_parser import fields
 
 
 @pytest.fixture
@@ -97,12 +96,6 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("plait ")
-
-
-def test_the_help_of_train_lists_every_field(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--help"]) == 0
-    shown = capsys.readouterr().out
-    assert [name for name in fields() if f"--{name} " not in shown] == []
 
 
 def test_a_launcher_must_start_as_many_ranks_as_the_degrees_ask_for(
