@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install demo test test-all test-share check format wheel clean
+.PHONY: help install demo test test-all test-share check format package clean
 
 help:  ## list these verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -41,10 +41,8 @@ format: install  ## format the code, and mend what ruff can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# Without build/, which may hold modules that the source no longer has.
-wheel: install  ## build dist/plait-*.whl, to install elsewhere
-	rm -rf build dist
-	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+package: install  ## build dist/plait-*.whl and .tar.gz, install the wheel into an empty environment, try it there
+	.ci/package
 
 clean:  ## remove .venv, runs/ and everything that tools leave behind
 	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
