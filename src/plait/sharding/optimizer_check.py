@@ -9,9 +9,9 @@ before its first step.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -106,39 +106,58 @@ def _plan_for(reach: Reach, partitioning: Partitioning) -> str:
 class OptimizerGuard:
     """Raises PlanError before the first step of an optimizer that needs elements which other ranks hold.
 
-    It registers a hook of torch for all optimizers, as long as the guard is alive; the engine holds it.
+    As long as the guard is alive, which the engine holds. Its parameters refer to it, and one hook of torch
+    for the process asks them: hooks that come and go would disturb other threads' steps.
     """
 
     def __init__(self, pieces: Iterable[nn.Parameter], partitioning: Partitioning) -> None:
         """`pieces`: the parameters that this rank's optimizer updates."""
-        watched = {id(piece): weakref.ref(piece) for piece in pieces}
-        checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        # Torch holds the hook: a reference to the guard would keep it alive for ever.
-        self._check = partial(_check, watched, checked, partitioning)
-        handle = register_optimizer_step_pre_hook(self._check)
-        weakref.finalize(self, handle.remove)
+        self._partitioning = partitioning
+        self._checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """How many parameter groups each optimizer had when it was checked."""
+        reference = _GuardReference(self)
+        for piece in pieces:
+            setattr(piece, _ATTRIBUTE, reference)
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise PlanError if updates of the engine's parameters would need elements that other ranks hold."""
-        self._check(optimizer, (), {})
+        if self in _guards_of(optimizer):
+            self.require_elementwise(optimizer)
+
+    def require_elementwise(self, optimizer: Optimizer) -> None:
+        """Call `require_elementwise` for `optimizer`: once, and again after parameter groups were added."""
+        groups = len(optimizer.param_groups)
+        if self._checked.get(optimizer) != groups:
+            require_elementwise(optimizer, self._partitioning)
+            self._checked[optimizer] = groups
 
 
-def _check(
-    watched: Mapping[int, weakref.ref[nn.Parameter]],
-    checked: weakref.WeakKeyDictionary[Optimizer, int],
-    partitioning: Partitioning,
-    optimizer: Optimizer,
-    arguments: tuple[Any, ...],
-    options: dict[str, Any],
-) -> None:
-    """Before an optimizer's step, call `require_elementwise` if it updates `watched` parameters.
+_ATTRIBUTE = "plait_optimizer_guard"
+"""Of a parameter: the reference to its guard."""
 
-    Once, and again after parameter groups were added.
-    """
-    groups = getattr(optimizer, "param_groups", ())
-    if checked.get(optimizer) == len(groups):
-        return
-    parameters = (parameter for group in groups for parameter in group["params"])
-    if any(id(one) in watched and watched[id(one)]() is one for one in parameters):
-        require_elementwise(optimizer, partitioning)
-        checked[optimizer] = len(groups)
+
+class _GuardReference:
+    """A weak reference to a guard, which a saved parameter does not take along."""
+
+    def __init__(self, guard: OptimizerGuard) -> None:
+        self.guard = weakref.ref(guard)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, ()  # which `torch.load` reads also with `weights_only`
+
+
+def _guards_of(optimizer: Optimizer) -> set[OptimizerGuard]:
+    """Return the guards of the optimizer's parameters."""
+    parameters = (one for group in getattr(optimizer, "param_groups", ()) for one in group["params"])
+    found = (getattr(parameter, _ATTRIBUTE, None) for parameter in parameters)
+    guards = {one.guard() for one in found if isinstance(one, _GuardReference)}
+    return {guard for guard in guards if guard is not None}
+
+
+def _check_before_step(optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Ask the guards of the optimizer's parameters."""
+    for guard in _guards_of(optimizer):
+        guard.require_elementwise(optimizer)
+
+
+register_optimizer_step_pre_hook(_check_before_step)
