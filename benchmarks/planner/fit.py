@@ -30,10 +30,8 @@ GROUPS = {
             *("jean-zay:across", "vtrain-host:host", "vtrain-host:inside"),
         ),
     ),
-    "h100": (
-        ("h100-sxm", "h100-96", "h100-triton"),
-        ("product", "half_depth", "attention", "host", "h100-triton:attention"),
-    ),
+    # Without torchtitan's runs, whose products in fp8 and compiled kernels would distort the figures.
+    "h100": (("h100-sxm", "h100-triton"), ("product", "half_depth", "h100-triton:attention")),
     "b200": (("b200-sxm",), ("product", "half_depth", "attention", "inside")),
 }
 """Clusters that share a device, and the figures that are fitted; `cluster:figure` is one cluster's own."""

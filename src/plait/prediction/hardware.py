@@ -80,7 +80,7 @@ class Hardware:
         """Return the peak rate of products of `precision`. Raises ConfigError where it is not known."""
         if precision not in self.peak:
             raise ConfigError(
-                f"{self.name} has no figure peak_tflops.{precision}, the precision of products: add it to the "
+                f"{self.name} has no figure peak_tflops.{precision}, the products' precision: add it to the "
                 f"file, or choose one of {listed(sorted(self.peak))}."
             )
         return self.peak[precision]

@@ -15,7 +15,7 @@ from plait.prediction.step_times import StepTimes, stage_modes
 from plait.schedules.schedule import Schedule
 from plait.schedules.search.api import schedule
 
-REPEATS = 3
+REPEATS = 6
 """Groups of micro-batches, as many as ranks each, that are simulated; later ones repeat the last."""
 
 

