@@ -7,11 +7,11 @@ from functools import cached_property
 
 from plait.plan import Plan
 from plait.prediction.hardware import Hardware
-from plait.prediction.operations import Axis, Transfer
+from plait.prediction.operations import Axis, AxisTransfer
 
 
 @dataclass(frozen=True)
-class Group:
+class AxisGroup:
     """Where the ranks of an axis are: `size` ranks, `stride` ranks apart in the world, `tp` innermost."""
 
     size: int
@@ -30,20 +30,20 @@ class Network:
     hardware: Hardware
 
     @cached_property
-    def groups(self) -> dict[Axis, Group]:
+    def groups(self) -> dict[Axis, AxisGroup]:
         """The group of each axis; ranks are numbered with `tp` innermost, then cp, shard, replicate, pp."""
         plan = self.plan
         strides = {"tp": 1, "cp": plan.tp, "shard": plan.tp * plan.cp}
         replicate = plan.tp * plan.cp * plan.shard
         return {
-            "tp": Group(plan.tp, strides["tp"]),
-            "cp": Group(plan.cp, strides["cp"]),
-            "shard": Group(plan.state_ranks, strides["cp"]),
-            "replicate": Group(plan.replicate, replicate),
-            "pp": Group(plan.pp, replicate * plan.replicate),
+            "tp": AxisGroup(plan.tp, strides["tp"]),
+            "cp": AxisGroup(plan.cp, strides["cp"]),
+            "shard": AxisGroup(plan.state_ranks, strides["cp"]),
+            "replicate": AxisGroup(plan.replicate, replicate),
+            "pp": AxisGroup(plan.pp, replicate * plan.replicate),
         }
 
-    def seconds(self, transfer: Transfer) -> float:
+    def seconds(self, transfer: AxisTransfer) -> float:
         """Return the time of a transfer, with all groups of the axis active at once.
 
         A ring of a group of which g ranks share a host leaves the host through g of its links. An all-reduce
@@ -80,7 +80,7 @@ class Network:
         beyond = here * hardware.across.bandwidth * part.across / hardware.oversubscription
         return (min(within, beyond) if here > 1 else beyond), hardware.across.latency
 
-    def _message_bandwidth(self, group: Group) -> float:
+    def _message_bandwidth(self, group: AxisGroup) -> float:
         """Return the bandwidth of a message to the next rank of a group: its slowest such link."""
         hardware, part = self.hardware, self.hardware.efficiency
         if group.on_host(hardware.devices) == group.size:

@@ -8,7 +8,7 @@ from functools import cached_property
 from plait.plan import Plan
 from plait.prediction.decoder import Decoder, LayerKind
 from plait.prediction.framework import Framework
-from plait.prediction.operations import Elementwise, FusedAttention, Operation, Product, Transfer
+from plait.prediction.operations import AxisTransfer, Elementwise, FusedAttention, DeviceOperation, Product
 
 ITEM = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 """Bytes of an element of an activation; products in fp8 read casts of bf16."""
@@ -18,18 +18,18 @@ ITEM = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 class LayerWork:
     """What one layer does for a micro-batch: operations on the device, and transfers of which they depend."""
 
-    forward: tuple[Operation, ...] = ()
-    backward: tuple[Operation, ...] = ()
+    forward: tuple[DeviceOperation, ...] = ()
+    backward: tuple[DeviceOperation, ...] = ()
     """The input gradient, without transfers."""
     weights: tuple[Product, ...] = ()
     """The products of the weight gradient."""
-    recomputed: tuple[Operation, ...] = ()
+    recomputed: tuple[DeviceOperation, ...] = ()
     """The part of the forward that the backward runs again under `selective`."""
-    forward_transfers: tuple[Transfer, ...] = ()
-    backward_transfers: tuple[Transfer, ...] = ()
-    forward_ring: Transfer | None = None
+    forward_transfers: tuple[AxisTransfer, ...] = ()
+    backward_transfers: tuple[AxisTransfer, ...] = ()
+    forward_ring: AxisTransfer | None = None
     """The exchange of keys and values between the ranks of `cp`."""
-    backward_ring: Transfer | None = None
+    backward_ring: AxisTransfer | None = None
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,13 @@ class StepShape:
         """Return element-wise work, with the framework's number of passes over memory."""
         return Elementwise(nbytes * self.framework.elementwise_passes, kernels)
 
-    def linear(self, inputs: float, outputs: float, count: int = 1) -> _Linear:
+    def linear(self, inputs: float, outputs: float, count: int = 1) -> _LinearProducts:
         """Return the products of `count` equal linears for the tokens of the micro-batch."""
-        return _Linear(self.tokens, inputs, outputs, count, 2.0 * self.gradient_item)
+        return _LinearProducts(self.tokens, inputs, outputs, count, 2.0 * self.gradient_item)
 
 
 @dataclass(frozen=True)
-class _Linear:
+class _LinearProducts:
     tokens: float
     inputs: float
     outputs: float
@@ -149,12 +149,14 @@ def _attention(shape: StepShape) -> LayerWork:
         recomputed=core if shape.framework.recomputes_attention_only else (*before.forward, *turn),
         forward_transfers=_region_start(shape) + _region_end(shape),
         backward_transfers=_gradient_transfers(shape),
-        forward_ring=Transfer("ring", "cp", exchange) if rings else None,
-        backward_ring=Transfer("ring", "cp", 2 * exchange) if rings else None,
+        forward_ring=AxisTransfer("ring", "cp", exchange) if rings else None,
+        backward_ring=AxisTransfer("ring", "cp", 2 * exchange) if rings else None,
     )
 
 
-def _core(shape: StepShape, own: float, keys: float) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
+def _core(
+    shape: StepShape, own: float, keys: float
+) -> tuple[tuple[DeviceOperation, ...], tuple[DeviceOperation, ...]]:
     """Return forward and backward of scores, softmax and weighted values, for `own` features of queries."""
     decoder, plan, framework = shape.decoder, shape.plan, shape.framework
     heads = own / decoder.head_size
@@ -230,20 +232,22 @@ def _norm_and_residual(shape: StepShape) -> tuple[LayerWork, LayerWork]:
     return norm, residual
 
 
-def _region_start(shape: StepShape) -> tuple[Transfer, ...]:
+def _region_start(shape: StepShape) -> tuple[AxisTransfer, ...]:
     if shape.plan.tp == 1 or not shape.plan.cuts_sequence:
         return ()
-    return (Transfer("all-gather", "tp", shape.activation),)
+    return (AxisTransfer("all-gather", "tp", shape.activation),)
 
 
-def _region_end(shape: StepShape) -> tuple[Transfer, ...]:
+def _region_end(shape: StepShape) -> tuple[AxisTransfer, ...]:
     if shape.plan.tp == 1:
         return ()
-    kind = Transfer("reduce-scatter" if shape.plan.cuts_sequence else "all-reduce", "tp", shape.activation)
+    kind = AxisTransfer(
+        "reduce-scatter" if shape.plan.cuts_sequence else "all-reduce", "tp", shape.activation
+    )
     return (kind,)
 
 
-def _gradient_transfers(shape: StepShape) -> tuple[Transfer, ...]:
+def _gradient_transfers(shape: StepShape) -> tuple[AxisTransfer, ...]:
     """Return the transfers of a region's backward: the mirror image, and inputs that are gathered again."""
     again = shape.plan.sequence_parallel == "regather"
     return _region_start(shape) * (2 if again else 1) + _region_end(shape)

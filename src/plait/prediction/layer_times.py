@@ -12,7 +12,7 @@ from plait.prediction.collective_times import Network
 from plait.prediction.decoder import LayerKind
 from plait.prediction.hardware import Hardware
 from plait.prediction.layer_operations import ITEM, LayerWork, StepShape, layer_work
-from plait.prediction.operations import Elementwise, Operation, Product, Transfer
+from plait.prediction.operations import AxisTransfer, Elementwise, DeviceOperation, Product
 from plait.prediction.roofline import operation_seconds
 
 OVERLAP_SHARE = 0.7
@@ -116,7 +116,7 @@ class LayerTimer:
             weights,
         )
 
-    def _parts(self, operations: Iterable[Operation]) -> Parts:
+    def _parts(self, operations: Iterable[DeviceOperation]) -> Parts:
         products = attention = elementwise = 0.0
         for operation in operations:
             seconds = operation_seconds(operation, self.hardware, self.precision, self.shape.item)
@@ -128,7 +128,7 @@ class LayerTimer:
                 attention += seconds
         return Parts(products, attention, elementwise)
 
-    def _transfers(self, transfers: Iterable[Transfer]) -> float:
+    def _transfers(self, transfers: Iterable[AxisTransfer]) -> float:
         return sum(map(self.network.seconds, transfers))
 
     def _exposed_forward(self, work: LayerWork, forward: Parts) -> float:
@@ -137,7 +137,7 @@ class LayerTimer:
             return seconds * (1 - OVERLAP_SHARE)
         return seconds
 
-    def _exposed_ring(self, ring: Transfer | None, computed: Parts) -> float:
+    def _exposed_ring(self, ring: AxisTransfer | None, computed: Parts) -> float:
         if ring is None:
             return 0.0
         seconds, ranks = self.network.seconds(ring), self.shape.plan.cp
@@ -156,15 +156,15 @@ class LayerTimer:
             return 0.0
         count, seconds = self.shape.decoder.parameters(kind, plan.tp), 0.0
         if plan.strategy == "full":
-            gather = self.network.seconds(Transfer("all-gather", "shard", count * self.shape.item))
+            gather = self.network.seconds(AxisTransfer("all-gather", "shard", count * self.shape.item))
             once = 0.0 if backward else 1 / plan.microbatches
             seconds += gather * (1.0 if framework.frees_gathered else once)
         if backward and plan.reduce == "each":
             item = ITEM[plan.reduce_precision or self.shape.gradient_precision]
-            seconds += self.network.seconds(Transfer("reduce-scatter", "shard", count * item))
+            seconds += self.network.seconds(AxisTransfer("reduce-scatter", "shard", count * item))
         return max(seconds - computed, 0.0) if framework.overlaps_gathers else seconds
 
-    def _with_host(self, parts: Parts, operations: Iterable[Operation]) -> Parts:
+    def _with_host(self, parts: Parts, operations: Iterable[DeviceOperation]) -> Parts:
         """Return `parts` with what the host needs longer than the device to start the operations."""
         count = sum(
             operation.kernels if isinstance(operation, Elementwise) else 1 for operation in operations

@@ -45,7 +45,7 @@ class Elementwise:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class AxisTransfer:
     """A collective over an axis: `nbytes` is the whole result of a gather, the whole input of the others."""
 
     collective: Collective
@@ -53,4 +53,4 @@ class Transfer:
     nbytes: float
 
 
-Operation: TypeAlias = Product | FusedAttention | Elementwise
+DeviceOperation: TypeAlias = Product | FusedAttention | Elementwise

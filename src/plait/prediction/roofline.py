@@ -5,13 +5,13 @@ from __future__ import annotations
 from math import ceil
 
 from plait.prediction.hardware import Hardware
-from plait.prediction.operations import Elementwise, FusedAttention, Operation, Product
+from plait.prediction.operations import Elementwise, FusedAttention, DeviceOperation, Product
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.75), (64, 64, 0.6))
 """Tiles of a result that a multiprocessor computes at a time, and the rate beside that of the largest."""
 
 
-def operation_seconds(operation: Operation, hardware: Hardware, precision: str, item: int) -> float:
+def operation_seconds(operation: DeviceOperation, hardware: Hardware, precision: str, item: int) -> float:
     """Return the device time of `operation`; `item`: bytes of an element of the operands in memory."""
     part, fixed = hardware.efficiency, hardware.efficiency.kernel
     memory = hardware.memory_bandwidth * part.memory

@@ -11,7 +11,7 @@ from plait.plan import Plan, Recompute
 from plait.prediction.decoder import LayerKind
 from plait.prediction.layer_operations import ITEM
 from plait.prediction.layer_times import LayerTimer, Parts, PassTimes
-from plait.prediction.operations import Transfer
+from plait.prediction.operations import AxisTransfer
 from plait.schedules.action import Kind
 from plait.schedules.event_simulation import Timing, simulate_events
 from plait.schedules.schedule import Schedule
@@ -58,7 +58,7 @@ class StepTimes:
         shape, plan = self.timer.shape, self.timer.shape.plan
         divided = shape.framework.messages_divided and not plan.cuts_sequence
         nbytes = shape.outside / (plan.tp if divided else 1)
-        return self.timer.network.seconds(Transfer("message", "pp", nbytes))
+        return self.timer.network.seconds(AxisTransfer("message", "pp", nbytes))
 
     @property
     def costs(self) -> Costs:
@@ -119,11 +119,11 @@ class StepTimes:
         if plan.reduce == "each" and plan.strategy in ("gradients", "full"):
             return 0.0  # summed layer by layer in every backward
         if plan.strategy == "none":
-            kinds = [Transfer("all-reduce", "shard", count * item)]
-            kinds.append(Transfer("all-reduce", "replicate", count * item))
+            kinds = [AxisTransfer("all-reduce", "shard", count * item)]
+            kinds.append(AxisTransfer("all-reduce", "replicate", count * item))
         else:
-            kinds = [Transfer("reduce-scatter", "shard", count * item)]
-            kinds.append(Transfer("all-reduce", "replicate", count * item / plan.state_ranks))
+            kinds = [AxisTransfer("reduce-scatter", "shard", count * item)]
+            kinds.append(AxisTransfer("all-reduce", "replicate", count * item / plan.state_ranks))
         seconds = sum(map(network.seconds, kinds))
         if not shape.framework.overlaps_data_sums:
             return seconds
@@ -147,7 +147,7 @@ class StepTimes:
         seconds = count / ranks * nbytes * shape.framework.optimizer_passes / bandwidth
         if plan.strategy not in ("optimizer", "gradients"):
             return seconds, 0.0
-        whole = Transfer("all-gather", "shard", count * shape.item)
+        whole = AxisTransfer("all-gather", "shard", count * shape.item)
         return seconds, self.timer.network.seconds(whole)
 
     @cached_property

@@ -5,7 +5,7 @@ import pytest
 from plait.plan import Plan
 from plait.prediction.collective_times import Network
 from plait.prediction.hardware import load_hardware
-from plait.prediction.operations import Axis, Collective, Transfer
+from plait.prediction.operations import Axis, AxisTransfer, Collective
 
 HARDWARE = replace(load_hardware("a100-80"), oversubscription=1.0)
 PART = HARDWARE.efficiency
@@ -13,7 +13,7 @@ NBYTES = 1e12  # so many that latency does not count
 
 
 def seconds(plan: Plan, collective: Collective, axis: Axis) -> float:
-    return Network(plan, HARDWARE).seconds(Transfer(collective, axis, NBYTES))
+    return Network(plan, HARDWARE).seconds(AxisTransfer(collective, axis, NBYTES))
 
 
 def test_an_all_reduce_inside_a_host_sends_twice_the_bytes_but_for_a_rank() -> None:
@@ -31,11 +31,11 @@ def test_a_ring_across_hosts_uses_one_link_for_each_of_its_ranks_there() -> None
 
 def test_oversubscription_divides_the_bandwidth_across_hosts_only() -> None:
     narrow = Network(Plan(tp=8, dp=4), replace(HARDWARE, oversubscription=3.0))
-    transfer = Transfer("all-gather", "shard", NBYTES)
+    transfer = AxisTransfer("all-gather", "shard", NBYTES)
     assert narrow.seconds(transfer) == pytest.approx(
         3 * seconds(Plan(tp=8, dp=4), "all-gather", "shard"), rel=1e-3
     )
-    inside = Transfer("all-gather", "tp", NBYTES)
+    inside = AxisTransfer("all-gather", "tp", NBYTES)
     assert narrow.seconds(inside) == seconds(Plan(tp=8, dp=4), "all-gather", "tp")
 
 
@@ -48,5 +48,5 @@ def test_messages_between_stages_cross_hosts_where_neighbours_are_apart() -> Non
 
 def test_an_axis_of_one_rank_costs_nothing_and_small_messages_cost_latency() -> None:
     assert seconds(Plan(), "all-reduce", "shard") == 0
-    small = Network(Plan(dp=16), HARDWARE).seconds(Transfer("all-reduce", "shard", 1.0))
+    small = Network(Plan(dp=16), HARDWARE).seconds(AxisTransfer("all-reduce", "shard", 1.0))
     assert small > 2 * HARDWARE.across.latency
