@@ -8,7 +8,7 @@ from functools import cached_property
 from plait.plan import Plan
 from plait.prediction.decoder import Decoder, LayerKind
 from plait.prediction.framework import Framework
-from plait.prediction.operations import AxisTransfer, Elementwise, FusedAttention, DeviceOperation, Product
+from plait.prediction.operations import AxisTransfer, DeviceOperation, Elementwise, FusedAttention, Product
 
 ITEM = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 """Bytes of an element of an activation; products in fp8 read casts of bf16."""

@@ -12,7 +12,7 @@ from plait.prediction.collective_times import Network
 from plait.prediction.decoder import LayerKind
 from plait.prediction.hardware import Hardware
 from plait.prediction.layer_operations import ITEM, LayerWork, StepShape, layer_work
-from plait.prediction.operations import AxisTransfer, Elementwise, DeviceOperation, Product
+from plait.prediction.operations import AxisTransfer, DeviceOperation, Elementwise, Product
 from plait.prediction.roofline import operation_seconds
 
 OVERLAP_SHARE = 0.7

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import ceil
 
 from plait.prediction.hardware import Hardware
-from plait.prediction.operations import Elementwise, FusedAttention, DeviceOperation, Product
+from plait.prediction.operations import DeviceOperation, Elementwise, FusedAttention, Product
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.75), (64, 64, 0.6))
 """Tiles of a result that a multiprocessor computes at a time, and the rate beside that of the largest."""
