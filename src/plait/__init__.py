@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from plait.loop.fit import fit
     from plait.models.low_rank_adaptation import lora
     from plait.plan import Plan
+    from plait.prediction.hardware import Hardware
+    from plait.prediction.step_prediction import predict
     from plait.schedules.check import check
     from plait.schedules.search.api import schedule
     from plait.schedules.simulation.costs import Costs
@@ -37,6 +39,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Costs": "plait.schedules.simulation.costs",
     "Dropout": "plait.autograd.dropout",
+    "Hardware": "plait.prediction.hardware",
     "Loader": "plait.data.loader",
     "Mesh": "plait.comm.mesh",
     "Plan": "plait.plan",
@@ -51,6 +54,7 @@ _HOME = {
     "memory": "plait.footprint.estimate",
     "parallelize": "plait.composer",
     "positions": "plait.autograd.running_sequence",
+    "predict": "plait.prediction.step_prediction",
     "save": "plait.checkpoint.saving",
     "schedule": "plait.schedules.search.api",
     "sequence_part": "plait.engine.local_batch",
@@ -61,6 +65,7 @@ _HOME = {
 __all__ = [
     "Costs",
     "Dropout",
+    "Hardware",
     "Loader",
     "Mesh",
     "PlaitError",
@@ -76,6 +81,7 @@ __all__ = [
     "models",
     "parallelize",
     "positions",
+    "predict",
     "save",
     "schedule",
     "sequence_part",

@@ -1,0 +1,179 @@
+"""Fits the efficiencies of the hardware files on the `fit` rows of `published.json`, and prints them.
+
+    .venv/bin/python benchmarks/planner/fit.py [a100|h100|b200]
+
+No row of `judge` is read. Pipelines are simulated once a round; within a round, the ratio of a step to
+the work of the rank that ends last is kept, so that a step is as cheap as its layers. The loss is the mean
+over tables of the mean |log(predicted / measured)|, which a few odd runs do not dominate; Nelder and Mead's
+method finds its minimum.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import exp, log
+
+from cases import Case, cases, clusters
+from layer_cases import layer_ratios
+
+from plait.prediction.hardware import Hardware
+from plait.prediction.step_times import StepTimes
+
+GROUPS = {
+    "a100": (
+        ("a100-40", "a100-80", "jean-zay", "vtrain", "vtrain-host"),
+        (
+            *("product", "half_depth", "attention", "memory", "kernel"),
+            *("jean-zay:across", "vtrain-host:host", "vtrain-host:inside"),
+        ),
+    ),
+    # Without torchtitan's runs, whose products in fp8 and compiled kernels would distort the figures.
+    "h100": (("h100-sxm", "h100-triton"), ("product", "half_depth", "h100-triton:attention")),
+    "b200": (("b200-sxm",), ("product", "half_depth", "attention", "inside")),
+}
+"""Clusters that share a device, and the figures that are fitted; `cluster:figure` is one cluster's own."""
+RANGES = {"kernel": (2e-6, 5e-6), "host": (2e-6, 80e-6), "half_depth": (30.0, 400.0), "memory": (0.5, 0.95)}
+"""What is physically possible; other figures are fractions from 0.2 to 0.98."""
+FRACTIONS = 0.2, 0.98
+BACKWARD = 0.8
+"""Rate of the backward of fused attention beside its forward, as Dao 2023 (arXiv:2307.08691) measured it."""
+
+
+def changed(
+    machines: Mapping[str, Hardware], names: Sequence[str], values: Mapping[str, float]
+) -> dict[str, Hardware]:
+    """Return machines of which those in `names` have the figures `values`."""
+    found = dict(machines)
+    for name in names:
+        own = {figure: value for figure, value in values.items() if ":" not in figure}
+        own |= {key.split(":")[1]: value for key, value in values.items() if key.startswith(f"{name}:")}
+        found[name] = replace(found[name], efficiency=replace(found[name].efficiency, **own))
+    return found
+
+
+class Linearised:
+    """A case whose time is that of one rank's work, multiplied by the ratio that a simulation gave."""
+
+    def __init__(self, case: Case, machines: Mapping[str, Hardware]) -> None:
+        self.case = case
+        self.setup = min(case.setups, key=lambda one: one.step_seconds(machines))
+        step = self.setup.step(machines)
+        ranks = range(len(step.ends))
+        self.rank = max(ranks, key=lambda rank: step.ends[rank] + step.gradient_sum(rank))
+        self.kinds = Counter(
+            pair
+            for stage in step.schedule.stages_of(self.rank)
+            for pair in zip(step.stages[stage], step.modes[stage], strict=True)
+        )
+        self.ratio = step.ends[self.rank] / self.work(step)
+
+    def work(self, step: StepTimes) -> float:
+        """Return the seconds of the rank's layers for one micro-batch, with its messages."""
+        layers = sum(count * step.timer.times(*pair).total.total for pair, count in self.kinds.items())
+        return layers + 2 * step.hop
+
+    def seconds(self, machines: Mapping[str, Hardware]) -> float:
+        """Return the step time."""
+        step = self.setup.step(machines)
+        return self.ratio * self.work(step) + step.gradient_sum(self.rank) + sum(step.optimizer(self.rank))
+
+
+def errors(
+    machines: Mapping[str, Hardware], chosen: Sequence[Linearised], device: str
+) -> dict[str, list[float]]:
+    """Return log(predicted / measured) of each case, by table."""
+    found = defaultdict(list)
+    for one in chosen:
+        found[one.case.table].append(log(one.seconds(machines) / one.case.measured))
+    if device == "a100":
+        for table, predicted, measured in layer_ratios("fit", machines["a100-80"]):
+            found[table].append(log(predicted / measured))
+    return dict(found)
+
+
+def loss(found: Mapping[str, Sequence[float]]) -> float:
+    """Return the mean over tables of the mean absolute error."""
+    means = [sum(map(abs, values)) / len(values) for values in found.values()]
+    return sum(means) / len(means)
+
+
+def minimum(function: Callable[[list[float]], float], start: list[float], steps: int) -> list[float]:
+    """Return where Nelder and Mead's method (1965) ends after `steps` steps from `start`."""
+    points = [start] + [
+        [value + (0.25 if i == j else 0.0) for j, value in enumerate(start)] for i in range(len(start))
+    ]
+    ranked = sorted((function(point), point) for point in points)
+    for _ in range(steps):
+        worst, point = ranked[-1]
+        centre = [sum(p[i] for _, p in ranked[:-1]) / (len(ranked) - 1) for i in range(len(start))]
+
+        def along(
+            factor: float, centre: list[float] = centre, point: list[float] = point
+        ) -> tuple[float, list[float]]:
+            moved = [c + factor * (p - c) for c, p in zip(centre, point, strict=True)]
+            return function(moved), moved
+
+        tried = along(-1.0)
+        if tried[0] < ranked[0][0]:
+            tried = min(tried, along(-2.0))
+        elif tried[0] >= ranked[-2][0]:
+            tried = min(tried, along(0.5))
+        if tried[0] < worst:
+            ranked[-1] = tried
+        else:
+            best = ranked[0][1]
+            ranked[1:] = [
+                (function(moved), moved)
+                for moved in (
+                    [(b + p) / 2 for b, p in zip(best, point, strict=True)] for _, point in ranked[1:]
+                )
+            ]
+        ranked.sort()
+    return ranked[0][1]
+
+
+def fit(device: str, rounds: int, steps: int) -> None:
+    """Fit one device and print its figures and errors."""
+    names, figures = GROUPS[device]
+    machines = clusters()
+    chosen = [case for case in cases("fit") if case.setups[0].cluster in names]
+
+    def values(point: Sequence[float]) -> dict[str, float]:
+        found = {}
+        for name, raw in zip(figures, point, strict=True):
+            least, most = RANGES.get(name.split(":")[-1], FRACTIONS)
+            found[name] = least + (most - least) / (1 + exp(-raw))
+            if name.endswith("attention"):
+                found[f"{name}_backward"] = BACKWARD * found[name]
+        return found
+
+    def start(name: str) -> float:
+        cluster, _, figure = name.rpartition(":")
+        value = getattr(machines[cluster or names[0]].efficiency, figure)
+        least, most = RANGES.get(figure, FRACTIONS)
+        part = min(max((value - least) / (most - least), 0.01), 0.99)
+        return log(part / (1 - part))
+
+    point = [start(name) for name in figures]
+    for _ in range(rounds):
+        current = changed(machines, names, values(point))
+        linear = [Linearised(case, current) for case in chosen]
+        point = minimum(
+            lambda tried, linear=linear: loss(
+                errors(changed(machines, names, values(tried)), linear, device)
+            ),
+            point,
+            steps,
+        )
+        print(device, {name: float(f"{value:.3g}") for name, value in values(point).items()}, flush=True)
+    for table, found in errors(changed(machines, names, values(point)), linear, device).items():
+        mean, bias = sum(map(abs, found)) / len(found), sum(found) / len(found)
+        print(f"  {table:<26} {len(found):>3} rows, mean |log| {mean:.1%}, bias {bias:+.1%}")
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:2] or GROUPS:
+        fit(name, rounds=2, steps=120)

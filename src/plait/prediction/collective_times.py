@@ -1,0 +1,94 @@
+"""Seconds of collectives: α · steps + bytes · (n − 1) / n / bandwidth, by the links that the axis crosses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from plait.plan import Plan
+from plait.prediction.hardware import Hardware
+from plait.prediction.operations import Axis, AxisTransfer
+
+
+@dataclass(frozen=True)
+class AxisGroup:
+    """Where the ranks of an axis are: `size` ranks, `stride` ranks apart in the world, `tp` innermost."""
+
+    size: int
+    stride: int
+
+    def on_host(self, devices: int) -> int:
+        """Return how many of the group's ranks share a host of `devices` devices."""
+        return max(1, min(self.size, devices // self.stride))
+
+
+@dataclass(frozen=True)
+class Network:
+    """Times of the collectives of a plan on given hardware."""
+
+    plan: Plan
+    hardware: Hardware
+
+    @cached_property
+    def groups(self) -> dict[Axis, AxisGroup]:
+        """The group of each axis; ranks are numbered with `tp` innermost, then cp, shard, replicate, pp."""
+        plan = self.plan
+        strides = {"tp": 1, "cp": plan.tp, "shard": plan.tp * plan.cp}
+        replicate = plan.tp * plan.cp * plan.shard
+        return {
+            "tp": AxisGroup(plan.tp, strides["tp"]),
+            "cp": AxisGroup(plan.cp, strides["cp"]),
+            "shard": AxisGroup(plan.state_ranks, strides["cp"]),
+            "replicate": AxisGroup(plan.replicate, replicate),
+            "pp": AxisGroup(plan.pp, replicate * plan.replicate),
+        }
+
+    def seconds(self, transfer: AxisTransfer) -> float:
+        """Return the time of a transfer, with all groups of the axis active at once.
+
+        A ring of a group of which g ranks share a host leaves the host through g of its links. An all-reduce
+        is a reduce-scatter and an all-gather. `ring`: n − 1 messages of `nbytes` each, one after another.
+        """
+        group = self.groups[transfer.axis]
+        ranks = group.size
+        if ranks == 1 or not transfer.nbytes:
+            return 0.0
+        here = group.on_host(self.hardware.devices)
+        bandwidth, latency = self._link(here, inside=here == ranks)
+        if transfer.collective == "message":
+            return latency + transfer.nbytes / self._message_bandwidth(group)
+        if transfer.collective == "ring":
+            return (ranks - 1) * (latency + transfer.nbytes / self._message_bandwidth(group))
+        if transfer.collective == "all-to-all":
+            away = (ranks - here) / ranks if here < ranks else (ranks - 1) / ranks
+            single = bandwidth / here if here < ranks else bandwidth
+            return latency * (ranks - 1) + transfer.nbytes / ranks * away / single
+        rounds = 2 if transfer.collective == "all-reduce" else 1
+        return rounds * (self._start(here, ranks) + transfer.nbytes * (ranks - 1) / ranks / bandwidth)
+
+    def _start(self, here: int, ranks: int) -> float:
+        """Return the latency of a ring: a step for each rank inside a host, and a tree over the hosts."""
+        hosts = ranks // here
+        across = 2 * (hosts - 1).bit_length() * self.hardware.across.latency if hosts > 1 else 0.0
+        return (here - 1) * self.hardware.inside.latency + across
+
+    def _link(self, here: int, *, inside: bool) -> tuple[float, float]:
+        hardware, part = self.hardware, self.hardware.efficiency
+        within = hardware.inside.bandwidth * part.inside
+        if inside:
+            return within, hardware.inside.latency
+        beyond = here * hardware.across.bandwidth * part.across / hardware.oversubscription
+        return (min(within, beyond) if here > 1 else beyond), hardware.across.latency
+
+    def _message_bandwidth(self, group: AxisGroup) -> float:
+        """Return the bandwidth of a message to the next rank of a group: its slowest such link."""
+        hardware, part = self.hardware, self.hardware.efficiency
+        if group.on_host(hardware.devices) == group.size:
+            return hardware.inside.bandwidth * part.inside
+        return hardware.across.bandwidth * part.across / hardware.oversubscription
+
+    def message_latency(self) -> float:
+        """Return the latency of a message between neighbouring stages."""
+        group = self.groups["pp"]
+        inside = group.on_host(self.hardware.devices) == group.size
+        return self.hardware.inside.latency if inside else self.hardware.across.latency

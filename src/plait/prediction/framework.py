@@ -1,0 +1,60 @@
+"""`Framework`: how a framework runs a step, where plait and others differ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Framework:
+    """Behaviour of a training framework that a plan does not say; the defaults are plait's own.
+
+    Other settings describe the frameworks of published runs.
+    """
+
+    product_precision: str | None = None
+    """Precision of the inputs of matrix products, such as `fp8`; None: the plan's."""
+    fused_attention: bool = True
+    """Attention in one kernel that keeps no matrix of scores; False: products, softmax and dropout."""
+    attention_dropout: bool = False
+    """Whether unfused attention draws a dropout of its weights."""
+    skips_masked: bool = True
+    """Whether causal attention leaves out what the mask hides; unfused attention never does."""
+    fused_norm: bool = True
+    """Whether an RMS norm is one kernel, as on CUDA; else it keeps two copies in fp32."""
+    layer_by_layer: bool = False
+    """Whether full backwards compute each layer's weight gradient at once; False: as `Plan.overlap` says."""
+    elementwise_passes: float = 1.0
+    """Bytes of element-wise operations, as a multiple of those with one kernel for each operation of the
+    layer's formula; below 1 where a compiler fuses them."""
+    operations_per_layer: float = 1.0
+    """Operations that the host starts, as a multiple of those of the layer's formula."""
+    recomputes_attention_only: bool = False
+    """Whether `selective` recomputes the scores of attention only, as Megatron-LM does."""
+    overlaps_tensor_sums: bool = True
+    """Whether weight gradients run during the sum of input gradients over `tp`."""
+    overlaps_tensor_products: bool = False
+    """Whether gathers and reduce-scatters over `tp` run during the products that need them, in pieces."""
+    overlaps_data_sums: bool = True
+    """Whether gradients are summed over data-parallel ranks during the last backward."""
+    overlaps_gathers: bool = True
+    """Whether the next layer's sharded parameters are gathered while a layer runs."""
+    overlaps_context: bool = True
+    """Whether ring attention computes while keys and values travel."""
+    blocking_messages: bool = False
+    """Whether a rank waits while it sends to the next stage."""
+    messages_divided: bool = False
+    """Whether each rank of `tp` sends its piece of a stage's output, which receivers gather inside the host;
+    always so under sequence parallelism."""
+    frees_gathered: bool = True
+    """Whether sharded parameters are gathered for every forward and backward; False: once a step."""
+    moment_bytes: float | None = None
+    """Bytes of optimizer state per parameter; None: two moments in the master precision."""
+    optimizer_passes: float = 1.0
+    """Memory traffic of the optimizer's step, as a multiple of one read and write of all its state."""
+    fused_loss: bool = False
+    """Whether the loss works on the logits in place, without copies in fp32."""
+
+
+PLAIT = Framework()
+"""How plait runs a step."""

@@ -1,0 +1,253 @@
+"""The operations and transfers of each kind of layer on one rank, for one micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from plait.plan import Plan
+from plait.prediction.decoder import Decoder, LayerKind
+from plait.prediction.framework import Framework
+from plait.prediction.operations import AxisTransfer, DeviceOperation, Elementwise, FusedAttention, Product
+
+ITEM = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+"""Bytes of an element of an activation; products in fp8 read casts of bf16."""
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """What one layer does for a micro-batch: operations on the device, and transfers of which they depend."""
+
+    forward: tuple[DeviceOperation, ...] = ()
+    backward: tuple[DeviceOperation, ...] = ()
+    """The input gradient, without transfers."""
+    weights: tuple[Product, ...] = ()
+    """The products of the weight gradient."""
+    recomputed: tuple[DeviceOperation, ...] = ()
+    """The part of the forward that the backward runs again under `selective`."""
+    forward_transfers: tuple[AxisTransfer, ...] = ()
+    backward_transfers: tuple[AxisTransfer, ...] = ()
+    forward_ring: AxisTransfer | None = None
+    """The exchange of keys and values between the ranks of `cp`."""
+    backward_ring: AxisTransfer | None = None
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """A decoder, a plan, a framework, and the rows of a micro-batch: all that a layer's sizes depend on."""
+
+    decoder: Decoder
+    plan: Plan
+    framework: Framework
+    rows: float
+    """Sequences of a micro-batch on a data-parallel rank."""
+    dropout: bool = False
+    """Whether the model has dropout behind attention and MLP."""
+
+    @cached_property
+    def tokens(self) -> float:
+        """Tokens of a micro-batch that a rank of `cp` holds."""
+        return self.rows * self.decoder.context / self.plan.cp
+
+    @property
+    def item(self) -> int:
+        """Bytes of an element of an activation."""
+        return ITEM[self.plan.precision or "fp32"]
+
+    @property
+    def gradient_item(self) -> int:
+        """Bytes of an element in which gradients are accumulated."""
+        return ITEM[self.gradient_precision]
+
+    @property
+    def gradient_precision(self) -> str:
+        """The precision in which gradients are accumulated."""
+        plan = self.plan
+        return plan.gradient_precision or plan.master_precision or plan.precision or "fp32"
+
+    @property
+    def activation(self) -> float:
+        """Bytes of a layer's whole output."""
+        return self.tokens * self.decoder.hidden * self.item
+
+    @property
+    def outside(self) -> float:
+        """Bytes of what norms and residual connections read: the output, or a piece of it."""
+        return self.activation / (self.plan.tp if self.plan.cuts_sequence else 1)
+
+    def elementwise(self, nbytes: float, kernels: float) -> Elementwise:
+        """Return element-wise work, with the framework's number of passes over memory."""
+        return Elementwise(nbytes * self.framework.elementwise_passes, kernels)
+
+    def linear(self, inputs: float, outputs: float, count: int = 1) -> _LinearProducts:
+        """Return the products of `count` equal linears for the tokens of the micro-batch."""
+        return _LinearProducts(self.tokens, inputs, outputs, count, 2.0 * self.gradient_item)
+
+
+@dataclass(frozen=True)
+class _LinearProducts:
+    tokens: float
+    inputs: float
+    outputs: float
+    count: int
+    accumulation: float
+
+    @property
+    def forward(self) -> tuple[Product, ...]:
+        return (Product(self.tokens, self.outputs, self.inputs),) * self.count
+
+    @property
+    def backward(self) -> tuple[Product, ...]:
+        return (Product(self.tokens, self.inputs, self.outputs),) * self.count
+
+    @property
+    def weights(self) -> tuple[Product, ...]:
+        each = Product(self.outputs, self.inputs, self.tokens, result_bytes=self.accumulation)
+        return (each,) * self.count
+
+
+def layer_work(kind: LayerKind, shape: StepShape) -> LayerWork:
+    """Return the work of a layer of `kind` for one micro-batch, where `tp` has the largest pieces."""
+    makers = {"embedding": _embedding, "attention": _attention, "mlp": _mlp, "head": _head}
+    return makers[kind](shape)
+
+
+def _embedding(shape: StepShape) -> LayerWork:
+    tables = 3 if shape.decoder.positions else 1
+    sums = _region_end(shape) if shape.plan.tp > 1 else ()
+    return LayerWork(
+        forward=(shape.elementwise((tables + 1) * shape.activation, tables),),
+        backward=(shape.elementwise(3 * tables * shape.activation, 2 * tables),),
+        forward_transfers=sums,
+    )
+
+
+def _attention(shape: StepShape) -> LayerWork:
+    decoder, tp = shape.decoder, shape.plan.tp
+    keys = max(decoder.key_heads, min(tp, decoder.heads)) * decoder.head_size / tp
+    own = decoder.hidden / tp
+    # The three projections are counted as one product, as frameworks either join or batch them.
+    inward = shape.linear(decoder.hidden, own + 2 * keys)
+    outward = shape.linear(own, decoder.hidden)
+    core, core_backward = _core(shape, own, keys)
+    turned = 2 * shape.tokens * (own + keys) * shape.item if decoder.rotary else 0.0
+    turn = (shape.elementwise(turned, 2),) if turned else ()
+    before, after = _norm_and_residual(shape)
+    exchange = 2 * shape.tokens * keys * shape.item
+    rings = shape.plan.cp > 1
+    return LayerWork(
+        forward=(*before.forward, *inward.forward, *turn, *core, *outward.forward, *after.forward),
+        backward=(
+            *after.backward,
+            *outward.backward,
+            *core_backward,
+            *turn,
+            *inward.backward,
+            *before.backward,
+        ),
+        weights=(*outward.weights, *inward.weights),
+        recomputed=core if shape.framework.recomputes_attention_only else (*before.forward, *turn),
+        forward_transfers=_region_start(shape) + _region_end(shape),
+        backward_transfers=_gradient_transfers(shape),
+        forward_ring=AxisTransfer("ring", "cp", exchange) if rings else None,
+        backward_ring=AxisTransfer("ring", "cp", 2 * exchange) if rings else None,
+    )
+
+
+def _core(
+    shape: StepShape, own: float, keys: float
+) -> tuple[tuple[DeviceOperation, ...], tuple[DeviceOperation, ...]]:
+    """Return forward and backward of scores, softmax and weighted values, for `own` features of queries."""
+    decoder, plan, framework = shape.decoder, shape.plan, shape.framework
+    heads = own / decoder.head_size
+    width, length = decoder.head_size, decoder.context
+    if framework.fused_attention:
+        seen = 0.5 if framework.skips_masked else 1.0
+        fused = FusedAttention(shape.rows, heads, keys / width, width, length / plan.cp, length, seen)
+        return (fused,), (replace(fused, backward=True),)
+    batch = shape.rows * heads
+    queries = length / plan.cp
+    scores = Product(queries, length, width, batch)
+    values = Product(queries, width, length, batch)
+    matrix = batch * queries * length * shape.item
+    dropped = 2.5 if framework.attention_dropout else 0.0
+    softmax = shape.elementwise((2 + dropped) * matrix, 2 if dropped else 1)
+    gradient = shape.elementwise((3 + dropped) * matrix, 2 if dropped else 1)
+    # Four products: of the weights, the values, the queries and the keys.
+    backward = (scores, Product(length, width, queries, batch), gradient, values, values)
+    return (scores, softmax, values), backward
+
+
+def _mlp(shape: StepShape) -> LayerWork:
+    decoder, tp = shape.decoder, shape.plan.tp
+    inner = decoder.inside / tp
+    inward = shape.linear(decoder.hidden, inner, 2 if decoder.gated else 1)
+    outward = shape.linear(inner, decoder.hidden)
+    wide = shape.tokens * inner * shape.item
+    activation = shape.elementwise((3 if decoder.gated else 2) * wide, 1)
+    activation_backward = shape.elementwise((5 if decoder.gated else 3) * wide, 1)
+    before, after = _norm_and_residual(shape)
+    return LayerWork(
+        forward=(*before.forward, *inward.forward, activation, *outward.forward, *after.forward),
+        backward=(
+            *after.backward,
+            *outward.backward,
+            activation_backward,
+            *inward.backward,
+            *before.backward,
+        ),
+        weights=(*outward.weights, *inward.weights),
+        recomputed=() if shape.framework.recomputes_attention_only else (*before.forward, activation),
+        forward_transfers=_region_start(shape) + _region_end(shape),
+        backward_transfers=_gradient_transfers(shape),
+    )
+
+
+def _head(shape: StepShape) -> LayerWork:
+    decoder, tp = shape.decoder, shape.plan.tp
+    before, _ = _norm_and_residual(shape)
+    linear = shape.linear(decoder.hidden, decoder.vocab / tp)
+    logits = shape.tokens * decoder.vocab / tp
+    passes = 2 if shape.framework.fused_loss else 4
+    loss = shape.elementwise(logits * (shape.item + 4) * passes / 2, passes)
+    loss_backward = shape.elementwise(logits * (shape.item + 4) * passes / 4, passes / 2)
+    return LayerWork(
+        forward=(*before.forward, *linear.forward, loss),
+        backward=(loss_backward, *linear.backward, *before.backward),
+        weights=linear.weights,
+        forward_transfers=_region_start(shape),
+        backward_transfers=_region_end(shape) if tp > 1 else (),
+    )
+
+
+def _norm_and_residual(shape: StepShape) -> tuple[LayerWork, LayerWork]:
+    """Return the work outside of regions: the norm before one, and the residual connection after it."""
+    piece = shape.outside
+    dropped = 0.5 * piece if shape.dropout else 0.0
+    norm = LayerWork((shape.elementwise(2 * piece, 1),), (shape.elementwise(4 * piece, 2),))
+    residual = LayerWork(
+        (shape.elementwise(3 * piece + dropped, 1),),
+        (shape.elementwise(2 * piece + 2 * dropped, 1),),
+    )
+    return norm, residual
+
+
+def _region_start(shape: StepShape) -> tuple[AxisTransfer, ...]:
+    if shape.plan.tp == 1 or not shape.plan.cuts_sequence:
+        return ()
+    return (AxisTransfer("all-gather", "tp", shape.activation),)
+
+
+def _region_end(shape: StepShape) -> tuple[AxisTransfer, ...]:
+    if shape.plan.tp == 1:
+        return ()
+    kind = AxisTransfer(
+        "reduce-scatter" if shape.plan.cuts_sequence else "all-reduce", "tp", shape.activation
+    )
+    return (kind,)
+
+
+def _gradient_transfers(shape: StepShape) -> tuple[AxisTransfer, ...]:
+    """Return the transfers of a region's backward: the mirror image, and inputs that are gathered again."""
+    again = shape.plan.sequence_parallel == "regather"
+    return _region_start(shape) * (2 if again else 1) + _region_end(shape)

@@ -1,0 +1,173 @@
+"""Seconds of each kind of layer on one rank for one micro-batch: forward, input and weight gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+from plait.plan import Recompute
+from plait.prediction.collective_times import Network
+from plait.prediction.decoder import LayerKind
+from plait.prediction.hardware import Hardware
+from plait.prediction.layer_operations import ITEM, LayerWork, StepShape, layer_work
+from plait.prediction.operations import AxisTransfer, DeviceOperation, Elementwise, Product
+from plait.prediction.roofline import operation_seconds
+
+OVERLAP_SHARE = 0.7
+"""The part of a transfer in pieces that products hide, see `Framework.overlaps_tensor_products`."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds by what they are spent on; their sum is the duration."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    recomputation: float = 0.0
+    tp: float = 0.0
+    """Communication over `tp` that nothing hides; likewise the next two."""
+    cp: float = 0.0
+    dp: float = 0.0
+    host: float = 0.0
+    """What the host needs to start operations beyond the device's time."""
+
+    @property
+    def total(self) -> float:
+        """The sum of all parts."""
+        return math.fsum(getattr(self, field.name) for field in fields(self))
+
+    def __add__(self, other: Parts) -> Parts:
+        return Parts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def times(self, count: float) -> Parts:
+        """Return the parts of `count` repetitions."""
+        return Parts(*(getattr(self, f.name) * count for f in fields(self)))
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Times of a layer's or a stage's forward, input gradient and weight gradient for one micro-batch."""
+
+    forward: Parts
+    inputs: Parts
+    weights: Parts
+
+    def __add__(self, other: PassTimes) -> PassTimes:
+        return PassTimes(
+            self.forward + other.forward, self.inputs + other.inputs, self.weights + other.weights
+        )
+
+    @property
+    def total(self) -> Parts:
+        """The parts of all three."""
+        return self.forward + self.inputs + self.weights
+
+
+@dataclass(frozen=True)
+class LayerTimer:
+    """Times layers of a plan on given hardware; equal layers are timed once."""
+
+    shape: StepShape
+    hardware: Hardware
+    precision: str
+    """Precision of the products."""
+
+    @cached_property
+    def network(self) -> Network:
+        """The times of transfers."""
+        return Network(self.shape.plan, self.hardware)
+
+    def times(self, kind: LayerKind, recompute: Recompute) -> PassTimes:
+        """Return the times of a layer of `kind`."""
+        work = layer_work(kind, self.shape)
+        framework = self.shape.framework
+        forward = self._parts(work.forward)
+        backward, weights = self._parts(work.backward), self._parts(work.weights)
+        tp_forward = self._exposed_forward(work, forward)
+        recomputed = 0.0
+        if recompute == "full" and kind in ("attention", "mlp"):
+            recomputed = forward.total + tp_forward
+        elif recompute == "selective":
+            recomputed = self._parts(work.recomputed).total
+        tp_backward = self._transfers(work.backward_transfers)
+        if framework.overlaps_tensor_products:
+            tp_backward *= 1 - OVERLAP_SHARE
+        elif framework.overlaps_tensor_sums:
+            tp_backward = max(tp_backward - weights.total, 0.0)
+        rings = [
+            self._exposed_ring(work.forward_ring, forward),
+            self._exposed_ring(work.backward_ring, backward),
+        ]
+        gathers = self._exposed_gather(kind, forward.total + tp_forward, backward=False)
+        gathers_backward = self._exposed_gather(
+            kind, backward.total + weights.total + recomputed + tp_backward, backward=True
+        )
+        again = rings[0] if recompute == "full" else 0.0
+        return PassTimes(
+            self._with_host(forward + Parts(tp=tp_forward, cp=rings[0], dp=gathers), work.forward),
+            self._with_host(
+                backward
+                + Parts(recomputation=recomputed, tp=tp_backward, cp=rings[1] + again, dp=gathers_backward),
+                work.backward + (work.forward if recompute == "full" else ()),
+            ),
+            weights,
+        )
+
+    def _parts(self, operations: Iterable[DeviceOperation]) -> Parts:
+        products = attention = elementwise = 0.0
+        for operation in operations:
+            seconds = operation_seconds(operation, self.hardware, self.precision, self.shape.item)
+            if isinstance(operation, Product) and operation.batch == 1:
+                products += seconds
+            elif isinstance(operation, Elementwise):
+                elementwise += seconds
+            else:
+                attention += seconds
+        return Parts(products, attention, elementwise)
+
+    def _transfers(self, transfers: Iterable[AxisTransfer]) -> float:
+        return sum(map(self.network.seconds, transfers))
+
+    def _exposed_forward(self, work: LayerWork, forward: Parts) -> float:
+        seconds = self._transfers(work.forward_transfers)
+        if self.shape.framework.overlaps_tensor_products:
+            return seconds * (1 - OVERLAP_SHARE)
+        return seconds
+
+    def _exposed_ring(self, ring: AxisTransfer | None, computed: Parts) -> float:
+        if ring is None:
+            return 0.0
+        seconds, ranks = self.network.seconds(ring), self.shape.plan.cp
+        if not self.shape.framework.overlaps_context:
+            return seconds
+        return max(seconds - computed.attention * (ranks - 1) / ranks, 0.0)
+
+    def _exposed_gather(self, kind: LayerKind, computed: float, *, backward: bool) -> float:
+        """Return what a layer's computation does not hide of gathers and gradient sums over data ranks.
+
+        Sharded parameters of the next layer are gathered while a layer runs; with `reduce` `each` the
+        gradients of the one before are summed during a backward. Gathers once a step are spread evenly.
+        """
+        plan, framework = self.shape.plan, self.shape.framework
+        if plan.strategy not in ("gradients", "full") or plan.state_ranks == 1:
+            return 0.0
+        count, seconds = self.shape.decoder.parameters(kind, plan.tp), 0.0
+        if plan.strategy == "full":
+            gather = self.network.seconds(AxisTransfer("all-gather", "shard", count * self.shape.item))
+            once = 0.0 if backward else 1 / plan.microbatches
+            seconds += gather * (1.0 if framework.frees_gathered else once)
+        if backward and plan.reduce == "each":
+            item = ITEM[plan.reduce_precision or self.shape.gradient_precision]
+            seconds += self.network.seconds(AxisTransfer("reduce-scatter", "shard", count * item))
+        return max(seconds - computed, 0.0) if framework.overlaps_gathers else seconds
+
+    def _with_host(self, parts: Parts, operations: Iterable[DeviceOperation]) -> Parts:
+        """Return `parts` with what the host needs longer than the device to start the operations."""
+        count = sum(
+            operation.kernels if isinstance(operation, Elementwise) else 1 for operation in operations
+        )
+        needed = count * self.shape.framework.operations_per_layer * self.hardware.efficiency.host
+        return parts + Parts(host=max(needed - parts.total, 0.0))

@@ -1,0 +1,185 @@
+"""Memory of each rank of a plan, from sizes alone: state, activations in flight, and temporary memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from plait.plan import Recompute
+from plait.prediction.decoder import LayerKind
+from plait.prediction.layer_operations import ITEM, StepShape
+from plait.schedules.action import Kind
+from plait.schedules.memory import MemoryCosts, peak_memory
+from plait.schedules.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class PredictedMemory:
+    """Bytes that a rank of `pp` allocates at the peak of a step, by use."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    """Kept for the backward of the micro-batches in flight."""
+    temporary: float
+    """The largest of what one layer needs while it runs, and gathered parameters."""
+    reserved: float
+    """What the driver, communicators and fragmentation take besides; not allocated by tensors."""
+
+    @property
+    def allocated(self) -> float:
+        """The sum of all but `reserved`."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.temporary
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """Bytes that one layer keeps for the backward of a micro-batch."""
+
+    until_inputs: float
+    """From its forward to the end of its input gradient."""
+    until_weights: float
+    """From there to the end of its weight gradient, where that is an action of its own."""
+    running: float
+    """Temporary bytes while the layer's backward or the loss runs."""
+
+
+def layer_memory(kind: LayerKind, recompute: Recompute, shape: StepShape) -> LayerMemory:
+    """Return what a layer of `kind` keeps for one micro-batch, where `tp` has the largest pieces."""
+    if kind == "embedding":
+        return LayerMemory(shape.tokens * 8, shape.activation, 0.0)
+    if kind == "head":
+        logits = shape.tokens * shape.decoder.vocab / shape.plan.tp
+        # A copy in fp32 is kept, and the backward makes two more, or half a one for pieces of logits.
+        copies = shape.item if shape.framework.fused_loss else 12 if shape.plan.tp == 1 else 6
+        running = logits * (shape.item + copies)
+        kept = shape.outside + _region_input(shape) + _norm(shape)
+        return LayerMemory(kept, _region_input(shape) + logits * shape.item, running)
+    saved, products, gradients = _kept(kind, shape)
+    dropped = shape.outside / shape.item if shape.dropout else 0.0
+    whole = shape.outside + _norm(shape) + _region_input(shape) + saved + dropped
+    later = _region_input(shape) + products + gradients
+    if recompute == "full":
+        return LayerMemory(shape.outside, later, whole + gradients)
+    if recompute == "selective":
+        if shape.framework.recomputes_attention_only:
+            kept = whole - (_scores(shape) if kind == "attention" else 0.0)
+        elif kind == "attention":
+            kept = shape.outside + saved
+        else:
+            kept = shape.outside + products * (2 if shape.decoder.gated else 1)
+        return LayerMemory(kept, later, whole - kept + gradients)
+    return LayerMemory(whole, later, gradients)
+
+
+def _norm(shape: StepShape) -> float:
+    """Return the bytes that a norm keeps besides its input and output: copies in fp32, where not fused."""
+    if shape.framework.fused_norm or shape.decoder.biases:
+        return 0.0
+    return 2 * shape.outside * 4 / shape.item
+
+
+def _region_input(shape: StepShape) -> float:
+    """Return the bytes of the input of a region's linears that are kept: whole, or a piece gathered again."""
+    return shape.outside if shape.plan.sequence_parallel == "regather" else shape.activation
+
+
+def _kept(kind: LayerKind, shape: StepShape) -> tuple[float, float, float]:
+    """Return bytes inside a region: all that is saved, the inputs of its last linear, and the gradients."""
+    decoder, tp = shape.decoder, shape.plan.tp
+    unit = shape.tokens * shape.item
+    if kind == "attention":
+        own = decoder.hidden / tp
+        keys = max(decoder.key_heads, min(tp, decoder.heads)) * decoder.head_size / tp
+        statistics = 4 * shape.tokens * decoder.heads / tp if shape.framework.fused_attention else 0.0
+        saved = unit * (2 * own + 2 * keys) + statistics + _scores(shape)
+        return saved, unit * own, unit * (own + 2 * keys) + shape.outside
+    inner = decoder.inside / tp
+    return (
+        unit * inner * (4 if decoder.gated else 2),
+        unit * inner,
+        unit * inner * (2 if decoder.gated else 1) + shape.outside,
+    )
+
+
+def _scores(shape: StepShape) -> float:
+    """Return the bytes that unfused attention keeps: weights, and with dropout their mask and result."""
+    if shape.framework.fused_attention:
+        return 0.0
+    decoder, plan = shape.decoder, shape.plan
+    matrix = shape.rows * decoder.heads / plan.tp * decoder.context * decoder.context / plan.cp
+    return matrix * (2 * shape.item + 1 if shape.framework.attention_dropout else shape.item)
+
+
+def predicted_memory(
+    shape: StepShape,
+    schedule: Schedule,
+    stages: Sequence[Sequence[LayerKind]],
+    recompute: Sequence[Sequence[Recompute]],
+    reserved: float,
+) -> tuple[PredictedMemory, ...]:
+    """Return the memory of each rank of `pp`; `stages` has the kinds of the layers of each stage."""
+    layers = [
+        [layer_memory(kind, mode, shape) for kind, mode in zip(kinds, modes, strict=True)]
+        for kinds, modes in zip(stages, recompute, strict=True)
+    ]
+    at_once = [
+        shape.framework.layer_by_layer or shape.plan.overlap or (shape.plan.overlap is None and stage == 0)
+        for stage in range(len(stages))
+    ]
+    peaks = activation_peaks(schedule, layers, at_once)
+    found = []
+    for rank in range(schedule.ranks):
+        own = schedule.stages_of(rank)
+        kinds = [kind for stage in own for kind in stages[stage]]
+        count = shape.decoder.parameters_of(kinds, shape.plan.tp)
+        largest = max(shape.decoder.parameters(kind, shape.plan.tp) for kind in kinds)
+        parameters, gradients, optimizer, gathered = state_bytes(shape, count, largest)
+        running = max(layer.running for stage in own for layer in layers[stage])
+        found.append(
+            PredictedMemory(parameters, gradients, optimizer, peaks[rank], running + gathered, reserved)
+        )
+    return tuple(found)
+
+
+def activation_peaks(
+    schedule: Schedule, layers: Sequence[Sequence[LayerMemory]], layer_by_layer: Sequence[bool]
+) -> tuple[float, ...]:
+    """Return each rank's peak of kept activations in bytes, by the order of its actions.
+
+    `layer_by_layer`: for each stage, whether a full backward computes each layer's weight gradient at once;
+    else those of a stage follow all its input gradients, see `Plan.overlap`.
+    """
+    splits = any(action.kind is Kind.W for row in schedule.actions for action in row)
+    costs = MemoryCosts(
+        unit=Fraction(1),
+        until_input=tuple(round(sum(layer.until_inputs for layer in stage)) for stage in layers),
+        until_weight=tuple(
+            0 if at_once and not splits else round(sum(layer.until_weights for layer in stage))
+            for stage, at_once in zip(layers, layer_by_layer, strict=True)
+        ),
+    )
+    return tuple(map(float, peak_memory(schedule, costs)))
+
+
+def state_bytes(shape: StepShape, count: float, largest: float) -> tuple[float, float, float, float]:
+    """Return a rank's bytes of parameters, gradients, optimizer state, and gathered parameters.
+
+    `count`: its parameters before sharding; `largest`: those of its largest layer.
+    """
+    plan = shape.plan
+    compute = ITEM[plan.precision or "fp32"]
+    master = ITEM[plan.master_precision or plan.precision or "fp32"]
+    ranks = plan.state_ranks if plan.strategy != "none" else 1
+    moments = shape.framework.moment_bytes
+    moments = 2 * master if moments is None else moments
+    optimizer = count / ranks * (moments + (master if plan.has_master else 0))
+    sharded = plan.strategy in ("gradients", "full") and plan.reduce == "each"
+    gradients = count * shape.gradient_item / (ranks if sharded else 1)
+    gathered = largest * shape.gradient_item if sharded and ranks > 1 else 0.0
+    if plan.strategy != "full" or ranks == 1:
+        return count * compute, gradients, optimizer, gathered
+    # The layer that runs and the next one are whole.
+    return count * compute / ranks, gradients, optimizer, gathered + 2 * largest * compute

@@ -1,0 +1,169 @@
+"""`predict`: the time and memory of a training step of a plan on given hardware, without running anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from plait.errors import PlanError
+from plait.plan import Plan
+from plait.prediction.decoder import Decoder, stage_kinds
+from plait.prediction.framework import PLAIT, Framework
+from plait.prediction.hardware import Hardware, load_hardware
+from plait.prediction.layer_operations import StepShape
+from plait.prediction.layer_times import LayerTimer
+from plait.prediction.memory_by_size import PredictedMemory, predicted_memory
+from plait.prediction.model_sizes import decoder_of
+from plait.prediction.step_times import StepTimes, stage_modes
+from plait.schedules.simulation.timeline import Timeline
+from plait.schedules.stage_cuts.layer_costs import LayerCosts
+from plait.schedules.stage_cuts.schedule_and_cut import schedule_and_cut
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted step of a plan. `print` it for its figures."""
+
+    plan: Plan
+    decoder: Decoder
+    hardware: Hardware
+    framework: Framework
+    rows: int
+    """Sequences of a data-parallel rank in a step."""
+    layers_per_stage: tuple[int, ...]
+    timeline: Timeline
+    """The actions of each rank of `pp` with their times in nanoseconds, without the optimizer's step."""
+    breakdown: Mapping[str, float]
+    """Seconds of the step by what the rank that ends last spends them on; their sum is `step_seconds`."""
+    memory: tuple[PredictedMemory, ...]
+    """One for each rank of `pp`."""
+
+    @cached_property
+    def step_seconds(self) -> float:
+        """The time of a step."""
+        return sum(self.breakdown.values())
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of a step, over all ranks."""
+        return self.rows * self.plan.dp * self.decoder.context
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens a second, over all ranks."""
+        return self.tokens / self.step_seconds
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: needed operations over the peak of all devices in the plan's precision.
+
+        Recomputation is not counted; the rate in fp8 is compared with the peak of bf16.
+        """
+        needed = self.decoder.operations_per_token * self.tokens_per_second / self.plan.world
+        return needed / self.hardware.peak_of(self.plan.precision or "fp32")
+
+    @property
+    def hfu(self) -> float:
+        """Hardware FLOPs utilisation: as `mfu`, with the forwards that full recomputation repeats."""
+        modes = (
+            self.plan.recompute
+            if isinstance(self.plan.recompute, tuple)
+            else (self.plan.recompute,) * len(self.decoder.kinds)
+        )
+        costs = self.decoder.layer_costs
+        again = sum(cost for cost, mode in zip(costs, modes, strict=True) if mode == "full")
+        return self.mfu * (1 + again / sum(costs) / 3)
+
+    @property
+    def peak_memory(self) -> float:
+        """The largest `allocated` of any rank, in bytes."""
+        return max(rank.allocated for rank in self.memory)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank's allocated and reserved bytes are at most the memory of a device."""
+        return max(rank.allocated + rank.reserved for rank in self.memory) <= self.hardware.memory
+
+    @property
+    def bound(self) -> str:
+        """The largest part of the breakdown, in words."""
+        return max(self.breakdown, key=lambda name: self.breakdown[name])
+
+    def __str__(self) -> str:
+        rows = [
+            f"step       {self.step_seconds:.4g} s, {self.tokens_per_second:,.0f} tokens/s on "
+            f"{self.plan.world:,} ranks, MFU {self.mfu:.1%}, HFU {self.hfu:.1%}",
+            f"memory     {self.peak_memory / 2**30:.1f} GiB allocated at most, {self._room}",
+        ]
+        rows += [
+            f"{name:<26} {seconds:>10.4f} s  {seconds / self.step_seconds:>6.1%}"
+            for name, seconds in self.breakdown.items()
+            if seconds > 0
+        ]
+        return "\n".join(rows)
+
+    @property
+    def _room(self) -> str:
+        room = self.hardware.memory - max(rank.allocated + rank.reserved for rank in self.memory)
+        have = f"{self.hardware.memory / 2**30:.1f} GiB of {self.hardware.name}"
+        return f"which fits the {have}" if room >= 0 else f"{-room / 2**30:.1f} GiB more than the {have}"
+
+
+def predict(
+    model: object,
+    plan: Plan,
+    hardware: Hardware | str | Path,
+    *,
+    rows: int | None = None,
+    framework: Framework = PLAIT,
+) -> Prediction:
+    """Return the predicted time and memory of a training step of `plan` on `hardware`.
+
+    `model`: one that `plait.models.gpt2` or `llama` has made, on the meta device too, or its sizes as a
+    `plait.prediction.decoder.Decoder`. `rows`: sequences of a data-parallel rank in a step, each as long as
+    the model's context; None: one a micro-batch. `hardware`: the name of a bundled file, a TOML file, or a
+    `Hardware`. `framework`: behaviour that the plan does not say; plait's own by default.
+
+    Nothing runs, and there is no communication. Raises PlanError, ModelError, ScheduleError or ConfigError
+    for what cannot run, and for a figure that the hardware lacks.
+    """
+    machine, decoder = load_hardware(hardware), decoder_of(model)
+    rows = plan.microbatches if rows is None else rows
+    check_plan(decoder, plan, rows)
+    schedule, cut = schedule_and_cut(
+        plan.schedule,
+        LayerCosts.evenly(decoder.layer_costs).with_messages(plan.pp),
+        ranks=plan.pp,
+        microbatches=plan.microbatches,
+        chunks=plan.chunks,
+        limit=plan.memory_limit,
+        cut=plan.layers_per_stage,
+    )
+    shape = StepShape(decoder, plan, framework, rows / plan.microbatches)
+    stages = stage_kinds(decoder.kinds, cut)
+    modes = stage_modes(plan, cut)
+    timer = LayerTimer(shape, machine, framework.product_precision or plan.precision or "fp32")
+    step = StepTimes(timer, schedule, stages, modes)
+    memory = predicted_memory(shape, schedule, stages, modes, machine.reserved)
+    return Prediction(
+        plan, decoder, machine, framework, rows, tuple(cut), step.timeline(), step.breakdown, memory
+    )
+
+
+def check_plan(model: Decoder, plan: Plan, rows: int) -> None:
+    """Raise PlanError where the model or the rows cannot be divided as the plan says."""
+    if not isinstance(rows, int) or isinstance(rows, bool) or rows < plan.microbatches:
+        raise PlanError(
+            f"rows is {rows!r}, and plan.microbatches is {plan.microbatches}: give at least one row for each "
+            "micro-batch."
+        )
+    if plan.tp > model.heads:
+        raise PlanError(f"plan.tp = {plan.tp} is more than model.heads = {model.heads}: lower plan.tp.")
+    layers = len(model.kinds)
+    if isinstance(plan.recompute, tuple) and len(plan.recompute) != layers:
+        raise PlanError(
+            f"plan.recompute has {len(plan.recompute)} values, but the model has {layers} layers: "
+            "give one value per layer, or one for all."
+        )

@@ -1,0 +1,201 @@
+"""`StepTimes`: the times of a step: its actions by event simulation, then gradient sums and the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from plait.plan import Plan, Recompute
+from plait.prediction.decoder import LayerKind
+from plait.prediction.layer_operations import ITEM
+from plait.prediction.layer_times import LayerTimer, Parts, PassTimes
+from plait.prediction.operations import AxisTransfer
+from plait.schedules.action import Kind
+from plait.schedules.event_simulation import Timing, simulate_events
+from plait.schedules.schedule import Schedule
+from plait.schedules.simulation.costs import Costs
+from plait.schedules.simulation.timeline import Timeline, simulate
+
+NANOSECOND = 1e-9
+"""Times of actions are whole multiples of it, so that the simulation is exact."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """The times of a step: its actions by event simulation, then gradient sums and the optimizer."""
+
+    timer: LayerTimer
+    schedule: Schedule
+    stages: Sequence[Sequence[LayerKind]]
+    """The kinds of each stage's layers."""
+    modes: Sequence[Sequence[Recompute]]
+    shorter: Schedule | None = None
+    """The same schedule with fewer micro-batches; then `schedule` too has fewer than the plan, and the times
+    of the others are extrapolated: the order of actions repeats itself."""
+
+    @cached_property
+    def passes(self) -> tuple[PassTimes, ...]:
+        """The times of each stage for one micro-batch; equal layers are timed once."""
+        known: dict[tuple[LayerKind, Recompute], PassTimes] = {}
+        found = []
+        nothing = PassTimes(Parts(), Parts(), Parts())
+        for kinds, modes in zip(self.stages, self.modes, strict=True):
+            total = nothing
+            for kind in zip(kinds, modes, strict=True):
+                if kind not in known:
+                    known[kind] = self.timer.times(*kind)
+                total = total + known[kind]
+            found.append(total)
+        return tuple(found)
+
+    @cached_property
+    def hop(self) -> float:
+        """Seconds of a message between neighbouring stages."""
+        if self.timer.shape.plan.pp == 1:
+            return 0.0
+        shape, plan = self.timer.shape, self.timer.shape.plan
+        divided = shape.framework.messages_divided and not plan.cuts_sequence
+        nbytes = shape.outside / (plan.tp if divided else 1)
+        return self.timer.network.seconds(AxisTransfer("message", "pp", nbytes))
+
+    @property
+    def costs(self) -> Costs:
+        """The costs of actions and messages, in nanoseconds."""
+        timing = self._timing(self.hop)
+        durations = timing.durations
+        return Costs(
+            F=durations[Kind.F],
+            I=durations[Kind.I],
+            W=durations[Kind.W],
+            comm=max((*timing.forward_hops, *timing.backward_hops)),
+        )
+
+    def timeline(self) -> Timeline:
+        """Return the simulated actions with their times in nanoseconds."""
+        return simulate(self.schedule, self.costs)
+
+    @cached_property
+    def ends(self) -> tuple[float, ...]:
+        """Seconds from the start of the step to each rank's last action."""
+        return self._ends(self.hop)
+
+    def _ends(self, hop: float) -> tuple[float, ...]:
+        timing = self._timing(hop)
+        ends = [row[-1] for row in simulate_events(self.schedule.actions, timing).ends]
+        if self.shorter is None:
+            return tuple(end * NANOSECOND for end in ends)
+        before = [row[-1] for row in simulate_events(self.shorter.actions, timing).ends]
+        left = self.timer.shape.plan.microbatches - self.schedule.microbatches
+        repeats = left / (self.schedule.microbatches - self.shorter.microbatches)
+        return tuple(
+            (end + repeats * (end - earlier)) * NANOSECOND for end, earlier in zip(ends, before, strict=True)
+        )
+
+    def _timing(self, hop: float) -> Timing:
+        blocks = self.timer.shape.framework.blocking_messages
+        extra = hop if blocks else 0.0
+        forward = [_whole(one.forward.total + extra) for one in self.passes]
+        inputs = [_whole(one.inputs.total + extra) for one in self.passes]
+        weights = [_whole(one.weights.total) for one in self.passes]
+        both = [first + second for first, second in zip(inputs, weights, strict=True)]
+        wait = 0 if blocks else _whole(hop)
+        rank_of = self.schedule.rank_of
+        hops = [0 if here == there else wait for here, there in pairwise(rank_of)]
+        durations = {Kind.F: forward, Kind.I: inputs, Kind.W: weights, Kind.B: both}
+        return Timing(durations, [0, *hops], [*hops, 0])
+
+    def parameters(self, rank: int) -> float:
+        """Return the parameters of a rank's stages before sharding over data-parallel ranks."""
+        shape = self.timer.shape
+        kinds = [kind for stage in self.schedule.stages_of(rank) for kind in self.stages[stage]]
+        return shape.decoder.parameters_of(kinds, shape.plan.tp)
+
+    def gradient_sum(self, rank: int) -> float:
+        """Return the seconds from a rank's last action until its gradients are summed."""
+        shape, plan, network = self.timer.shape, self.timer.shape.plan, self.timer.network
+        count, item = self.parameters(rank), ITEM[plan.reduce_precision or shape.gradient_precision]
+        if plan.reduce == "each" and plan.strategy in ("gradients", "full"):
+            return 0.0  # summed layer by layer in every backward
+        if plan.strategy == "none":
+            kinds = [AxisTransfer("all-reduce", "shard", count * item)]
+            kinds.append(AxisTransfer("all-reduce", "replicate", count * item))
+        else:
+            kinds = [AxisTransfer("reduce-scatter", "shard", count * item)]
+            kinds.append(AxisTransfer("all-reduce", "replicate", count * item / plan.state_ranks))
+        seconds = sum(map(network.seconds, kinds))
+        if not shape.framework.overlaps_data_sums:
+            return seconds
+        own = self.schedule.stages_of(rank)
+        layers = sum(len(self.stages[stage]) for stage in own)
+        # Sums of a layer start with the end of its gradient; those of the last one are never hidden.
+        window = sum(self.passes[stage].inputs.total + self.passes[stage].weights.total for stage in own)
+        return max(seconds / layers, seconds - window * (1 - 1 / layers))
+
+    def optimizer(self, rank: int) -> tuple[float, float]:
+        """Return the seconds of a rank's optimizer step, and of the gather of parameters that follows."""
+        shape, plan = self.timer.shape, self.timer.shape.plan
+        hardware = self.timer.hardware
+        count = self.parameters(rank)
+        ranks = plan.state_ranks if plan.strategy != "none" else 1
+        master = ITEM[plan.master_precision or plan.precision or "fp32"]
+        moments = shape.framework.moment_bytes or 2 * master
+        # Gradients are read for the norm and for the step; master and moments read and written.
+        nbytes = 2 * shape.gradient_item + 2 * (master + moments) + (shape.item if plan.has_master else 0)
+        bandwidth = hardware.memory_bandwidth * hardware.efficiency.memory
+        seconds = count / ranks * nbytes * shape.framework.optimizer_passes / bandwidth
+        if plan.strategy not in ("optimizer", "gradients"):
+            return seconds, 0.0
+        whole = AxisTransfer("all-gather", "shard", count * shape.item)
+        return seconds, self.timer.network.seconds(whole)
+
+    @cached_property
+    def seconds(self) -> float:
+        """The time of the step."""
+        ends = max(end + self.gradient_sum(rank) for rank, end in enumerate(self.ends))
+        return ends + max(sum(self.optimizer(rank)) for rank in range(len(self.ends)))
+
+    @cached_property
+    def breakdown(self) -> dict[str, float]:
+        """Seconds by use on the rank that ends last; waiting for messages and for other ranks apart."""
+        plan = self.timer.shape.plan
+        sums = [self.gradient_sum(rank) for rank in range(plan.pp)]
+        after = [self.optimizer(rank) for rank in range(plan.pp)]
+        last = max(range(plan.pp), key=lambda rank: self.ends[rank] + sums[rank])
+        slowest = max(after, key=sum)
+        parts = Parts()
+        for stage in self.schedule.stages_of(last):
+            parts = parts + self.passes[stage].total
+        parts = parts.times(plan.microbatches)
+        waiting = self.ends[last] - parts.total
+        without = self._ends(0.0)[last] if self.hop else self.ends[last]
+        pp = min(max(self.ends[last] - without, 0.0), max(waiting, 0.0))
+        return {
+            "matrix products": parts.products,
+            "attention": parts.attention,
+            "element-wise": parts.elementwise,
+            "recomputation": parts.recomputation,
+            "tp communication": parts.tp,
+            "cp communication": parts.cp,
+            "pp communication": pp,
+            "dp communication": parts.dp + sums[last] + slowest[1],
+            "bubble": waiting - pp,
+            "optimizer": slowest[0],
+            "host overhead": parts.host,
+        }
+
+
+def _whole(seconds: float) -> int:
+    return round(seconds / NANOSECOND)
+
+
+def stage_modes(plan: Plan, cut: Sequence[int]) -> tuple[tuple[Recompute, ...], ...]:
+    """Return the recompute mode of each layer of each stage."""
+    modes: Sequence[Recompute]
+    modes = plan.recompute if isinstance(plan.recompute, tuple) else (plan.recompute,) * sum(cut)
+    first, found = 0, []
+    for count in cut:
+        found.append(tuple(modes[first : first + count]))
+        first += count
+    return tuple(found)

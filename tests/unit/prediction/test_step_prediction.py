@@ -1,0 +1,132 @@
+from dataclasses import replace
+
+import pytest
+
+import plait
+from plait.errors import ModelError, PlanError
+from plait.plan import Plan
+from plait.prediction.decoder import Decoder
+from plait.prediction.framework import PLAIT
+from plait.prediction.quick_step import quick_step
+from plait.prediction.step_prediction import predict
+
+SMALL = Decoder(layers=8, hidden=1024, heads=16, vocab=32000, context=1024, gated=True, rotary=True)
+LLAMA_405B = Decoder(
+    layers=126,
+    hidden=16384,
+    heads=128,
+    kv_heads=8,
+    inner=53248,
+    vocab=128256,
+    context=8192,
+    gated=True,
+    rotary=True,
+)
+MIXED = {"precision": "bf16", "master_precision": "fp32"}
+PLANS = [
+    Plan(microbatches=2, **MIXED),
+    Plan(pp=4, microbatches=8, **MIXED),
+    Plan(pp=2, tp=2, dp=2, microbatches=4, schedule="zb-h1", strategy="optimizer", **MIXED),
+    Plan(pp=2, microbatches=4, schedule="interleaved", recompute="full", **MIXED),
+    Plan(tp=8, dp=8, microbatches=2, strategy="full", reduce="each", sequence_parallel="keep", **MIXED),
+    Plan(cp=16, tp=2, recompute="selective", **MIXED),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.schedule}-{plan.world}")
+def test_the_breakdown_adds_up_to_the_step_and_has_no_negative_part(plan: Plan) -> None:
+    found = predict(SMALL, plan, "h100-sxm")
+    assert sum(found.breakdown.values()) == found.step_seconds
+    assert min(found.breakdown.values()) >= -1e-6 * found.step_seconds
+    assert found.step_seconds >= found.timeline.makespan * 1e-9 * (1 - 1e-9)
+    assert found.tokens_per_second == pytest.approx(plan.microbatches * plan.dp * 1024 / found.step_seconds)
+    assert 0 < found.mfu < 1
+    assert (found.hfu > found.mfu) == (plan.recompute == "full")
+
+
+def test_the_bubble_of_even_stages_is_the_one_of_the_papers() -> None:
+    """Of 1F1B with p ranks and m micro-batches: (p − 1) / (m + p − 1), arXiv:2104.04473, section 2.2.1."""
+    model = replace(SMALL, layers=64, vocab=1)
+    cut = (33, *(32,) * 2, 33)
+    plan = Plan(pp=4, microbatches=12, layers_per_stage=cut, **MIXED)
+    found = predict(model, plan, "h100-sxm")
+    pipeline = found.timeline.makespan * 1e-9
+    waiting = found.breakdown["bubble"] + found.breakdown["pp communication"]
+    assert waiting / pipeline == pytest.approx(3 / 15, rel=0.05)
+
+
+def test_recomputation_costs_a_third_more_and_saves_activations() -> None:
+    plan = Plan(pp=2, microbatches=8, **MIXED)
+    kept, again = (predict(SMALL, replace(plan, recompute=mode), "h100-sxm") for mode in ("none", "full"))
+    assert 1.2 < again.step_seconds / kept.step_seconds < 1.4
+    assert again.breakdown["recomputation"] > 0 == kept.breakdown["recomputation"]
+    assert again.memory[0].activations < kept.memory[0].activations / 4
+
+
+def test_overlap_hides_communication() -> None:
+    plan = Plan(dp=64, tp=8, microbatches=2, **MIXED)
+    shown = replace(PLAIT, overlaps_data_sums=False, overlaps_tensor_sums=False)
+    hidden, plain = (predict(SMALL, plan, "h100-sxm", framework=one) for one in (PLAIT, shown))
+    for kind in ("tp communication", "dp communication"):
+        assert hidden.breakdown[kind] < plain.breakdown[kind]
+
+
+def test_small_layers_are_limited_by_the_host() -> None:
+    tiny = replace(SMALL, hidden=64, heads=4, context=32, vocab=100)
+    assert predict(tiny, Plan(), "h100-sxm").bound == "host overhead"
+
+
+@pytest.mark.parametrize(("policy", "count"), [("1f1b", 63), ("zb-h1", 63), ("interleaved", 64)])
+def test_steps_of_many_microbatches_are_extrapolated_from_shorter_ones(policy: str, count: int) -> None:
+    plan = Plan(pp=4, microbatches=count, schedule=policy, **MIXED)
+    whole = predict(SMALL, plan, "h100-sxm")
+    part = quick_step(SMALL, plan, whole.layers_per_stage, count, PLAIT, whole.hardware)
+    assert part.schedule.microbatches < 32
+    assert part.seconds == pytest.approx(whole.step_seconds, rel=1e-3)
+
+
+def test_a_model_on_meta_is_predicted_by_its_sizes() -> None:
+    model = plait.models.llama(layers=8, hidden=1024, heads=16, vocab=32000, context=1024)
+    plan = Plan(pp=2, microbatches=4, **MIXED)
+    given = replace(SMALL, inner=2816, kv_heads=16)
+    assert plait.predict(model, plan, "h100-sxm").breakdown == predict(given, plan, "h100-sxm").breakdown
+
+
+def test_405_billion_parameters_on_16384_ranks() -> None:
+    plan = Plan(
+        pp=16,
+        tp=8,
+        dp=128,
+        microbatches=16,
+        recompute="full",
+        strategy="optimizer",
+        sequence_parallel="regather",
+        **MIXED,
+    )
+    found = predict(LLAMA_405B, plan, "h100-sxm", rows=16)
+    assert LLAMA_405B.total_parameters == pytest.approx(405.85e9, rel=1e-3)
+    assert 0.15 < found.mfu < 0.45
+    assert "on 16,384 ranks" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("plan", "rows", "error", "message"),
+    [
+        (Plan(microbatches=4), 3, PlanError, "rows is 3, and plan.microbatches is 4"),
+        (Plan(tp=32), 1, PlanError, "plan.tp = 32 is more than model.heads = 16"),
+        (Plan(recompute=("full",)), 1, PlanError, "plan.recompute has 1 values, but the model has 18 layers"),
+        (Plan(pp=32, microbatches=32), 32, PlanError, "32 stages need at least 32 layers"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_one_sentence(
+    plan: Plan, rows: int, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        predict(SMALL, plan, "h100-sxm", rows=rows)
+
+
+def test_another_model_is_refused_with_what_to_give() -> None:
+    with pytest.raises(ModelError, match="the sizes of dict are not known"):
+        predict({}, Plan(), "h100-sxm")
+    with pytest.raises(ModelError, match="kv_heads = 3 does not divide"):
+        replace(SMALL, kv_heads=3)
