@@ -62,9 +62,6 @@ PRIVATE_USES = {
     ): "whether a TorchFunctionMode is on: no public way to ask",
     ("autograd/engine_calls.py", "run_backward", "_len_torch_function_stack"): "likewise",
     ("autograd/engine_calls.py", "run_backward", "_execution_engine"): "a backward without checks in Python",
-    ("autograd/engine_calls.py", "saving_is_hooked", "_C"): "whether saved tensors are hooked: no public way",
-    ("autograd/engine_calls.py", "saving_is_hooked", "_autograd"): "likewise",
-    ("autograd/engine_calls.py", "saving_is_hooked", "_top_saved_tensors_default_hooks"): "likewise",
     ("autograd/engine_calls.py", "apply_function", "_C"): "whether functorch is on: no public way to ask",
     ("autograd/engine_calls.py", "apply_function", "_are_functorch_transforms_active"): "likewise",
     (
@@ -127,7 +124,11 @@ PRIVATE_USES = {
         "backward",
         "_flash_attention_backward",
     ): "its backward with a given log-sum-exp: no public way",
-    ("pipeline/recompute.py", "versions_of", "_version"): "whether a result was written to: no public way",
+    (
+        "pipeline/recomputed_runs.py",
+        "versions_of",
+        "_version",
+    ): "whether a result was written to: no public way",
     ("autograd/regather.py", "_version", "_version"): "whether a layer wrote to what entered: likewise",
     (
         "layers/shape_inference.py",
@@ -145,12 +146,12 @@ PRIVATE_USES = {
         "_modules",
     ): "named_children leaves out what stands twice",
     (
-        "pipeline/recompute.py",
+        "pipeline/recomputed_runs.py",
         "_written",
         "_schema",
     ): "what an operation writes to: no public way to ask",
     (
-        "pipeline/recompute.py",
+        "pipeline/recomputed_runs.py",
         "*",
         "torch.utils._python_dispatch.TorchDispatchMode",
     ): "sees each operation",

@@ -248,3 +248,20 @@ def forbid_host_waits(device: torch.device) -> Iterator[None]:
 def keep_random_state(device: torch.device) -> AbstractContextManager[None]:
     """Restore torch's random state, also that of a GPU, at the end of the context."""
     return torch.random.fork_rng([device] if is_accelerator(device) else [])
+
+
+RandomState = tuple[Tensor, Tensor | None]
+"""State of torch's random numbers on the CPU, and on the current GPU."""
+
+
+def random_state() -> RandomState:
+    """Return the state of torch's random numbers."""
+    on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    return torch.default_generator.get_state(), on_gpu
+
+
+def set_random_state(state: RandomState) -> None:
+    """Continue torch's random numbers from `state`."""
+    torch.default_generator.set_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1])

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plait.autograd.engine_calls import apply_function, reshaped_in_place, saving_is_hooked
+from plait.autograd.engine_calls import apply_function, reshaped_in_place
+from plait.autograd.kept_results import RECOMPUTED_RUN
 from plait.autograd.regather import Gather
 from plait.autograd.split_backward import SplitBackward, refuse_other_orders, require_static, run_split
 from plait.autograd.weight_gradient_queue import WeightGradientQueue
@@ -97,11 +98,18 @@ def linear(
     """
     if queue is None or not _defers(input):
         return functional.linear(input, _rows_out(weight, transposed), bias)
-    is_late = saving_is_hooked()
-    output: Tensor = apply_function(_Linear, input, weight, bias, queue, transposed, is_late)
-    if is_late:  # after the input is saved, so that a recomputation may stop before the product
-        with torch.no_grad():
-            output.set_(functional.linear(input, _rows_out(weight, transposed), bias))  # type: ignore[call-overload]
+    run = RECOMPUTED_RUN.get()
+    if run is None:
+        return apply_function(_Linear, input, weight, bias, queue, transposed, False)  # type: ignore[no-any-return]
+    if not run.is_second:
+        return run.result(lambda: (apply_function(_Linear, input, weight, bias, queue, transposed, False),))[
+            0
+        ]  # type: ignore[return-value]
+    output: Tensor = apply_function(_Linear, input, weight, bias, queue, transposed, True)
+    # After the input is saved, where a second run may end.
+    with torch.no_grad():
+        product = run.result(lambda: (functional.linear(input, _rows_out(weight, transposed), bias),))[0]
+        output.set_(product)  # type: ignore[call-overload]
     return output
 
 

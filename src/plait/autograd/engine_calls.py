@@ -34,11 +34,6 @@ def run_backward(roots: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
     )
 
 
-def saving_is_hooked() -> bool:
-    """Return whether tensors that are saved now go to hooks, as in `torch.utils.checkpoint`."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-
-
 def apply_function(function: type[_Function], *arguments: Any) -> Any:
     """Return the result of `function.apply(*arguments)`."""
     if torch._C._are_functorch_transforms_active():

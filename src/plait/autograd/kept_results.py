@@ -1,13 +1,12 @@
-"""Results that selective recomputation keeps from a layer's first forward for its second.
+"""Results that a layer's second run, for its backward, takes over from the first.
 
-Recomputation recognises PyTorch's operations by itself. A function of several operations and messages
-passes through `kept` what should not be computed, or sent, a second time.
+While a layer runs under recomputation, `RECOMPUTED_RUN` holds the run. A function whose result should not be
+computed, or sent, a second time passes through `kept`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Protocol
 
@@ -16,37 +15,32 @@ from torch import Tensor
 Tensors = tuple[Tensor | None, ...]
 
 
-class ResultKeeper(Protocol):
-    """Stores the results of `kept` in a layer's first forward, or returns them in its second."""
+class RecomputedRun(Protocol):
+    """The first or the second run of a layer under recomputation."""
+
+    @property
+    def is_second(self) -> bool:
+        """Whether this run is for the backward, and ends at the last tensor that the backward needs."""
 
     @property
     def has_results(self) -> bool:
-        """Whether the next call of `kept` returns a result of the first forward."""
+        """Whether the next call of `result` returns a result of the first run."""
 
     def result(self, compute: Callable[[], Tensors]) -> Tensors:
-        """Return `compute()` and keep it; in the second forward, return what the first one kept."""
+        """Return `compute()` and keep it; in the second run, return what the first one kept."""
 
 
-_KEEPER: ContextVar[ResultKeeper | None] = ContextVar("plait_result_keeper", default=None)
-
-
-@contextmanager
-def keeping(keeper: ResultKeeper) -> Iterator[None]:
-    """Context in which `kept` stores its results in `keeper`, or takes them from it."""
-    token = _KEEPER.set(keeper)
-    try:
-        yield
-    finally:
-        _KEEPER.reset(token)
+RECOMPUTED_RUN: ContextVar[RecomputedRun | None] = ContextVar("plait_recomputed_run", default=None)
+"""None where a layer runs without recomputation, and in the first run where no result is kept."""
 
 
 def kept(compute: Callable[[], Tensors]) -> Tensors:
-    """Return `compute()`, or what it returned in the layer's first forward."""
-    keeper = _KEEPER.get()
-    return compute() if keeper is None else keeper.result(compute)
+    """Return `compute()`, or what it returned in the layer's first run."""
+    run = RECOMPUTED_RUN.get()
+    return compute() if run is None else run.result(compute)
 
 
 def next_result_is_kept() -> bool:
     """Return whether the next call of `kept` will not compute anything."""
-    keeper = _KEEPER.get()
-    return keeper is not None and keeper.has_results
+    run = RECOMPUTED_RUN.get()
+    return run is not None and run.has_results

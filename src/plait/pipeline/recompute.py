@@ -9,204 +9,135 @@ backward needs, so its last product is not computed again. Random numbers are th
 (Korthikanti et al. 2022, arXiv:2205.05198, section 5, recompute attention and keep the rest; here it is the
 other way round, since a fused attention keeps next to nothing.)
 
-Of matrix products, convolutions and attention the second run with `selective` reuses the first one's results.
-PyTorch's own selective checkpoints also keep the last result, which no backward needs, and return results
-that were written to after the operation; here a result that is written to is not kept.
-
-`TorchDispatchMode` is private by its path, but documented ("Extending PyTorch").
+`torch.utils.checkpoint` does the same for any function, and takes several times as long for a small layer.
+Here hooks of saved tensors count what the first run saves, and collect it in the second.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any, Self
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
+import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.graph import saved_tensors_hooks
 
-from plait.autograd.kept_results import Tensors, keeping
-from plait.layers.nested import Value, map_tensors, tensors_of
+from plait.autograd.kept_results import RECOMPUTED_RUN
+from plait.device import random_state, set_random_state
+from plait.errors import ModelError
+from plait.layers.nested import Value
+from plait.pipeline.recomputed_runs import FirstRun, RecordOperations, ReplayOperations, SecondRun
 from plait.plan import Recompute
 
-_CACHED = frozenset(
-    {
-        *("addmm", "baddbmm", "bmm", "convolution", "mm"),
-        *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_efficient_attention"),
-        *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
-        "_scaled_dot_product_fused_attention_overrideable",
-    }
-)
-"""Names of aten operations."""
+Run = Callable[..., Value]
 
 
-def recomputing(mode: Recompute, run: Callable[..., Value]) -> Callable[..., Value]:
+def recomputing(mode: Recompute, run: Run) -> Run:
     """Return `run` with a backward that recomputes as `mode` specifies; call it with gradients enabled.
 
     The arguments of a call must not change until its backward.
     """
-    if mode == "none":
-        return run
-    if mode == "full":
-        return partial(checkpoint, run, use_reentrant=False)
-    return partial(checkpoint, run, use_reentrant=False, context_fn=_selective_contexts())
+    return run if mode == "none" else RecomputingLayer(run, keeps_results=mode == "selective")
 
 
-def _selective_contexts() -> Callable[[], tuple[RecordOperations, ReplayOperations]]:
-    """Return a `context_fn` for `checkpoint`: it makes the contexts of a layer's first and second forward."""
-    most: int | None = None  # operations that a second run has replayed; None before the first backward
+class RecomputingLayer:
+    """A layer's `run`, and how many results of a first run the second ones have used so far."""
 
-    def note(replayed: int) -> None:
-        nonlocal most
-        most = max(most or 0, replayed)
+    def __init__(self, run: Run, *, keeps_results: bool) -> None:
+        self.run = run
+        self.keeps_results = keeps_results
+        self.most_results: int | None = None if keeps_results else 0
+        """Results of `kept` that a second run has used; None before the first one."""
+        self.most_operations: int | None = None if keeps_results else 0
+        """Results of other operations that a second run has used, likewise."""
 
-    def make() -> tuple[RecordOperations, ReplayOperations]:
-        recorded = RecordOperations(most)
-        return recorded, ReplayOperations(recorded, note)
+    def __call__(self, *arguments: Any) -> Value:
+        """Return `run(*arguments)`; its graph holds the arguments in place of what autograd saves."""
+        call = _RecomputingCall(self, arguments)
+        with saved_tensors_hooks(call.count, call.recomputed):
+            return call.run_first() if self.keeps_results else self.run(*arguments)
 
-    return make
+    def note(self, second: SecondRun) -> None:
+        """Note how many results a second run has used."""
+        if self.keeps_results:
+            self.most_results = max(self.most_results or 0, second.used_results)
+            self.most_operations = max(self.most_operations or 0, second.used_operations)
 
 
-class RecordOperations(TorchDispatchMode):
-    """Context of a layer's first forward: stores the results of matrix products, convolutions, attention."""
+class _AllSaved(BaseException):
+    """Ends a second run that has saved what the first one did; no `except Exception` of a layer stops it."""
 
-    def __init__(self, most: int | None) -> None:
-        """`most`: the maximum number of stored results; None: all."""
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.most = most
-        self.results: list[Any] = []
-        """None for an operation that is to be computed again."""
-        self.kept: deque[tuple[Tensors, list[int]]] = deque()
-        """The results of `result`, and their versions: an in-place write increases them."""
-        self.active = False
-        self._keeping: AbstractContextManager[None] = nullcontext()
-        self._paused = False
 
-    def __enter__(self) -> Self:
-        """Start recording."""
-        self.active = True
-        self._keeping = keeping(self)
-        self._keeping.__enter__()
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
+class _RecomputingCall:
+    """One call of a layer: counts the tensors that are saved; a second run computes them when one is read."""
 
-    def __exit__(self, *error: Any) -> None:
-        """Stop recording."""
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._keeping.__exit__(None, None, None)
-        self.active = False
+    def __init__(self, layer: RecomputingLayer, arguments: tuple[Any, ...]) -> None:
+        self._layer, self._arguments = layer, arguments
+        self._saved: dict[int, Tensor] = {}
+        """By number, what a second run has saved and the backward has not read yet."""
+        self._kinds: list[tuple[torch.Size, torch.dtype]] = []
+        """Of the tensors that the first run has saved."""
+        self._random_state = random_state()
+        self._first = FirstRun(layer.most_results, layer.most_operations)
 
-    @property
-    def has_results(self) -> bool:
-        """False: the first forward computes everything."""
-        return False
+    def count(self, tensor: Tensor) -> int:
+        """Return the number of a tensor that the first run saves, which is saved in its place."""
+        self._kinds.append((tensor.shape, tensor.dtype))
+        return len(self._kinds) - 1
 
-    def result(self, compute: Callable[[], Tensors]) -> Tensors:
-        """Return `compute()` and keep it, but no result of an operation within."""
-        self._paused = True
+    def recomputed(self, number: int) -> Tensor:
+        """Return the saved tensor with a number, and forget it; run the layer again where there is none."""
+        if number not in self._saved:
+            self._run_again()
+        found, (shape, dtype) = self._saved.pop(number, None), self._kinds[number]
+        if found is None or found.shape != shape or found.dtype != dtype:
+            given = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
+            raise ModelError(
+                f"a layer that is recomputed saved {dtype} {list(shape)} for its backward, and {given} when "
+                "it ran again: its forward must do the same each time."
+            )
+        return found
+
+    def run_first(self) -> Value:
+        """Run the layer, and keep what a second run will use."""
+        first = self._first
+        # Plait's own linears and attention keep their results by themselves.
+        first.active = True
+        others = nullcontext() if first.most_operations == 0 else RecordOperations(first)
+        token = RECOMPUTED_RUN.set(first)
         try:
-            made = compute()
+            with others:
+                return self._layer.run(*self._arguments)
         finally:
-            self._paused = False
-        tensors = tuple(None if one is None else one.detach() for one in made)
-        self.kept.append((tensors, versions_of(tensors)))
-        return made
+            RECOMPUTED_RUN.reset(token)
+            first.finish()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """Run `func` and store its result; discard stored results that it writes to."""
-        for tensor in _written(func, args, kwargs or {}):
-            self._drop(tensor)
-        result = func(*args, **(kwargs or {}))
-        if _is_cached(func) and not self._paused:
-            stores = self.most is None or len(self.results) < self.most
-            # Without its graph, which would keep the activations alive.
-            self.results.append(map_tensors(Tensor.detach, result) if stores else None)
-        return result
+    def _run_again(self) -> None:
+        """Run the layer with the first run's random numbers, up to the last tensor that was saved there."""
+        layer, second, before = self._layer, SecondRun(self._first), random_state()
+        others = ReplayOperations(second) if self._first.operations else nullcontext()
+        saved: list[Tensor] = []
 
-    def _drop(self, written: Tensor) -> None:
-        """Discard the stored results that share memory with a written tensor."""
-        storage = written.untyped_storage()
-        for number, result in enumerate(self.results):
-            if any(tensor.untyped_storage() is storage for tensor in tensors_of(result)):
-                self.results[number] = None
+        def save(tensor: Tensor) -> Tensor:
+            saved.append(tensor.detach())  # without its graph, which would hold itself by this hook
+            if len(saved) == len(self._kinds):
+                raise _AllSaved
+            return saved[-1]
 
-
-class ReplayOperations(TorchDispatchMode):
-    """Context of a layer's second forward: returns the results that the first one stored."""
-
-    def __init__(self, recorded: RecordOperations, note: Callable[[int], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._recorded = recorded
-        self._note = note
-        self._replayed = 0
-        self._keeping: AbstractContextManager[None] = nullcontext()
-        self._paused = False
-
-    def __enter__(self) -> Self:
-        """Start replaying."""
-        self._replayed = 0
-        self._keeping = keeping(self)
-        self._keeping.__enter__()
-        if self._recorded.active:  # the layer runs again within its first run: operations cannot be numbered
-            self._recorded.results.clear()
-            self._recorded.kept.clear()
-            self._recorded.most = 0
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        """Stop replaying."""
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._keeping.__exit__(None, None, None)
-        self._note(self._replayed)
-
-    @property
-    def has_results(self) -> bool:
-        """Whether the next result was kept, and has not been written to."""
-        kept = self._recorded.kept
-        return bool(kept) and versions_of(kept[0][0]) == kept[0][1]
-
-    def result(self, compute: Callable[[], Tensors]) -> Tensors:
-        """Return the next result that the first forward kept; compute it if there is none."""
-        if self.has_results:
-            return self._recorded.kept.popleft()[0]
-        if self._recorded.kept:
-            self._recorded.kept.popleft()
-        self._paused = True
+        token = RECOMPUTED_RUN.set(second)
+        set_random_state(self._random_state)
         try:
-            return compute()
+            with torch.enable_grad(), saved_tensors_hooks(save, _unchanged), others:
+                layer.run(*self._arguments)
+        except _AllSaved:
+            pass
         finally:
-            self._paused = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """Return the stored result of `func` and forget it; run `func` where no result is stored."""
-        found, results = None, self._recorded.results
-        if _is_cached(func) and not self._paused:
-            if self._replayed < len(results):
-                found, results[self._replayed] = results[self._replayed], None
-            self._replayed += 1
-        return func(*args, **(kwargs or {})) if found is None else found
+            set_random_state(before)
+            RECOMPUTED_RUN.reset(token)
+        layer.note(second)
+        self._saved = dict(enumerate(saved))
 
 
-def versions_of(tensors: Tensors) -> list[int]:
-    """Return the version counters of tensors, which each in-place write increases."""
-    return [-1 if tensor is None else tensor._version for tensor in tensors]
-
-
-def _is_cached(operation: Any) -> bool:
-    return operation.namespace == "aten" and operation.overloadpacket.__name__ in _CACHED
-
-
-def _written(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """Yield the tensors that an operation writes to."""
-    if operation.namespace == "c10d":  # collectives write to their arguments; their schema does not say so
-        yield from tensors_of(args)
-    schema = operation._schema
-    if schema.is_mutable:
-        for position, argument in enumerate(schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                given = args[position] if position < len(args) else kwargs.get(argument.name)
-                yield from tensors_of(given)
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor

@@ -12,7 +12,6 @@ from plait.autograd.engine_calls import (
     apply_function,
     reshaped_in_place,
     run_backward,
-    saving_is_hooked,
 )
 
 
@@ -58,13 +57,6 @@ def test_a_function_is_applied_with_its_graph() -> None:
 def test_a_transform_of_functorch_is_refused_as_by_torch() -> None:
     with pytest.raises(RuntimeError, match="setup_context"):
         torch.func.grad(lambda one: apply_function(Double, one, 3.0).sum())(torch.ones(2))
-
-
-def test_hooks_of_saved_tensors_are_seen() -> None:
-    assert not saving_is_hooked()
-    with torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one):
-        assert saving_is_hooked()
-    assert not saving_is_hooked()
 
 
 def test_a_tensor_in_another_shape_is_no_view_of_the_first() -> None:

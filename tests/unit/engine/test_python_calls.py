@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import plait
+from plait.plan import Recompute
 
 WIDTH, LAYERS, MICROBATCHES = 16, 32, 8
 
@@ -26,9 +27,9 @@ class Residual(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-def calls_of_a_step(make_layer: Any) -> float:
+def calls_of_a_step(make_layer: Any, recompute: Recompute) -> float:
     """Calls of Python functions per layer and micro-batch, forward and backward, of one rank's third step."""
-    plan = plait.Plan(microbatches=MICROBATCHES)
+    plan = plait.Plan(microbatches=MICROBATCHES, recompute=recompute)
     model = nn.Sequential(*(make_layer() for _ in range(LAYERS)))
     engine = plait.parallelize(model, plan, plait.Mesh(plan), nn.functional.mse_loss, broadcast=True)
     batch = torch.zeros(MICROBATCHES * 2, WIDTH)
@@ -49,7 +50,15 @@ def calls_of_a_step(make_layer: Any) -> float:
 
 
 @pytest.mark.parametrize(
-    ("make_layer", "most"), [(lambda: nn.Linear(WIDTH, WIDTH), 45), (Residual, 72)], ids=["one", "two"]
+    ("make_layer", "recompute", "most"),
+    [
+        (lambda: nn.Linear(WIDTH, WIDTH), "none", 45),
+        (lambda: nn.Linear(WIDTH, WIDTH), "selective", 90),
+        (lambda: nn.Linear(WIDTH, WIDTH), "full", 84),
+        (Residual, "none", 72),
+        (Residual, "selective", 155),
+        (Residual, "full", 145),
+    ],
 )
-def test_a_layer_calls_few_python_functions(make_layer: Any, most: int) -> None:
-    assert plait.launch(calls_of_a_step, make_layer, ranks=1, ranks_as="threads")[0] <= most
+def test_a_layer_calls_few_python_functions(make_layer: Any, recompute: Recompute, most: int) -> None:
+    assert plait.launch(calls_of_a_step, make_layer, recompute, ranks=1, ranks_as="threads")[0] <= most

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.autograd.deferred_weight_gradients import defer_weight_gradients
 from plait.autograd.weight_gradient_queue import WeightGradientQueue
-from plait.pipeline.recompute import recomputing
+from plait.errors import ModelError
+from plait.pipeline.recompute import RecomputingLayer, recomputing
 from plait.plan import Recompute
 
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -184,3 +185,61 @@ def test_what_stays_until_the_backward() -> None:
     assert held("full") == [0, 0]
     assert held("selective") == [4 * ROW, 4 * ROW]  # the first product, not the last
     assert held("none") == [(1 + 4 + 4) * ROW] * 2  # the norm's and the activation's, too
+
+
+def test_products_of_others_are_kept_and_own_ones_need_no_dispatch_mode() -> None:
+    module, queue = mlp()
+    layer = recomputing("selective", module)
+    for _ in range(2):
+        value = torch.ones(2, 4, dtype=torch.float64).requires_grad_()
+        layer(value).sum().backward()
+        queue.take()
+    assert isinstance(layer, RecomputingLayer)
+    assert (layer.most_results, layer.most_operations) == (1, 0)
+    other = recomputing("selective", lambda value: (value @ value.transpose(-1, -2)).sin())
+    other(value).sum().backward()
+    assert isinstance(other, RecomputingLayer)
+    assert (other.most_results, other.most_operations) == (0, 1)
+
+
+def test_a_saved_tensor_that_is_read_twice_is_computed_twice() -> None:
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: Tensor) -> Tensor:
+            ctx.save_for_backward(value * 2)
+            return value * 3
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient * (ctx.saved_tensors[0] + ctx.saved_tensors[0])
+
+    value = torch.ones(3, dtype=torch.float64).requires_grad_()
+    recomputing("full", Twice.apply)(value).sum().backward()
+    assert value.grad is not None
+    assert value.grad.tolist() == [4.0] * 3
+
+
+def test_a_layer_that_saves_less_when_it_runs_again_is_refused() -> None:
+    runs: list[int] = []
+
+    def run(value: Tensor) -> Tensor:
+        runs.append(1)
+        return value.sin().exp() if len(runs) == 1 else value * 2
+
+    value = torch.ones(3, dtype=torch.float64).requires_grad_()
+    with pytest.raises(
+        ModelError, match=r"saved torch.float64 \[3\] for its backward, and nothing when it ran again"
+    ):
+        recomputing("full", run)(value).sum().backward()
+
+
+def test_a_layer_that_computes_a_gradient_within_its_forward() -> None:
+    def run(value: Tensor) -> Tensor:
+        inner = value.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(inner.sin().sum(), inner)
+        return value * gradient
+
+    for mode in MODES:
+        _, gradient = there_and_back(run, mode, WeightGradientQueue())
+        expected = there_and_back(run, "none", WeightGradientQueue())[1]
+        assert torch.equal(gradient, expected)
