@@ -40,9 +40,10 @@ def output_linear_name(last: NamedLayer, rules: Mapping[str, Rule], loss_rows: i
             f"plan.loss_rows is {loss_rows}, but {full} has a forward of its own: set loss_rows to None."
         )
     if rule is not None and (rule.kind != "vocabulary" or rule.gather_output):
+        kind = f"{rule.kind}, gathered" if rule.gather_output else rule.kind
         raise PlanError(
-            f"plan.loss_rows is {loss_rows}, but {full} has the rule {rule.kind}: give it the rule "
-            "vocabulary, or set loss_rows to None."
+            f"plan.loss_rows is {loss_rows}, but the rule of {full} is {kind}: give it the rule vocabulary, "
+            "not gathered, or set loss_rows to None."
         )
     return str(names[-1])
 
