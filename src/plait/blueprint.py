@@ -95,9 +95,7 @@ class Blueprint:
 
     @cached_property
     def output_classes(self) -> int | None:
-        """The number of all logits' classes, where the loss computes them; else the last layer's output has
-        them.
-        """
+        """The number of classes of all logits, where the loss computes these; else None."""
         if self.output_linear is None:
             return None
         return cast(nn.Linear, self.sequence.layers[-1].module.get_submodule(self.output_linear)).out_features
@@ -212,7 +210,8 @@ def build_blueprint(
     check_accumulation_dtype(plan, specs)
     output_linear = None
     if plan.loss_rows is not None:
-        output_linear = output_linear_name(sequence.layers[-1], module_rules, plan.loss_rows)
+        last, in_pieces = sequence.layers[-1], dims[-1].output is not None
+        output_linear = output_linear_name(last, module_rules, plan.loss_rows, ends_in_pieces=in_pieces)
     schedule, counts = order_of(
         plan.schedule,
         assumed_costs(sequence, output_linear).with_messages(plan.pp),

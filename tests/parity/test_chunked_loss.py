@@ -14,10 +14,11 @@ from parity.cases import GPT2_VOCAB, SMOOTHED, case, draw_contexts, gpt2, llama
 from parity.norm import TOLERANCE, assert_equal
 from parity.pairs import covering_rows
 from parity.parity import check_parity
+from plait.blueprint import build_blueprint
 from plait.errors import DataError, PlanError
 from plait.layers.nested import Microbatches
 from plait.plan import Plan
-from plait.rules import Rule, column, vocabulary
+from plait.rules import column, sequence, vocabulary
 from plait.tensor.losses import CrossEntropy
 
 
@@ -210,13 +211,32 @@ def one_step(last, loss):
     engine.forward_backward(torch.ones(3, 4), torch.ones(3, dtype=torch.int64))
 
 
-def refused_rule(rule: Rule) -> None:
-    plan = Plan(tp=2, loss_rows=2)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    plait.parallelize(model, plan, plait.Mesh(plan), plait.cross_entropy, rules={"1": rule})
+@pytest.mark.parametrize(
+    ("rule", "why"),
+    [
+        (column, "the rule of 1 is column: give it the rule vocabulary"),
+        (replace(vocabulary, gather_output=True), "the rule of 1 is vocabulary, gathered"),
+        (sequence, "the last layer '1' runs on pieces of the sequence to its end"),
+    ],
+    ids=["column", "gathered", "sequence"],
+)
+def test_a_linear_with_another_rule_is_refused(rule, why):
+    plan = Plan(tp=2, loss_rows=2, sequence_parallel="keep")
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+    with pytest.raises(PlanError, match=why):
+        build_blueprint(model, plan, {"0": sequence, "1": rule})
 
 
-def test_a_linear_with_another_rule_is_refused(thread_ranks):
-    for rule, name in ((column, "column"), (replace(vocabulary, gather_output=True), "vocabulary, gathered")):
-        with pytest.raises(PlanError, match=f"the rule of 1 is {name}: give it the rule vocabulary"):
-            thread_ranks.run(refused_rule, rule, ranks=2)
+def calls_in_a_rank(plan: Plan) -> int:
+    engine = woven.weave(gpt2(), plan)
+    engine.forward_backward(*woven.shares(gpt2(), engine, 1)[0])
+    return engine.traffic()["tp"]["all_reduce"].calls
+
+
+def test_each_chunk_has_the_sums_of_the_loss(thread_ranks):
+    """Two, as a micro-batch of whole logits has; there are four chunks in each."""
+    plan = Plan(tp=2, microbatches=3, precision="fp64")
+    whole, chunks = (
+        thread_ranks.run(calls_in_a_rank, replace(plan, loss_rows=rows), ranks=2)[0] for rows in (None, 5)
+    )
+    assert chunks - whole == 3 * 2 * (4 - 1)

@@ -21,11 +21,14 @@ OutputLinear = nn.Linear | ColumnParallelLinear
 """With `weight` `[classes, features]` (this rank's classes, if partitioned), and perhaps `bias`."""
 
 
-def output_linear_name(last: NamedLayer, rules: Mapping[str, Rule], loss_rows: int) -> str:
+def output_linear_name(
+    last: NamedLayer, rules: Mapping[str, Rule], loss_rows: int, *, ends_in_pieces: bool = False
+) -> str:
     """Return the name, within the last layer, of its last `nn.Linear`.
 
     Whether the layer returns the linear's output is known when it runs: see `require_features`. Raises
-    PlanError where there is no `nn.Linear`, or `rules` partition it otherwise than by vocabulary.
+    PlanError where there is no `nn.Linear`, where `rules` partition it otherwise than by vocabulary, or where
+    the layer `ends_in_pieces`: each rank of `tp` runs the linear on its piece of the sequence.
     """
     names = [name for name, module in last.module.named_modules() if type(module) is nn.Linear]
     if not names:
@@ -38,6 +41,11 @@ def output_linear_name(last: NamedLayer, rules: Mapping[str, Rule], loss_rows: i
     if "forward" in vars(last.module.get_submodule(names[-1])):
         raise PlanError(
             f"plan.loss_rows is {loss_rows}, but {full} has a forward of its own: set loss_rows to None."
+        )
+    if ends_in_pieces:
+        raise PlanError(
+            f"plan.loss_rows is {loss_rows}, but the last layer {last.path!r} runs on pieces of the sequence "
+            f"to its end: give {full} the rule vocabulary, or remove the layer's rule sequence."
         )
     if rule is not None and (rule.kind != "vocabulary" or rule.gather_output):
         kind = f"{rule.kind}, gathered" if rule.gather_output else rule.kind
