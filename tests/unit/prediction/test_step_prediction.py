@@ -64,9 +64,10 @@ def test_recomputation_costs_a_third_more_and_saves_activations() -> None:
 
 
 def test_the_loss_in_chunks_computes_as_much_in_less_memory() -> None:
+    """Each chunk reads and writes the gradient of the head's weight."""
     plan = Plan(microbatches=4, schedule="zb-h1", **MIXED)
     whole, chunks = (predict(SMALL, replace(plan, loss_rows=rows), "h100-sxm") for rows in (None, 256))
-    assert chunks.breakdown["matrix products"] == pytest.approx(whole.breakdown["matrix products"], rel=0.1)
+    assert 1 < chunks.breakdown["matrix products"] / whole.breakdown["matrix products"] < 1.2
     assert chunks.memory[0].temporary < whole.memory[0].temporary / 3
 
 
