@@ -37,6 +37,7 @@ from plait.sharding.buffer_specs import BufferSpecs, StoragePolicy, build_buffer
 from plait.sharding.owners import Owners, pp_owners
 from plait.tensor.apply_rules import layouts_of, match_modules
 from plait.tensor.meta_device_runs import MetaLayers
+from plait.tensor.output_linear import output_linear_name
 from plait.tensor.sequence_dims import SequenceDims, sequence_dims, summed_over_tp
 from plait.tensor.tensor_parallelism import TensorParallelism, named
 
@@ -61,6 +62,8 @@ class Blueprint:
     layers_per_stage: tuple[int, ...]
     recompute: tuple[Recompute, ...]
     """How much of its forward each layer runs again in its backward."""
+    output_linear: str | None
+    """The name, within the last layer, of the linear whose logits the loss computes in chunks; None: none."""
 
     @cached_property
     def layouts(self) -> Mapping[str, Layout]:
@@ -77,12 +80,25 @@ class Blueprint:
     def lowering_spec(self) -> LoweringSpec:
         """Input of `lower` besides the schedule: layers per stage and parameter unit, sharding, overlap."""
         users = unit_users(self.sequence, self.layers_per_stage)
-        return LoweringSpec(self.layers_per_stage, users, self.plan.overlap, sharding_of(self.plan))
+        return LoweringSpec(
+            self.layers_per_stage,
+            users,
+            self.plan.overlap,
+            sharding_of(self.plan),
+            loss_computes_logits=self.output_linear is not None,
+        )
 
     @cached_property
     def programs(self) -> StepPrograms:
         """The instructions of each rank of `pp`, lowered from `schedule`, for training and inference."""
         return StepPrograms(self.schedule, self.lowering_spec)
+
+    @cached_property
+    def output_classes(self) -> int | None:
+        """The number of classes of all logits, where the loss computes these; else None."""
+        if self.output_linear is None:
+            return None
+        return cast(nn.Linear, self.sequence.layers[-1].module.get_submodule(self.output_linear)).out_features
 
     @cached_property
     def structures(self) -> tuple[Hashable, ...]:
@@ -146,6 +162,7 @@ class Blueprint:
             coordinate=coordinate,
             dtype=dtype,
             results=results,
+            output_linear=self.output_linear,
         )
 
 
@@ -191,9 +208,13 @@ def build_blueprint(
         sequence.units, sequence.parameters, whole_layouts, summed, storage_policy(plan), plan.state_ranks
     )
     check_accumulation_dtype(plan, specs)
+    output_linear = None
+    if plan.loss_rows is not None:
+        last, in_pieces = sequence.layers[-1], dims[-1].output is not None
+        output_linear = output_linear_name(last, module_rules, plan.loss_rows, ends_in_pieces=in_pieces)
     schedule, counts = order_of(
         plan.schedule,
-        LayerCosts.evenly(layer_costs(sequence.layers)).with_messages(plan.pp),
+        assumed_costs(sequence, output_linear).with_messages(plan.pp),
         ranks=plan.pp,
         microbatches=plan.microbatches,
         chunks=plan.chunks,
@@ -201,8 +222,27 @@ def build_blueprint(
         cut=plan.layers_per_stage,
     )
     return Blueprint(
-        plan, sequence, module_rules, whole_layouts, summed, dims, specs, schedule, counts, recompute
+        plan,
+        sequence,
+        module_rules,
+        whole_layouts,
+        summed,
+        dims,
+        specs,
+        schedule,
+        counts,
+        recompute,
+        output_linear,
     )
+
+
+def assumed_costs(sequence: LayerSequence, output_linear: str | None) -> LayerCosts:
+    """Return the assumed costs of the layers; those of `output_linear` all belong to `I`."""
+    costs = LayerCosts.evenly(layer_costs(sequence.layers))
+    if output_linear is None:
+        return costs
+    linear = cast(nn.Linear, sequence.layers[-1].module.get_submodule(output_linear))
+    return costs.in_input_gradient(-1, linear.weight.numel())
 
 
 def recompute_per_layer(plan: Plan, layers: int) -> tuple[Recompute, ...]:

@@ -21,6 +21,7 @@ from plait.blueprint import Blueprint, shared_blueprint
 from plait.comm.consistency_check import ranks_unlike_first, require_same_text
 from plait.comm.mesh import Mesh
 from plait.engine import Engine, Runtime
+from plait.engine.loss_stages import build_loss_stage
 from plait.errors import ModelError, listed
 from plait.layers.fingerprint import fingerprint, fingerprint_of_values
 from plait.layers.layer_sequence import LayerSequence, NamedLayer, private_copy, sequence_of
@@ -29,7 +30,6 @@ from plait.layers.validation import refuse_compiled_loss
 from plait.layout import shard
 from plait.models.tensor_sources import LocalSource, RankZeroSource, TensorSource, locate_tensors
 from plait.pipeline.exchange import Exchange
-from plait.pipeline.loss_stage import LossStage
 from plait.pipeline.pipeline_rank import PipelineRank
 from plait.pipeline.stage import Stage
 from plait.plan import Plan
@@ -39,10 +39,8 @@ from plait.schedules.messages import channels_of
 from plait.sharding.owners import counted_parameters, reduction_axis, reduction_groups
 from plait.sharding.unit import Unit, UnitFactory
 from plait.tensor.feature_partition import is_sharded
-from plait.tensor.losses import Loss, loss_of_pieces
 from plait.tensor.tensor_parallelism import TensorParallelism, named
 from plait.tensor.torch_losses import GivenLoss, as_loss
-from plait.tensor.vocabulary_partition import Vocabulary
 
 
 def parallelize(
@@ -82,13 +80,16 @@ def parallelize(
     tensor_parallel = blueprint.tensor_parallel(mesh.group("tp"))
     stages = build_stages(blueprint, sequence, spans, units, tensor_parallel, mesh, source, dropout, queue)
     vocabulary = tensor_parallel.vocabulary_of(blueprint.sequence.layers[-1])
+    stage = stages.get(len(blueprint.stage_layers) - 1)
+    last = None if stage is None else stage.layers[-1]
+    loss_stage = build_loss_stage(blueprint, loss, vocabulary, last, queue)
     channels = mesh.channel_groups(channels_of(blueprint.schedule))
     exchange = Exchange(mesh.index("pp"), channels, mesh.device)
     runtime = Runtime(
         blueprint=blueprint,
         mesh=mesh,
         loss=loss,
-        pipeline=PipelineRank(stages, exchange, loss_stage(loss, vocabulary), blueprint.layers_per_stage),
+        pipeline=PipelineRank(stages, exchange, loss_stage, blueprint.layers_per_stage),
         units=units,
         context_parallelism=ContextParallelism.of(plan, mesh.group("cp"), queue.overlap),
         dropout=dropout,
@@ -130,13 +131,6 @@ def agreed_source(
             "rank 0 count, or seed each rank alike (torch.manual_seed) before it builds the model."
         )
     return own
-
-
-def loss_stage(loss: Loss, vocabulary: Vocabulary | None) -> LossStage:
-    """Return the `LossStage`: for full logits if `vocabulary` is None, else for this rank's shard of them."""
-    if vocabulary is None:
-        return LossStage(loss)
-    return LossStage(loss_of_pieces(loss, vocabulary), writes_output=True)
 
 
 def build_units(

@@ -76,6 +76,10 @@ class Plan:
     `loss_scale` multiplies the loss, and final gradients are divided by it; by default fp16 has a dynamic
     scale, and other precisions have none.
 
+    `loss_rows`: the most rows of logits (for a language model: tokens) that exist at once. The last layer
+    then returns the input of its last linear, and `plait.cross_entropy` computes logits, loss and all
+    gradients of the linear in chunks of that many rows, within `I`. None: all rows of a micro-batch at once.
+
     `overlap`: whether a stage's full backward computes input and weight gradients layer by layer, so that
     weight gradients overlap the reductions over `tp`; else all input gradients come first, so that the
     previous stage can continue. By default only stages without a waiting previous stage overlap.
@@ -102,14 +106,16 @@ class Plan:
     offload: Offload = "none"
     loss_scale: float | None = None
     memory_limit: float | None = None
+    loss_rows: int | None = None
     overlap: bool | None = None
     layers_per_stage: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("pp", "dp", "cp", "tp", "replicate", "microbatches"):
             _require_count(name, getattr(self, name))
-        if self.chunks is not None:
-            _require_count("chunks", self.chunks)
+        for name in ("chunks", "loss_rows"):
+            if getattr(self, name) is not None:
+                _require_count(name, getattr(self, name))
         for name, kind in _CHOICES.items():
             _require_choice(name, getattr(self, name), get_args(kind))
         self._require_recompute()

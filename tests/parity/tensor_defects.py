@@ -17,7 +17,7 @@ from plait.autograd.paired_collectives import copy, reduce
 from plait.comm.collectives import all_reduce
 from plait.comm.handle import Handle
 from plait.sharding.reducer import Reducer
-from plait.tensor import embedding, losses, sampling
+from plait.tensor import embedding, sampling, softmax_terms
 from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from plait.tensor.vocabulary_partition import Vocabulary
 
@@ -117,7 +117,7 @@ def maximum_of_own_logits() -> Iterator[None]:
     def skip_maximum(tensor: Tensor, group: Any, op: Any = "sum", **options: Any) -> Handle[Tensor]:
         return Handle.done(tensor, group) if op == "max" else all_reduce(tensor, group, op, **options)
 
-    with patch.object(losses, "all_reduce", skip_maximum):
+    with patch.object(softmax_terms, "all_reduce", skip_maximum):
         yield
 
 

@@ -24,7 +24,7 @@ from parity.cases import gpt2
 from plait.loop import training
 from plait.loop.training import TrainingLoop
 from plait.plan import Plan
-from plait.tensor import losses
+from plait.tensor import softmax_terms
 from plait.tensor.embedding import VocabParallelEmbedding
 from plait.train.config import Config
 from plait.train.loop import train
@@ -94,7 +94,7 @@ PLANS = {
 def _checks_of_values_are_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens and targets are looked at where that costs no wait."""
     monkeypatch.setattr(VocabParallelEmbedding, "_require_known", lambda *_: None)
-    monkeypatch.setattr(losses, "is_accelerator", lambda where: True)
+    monkeypatch.setattr(softmax_terms, "is_accelerator", lambda where: True)
 
 
 @pytest.mark.parametrize("name", PLANS)

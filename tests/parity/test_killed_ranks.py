@@ -188,13 +188,13 @@ def surround(engine: Engine, doom: Doom) -> None:
         return [(before, instruction), *original_calls(instruction), (after, instruction)]
 
     patch.object(executor, "_calls", calls).start()
-    original = deferred_weight_gradients._add_product
+    original = deferred_weight_gradients.add_product
 
     def add_product(*arguments: Tensor) -> None:
         doom.inside()
         original(*arguments)
 
-    patch.object(deferred_weight_gradients, "_add_product", add_product).start()
+    patch.object(deferred_weight_gradients, "add_product", add_product).start()
 
 
 # ── which rank, where ──

@@ -63,6 +63,7 @@ QUICK = (
     "offload-full",
     "mixed-full",
     "context-ulysses",
+    "chunked-loss",
 )
 """Of the others those in which most settings occur once; the full run has all."""
 OTHERS = {
@@ -91,6 +92,13 @@ OTHERS = {
     "context-halves": make(pp=2, cp=2, context_parallel="ring", schedule="zb-h1"),
     "context-sequence": make(cp=2, tp=2, context_parallel="ring", sequence_parallel="regather"),
     "context-recomputed": make(cp=2, context_parallel="ring", recompute="selective"),
+    "chunked-loss": make(pp=2, tp=2, schedule="zb-h1", strategy="full", loss_rows=48),
+    "chunked-loss-each": make(dp=2, strategy="full", reduce="each", loss_rows=48),
+    "chunked-loss-sequence": make(tp=2, sequence_parallel="regather", loss_rows=256),
+    "chunked-loss-context": make(pp=2, cp=2, context_parallel="ring", schedule="zb-h1", loss_rows=40),
+    "chunked-loss-mixed": Plan(
+        dp=2, microbatches=4, precision="bf16", gradient_precision="fp32", loss_rows=100
+    ),
     "offload-alone": make(strategy="full", offload="full"),
     "sums": Plan(dp=2, microbatches=4, precision="bf16", gradient_precision="fp32"),
     "mixed": Plan(dp=2, microbatches=4, precision="bf16", master_precision="fp32"),

@@ -151,11 +151,12 @@ def test_a_list_of_counts_makes_the_same_plan() -> None:
     assert Plan(pp=2, layers_per_stage=[1, 2]) == Plan(pp=2, layers_per_stage=(1, 2))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("chunks", [0, -2, 1.5, "a"])
-def test_chunks_are_positive(chunks: object) -> None:
-    assert Plan(chunks=2).chunks == 2
-    with pytest.raises(PlanError, match=f"plan.chunks is {chunks!r}: give a whole number of at least 1"):
-        Plan(chunks=chunks)  # type: ignore[arg-type]
+@pytest.mark.parametrize("count", [0, -2, 1.5, "a"])
+@pytest.mark.parametrize("name", ["chunks", "loss_rows"])
+def test_chunks_are_positive(name: str, count: object) -> None:
+    assert getattr(Plan(**{name: 2}), name) == 2  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=f"plan.{name} is {count!r}: give a whole number of at least 1"):
+        Plan(**{name: count})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("overlap", [True, False, None])

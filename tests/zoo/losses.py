@@ -17,7 +17,7 @@ from plait.comm.collectives import all_reduce
 from plait.comm.handle import Handle
 from plait.engine import Runtime, runner
 from plait.pipeline.loss_stage import LossStage
-from plait.tensor import losses
+from plait.tensor import softmax_terms
 from plait.tensor.losses import CrossEntropy
 from plait.verification.location import StepPhase
 from zoo import cases, models
@@ -89,7 +89,7 @@ def smoothing_over_own_classes() -> Iterator[None]:
         tensor[2] = own
         return Handle.done(tensor, group)
 
-    with patch.object(losses, "all_reduce", partly):
+    with patch.object(softmax_terms, "all_reduce", partly):
         yield
 
 
@@ -99,7 +99,7 @@ def target_subtracted_on_every_rank() -> Any:
     def subtract(self: Any, piece: Tensor, amounts: Tensor) -> None:
         piece.scatter_(1, self.columns, piece.gather(1, self.columns) - amounts[:, None])
 
-    return patch.object(losses._LocalTargets, "subtract", subtract)
+    return patch.object(softmax_terms.LocalTargets, "subtract", subtract)
 
 
 @contextmanager

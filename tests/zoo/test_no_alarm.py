@@ -1,5 +1,7 @@
 """Right layouts are equal to one rank: the verifier cries wolf over none of them."""
 
+from dataclasses import replace
+
 import pytest
 
 from parity.cases import gpt2, llama
@@ -96,6 +98,23 @@ def test_in_turns_each_layout_has_each_schedule(ranks):
 def test_plans_with_cp_are_equal(thread_ranks, name, ranks, turns):
     model = gpt2(layers=3, hidden=24, heads=6) if ranks == 3 else model_of(name, ranks)
     for report in verified(thread_ranks, model, with_cp(ranks)[turns], ranks):
+        assert report, report
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "turns"),
+    [
+        ("gpt2", 2, slice(4, None, 29)),
+        pytest.param("gpt2", 1, slice(5, None, 9), marks=pytest.mark.full),
+        pytest.param("gpt2", 2, slice(1, None, 3), marks=pytest.mark.full),
+        pytest.param("llama", 2, slice(2, None, 3), marks=pytest.mark.full),
+        pytest.param("llama", 4, slice(3, None, 9), marks=pytest.mark.full),
+    ],
+)
+def test_plans_with_the_loss_in_chunks_are_equal(thread_ranks, name, ranks, turns):
+    plans = plans_on(ranks, replace(PLAN, loss_rows=5), ROWS, in_pieces=True)[turns]
+    assert all(plan.loss_rows == 5 for plan in plans)
+    for report in verified(thread_ranks, model_of(name, ranks), plans, ranks):
         assert report, report
 
 

@@ -7,6 +7,7 @@ from plait.verification.options import VerifyOptions
 from zoo.backward import BACKWARD
 from zoo.bounds import BOUNDS
 from zoo.cases import TWO_COPIES
+from zoo.chunks import CHUNKS
 from zoo.context import CONTEXT
 from zoo.dropping import DROPPING
 from zoo.fine_tuning import ADAPTED, ADAPTED_AND_DROPPING, FINE_TUNING
@@ -28,6 +29,7 @@ from zoo.weights import WEIGHTS
 TABLES = (
     FORWARD,
     LOSSES,
+    CHUNKS,
     BACKWARD,
     WEIGHTS,
     REDUCTIONS,

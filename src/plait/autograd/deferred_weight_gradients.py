@@ -214,7 +214,7 @@ def _add_weight_gradient(
 ) -> None:
     """Add the gradient of a linear's weight to its buffer: from `gradient`, `[rows, out]`, and the input."""
     total = queue.buffer_of(weight)
-    _add_product(total.t() if transposed else total, gradient.t(), input.reshape(-1, input.shape[-1]))
+    add_product(total.t() if transposed else total, gradient.t(), input.reshape(-1, input.shape[-1]))
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ def _rows_out(weight: Tensor, transposed: bool) -> Tensor:
     return weight.t() if transposed else weight
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add the matrix product `a @ b` to `total` in place; `total` may have a wider dtype than `a` and `b`.
 
     Where the device can, without a temporary.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from plait.layers.nested import (
     tensors_of,
     with_tensors,
 )
+from plait.layers.shape_inference import TensorInfo
 from plait.tensor.sampling import TokenChoice, next_token, padded, require_prompt
 
 
@@ -68,14 +70,19 @@ def _broadcast(runner: Runner, outputs: Sequence[Value]) -> Iterator[Value]:
     group, source = runner.mesh.group("pp"), runner.steps.schedule.rank_of[-1]
     given = iter(outputs)
     for info in runner.pipeline.output_infos:
-        value = (
-            next(given)
-            if runner.is_last
-            else info.rebuild(lambda one: torch.empty(one.shape, dtype=one.dtype, device=runner.mesh.device))
-        )
+        value = next(given) if runner.is_last else info.rebuild(partial(_empty, runner))
         yield map_tensors(
             lambda tensor: broadcast(tensor, group, source, checked=False).about("the output").wait(), value
         )
+
+
+def _empty(runner: Runner, info: TensorInfo) -> Tensor:
+    """Return a tensor for the output of which the last layer gives `info`; the loss may make logits of it."""
+    shape, classes = info.shape, runner.runtime.blueprint.output_classes
+    if classes is not None:
+        vocabulary = runner.runtime.vocabulary
+        shape = (*shape[:-1], classes if vocabulary is None else len(vocabulary.own))
+    return torch.empty(shape, dtype=info.dtype, device=runner.mesh.device)
 
 
 def _gathered(runner: Runner, output: Value) -> Value:

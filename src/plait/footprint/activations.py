@@ -191,6 +191,7 @@ class ActivationAccount:
         if action.kind in (Kind.W, Kind.B):
             self._ledger.record_temporary(trace.weight_peak)
             self._ledger.drop(("run", run))
+            self._ledger.drop(("loss", run))
             del self._runs[run]
 
     def _share(self, microbatch: int, shared: Mapping[Hashable, int]) -> None:
@@ -225,6 +226,8 @@ class ActivationAccount:
         backward = self._loss.backward
         self._ledger.record_temporary(backward.peak)
         known = self._losses.pop(action.microbatch) | _made(backward)
+        last = action.stage, action.microbatch, len(self._stages[action.stage]) - 1
+        self._ledger.hold(("loss", last), _blocks(backward.saved, known))
         self._put(action, _blocks(backward.results, known))
         self._ledger.drop(("loss", action.microbatch))
 

@@ -143,7 +143,7 @@ class MemoryEstimator:
         precisions = plan.precision, plan.master_precision, plan.gradient_precision
         late = blueprint.lowering_spec.sharding.scatters == "each"
         degrees = plan.tp, plan.sequence_parallel, plan.cp, plan.context_parallel, plan.context_layout
-        key = degrees, signature(microbatch), precisions, late, blueprint.recompute
+        key = degrees, signature(microbatch), precisions, late, blueprint.recompute, plan.loss_rows
         if key not in self.traces:
             targets = None
             if self.targets is not None:

@@ -20,17 +20,18 @@ from plait.comm.mesh import Mesh
 from plait.comm.text_collectives import broadcast_text
 from plait.device import synchronize
 from plait.engine.local_batch import cut, local_inputs
+from plait.engine.loss_stages import build_loss_stage
 from plait.layers.layer_sequence import NamedLayer, private_copy
 from plait.layers.nested import Value, leaf_of, map_tensors, signature, split_both, tensors_of
 from plait.layers.precision import DTYPES, convert
 from plait.layers.shape_inference import LayerInfo
-from plait.pipeline.loss_stage import LossLike, LossStage
+from plait.pipeline.loss_stage import LossStage
 from plait.pipeline.stage import Gradients, Stage
 from plait.plan import Plan
 from plait.rules import Rules
 from plait.schedules.stage_cuts.layer_costs import LayerCosts
 from plait.schedules.stage_cuts.schedule_and_cut import schedule_and_cut
-from plait.tensor.losses import Loss, cross_entropy, loss_of_pieces
+from plait.tensor.losses import Loss, cross_entropy
 from plait.tensor.tensor_parallelism import TensorParallelism
 from plait.tensor.torch_losses import GivenLoss, as_loss
 
@@ -99,11 +100,11 @@ def measured_costs(blueprint: Blueprint, mesh: Mesh, given: Value, targets: Valu
     for number, layer in enumerate(blueprint.sequence.layers):
         stage = _stage_of(layer, infos[number], blueprint, tensor_parallel, mesh)
         stage.sequences = [sequence]
-        loss_of_last = None
+        end = None
         if number == len(infos) - 1:
             vocabulary = tensor_parallel.vocabulary_of(layer)
-            loss_of_last = loss if vocabulary is None else loss_of_pieces(loss, vocabulary)
-        runs = [_run(stage, value, loss_of_last, wanted, _clock(mesh.device)) for _ in range(1 + REPEATS)]
+            end = build_loss_stage(blueprint, loss, vocabulary, stage.layers[0], stage.queue)
+        runs = [_run(stage, value, end, wanted, _clock(mesh.device)) for _ in range(1 + REPEATS)]
         rows.append([median(times) for times in zip(*(times for _, times in runs[1:]), strict=True)])
         value = runs[-1][0]
     forward, inputs, weights = (tuple(column) for column in zip(*rows, strict=True))
@@ -134,16 +135,18 @@ def _stage_of(
 
 
 def _run(
-    stage: Stage, given: Value, loss_of_last: LossLike | None, targets: Value, clock: Callable[[], float]
+    stage: Stage, given: Value, end: LossStage | None, targets: Value, clock: Callable[[], float]
 ) -> tuple[Value, tuple[float, float, float]]:
-    """Run a one-layer stage; return its output, and the seconds of forward, input and weight gradient."""
+    """Run a one-layer stage; return its output, and the seconds of forward, input and weight gradient.
+
+    `end`: the loss stage after the last layer, whose times count.
+    """
     with torch.enable_grad():
         stage.values[0] = map_tensors(lambda tensor: leaf_of(tensor, tensor.is_floating_point()), given)
         start = clock()
         stage.forward(0, 0)
         output = stage.values.pop(0)
-        if loss_of_last is not None:
-            end = LossStage(loss_of_last)
+        if end is not None:
             end.begin([targets], torch.ones((), dtype=torch.float64, device=next(tensors_of(output)).device))
             end.compute(0, map_tensors(lambda leaf: leaf_of(leaf.clone(), leaf.requires_grad), output))
         forward = clock()
@@ -151,7 +154,7 @@ def _run(
             torch.ones_like(tensor) if tensor.requires_grad else None for tensor in tensors_of(output)
         ]
         begun = clock()
-        stage.gradients[0] = seeds if loss_of_last is None else end.seed(0)
+        stage.gradients[0] = seeds if end is None else end.seed(0)
         stage.backward_input(0, 0)
         inputs = clock()
         stage.backward_weight(0, 0)

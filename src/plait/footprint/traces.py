@@ -6,7 +6,7 @@ backward, or an output gradient that is passed on and saved for the weight gradi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -21,6 +21,7 @@ from plait.blueprint import Blueprint, storage_policy
 from plait.comm.group import Group
 from plait.comm.traffic import Traffic
 from plait.context_attention.method_choice import MethodChoice
+from plait.engine.loss_stages import build_loss_stage
 from plait.footprint.context_share import (
     as_input,
     as_input_batch,
@@ -35,9 +36,10 @@ from plait.layers.nested import Value, leaf_of, map_tensors, tensors_of
 from plait.layers.precision import DTYPES
 from plait.layers.result_cache import result_caches
 from plait.layers.shape_inference import LayerInfo, infer
+from plait.pipeline.chunked_loss_stage import ChunkedLossStage
 from plait.pipeline.loss_stage import LossLike, LossStage
 from plait.pipeline.stage import Gradients, Stage
-from plait.tensor.losses import Loss, loss_of_pieces
+from plait.tensor.losses import Loss
 from plait.tensor.tensor_parallelism import TensorParallelism
 
 StorageNumbers = tuple[int | None, ...]
@@ -114,9 +116,19 @@ def trace_layer(stage: Stage, given: Value) -> tuple[Trace, Value]:
 def trace_loss(loss: LossLike, given: Value, targets: Value) -> Trace:
     """Return the memory that the loss allocates and saves; if it fails on meta, that of an input copy."""
     try:
-        return _trace_loss(loss, given, targets)
+        return _trace_loss(lambda tracker: LossStage(_TrackedLoss(loss, tracker)), given, targets)
     except Exception:
         return _copying_loss(given)
+
+
+def trace_chunked_loss(
+    end: ChunkedLossStage, queue: WeightGradientQueue, given: Value, targets: Value
+) -> Trace:
+    """Return the memory that a loss of features, on the meta device, allocates and saves.
+
+    What its backward saves in `queue` is for `W`.
+    """
+    return _trace_loss(lambda tracker: end, given, targets, queue)
 
 
 def _trace_backward(
@@ -144,9 +156,14 @@ def _unknown_backward(forward: PhaseTrace, given: Value) -> PhaseTrace:
     return PhaseTrace(allocated, forward.saved, results, sum(allocated.values()))
 
 
-def _trace_loss(loss: LossLike, given: Value, targets: Value) -> Trace:
+def _trace_loss(
+    make: Callable[[StorageTracker], LossStage],
+    given: Value,
+    targets: Value,
+    queue: WeightGradientQueue | None = None,
+) -> Trace:
     tracker = StorageTracker()
-    end = LossStage(_TrackedLoss(loss, tracker))
+    end = make(tracker)
     with tracker.tracking():
         output = map_tensors(_meta_leaf, given)
         inputs = _numbers(tracker, tensors_of(output))
@@ -160,6 +177,9 @@ def _trace_loss(loss: LossLike, given: Value, targets: Value) -> Trace:
         gradients = end.seed(0)
         backward.end(gradients)
         del gradients
+        if queue is not None:
+            backward.saved = tracker.live()
+            queue.take()
     resident = tracker.live()
     return Trace(inputs, (), forward.phase(resident), backward.phase(resident))
 
@@ -266,6 +286,8 @@ def trace_model(blueprint: Blueprint, microbatch: Value, targets: Value | None, 
         Group("tp", tuple(range(blueprint.plan.tp)), 0, None, Traffic(), 0.0)
     )
     layers = _layers_on_meta(blueprint, tensor_parallel, queue)
+    vocabulary = tensor_parallel.vocabulary_of(blueprint.sequence.layers[-1])
+    end = build_loss_stage(blueprint, loss, vocabulary, layers[-1], queue)
     share = context_share(
         blueprint.plan, as_input_batch(microbatch, DTYPES[blueprint.plan.precision]), targets
     )
@@ -280,17 +302,19 @@ def trace_model(blueprint: Blueprint, microbatch: Value, targets: Value | None, 
             trace_layer(stage, value)  # what to keep is known from the first backward
         trace, value = trace_layer(stage, value)
         traces.append(trace)
-    vocabulary = tensor_parallel.vocabulary_of(blueprint.sequence.layers[-1])
-    tensor_loss = loss if vocabulary is None else loss_of_pieces(loss, vocabulary)
-    copies = vocabulary is not None and traces[-1].output_is_read
+    copies = end.writes_output and traces[-1].output_is_read
     classes = share.targets
     if classes is None:
         classes = map_tensors(lambda one: one.new_empty(one.shape[:-1], dtype=torch.int64), value)
     classes = map_tensors(lambda tensor: as_input(tensor, None), classes)
+    if isinstance(end, ChunkedLossStage):
+        of_loss = trace_chunked_loss(end, queue, value, classes)
+    else:
+        of_loss = trace_loss(end.loss, value, classes)
     return ModelTraces(
         traces,
         infos,
-        trace_loss(tensor_loss, value, classes),
+        of_loss,
         sum(_bytes(value)) if copies else 0,
         _bytes(share.inputs),
         _bytes(classes),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -78,6 +79,11 @@ class StepShape:
     def elementwise(self, nbytes: float, kernels: float) -> Elementwise:
         """Return element-wise work, with the framework's number of passes over memory."""
         return Elementwise(nbytes * self.framework.elementwise_passes, kernels)
+
+    @property
+    def loss_chunks(self) -> int:
+        """The number of chunks of tokens in which the head's logits exist, see `Plan.loss_rows`."""
+        return 1 if self.plan.loss_rows is None else math.ceil(self.tokens / self.plan.loss_rows)
 
     def linear(self, inputs: float, outputs: float, count: int = 1) -> _LinearProducts:
         """Return the products of `count` equal linears for the tokens of the micro-batch."""
@@ -204,20 +210,24 @@ def _mlp(shape: StepShape) -> LayerWork:
 
 
 def _head(shape: StepShape) -> LayerWork:
-    decoder, tp = shape.decoder, shape.plan.tp
+    decoder, tp, chunks = shape.decoder, shape.plan.tp, shape.loss_chunks
     before, _ = _norm_and_residual(shape)
-    linear = shape.linear(decoder.hidden, decoder.vocab / tp)
+    linear = replace(shape.linear(decoder.hidden, decoder.vocab / tp, chunks), tokens=shape.tokens / chunks)
     logits = shape.tokens * decoder.vocab / tp
     passes = 2 if shape.framework.fused_loss else 4
-    loss = shape.elementwise(logits * (shape.item + 4) * passes / 2, passes)
-    loss_backward = shape.elementwise(logits * (shape.item + 4) * passes / 4, passes / 2)
-    return LayerWork(
+    loss = shape.elementwise(logits * (shape.item + 4) * passes / 2, chunks * passes)
+    loss_backward = shape.elementwise(logits * (shape.item + 4) * passes / 4, chunks * passes / 2)
+    work = LayerWork(
         forward=(*before.forward, *linear.forward, loss),
         backward=(loss_backward, *linear.backward, *before.backward),
         weights=linear.weights,
         forward_transfers=_region_start(shape),
         backward_transfers=_region_end(shape) if tp > 1 else (),
     )
+    if shape.plan.loss_rows is None:
+        return work
+    backward = (*linear.forward, loss, loss_backward, *linear.backward, *linear.weights, *before.backward)
+    return replace(work, forward=before.forward, backward=backward, weights=())
 
 
 def _norm_and_residual(shape: StepShape) -> tuple[LayerWork, LayerWork]:

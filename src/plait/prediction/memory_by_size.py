@@ -56,6 +56,11 @@ def layer_memory(kind: LayerKind, recompute: Recompute, shape: StepShape) -> Lay
         copies = shape.item if shape.framework.fused_loss else 12 if shape.plan.tp == 1 else 6
         running = logits * (shape.item + copies)
         kept = shape.outside + _region_input(shape) + _norm(shape)
+        if shape.plan.loss_rows is not None:
+            chunk = min(logits, logits * shape.plan.loss_rows / shape.tokens)
+            # Logits become their gradient in place, in 16 bits with a copy in fp32.
+            running = chunk * (shape.item + 4 if shape.item < 4 else shape.item)
+            return LayerMemory(kept, 0.0, running + _region_input(shape))
         return LayerMemory(kept, _region_input(shape) + logits * shape.item, running)
     saved, products, gradients = _kept(kind, shape)
     dropped = shape.outside / shape.item if shape.dropout else 0.0

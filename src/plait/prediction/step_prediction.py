@@ -132,9 +132,12 @@ def predict(
     machine, decoder = load_hardware(hardware), decoder_of(model)
     rows = plan.microbatches if rows is None else rows
     check_plan(decoder, plan, rows)
+    costs = LayerCosts.evenly(decoder.layer_costs)
+    if plan.loss_rows is not None:
+        costs = costs.in_input_gradient(-1, decoder.hidden * decoder.vocab)
     schedule, cut = schedule_and_cut(
         plan.schedule,
-        LayerCosts.evenly(decoder.layer_costs).with_messages(plan.pp),
+        costs.with_messages(plan.pp),
         ranks=plan.pp,
         microbatches=plan.microbatches,
         chunks=plan.chunks,

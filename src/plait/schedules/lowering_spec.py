@@ -63,6 +63,14 @@ class LoweringSpec:
     posts_late: bool = False
     """Whether receives are posted one action ahead, for NCCL; else as early as rendezvous sends need it."""
 
+    loss_computes_logits: bool = False
+    """Whether the loss uses the last layer's parameters, and adds to their gradients."""
+
+    @property
+    def last_layer(self) -> LayerIndex:
+        """The last layer of the model."""
+        return LayerIndex(len(self.layers) - 1, self.layers[-1] - 1)
+
     def units_of_layers(self) -> dict[LayerIndex, tuple[str, ...]]:
         """Return for each layer the units (parameters gathered together) that it uses."""
         found: dict[LayerIndex, tuple[str, ...]] = {}

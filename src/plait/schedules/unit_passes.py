@@ -24,20 +24,24 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from plait.schedules.action import Kind
+from plait.schedules.action import Action, Kind
 from plait.schedules.lowering_spec import LayerIndex, LoweringSpec, Sharding
 from plait.schedules.program import (
     AllocateGradient,
     AwaitParameters,
     AwaitScatter,
+    ComputeLoss,
     GatherParameters,
     Instruction,
+    KeepOutput,
     Program,
     ReduceGradient,
     ReleaseParameters,
     RunLayer,
     ScatterGradient,
+    SeedGradient,
 )
 
 
@@ -46,7 +50,7 @@ def insert_gathers(program: Program, spec: LoweringSpec) -> Program:
     uses = {} if spec.sharding.gathers == "never" else _uses(program, spec)
     if not uses:
         return program
-    following = dict(zip(uses, [*list(uses.values())[1:], ()], strict=True))
+    following, ahead = _later_uses(uses)
     whole, awaited = set[str](), set[str]()
     gathered: list[Instruction] = []
 
@@ -54,12 +58,12 @@ def insert_gathers(program: Program, spec: LoweringSpec) -> Program:
         gathered.extend(GatherParameters(unit) for unit in units if unit not in whole)
         whole.update(units)
 
-    gather(next(iter(uses.values())))
+    gather(next(iter(uses.values())).units)
     for position, instruction in enumerate(program):
-        units = uses.get(position, ())
+        units = uses[position].units if position in uses else ()
         gathered += (AwaitParameters(unit) for unit in units if unit not in awaited)
         awaited.update(units)
-        gather(following.get(position, ()))
+        gather(ahead.get(position, ()))
         gathered.append(instruction)
         if spec.sharding.gathers == "each use":
             released = [unit for unit in units if unit not in following[position]]
@@ -69,16 +73,49 @@ def insert_gathers(program: Program, spec: LoweringSpec) -> Program:
     return tuple(gathered)
 
 
-def _uses(program: Program, spec: LoweringSpec) -> dict[int, tuple[str, ...]]:
-    """Return by position of an instruction the units whose parameters it needs."""
+class _Use(NamedTuple):
+    """An instruction's use of parameters: the units, and the layer and action for which it needs them."""
+
+    units: tuple[str, ...]
+    layer: LayerIndex
+    action: Action
+
+
+def _uses(program: Program, spec: LoweringSpec) -> dict[int, _Use]:
+    """Return by position the instructions' uses of parameters."""
     units = spec.units_of_layers()
-    uses: dict[int, tuple[str, ...]] = {}
+    uses: dict[int, _Use] = {}
     for position, instruction in enumerate(program):
-        if isinstance(instruction, RunLayer) and instruction.action.kind is not Kind.W:
-            needed = units.get(LayerIndex(instruction.action.stage, instruction.layer), ())
-            if needed:
-                uses[position] = needed
+        layer, action = _layer_of(instruction, spec)
+        if layer in units and action is not None and action.kind is not Kind.W:
+            uses[position] = _Use(units[layer], layer, action.message_key)
     return uses
+
+
+def _later_uses(uses: Mapping[int, _Use]) -> tuple[dict[int, tuple[str, ...]], dict[int, tuple[str, ...]]]:
+    """Return by position of a use the units of the next use, and those of the next layer's or action's.
+
+    The latter are gathered during the use: a layer's backward, say, while the loss computes its logits.
+    """
+    following: dict[int, tuple[str, ...]] = {}
+    ahead: dict[int, tuple[str, ...]] = {}
+    later: _Use | None = None
+    other: tuple[str, ...] = ()
+    for position, use in reversed(list(uses.items())):
+        if later is not None and later[1:] != use[1:]:
+            other = later.units
+        following[position], ahead[position] = later.units if later else (), other
+        later = use
+    return following, ahead
+
+
+def _layer_of(instruction: Instruction, spec: LoweringSpec) -> tuple[LayerIndex | None, Action | None]:
+    """Return the layer whose parameters an instruction uses, and its action; None where it uses none."""
+    if isinstance(instruction, RunLayer):
+        return LayerIndex(instruction.action.stage, instruction.layer), instruction.action
+    if spec.loss_computes_logits and isinstance(instruction, ComputeLoss | KeepOutput | SeedGradient):
+        return spec.last_layer, instruction.action
+    return None, None
 
 
 def insert_reductions(program: Program, spec: LoweringSpec, tied: Collection[str]) -> Program:
@@ -90,8 +127,9 @@ def insert_reductions(program: Program, spec: LoweringSpec, tied: Collection[str
     ends = _ends(program, units, each=spec.sharding.scatters == "each")
     builder = _ReductionBuilder(spec.sharding, tied)
     for position, instruction in enumerate(program):
-        if isinstance(instruction, RunLayer) and _accumulates(instruction.action.kind, spec.sharding):
-            builder.allocate(units.get(LayerIndex(instruction.action.stage, instruction.layer), ()))
+        layer, action = _layer_of(instruction, spec)
+        if layer in units and action is not None and _accumulates(action.kind, spec.sharding):
+            builder.allocate(units[layer])
         builder.program.append(instruction)
         for unit, final in ends.get(position, ()):
             builder.end(unit, final=final)

@@ -15,13 +15,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from plait.autograd.paired_collectives import gather
-from plait.comm.collectives import all_reduce
-from plait.device import is_accelerator
-from plait.errors import DataError, ModelError
+from plait.errors import ModelError
+from plait.tensor.softmax_terms import (
+    LocalTargets,
+    local_targets,
+    overwrite_with_gradient,
+    softmax_terms,
+    wide,
+)
 from plait.tensor.vocabulary_partition import Vocabulary
-
-WIDE = (torch.float32, torch.float64)
-"""Dtypes in which cross-entropy is computed from pieces; logits of others are computed in float32."""
 
 
 @runtime_checkable
@@ -88,11 +90,11 @@ class CrossEntropy:
         DataError for targets that are no classes; on CUDA, which is not synchronised, loss and gradient are
         nan.
         """
-        found = _local_targets(targets, logits, vocabulary, self.ignore_index)
-        wide = logits if logits.dtype in WIDE else logits.float()
-        if wide is logits and not (torch.is_grad_enabled() and logits.requires_grad):
-            wide = logits.clone()
-        rows = wide.reshape(targets.numel(), wide.shape[-1]).contiguous()
+        found = local_targets(targets, logits.shape, vocabulary, self.ignore_index)
+        values = wide(logits)
+        if values is logits and not (torch.is_grad_enabled() and logits.requires_grad):
+            values = logits.clone()
+        rows = values.reshape(targets.numel(), values.shape[-1]).contiguous()
         total: Tensor = _CrossEntropy.apply(rows, found, vocabulary, self)  # type: ignore[no-untyped-call]
         return total
 
@@ -140,99 +142,22 @@ class _LossOfPieces:
         return self.loss.weight(targets)
 
 
-@dataclass(frozen=True)
-class _LocalTargets:
-    """For each of `n` rows, whether its target is one of this rank's classes, and in which column."""
-
-    counted: Tensor
-    """bool `[n]`: not `ignore_index`."""
-    known: Tensor
-    """bool `[n]`: a class, or ignored."""
-    here: Tensor
-    """bool `[n]`: counted, and one of this rank's classes."""
-    columns: Tensor
-    """int64 `[n, 1]`: the column in this rank's piece, 0 for targets that are not here; `[n, 0]` for an
-    empty piece."""
-
-    def pick(self, piece: Tensor) -> Tensor:
-        """Return each row's element of `piece` at its target's column, `[n]`.
-
-        0 where the target belongs to another rank or is ignored. `piece` is `[n, len(own)]`.
-        """
-        return piece.gather(1, self.columns).masked_fill(~self.here[:, None], 0).sum(1)
-
-    def subtract(self, piece: Tensor, amounts: Tensor) -> None:
-        """Subtract each row's amount from its element of `piece` at its target's column, in place."""
-        # Not scatter_add_, which is not deterministic on CUDA; each row has at most one element here.
-        amounts = amounts.where(self.here, 0)[:, None]
-        piece.scatter_(1, self.columns, piece.gather(1, self.columns) - amounts)
-
-
-def _local_targets(
-    targets: Tensor, logits: Tensor, vocabulary: Vocabulary, ignore_index: int
-) -> _LocalTargets:
-    """Return which targets are among this rank's classes, and their columns in the rank's logits.
-
-    Raises DataError for targets of a wrong shape, and (not on an accelerator) for numbers that are no class.
-    """
-    if targets.numel() != logits.shape[:-1].numel() or targets.is_floating_point():
-        dtype = str(targets.dtype).removeprefix("torch.")
-        raise DataError(
-            f"the targets are {dtype}{list(targets.shape)} and the logits {list(logits.shape)}: "
-            "give one class number for each row of logits."
-        )
-    flat, own = targets.reshape(-1).long(), vocabulary.own
-    counted = flat != ignore_index
-    known = ((flat >= 0) & (flat < vocabulary.classes)) | ~counted
-    if not is_accelerator(flat) and not known.all():
-        raise DataError(
-            f"the target {int(flat[~known][0])} is no class: give numbers from 0 to "
-            f"{vocabulary.classes - 1}, or {ignore_index} for targets to ignore."
-        )
-    here = counted & (flat >= own.start) & (flat < own.stop)
-    columns = (flat - own.start).where(here, 0)[:, None]
-    return _LocalTargets(counted, known, here, columns[:, : len(own)])
-
-
 class _CrossEntropy(torch.autograd.Function):
     """Autograd function of cross-entropy of class-partitioned logits `[n, len(own)]`; overwrites the logits.
 
-    With the rank's piece `x` of a row, the largest logit `m` of the whole row, and `s = x - m`:
-
-        all-reduce 1   m                                                    max over the ranks
-        all-reduce 2   Σ exp(s),  s[target],  Σ s (for label smoothing)     sums over the ranks, packed
-        loss           log Σ exp(s) - (1 - ε) s[target] - ε/C Σ s + z lse²      with lse = m + log Σ exp(s)
-        gradient       (1 + 2 z lse) exp(s) / Σ exp(s) - (1 - ε) [target] - ε/C
-
-    The partition is that of Shoeybi et al. 2019 (Megatron-LM, section 3); ε over C is label smoothing.
+    The formulas are those of `plait.tensor.softmax_terms`.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, found: _LocalTargets, vocabulary: Vocabulary, terms: CrossEntropy
+        ctx: Any, logits: Tensor, found: LocalTargets, vocabulary: Vocabulary, terms: CrossEntropy
     ) -> Tensor:
         # The same memory and version counter, so that autograd notices the write to saved logits.
         piece = logits.detach()
-        largest = piece.amax(1) if len(vocabulary.own) else piece.new_full(piece.shape[:1], -torch.inf)
-        all_reduce(largest, vocabulary.group, "max", checked=False).wait()
-        piece.sub_(largest[:, None])
-        sums = [found.pick(piece), *([piece.sum(1)] if terms.label_smoothing else [])]
-        packed = torch.stack([piece.exp_().sum(1), *sums])
-        all_reduce(packed, vocabulary.group, checked=False).wait()
-        normalizer, at_target, *whole = packed.unbind()
-        normalizer.masked_fill_(~found.known, torch.nan)
-        log_normalizer = normalizer.log()
-        losses = log_normalizer - (1 - terms.label_smoothing) * at_target
-        if terms.label_smoothing:
-            losses.sub_(whole[0], alpha=terms.label_smoothing / vocabulary.classes)
-        factor = normalizer.reciprocal()
-        if terms.z_loss:
-            log_sum = largest + log_normalizer
-            losses.add_(log_sum.square(), alpha=terms.z_loss)
-            factor.mul_(1 + 2 * terms.z_loss * log_sum)
+        losses, factor = softmax_terms(piece, found, vocabulary, terms.label_smoothing, terms.z_loss)
         ctx.save_for_backward(piece, factor)
         ctx.found, ctx.classes, ctx.terms, ctx.ran = found, vocabulary.classes, terms, False
-        return losses.where(found.counted, 0).sum()
+        return losses.sum()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
@@ -244,10 +169,5 @@ class _CrossEntropy(torch.autograd.Function):
             )
         ctx.ran = True
         piece, factor = ctx.saved_tensors
-        found, smoothing = ctx.found, ctx.terms.label_smoothing
-        scale = gradient.where(found.counted, 0)
-        piece.mul_((scale * factor)[:, None])
-        found.subtract(piece, scale * (1 - smoothing))
-        if smoothing:
-            piece.sub_((scale * (smoothing / ctx.classes))[:, None])
+        overwrite_with_gradient(piece, factor, ctx.found, ctx.classes, ctx.terms.label_smoothing, gradient)
         return piece, None, None, None

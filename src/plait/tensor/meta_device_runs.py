@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from plait.autograd.dropout import names_of
 from plait.autograd.running_sequence import running_sequence
@@ -18,6 +19,7 @@ from plait.layout import Layout
 from plait.rules import join
 from plait.tensor.feature_partition import is_sharded
 from plait.tensor.gradient_proof import Claims, prove_layer
+from plait.tensor.output_linear import require_features, return_features
 from plait.tensor.tensor_parallelism import TensorParallelism
 
 MOST_RESULTS = 4096
@@ -38,15 +40,17 @@ class MetaLayers:
         coordinate: Mapping[str, int],
         dtype: torch.dtype | None,
         results: dict[Hashable, Any],
+        output_linear: str | None = None,
     ) -> None:
         """`results`: a cache of runs, which the ranks of a process may share.
 
         `structures`: of each layer. `layouts` and `summed` are those of the parameters, see `Blueprint`;
-        `dtype` is the compute dtype.
+        `dtype` is the compute dtype. `output_linear`: that of the last layer, whose input the layer returns.
         """
         self._sequence, self._given_structures, self._dtype = sequence, structures, dtype
         self._shapes = {name: tuple(layout.local_shape(coordinate)) for name, layout in layouts.items()}
         self._rules, self._results = tensor_parallel, results
+        self._output_linear = output_linear
         self._output_inside = tensor_parallel.vocabulary_of(sequence.layers[-1]) is not None
         sharded = {name for name, layout in layouts.items() if is_sharded(layout)}
         frozen = {name for name, parameter in sequence.parameters.items() if not parameter.requires_grad}
@@ -115,7 +119,10 @@ class MetaLayers:
             del self._results[next(iter(self._results))]
 
     def _run(self, number: int, given: LayerInput, *, proves: bool) -> MetaRun:
-        """Run a layer on the meta device with its rules applied; `proves`: also prove its gradients."""
+        """Run a layer on the meta device with its rules applied; `proves`: also prove its gradients.
+
+        Gradients are proved for the layer with its output linear, like those of the other layers.
+        """
         (layer,) = self._rules.apply(private_copy(self.layers[number : number + 1], {}))
         if not torch.is_grad_enabled():
             layer.module.eval()
@@ -124,7 +131,13 @@ class MetaLayers:
                 parameter.requires_grad_(parameter.is_floating_point())
         group = self._rules.group
         circumstances = f"with plan.tp = {group.size}, " if group.size > 1 else ""
+        is_last, returned = number == len(self._sequence.layers) - 1, list[Tensor]()
+        name = self._output_linear if is_last and not proves else None
+        if name is not None:
+            return_features(layer.module, name, returned)
         run, output = run_on_meta(layer, given, circumstances)
+        if name is not None:
+            require_features(output, returned, layer, name)
         if proves:
             parameters = dict(layer.module.named_parameters(remove_duplicate=False))
             claims = self._claims(number, layer)
@@ -160,6 +173,7 @@ class MetaLayers:
                 (group.size, group.index),
                 (self._sharded[number], self._summed[number], self._frozen[number]),
                 self._output_inside and number == last,
+                self._output_linear if number == last else None,
             )
             for number, layer in enumerate(self._sequence.layers)
         ]

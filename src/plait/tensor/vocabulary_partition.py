@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from plait.comm.group import Group
+from plait.comm.traffic import Traffic
 from plait.errors import ModelError
 from plait.layout import divide
 
@@ -19,6 +20,11 @@ class Vocabulary:
 
     classes: int
     group: Group
+
+    @staticmethod
+    def of_one_rank(classes: int) -> Vocabulary:
+        """Return the vocabulary of logits of all classes, over a group of one rank."""
+        return Vocabulary(classes, Group("tp", (0,), 0, None, Traffic(), 0.0))
 
     @cached_property
     def own(self) -> range:

@@ -270,6 +270,11 @@ class ParallelConfig(Section):
         description="positions of a context-parallel rank: a chunk from the start and one from the end of "
         "the sequence (zigzag), every cp-th (striped), or consecutive ones",
     )
+    loss_rows: Count | None = Field(
+        default=None,
+        description="the most tokens whose logits exist at once: loss and gradients of the head are computed "
+        "in chunks of that many; none: all tokens of a micro-batch at once",
+    )
     overlap: bool | None = Field(
         default=None,
         description="whether weight gradients are computed while tp sums the input's gradient; none: on "

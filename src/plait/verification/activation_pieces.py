@@ -27,7 +27,8 @@ class ActivationPieces:
 
     def __init__(self, runtime: Runtime) -> None:
         self.blueprint, self.mesh = runtime.blueprint, runtime.mesh
-        self.has_vocabulary = runtime.vocabulary is not None
+        self.has_vocabulary = runtime.vocabulary is not None and self.blueprint.output_linear is None
+        """Whether the last layer's output is logits of this rank's classes."""
         self.cp = self.blueprint.plan.cp
 
     def piece(self, key: RecordKey, shape: Sequence[int]) -> Piece | None:

@@ -10,6 +10,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from plait.comm.collectives import all_reduce
 from plait.engine import Runtime
 from plait.layers.nested import Value, tensors_of, with_tensors
 from plait.schedules.action import Action, Kind
@@ -52,8 +53,10 @@ class InstructionChecker:
         self.pieces = ActivationPieces(runtime)
         self.targets: list[Value] = []
         """Expected targets, of whole sequences, of each of this rank's micro-batches."""
+        self.computes_logits = self.blueprint.output_linear is not None
+        """Whether the loss computes logits: then the last layer gives features, and no loss before `I`."""
         self.outputs: dict[int, Value] = {}
-        """By micro-batch, whose loss is not compared yet: the reference's output of the last layer."""
+        """By micro-batch, whose loss is not compared yet: what the reference gave its loss."""
         self.sketches: dict[tuple[int, int], ModuleSketches] = {}
         """By stage and layer."""
         self.weights = WeightGradientChecker(runtime, comparison)
@@ -88,8 +91,11 @@ class InstructionChecker:
                 for sketches in self.sketches.values():
                     sketches.begin()  # also drops those of a recomputed forward
             case ComputeLoss(action):
-                self._compare_loss(action)
+                if not self.computes_logits:
+                    self._compare_loss(action)
             case SeedGradient(action):
+                if self.computes_logits:
+                    self._compare_loss(action)
                 last = self.blueprint.stage_layers[-1][-1]
                 self._compare_gradient(StepPhase.LOSS_GRADIENT, action, last, last)
             case ScatterGradient(unit):
@@ -152,7 +158,8 @@ class InstructionChecker:
             self._compare(phase, action, layer, keys[-1], tensor)
         if phase is StepPhase.FORWARD and layer == self.blueprint.stage_layers[-1][-1]:
             scope = RecordScope(self.step, self._global_microbatch(action))
-            recorded = [self.recording.find(scope, key) for key in keys]
+            given_to_loss = [RecordKey("logits", layer)] if self.computes_logits else keys
+            recorded = [self.recording.find(scope, key) for key in given_to_loss]
             if all(one is not None for one in recorded):
                 self.outputs[action.microbatch] = with_tensors(value, recorded)
 
@@ -189,12 +196,29 @@ class InstructionChecker:
             recorded = self.recording.find(scope, key)
             if tensor is None and recorded is not None:
                 tensor = torch.zeros_like(self._expected(recorded, recorded, key)[0])
-            if tensor is not None:
-                self._compare(phase, action, layer, key, tensor)
+            if tensor is None:
+                continue
+            whole = self._sum_over_tp(tensor) if phase is StepPhase.LOSS_GRADIENT else tensor
+            equal = self._compare(phase, action, layer, key, whole)
+            if whole is not tensor and not equal and self.isolate:
+                tensor.copy_(whole if self.runtime.mesh.index("tp") == 0 else torch.zeros_like(whole))
+
+    def _sum_over_tp(self, gradient: Tensor) -> Tensor:
+        """Return the gradient of the loss's input, summed over `tp` where its ranks have summands of it.
+
+        They do where the loss computes the logits of a rank's own classes. Communication: then one all-reduce
+        of 8 bytes an element over `tp`, whose ranks compare the same gradients in the same order.
+        """
+        if not self.computes_logits or self.runtime.vocabulary is None:
+            return gradient
+        copied = gradient.to(torch.float64, copy=True)  # the sum is written to it
+        group = self.runtime.mesh.group("tp")
+        return all_reduce(copied, group, checked=False).wait().to(gradient.dtype)
 
     def _compare(
         self, phase: StepPhase, action: Action, layer: int | None, key: RecordKey, actual: Tensor
-    ) -> None:
+    ) -> bool:
+        """Compare a tensor with the one recorded under `key`; return whether they are equal."""
         scope = RecordScope(self.step, self._global_microbatch(action))
         recorded = self.recording.find(scope, key)
         expected, piece = self._expected(recorded, actual, key)
@@ -218,6 +242,7 @@ class InstructionChecker:
         )
         if not equal and self.isolate and not _overlaps(actual):
             actual.data.copy_(expected)  # through .data: a layer may have saved its output
+        return equal
 
     def _alternatives(
         self, phase: StepPhase, scope: RecordScope, key: RecordKey, actual: Tensor
@@ -258,7 +283,8 @@ class InstructionChecker:
     def _other_losses(self, microbatch: int, scope: RecordScope, total: Tensor) -> NamedTensors:
         """Yield a micro-batch's loss after common mistakes; nothing for an output of several tensors."""
         last = self.blueprint.stage_layers[-1][-1]
-        output = self.recording.find(scope, RecordKey("output", last, "0"))
+        key = RecordKey("logits", last) if self.computes_logits else RecordKey("output", last, "0")
+        output = self.recording.find(scope, key)
         if output is not None and self.recording.find(scope, RecordKey("output", last, "1")) is None:
             output, *targets = self.pieces.of_cp([output, *self.targets])
             others = self.pieces.targets_shifted_late(self.targets[microbatch])

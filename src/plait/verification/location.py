@@ -84,8 +84,9 @@ class RecordKey(NamedTuple):
     """Identifies a recorded tensor of one step or micro-batch: by kind, layer and name."""
 
     kind: str
-    """`output`, `gradient` (of that output), `contribution` (to a parameter's gradient), `total` (the summed
-    loss), `inside` (see `ModuleSketches`), …"""
+    """`output`, `gradient` (of that output), `logits` (of a last layer whose output is features),
+    `contribution` (to a parameter's gradient), `total` (the summed loss), `inside` (see `ModuleSketches`),
+    …"""
     layer: int = -1
     """The layer of an output or contribution; -1: the batch, or the step."""
     name: str = ""

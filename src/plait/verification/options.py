@@ -82,11 +82,15 @@ class VerifyOptions:
         return max(self.perturbations, 6) if formats.narrow else self.perturbations
 
     def applied_to(self, plan: Plan) -> Plan:
-        """Return the plan with the precision of the runs: in mode native the plan's own, else float64."""
+        """Return the plan with the precision of the runs: in mode native the plan's own, else float64.
+
+        In mode exact the loss is a sum of integers, which is not computed in chunks of rows.
+        """
         if self.mode == "native":
             return plan
         return replace(
             plan,
+            loss_rows=None if self.mode == "exact" else plan.loss_rows,
             precision="fp64",
             master_precision=None,
             gradient_precision=None,

@@ -18,6 +18,7 @@ from plait.errors import CommunicationError, ModelError, PlaitError
 from plait.layers.layer_sequence import LayerSequence, sequence_of
 from plait.layers.nested import Value, map_tensors
 from plait.plan import Plan
+from plait.tensor.output_linear import output_linear_name
 from plait.verification.candidate_run import CandidateRun
 from plait.verification.case import Case, prepared
 from plait.verification.expected_dtypes import INITIAL_LOSS_SCALE, NumberFormats, formats_of
@@ -29,8 +30,9 @@ from plait.verification.reference_recording import ReferenceRecording
 from plait.verification.reference_run import Batch, ReferenceRun
 from plait.verification.step_comparison import StepComparison
 
-RecordingCache = dict[int, ReferenceRecording]
-"""Recordings by the number of micro-batches of the global batch; empty on other ranks than 0."""
+RecordingCache = dict[tuple[int, str | None], ReferenceRecording]
+"""Recordings by the number of micro-batches of the global batch, and by the linear whose input is recorded as
+the last layer's output (None: none); empty on other ranks than 0."""
 MakeReference = Callable[..., ReferenceRun]
 """`ReferenceRun` with all arguments but `perturbation`, `clip`, `baseline` and `scale`."""
 
@@ -103,13 +105,22 @@ def _recorded(
     """
     mesh, plan, options = engine.mesh, engine.plan, case.options
     microbatches = plan.dp * plan.microbatches
-    if not broadcast_object(microbatches in recordings, mesh):
-        make = partial(ReferenceRun, sequence, case.loss, options, case.change, formats, mesh.device)
+    linear = None
+    if plan.loss_rows is not None:
+        linear = output_linear_name(sequence.layers[-1], {}, plan.loss_rows)
+    if not broadcast_object((microbatches, linear) in recordings, mesh):
+        make = partial(
+            ReferenceRun,
+            *(sequence, case.loss, options, case.change, formats, mesh.device),
+            output_linear=linear,
+        )
         runs = 1 + options.perturbed_runs(formats)
         scopes = 1 + len(batches) * (microbatches + 1) + 1
         with _barrier_per_scope(mesh, runs * scopes) as tick:
             if mesh.rank == 0:
-                recordings[microbatches] = record(make, runs, options.clip, batches, microbatches, tick)
+                recordings[microbatches, linear] = record(
+                    make, runs, options.clip, batches, microbatches, tick
+                )
     first = mesh.index("dp") * plan.microbatches
     own = (WHOLE_STEP, *range(first, first + plan.microbatches))
     held = {name for name, _ in engine.named_parameters()}
@@ -118,7 +129,7 @@ def _recorded(
         is_held = key.kind not in PARAMETER_KINDS or key.name.partition("/")[0] in held
         return is_held and scope.microbatch in own
 
-    return distribute_recording(recordings.get(microbatches), mesh, wanted)
+    return distribute_recording(recordings.get((microbatches, linear)), mesh, wanted)
 
 
 @contextmanager

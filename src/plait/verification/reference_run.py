@@ -9,7 +9,7 @@ another dtype.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, pairwise
@@ -62,16 +62,19 @@ class ReferenceRun:
         *,
         baseline: ReferenceRecording | None = None,
         scale: float | None = None,
+        output_linear: str | None = None,
     ) -> None:
         """`clip`: the maximum gradient norm; None: a third of the first step's norm.
 
         `baseline`: the recording of the run without perturbation. If the options say `resynchronizes`,
         gradients and parameters of this run are reset to it once they are recorded, so that a perturbation
-        shows in the next tensors only. `scale`: the first value of a dynamic loss scale.
+        shows in the next tensors only. `scale`: the first value of a dynamic loss scale. `output_linear`: the
+        name, in the last layer, of a linear whose input is recorded as the layer's output.
         """
         if not options.resynchronizes:
             baseline = None
         self.loss = loss
+        self.output_linear = output_linear
         self.perturbation = perturbation
         self.formats = formats
         self.baseline = baseline
@@ -192,13 +195,20 @@ class ReferenceRun:
             records[key] = perturbed.detach().clone()
             return perturbed
 
-        value = boundary(inputs, -1)
+        value, last = boundary(inputs, -1), len(self.layers) - 1
         for number, layer in enumerate(self.layers):
+            linear = self.output_linear if number == last else None
             recording = sketched(layer.module, wanted=self.records_sketches)
-            with failure_named(layer.path or "the model"), random_refused(layer.path), recording as found:
+            features = _input_replaced(layer.module, linear, lambda given: boundary(given, last))
+            failing = failure_named(layer.path or "the model")
+            with failing, random_refused(layer.path), recording as found, features:
                 output = self._run(layer, scope.microbatch, value)
             records |= {RecordKey("inside", number, name): sketch for name, sketch in found.items()}
-            value = boundary(output, number)
+            if linear is None:
+                value = boundary(output, number)
+            else:
+                value = output
+                records[RecordKey("logits", number)] = value.detach().clone()
         with failure_named("the loss"):
             total = self.loss.total(value, targets)
         self.epsilon_of_loss = torch.finfo(total.dtype).eps
@@ -245,6 +255,20 @@ class ReferenceRun:
                 buffer.copy_(before)
         weight = torch.as_tensor(self.loss.weight(targets)).to(total.device)
         return total.double() / divisor(self.loss, weight)
+
+
+@contextmanager
+def _input_replaced(layer: nn.Module, name: str | None, replace: Callable[[Value], Value]) -> Iterator[None]:
+    """Context: the module `name` of a layer is given what `replace` makes of its input; None: no module."""
+    if name is None:
+        yield
+        return
+    module = layer.get_submodule(name)
+    handle = module.register_forward_pre_hook(lambda _, given: tuple(map(replace, given)))
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextmanager

@@ -163,7 +163,8 @@ class VerificationReport:
         clipped = f", clipped to {self.clip:.3g}" if math.isfinite(self.clip) else ""
         formats = f" ({formats_in(plan)})" if options.mode == "native" and formats_in(plan) else ""
         run = f"{options.mode}{formats}, {plan.microbatches} micro-batches, {steps}{clipped}"
-        lines = [_line("plan", f"{layout_of(plan)}, {plan.schedule}; {run}; {self.seconds:.1f} s")]
+        layout = layout_of(options.applied_to(plan))
+        lines = [_line("plan", f"{layout}, {plan.schedule}; {run}; {self.seconds:.1f} s")]
         if self.first is None:
             return lines
         first, difference = self.first, self.first.difference
@@ -234,6 +235,8 @@ def layout_of(plan: Plan) -> str:
         layout += f" · offload {plan.offload}"
     if plan.cuts_sequence:
         layout += f" · sequence {plan.sequence_parallel}"
+    if plan.loss_rows is not None:
+        layout += f" · loss of {plan.loss_rows} rows"
     if not isinstance(plan.recompute, str):
         return f"{layout} · recompute by layer"
     return layout + (f" · recompute {plan.recompute}" if plan.recompute != "none" else "")

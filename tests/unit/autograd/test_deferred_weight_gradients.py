@@ -368,7 +368,7 @@ def test_a_cpu_adds_a_rounded_product() -> None:
 
 
 def test_torch_adds_products_in_a_wider_dtype() -> None:
-    """The overload that `_add_product` relies on; only CUDA has a kernel for it."""
+    """The overload that `add_product` relies on; only CUDA has a kernel for it."""
     arguments = torch.ops.aten.addmm.dtype_out._schema.arguments
     assert [one.name for one in arguments] == ["self", "mat1", "mat2", "out_dtype", "beta", "alpha", "out"]
 
@@ -382,7 +382,7 @@ def test_a_gpu_adds_products_without_a_temporary() -> None:
         expected = total + a.float() @ b.float()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.max_memory_allocated()
-        deferred_weight_gradients._add_product(total, a, b)
+        deferred_weight_gradients.add_product(total, a, b)
         assert torch.cuda.max_memory_allocated() - before < total.nbytes
         torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-3)
 

@@ -30,6 +30,8 @@ FRAMEWORK = replace(PLAIT, fused_norm=False)
         {"recompute": "selective"},
         {"cp": 2},
         {"master_precision": "fp32"},
+        {"loss_rows": 100},
+        {"pp": 2, "tp": 2, "schedule": "zb-h1", "loss_rows": 100},
     ],
     ids=str,
 )

@@ -63,6 +63,14 @@ def test_recomputation_costs_a_third_more_and_saves_activations() -> None:
     assert again.memory[0].activations < kept.memory[0].activations / 4
 
 
+def test_the_loss_in_chunks_computes_as_much_in_less_memory() -> None:
+    """Each chunk reads and writes the gradient of the head's weight."""
+    plan = Plan(microbatches=4, schedule="zb-h1", **MIXED)
+    whole, chunks = (predict(SMALL, replace(plan, loss_rows=rows), "h100-sxm") for rows in (None, 256))
+    assert 1 < chunks.breakdown["matrix products"] / whole.breakdown["matrix products"] < 1.2
+    assert chunks.memory[0].temporary < whole.memory[0].temporary / 3
+
+
 def test_overlap_hides_communication() -> None:
     plan = Plan(dp=64, tp=8, microbatches=2, **MIXED)
     shown = replace(PLAIT, overlaps_data_sums=False, overlaps_tensor_sums=False)

@@ -20,7 +20,13 @@ from plait.schedules.check_programs import check_programs
 from plait.schedules.lower import lower
 from plait.schedules.lowering_spec import LayerIndex, LoweringSpec, Sharding
 from plait.schedules.named_schedules import forward_only, policy_schedule
-from plait.schedules.program import Program, ReleaseParameters
+from plait.schedules.program import (
+    ComputeLoss,
+    GatherParameters,
+    Program,
+    ReleaseParameters,
+    SeedGradient,
+)
 from plait.schedules.schedule import Schedule
 from plait.schedules.unit_passes import insert_gathers
 
@@ -50,6 +56,25 @@ def test_what_is_kept_is_gathered_before_its_first_use_in_a_step() -> None:
         take 0F1; 0F1.0; 0F1.1; loss 0F1
         seed 0I0; 0B0.1; 0B0.0; release 0B0
         seed 0I1; 0B1.1; reduce b; 0B1.0; reduce a; release 0B1; finish
+    """)
+
+
+def test_a_loss_that_computes_logits_uses_the_last_layers_parameters() -> None:
+    """They stay until it has them, and the next ones are on their way while it computes."""
+    shape = LoweringSpec((2,), AB, sharding=Sharding("each use", "last", True), loss_computes_logits=True)
+    (program,) = lower(policy_schedule("gpipe", 1, 1), shape)
+    assert words(program) == listed("""
+        gather a
+        take 0F0; await a; gather b; 0F0.0; release a;  await b; 0F0.1; loss 0F0
+        open b; gather a; seed 0I0; 0B0.1; release b; scatter b
+        open a; await a; 0B0.0; release a; scatter a; collect b; reduce b; release 0B0
+        collect a; reduce a; finish
+    """)
+    (program,) = lower(forward_only((0,), ranks=1, microbatches=1), shape, "output")
+    assert words(program) == listed("""
+        gather a
+        take 0F0; await a; gather b; 0F0.0; release a;  await b; 0F0.1; keep 0F0; release b
+        release 0F0; finish
     """)
 
 
@@ -148,6 +173,23 @@ def test_what_a_layer_uses_is_there(made: Schedule, data: st.DataObject) -> None
         used = {unit for units in units_used(program, shape) for unit in units}
         assert not end.under_way
         assert end.there == (set() if shape.sharding.gathers == "each use" else used)
+
+
+@BRIEF
+@given(legal_schedules(), st.data())
+def test_what_the_loss_uses_is_there(made: Schedule, data: st.DataObject) -> None:
+    """Of the last layer, without another gather."""
+    shape = data.draw(shapes(made.stages, EACH_USE))
+    of_loss = replace(shape, loss_computes_logits=True)
+    used = of_loss.units_of_layers().get(of_loss.last_layer, ())
+    for program, plain in zip(lower(made, of_loss), lower(made, shape), strict=True):
+        parameters = Parameters()
+        for instruction in program:
+            parameters.follow(instruction)
+            if isinstance(instruction, ComputeLoss | SeedGradient):
+                assert parameters.there.issuperset(used)
+        counts = [sum(isinstance(one, GatherParameters) for one in each) for each in (program, plain)]
+        assert counts[0] == counts[1]
 
 
 @BRIEF

@@ -25,7 +25,7 @@ def pieces_of(plan: Plan, rank: int, *, dim: int | None = None, vocabulary: Any 
     coordinate, sizes = coordinate_of(rank, sizes_of_plan(plan)), sizes_of_plan(plan)
     mesh = SimpleNamespace(index=coordinate.__getitem__, size=sizes.__getitem__)
     dims = [SimpleNamespace(next=None), SimpleNamespace(next=dim)]
-    blueprint = SimpleNamespace(plan=plan, stage_layers=[range(2)], sequence_dims=dims)
+    blueprint = SimpleNamespace(plan=plan, output_linear=None, stage_layers=[range(2)], sequence_dims=dims)
     runtime: Any = SimpleNamespace(blueprint=blueprint, mesh=mesh, vocabulary=vocabulary)
     return ActivationPieces(runtime)
 

@@ -29,6 +29,15 @@ class LayerCosts:
         thirds = tuple(cost / 3 for cost in costs)
         return cls(thirds, thirds, thirds)
 
+    def in_input_gradient(self, layer: int, cost: float) -> LayerCosts:
+        """Return a copy in which `cost`, a part of a layer's total, all belongs to the layer's `I`."""
+        part = min(cost, self.total[layer]) / 3
+        forward, inputs, weights = list(self.F), list(self.I), list(self.W)
+        forward[layer] -= part
+        inputs[layer] += 2 * part
+        weights[layer] -= part
+        return replace(self, F=tuple(forward), I=tuple(inputs), W=tuple(weights))
+
     def with_messages(self, ranks: int) -> LayerCosts:
         """Return a copy whose message times are estimated as fixed fractions of a rank's mean work."""
         work = sum(self.total) / ranks

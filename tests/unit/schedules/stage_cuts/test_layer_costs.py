@@ -24,3 +24,9 @@ def test_messages_cost_the_ranks_that_send_and_receive_them() -> None:
     assert costs.of_stages((2, 1)) == Costs(F=(3.5, 3.5), I=(9.5, 6.5), W=(1, 0), comm=9)
     assert costs.with_messages(2).comm == 0.01 * 22 / 2
     assert costs.with_messages(2).message == 0.0025 * 22 / 2
+
+
+def test_what_the_loss_computes_belongs_to_input_gradients() -> None:
+    costs = LayerCosts.evenly([3, 6, 9]).in_input_gradient(-1, 6)
+    assert costs == LayerCosts(F=(1, 2, 1), I=(1, 2, 7), W=(1, 2, 1))
+    assert costs.in_input_gradient(0, 30) == LayerCosts(F=(0, 2, 1), I=(3, 2, 7), W=(0, 2, 1))

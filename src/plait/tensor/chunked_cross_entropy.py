@@ -1,0 +1,149 @@
+"""The cross-entropy of a linear's output, computed in chunks of rows, so that whole logits never exist.
+
+Forward and backward run in one pass over the chunks. For the features `x` `[rows, hidden]` of a chunk:
+
+    logits      y = x Wᵀ + b
+    loss        and the gradient of the logits `g`, written over them: see `plait.tensor.softmax_terms`
+    gradients   of x: g W      added to that of W: gᵀ x      added to that of b: Σ g over the rows
+
+Three matrix products, as with whole logits. (Peak memory with chunks is that of one chunk's logits, in place
+of three to four tensors of all rows' logits.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from plait.autograd.deferred_weight_gradients import add_product
+from plait.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.errors import PlanError
+from plait.tensor.losses import CrossEntropy, Loss
+from plait.tensor.output_linear import OutputLinear
+from plait.tensor.softmax_terms import (
+    LocalTargets,
+    local_targets,
+    overwrite_with_gradient,
+    softmax_terms,
+    wide,
+)
+from plait.tensor.vocabulary_partition import Vocabulary
+
+
+def require_cross_entropy(loss: Loss, loss_rows: int) -> CrossEntropy:
+    """Return `loss`, if it is a `CrossEntropy`, else raise PlanError."""
+    if type(loss) is CrossEntropy:  # a subclass may compute something else
+        return loss
+    raise PlanError(
+        f"plan.loss_rows is {loss_rows}, but the loss is {loss}, of which plait does not know how to compute "
+        "it in chunks of rows: give plait.cross_entropy, or set loss_rows to None."
+    )
+
+
+@dataclass(frozen=True)
+class ChunkedCrossEntropy:
+    """Cross-entropy of the output of `linear`, computed from the linear's input, in chunks of rows.
+
+    Communication of a pass: for each chunk the two all-reduces of `softmax_terms` over the vocabulary's
+    group. The parameters of the linear have to be gathered, and their gradients allocated.
+    """
+
+    loss: CrossEntropy
+    linear: OutputLinear
+    vocabulary: Vocabulary
+    """How the classes are partitioned; over a group of one rank, where they are whole."""
+    rows: int
+    """The most rows of a chunk."""
+    queue: WeightGradientQueue
+    adds_late: bool = False
+    """Whether weight gradients are added in `W`: then they are kept, in memory of their own, until it."""
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Return the linear's output for `features`, in their dtype: of this rank's classes."""
+        return functional.linear(features, self.linear.weight, self.linear.bias)
+
+    @torch.no_grad()
+    def total(self, features: Tensor, targets: Tensor) -> Tensor:
+        """Return the summed loss of `features` `[..., hidden]`, 0-d, equal on all ranks; no gradients.
+
+        `targets`: a class number for each row. Raises DataError as `local_targets`.
+        """
+        rows, found = features.reshape(-1, features.shape[-1]), self._targets(features, targets)
+        losses = [
+            softmax_terms(wide(self.logits(rows[chunk])), found.rows(chunk), self.vocabulary, *self._options)[
+                0
+            ].sum()
+            for chunk in self._chunks(len(rows))
+        ]
+        return torch.stack(losses).sum()
+
+    @torch.no_grad()
+    def gradient(self, features: Tensor, targets: Tensor, scale: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the summed loss, 0-d, and the gradient of `features`; add that of weight and bias.
+
+        Arguments and errors as for `total`. The gradients are those of the loss times `scale`, 0-d. That of
+        `features` is None where they need none; where classes are partitioned it is this rank's summand.
+        """
+        rows, found = features.reshape(-1, features.shape[-1]), self._targets(features, targets)
+        of_rows = torch.empty_like(rows) if features.requires_grad else None
+        weight, bias = (None if one is None else self._buffer(one) for one in self._parameters())
+        losses = []
+        for chunk in self._chunks(len(rows)):
+            loss, gradient = self._logits_gradient(rows[chunk], found.rows(chunk), scale)
+            losses.append(loss)
+            if of_rows is not None:
+                torch.mm(gradient, self.linear.weight, out=of_rows[chunk])
+            if weight is not None:
+                add_product(weight, gradient.t(), rows[chunk])
+            if bias is not None:
+                bias.add_(gradient.sum(0))
+            del gradient
+        if self.adds_late:
+            for parameter, total in zip(self._parameters(), (weight, bias), strict=True):
+                if parameter is not None and total is not None:
+                    self.queue.add(partial(_add, self.queue, parameter, total))
+        return torch.stack(losses).sum(), None if of_rows is None else of_rows.view_as(features)
+
+    def _logits_gradient(self, rows: Tensor, found: LocalTargets, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the summed loss of a chunk, and the gradient of its logits, in the dtype of `rows`."""
+        piece, options = wide(self.logits(rows)), self._options
+        losses, factor = softmax_terms(piece, found, self.vocabulary, *options)
+        smoothing, _ = options
+        overwrite_with_gradient(
+            piece, factor, found, self.vocabulary.classes, smoothing, scale.to(piece.dtype)
+        )
+        return losses.sum(), piece.to(rows.dtype)
+
+    def _targets(self, features: Tensor, targets: Tensor) -> LocalTargets:
+        shape = torch.Size((*features.shape[:-1], self.vocabulary.classes))
+        return local_targets(targets, shape, self.vocabulary, self.loss.ignore_index)
+
+    @property
+    def _options(self) -> tuple[float, float]:
+        return self.loss.label_smoothing, self.loss.z_loss
+
+    def _parameters(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return weight and bias; None in place of a missing or frozen one."""
+        weight, bias = self.linear.weight, self.linear.bias
+        return (
+            weight if weight.requires_grad else None,
+            bias if bias is not None and bias.requires_grad else None,
+        )
+
+    def _buffer(self, parameter: Tensor) -> Tensor:
+        """Return the tensor to which a parameter's gradient is added."""
+        buffer = self.queue.buffer_of(parameter)
+        return buffer.new_zeros(parameter.shape) if self.adds_late else buffer
+
+    def _chunks(self, count: int) -> Iterator[slice]:
+        for start in range(0, max(count, 1), self.rows):
+            yield slice(start, start + self.rows)
+
+
+def _add(queue: WeightGradientQueue, parameter: Tensor, gradient: Tensor) -> None:
+    queue.buffer_of(parameter).add_(gradient)
