@@ -251,7 +251,7 @@ def test_every_field_stands_in_the_guide() -> None:
 def test_every_example_is_listed() -> None:
     listed = (ROOT / "examples" / "README.md").read_text()
     files = [
-        file for file in (ROOT / "examples").rglob("*.*") if file.suffix in (".py", ".toml", ".sh", ".sbatch")
+        file for file in (ROOT / "examples").rglob("*.*") if file.suffix in (".py", ".toml", ".sh", ".sbatch", ".ipynb")
     ]
     assert [file.name for file in files if f"({file.relative_to(ROOT / 'examples')})" not in listed] == []
 

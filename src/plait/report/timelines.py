@@ -11,7 +11,7 @@ from functools import cached_property
 from plait.report.step import BlockedSpan, RecordedRank, RecordedStep
 from plait.schedules.action import Action, Kind
 from plait.schedules.simulation.page_timeline import TimeAxis, TimelineRow, timeline_data
-from plait.schedules.simulation.timeline import Cell
+from plait.schedules.simulation.timed_schedule import Cell
 
 MOST_ROWS = 64
 """Ranks whose timeline is shown: of more, those of the first pipelines."""

@@ -19,7 +19,8 @@ from plait.schedules.search.local_search import local_search, shortened_problem
 from plait.schedules.search.memory_guard import least_memory
 from plait.schedules.search.problem import Orders, Problem, StageLayout
 from plait.schedules.simulation.costs import Costs
-from plait.schedules.simulation.timeline import Cell, Timeline, simulate
+from plait.schedules.simulation.timed_schedule import Cell
+from plait.schedules.simulation.timeline import Timeline, simulate
 
 Measure = Literal["makespan", "span"]
 MOST_CHUNKS = 4

@@ -8,7 +8,8 @@ from typing import TypeAlias
 
 from plait.schedules.messages import sends_and_receives
 from plait.schedules.simulation.terminal import KIND_NAMES, title
-from plait.schedules.simulation.timeline import Cell, Timeline
+from plait.schedules.simulation.timed_schedule import Cell
+from plait.schedules.simulation.timeline import Timeline
 
 TraceEvent: TypeAlias = dict[str, object]
 

@@ -16,7 +16,8 @@ from plait.schedules.action import Action, Kind
 from plait.schedules.messages import sends_and_receives
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.costs import Costs
-from plait.schedules.simulation.timeline import Cell, Timeline
+from plait.schedules.simulation.timed_schedule import Cell
+from plait.schedules.simulation.timeline import Timeline
 
 TICK = Fraction(1, 1_000_000)
 

@@ -16,7 +16,7 @@ from string import Template
 from plait.schedules.action import Kind
 from plait.schedules.simulation.colours import MIDDLE, shade
 from plait.schedules.simulation.terminal import KIND_NAMES
-from plait.schedules.simulation.timeline import Cell
+from plait.schedules.simulation.timed_schedule import Cell
 
 Span = tuple[int, int, int]
 """Index of an axis, start and end in ticks."""

@@ -9,7 +9,7 @@ from textwrap import wrap
 from plait.schedules.simulation.colours import GREY, MIDDLE, ON_CELL, TEXT, shade
 from plait.schedules.simulation.svg_rows import MARGIN, Bands, Cells, Frame, RowLabel, SvgPart
 from plait.schedules.simulation.terminal import KIND_NAMES, amount, kinds_of, round_times, title
-from plait.schedules.simulation.timeline import Timeline
+from plait.schedules.simulation.timed_schedule import TimedSchedule
 
 CROWDED = 3
 """Pixels: where the average action is narrower, bands are drawn instead of actions."""
@@ -28,7 +28,11 @@ _LINE, _BELOW = 20, 34
 
 
 def draw_svg(
-    timeline: Timeline, *, width: int = 800, name: str | None = None, rows: Sequence[RowLabel] | None = None
+    timeline: TimedSchedule,
+    *,
+    width: int = 800,
+    name: str | None = None,
+    rows: Sequence[RowLabel] | None = None,
 ) -> str:
     """Return `timeline` as an SVG document of `width` pixels: a row per rank, a colour per kind of action.
 
@@ -118,6 +122,6 @@ def _axis(frame: Frame, top: float, bottom: float) -> Iterator[str]:
         yield f'<text class="time" x="{x:.1f}" y="{bottom + 22:g}">{time:g}</text>'
 
 
-def _peaks(timeline: Timeline) -> str:
+def _peaks(timeline: TimedSchedule) -> str:
     peak = timeline.peak
     return " ".join(f"{units:g}" for units in peak) if len(peak) <= 16 else f"up to {max(peak):g}"

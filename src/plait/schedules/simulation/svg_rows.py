@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 from plait.schedules.action import Action, Kind
 from plait.schedules.simulation.colours import MIDDLE, shade
 from plait.schedules.simulation.terminal import amount, kinds_of
-from plait.schedules.simulation.timeline import Cell, Timeline
+from plait.schedules.simulation.timed_schedule import Cell, TimedSchedule
 
 MARGIN = 12
 RowLabel: TypeAlias = tuple[str, int]
@@ -53,7 +53,7 @@ class SvgPart(NamedTuple):
 class Frame:
     """Horizontal layout of a picture: labels on the left, then the plot, as wide as the makespan."""
 
-    timeline: Timeline
+    timeline: TimedSchedule
     width: int
     labels: Sequence[RowLabel]
 

@@ -12,14 +12,14 @@ from math import floor, log10
 from plait.schedules.action import Action, Kind
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.colours import TERMINAL
-from plait.schedules.simulation.timeline import Cell, Timeline
+from plait.schedules.simulation.timed_schedule import Cell, TimedSchedule
 
 KIND_NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
 
 _ON, _FAINT, _OFF = "\x1b[38;5;16;48;5;{}m", "\x1b[2m", "\x1b[0m"
 
 
-def draw_text(timeline: Timeline, *, width: int = 100, colour: bool = False) -> str:
+def draw_text(timeline: TimedSchedule, *, width: int = 100, colour: bool = False) -> str:
     """Return `timeline` in at most `width` columns: ranks, a time axis and a legend; `colour`: ANSI colours.
 
     An action shows its kind and micro-batch (`F3`; with several chunks per rank also its stage: `2F3`), or
@@ -47,12 +47,12 @@ def label(action: Action, schedule: Schedule) -> str:
     return str(action) if schedule.stages > schedule.ranks else f"{action.kind}{action.microbatch}"
 
 
-def amount(timeline: Timeline, time: float) -> str:
+def amount(timeline: TimedSchedule, time: float) -> str:
     """Return a time as text, with its unit if there is one."""
     return f"{time:g} {timeline.unit}" if timeline.unit else f"{time:g}"
 
 
-def kinds_of(timeline: Timeline) -> list[Kind]:
+def kinds_of(timeline: TimedSchedule) -> list[Kind]:
     """Return the kinds of action that occur in `timeline`, forward first."""
     present = {action.kind for row in timeline.cells for action, _, _ in row}
     return [kind for kind in KIND_NAMES if kind in present]
@@ -71,7 +71,7 @@ def _head(rank: int) -> str:
     return f"rank {rank}  "
 
 
-def _columns(timeline: Timeline, available: int) -> tuple[int, bool]:
+def _columns(timeline: TimedSchedule, available: int) -> tuple[int, bool]:
     """Return the width of the time axis in columns, at most `available`, and whether all labels fit."""
     letters: dict[int, int] = {}
     for action, start, end in (cell for row in timeline.cells for cell in row):
@@ -88,7 +88,7 @@ def _columns(timeline: Timeline, available: int) -> tuple[int, bool]:
     return columns, all(ticks * columns // timeline.length >= length for ticks, length in letters.items())
 
 
-def _row(timeline: Timeline, row: Sequence[Cell], columns: int, labelled: bool, colour: bool) -> str:
+def _row(timeline: TimedSchedule, row: Sequence[Cell], columns: int, labelled: bool, colour: bool) -> str:
     line, at = "", 0
     for action, start, end in row:
         left, right = (_column(timeline, tick, columns) for tick in (start, end))
@@ -98,7 +98,7 @@ def _row(timeline: Timeline, row: Sequence[Cell], columns: int, labelled: bool, 
     return line + _idle(columns - at, colour)
 
 
-def _column(timeline: Timeline, tick: int, columns: int) -> int:
+def _column(timeline: TimedSchedule, tick: int, columns: int) -> int:
     return round((tick - timeline.first) * columns / timeline.length) if timeline.length else 0
 
 
@@ -115,7 +115,7 @@ def _idle(width: int, colour: bool) -> str:
     return f"{_FAINT}{'·' * width}{_OFF}" if colour and width else "·" * width
 
 
-def _axis(timeline: Timeline, columns: int) -> str:
+def _axis(timeline: TimedSchedule, columns: int) -> str:
     line = ""
     for time in round_times(timeline.makespan, max(columns // 8, 2)):
         at = round(time / timeline.makespan * columns) if timeline.makespan else 0
@@ -123,7 +123,7 @@ def _axis(timeline: Timeline, columns: int) -> str:
     return line
 
 
-def _legend(timeline: Timeline, colour: bool) -> str:
+def _legend(timeline: TimedSchedule, colour: bool) -> str:
     entries = []
     for kind in kinds_of(timeline):
         mark = f"{_ON.format(TERMINAL[kind][1])} {kind} {_OFF}" if colour else str(kind)

@@ -16,7 +16,8 @@ from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.html import draw_html
-from plait.schedules.simulation.timeline import Cell, Timeline, simulate
+from plait.schedules.simulation.timed_schedule import Cell
+from plait.schedules.simulation.timeline import Timeline, simulate
 
 
 class Reader(HTMLParser):

@@ -21,7 +21,8 @@ from plait.schedules.simulation.measured_times import (
     measured_timeline,
     measured_waits,
 )
-from plait.schedules.simulation.timeline import Cell, Timeline, simulate
+from plait.schedules.simulation.timed_schedule import Cell
+from plait.schedules.simulation.timeline import Timeline, simulate
 
 START = 7_000_000_123
 """Where the clock stands when the step begins."""

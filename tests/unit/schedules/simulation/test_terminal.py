@@ -12,7 +12,8 @@ from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.terminal import draw_text, round_times, title
-from plait.schedules.simulation.timeline import Cell, Timeline, simulate
+from plait.schedules.simulation.timed_schedule import Cell
+from plait.schedules.simulation.timeline import Timeline, simulate
 
 ONE_BY_ONE = simulate(policy_schedule("1f1b", 2, 4))
 

@@ -11,6 +11,7 @@ from plait.schedules.action import Action
 from plait.schedules.named_schedules import POLICIES, policy_schedule
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.costs import Costs
+from plait.schedules.simulation.pictures import picture
 from plait.schedules.simulation.timeline import Timeline, simulate
 
 tenths = st.integers(0, 50).map(lambda number: number / 10)
@@ -38,6 +39,12 @@ def test_split_backward_with_hops() -> None:
     assert timeline.peak == (2.0, 2.0)
     assert timeline.idle == (4.0, 4.0)
     assert timeline.idle_span == (4.0, 1.0)
+
+
+def test_a_notebook_shows_the_picture_and_a_terminal_one_line() -> None:
+    timeline = simulate(policy_schedule("zb-h1", ranks=2, microbatches=4))
+    assert timeline._repr_svg_() == picture(timeline, "svg")
+    assert repr(timeline) == "Timeline(zb-h1: 2 ranks, 4 micro-batches; makespan 13, bubble 7.7%)"
 
 
 def test_a_full_backward_hands_its_gradient_on_at_its_end() -> None:
