@@ -7,7 +7,7 @@
         "blocks.*.attention.output": row.by("heads"),      partition input features; the output is summed
         "blocks.*.attention": sequence,                    the rest may run on pieces of the sequence
         "blocks.*.attention.dropout": piece.along(1),      take the mask of this rank's heads
-    "blocks.*.attention.query_norm": replicated,       whole inside of the region, with a summed gradient
+        "blocks.*.attention.query_norm": replicated,       whole inside of the region, with a summed gradient
     }
 
 A key is a module's path in the model, in which `*` matches any one name. Every rule has to match a module,

@@ -54,8 +54,10 @@ def verify(
     Args:
         model: as `parallelize` takes it, or a function that builds it. It is not altered.
         plan: the plan to verify. In modes `float64` and `exact` its precision is `fp64`.
-        inputs, targets: the global batch of every step: tensors whose dim 0 is the batch.
-        loss, rules: as `parallelize` takes them.
+        inputs: those of the global batch of every step: tensors whose dim 0 is the batch.
+        targets: likewise.
+        loss: as `parallelize` takes it.
+        rules: as `parallelize` takes them.
         mode: `float64`, in which little but a mistake is larger than rounding; `native`, with all precisions
             and the loss scale of the plan; `exact`, in whole numbers, where equality is that of bits.
         steps: training steps to compare; by default 2, in mode `exact` 1.
