@@ -1,4 +1,4 @@
-"""The site of the docs: the reference has every public name, and the built pages need nothing from elsewhere."""
+"""The site of the docs: the reference has every public name, and no page needs anything from elsewhere."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+
 from test_docs import PAGES, ROOT, scripts
 
 REFERENCE = sorted((ROOT / "docs" / "reference" / "api").glob("*.md"))
@@ -53,7 +54,9 @@ def public_names() -> set[str]:
         for module, imported in IMPORTED.findall(text):
             names |= {f"{module}.{name.strip()}" for name in imported.split(",")}
     modules = {"plait.models"}
-    of_others = {name for name in names if not getattr(found(name), "__module__", "plait").startswith("plait")}
+    of_others = {
+        name for name in names if not getattr(found(name), "__module__", "plait").startswith("plait")
+    }
     return names - modules - of_others
 
 

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+
 from test_docs import ROOT, SHORTENED, TUTORIALS, Block, blocks
 
 WITH_COMMANDS = [page for page in sorted(TUTORIALS.glob("*.md")) if "```bash" in page.read_text()]

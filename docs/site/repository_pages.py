@@ -1,7 +1,7 @@
 """Hook of mkdocs: what a page links to outside of docs/ becomes a page of the site.
 
-A README, the changelog, an example or a script of a benchmark is shown under `repository/`, by its path in the
-repository; source files as a block of code. So links between files work in a clone, and in the site as well.
+A README, the changelog, an example or a script of a benchmark is shown under `repository/`, by its path in
+the repository; source files as a block of code. So links between files work in a clone and in the site.
 """
 
 from __future__ import annotations
