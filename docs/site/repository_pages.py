@@ -51,6 +51,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if page.parent is None:  # no other page is beside it in the navigation
         page.meta.setdefault("hide", ["navigation"])
     path = page.file.src_uri
+    if path.startswith((FOLDER, "reference/api/")):
+        page.meta.setdefault("search", {"boost": 0.5})  # guides and concepts are found first
     path = path.removeprefix(FOLDER) if path.startswith(FOLDER) else f"docs/{path}"
 
     def replaced(link: re.Match[str]) -> str:

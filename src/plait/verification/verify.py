@@ -46,10 +46,9 @@ def verify(
 ) -> VerificationReport:
     """Compare `model`, parallelized by `plan`, with one device, and report the first difference, if any.
 
-    Trains on one rank in plain PyTorch, then on `plan.world` ranks (as `plait.launch` starts or joins them)
-    from the same values and data. Compares, in the order of execution: each layer's output, the gradient of
-    its input, what each micro-batch adds to each weight gradient, the final gradients, the loss, the norm,
-    and after each step (`Engine.step` and a clip and step by hand in turns) parameters and optimizer state.
+    Trains on one rank in plain PyTorch, then on `plan.world` ranks from the same values and data. Compares,
+    in order: each layer's output and input gradient, each micro-batch's weight gradients, final gradients,
+    loss, norm, and after a step (of `Engine.step`, or by hand, in turns) parameters and optimizer state.
 
     Args:
         model: as `parallelize` takes it, or a function that builds it. It is not altered.
