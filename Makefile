@@ -32,7 +32,7 @@ SEED ?= 0
 test-share: install  ## run a twentieth of the full products, chosen by SEED=..., for at most three minutes
 	$(BIN)/pytest -n 2 --dist loadgroup -m full --twentieth $(SEED)
 
-check: install  ## check format, lint and types
+check: install docs  ## check format, lint and types, and that the docs build without warnings
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -41,10 +41,11 @@ format: install  ## format the code, and mend what ruff can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# Without --quiet, which would hide the warnings from --strict.
 docs docs-serve: export NO_MKDOCS_2_WARNING = 1
 
 docs: install  ## build the site of the docs into site/, without warnings
-	$(BIN)/mkdocs build --quiet --strict
+	$(BIN)/mkdocs build --strict
 
 docs-serve: install  ## serve the site on 127.0.0.1:8000, and build it again when a page changes
 	$(BIN)/mkdocs serve

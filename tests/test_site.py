@@ -101,7 +101,7 @@ class Links(HTMLParser):
 @pytest.mark.full
 def test_the_site_has_no_broken_link_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     built = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True)
     assert built.returncode == 0, built.stdout + built.stderr
