@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install demo test test-all test-share check format package clean
+.PHONY: help install demo test test-all test-share check format docs docs-serve package clean
 
 help:  ## list these verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -32,7 +32,7 @@ SEED ?= 0
 test-share: install  ## run a twentieth of the full products, chosen by SEED=..., for at most three minutes
 	$(BIN)/pytest -n 2 --dist loadgroup -m full --twentieth $(SEED)
 
-check: install  ## check format, lint and types
+check: install docs  ## check format, lint and types, and that the docs build without warnings
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -41,8 +41,17 @@ format: install  ## format the code, and mend what ruff can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# Without --quiet, which would hide the warnings from --strict.
+docs docs-serve: export NO_MKDOCS_2_WARNING = 1
+
+docs: install  ## build the site of the docs into site/, without warnings
+	$(BIN)/mkdocs build --strict
+
+docs-serve: install  ## serve the site on 127.0.0.1:8000, and build it again when a page changes
+	$(BIN)/mkdocs serve
+
 package: install  ## build dist/plait-*.whl and .tar.gz, install the wheel into an empty environment, try it there
 	.ci/package
 
 clean:  ## remove .venv, runs/ and everything that tools leave behind
-	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) runs build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

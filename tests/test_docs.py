@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 import pytest
 
+from plait.cli.checkpoint_options import read_options as checkpoint_options
+from plait.cli.data import parser as data_parser
 from plait.cli.main import main
 from plait.cli.report import parser as report_parser
 from plait.cli.verify import parser as verify_parser
@@ -32,6 +34,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 PAGES += [*sorted((ROOT / "examples").rglob("README.md")), ROOT / "CHANGELOG.md"]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
+WRITTEN = re.compile(r"^cat > (\S+) <<'END'\n(.*?)^END$", re.MULTILINE | re.DOTALL)
+TUTORIALS = ROOT / "docs" / "tutorials"
 PROMISE = re.compile(
     r"\bto come(?= ?[.,;|()]|$)|\bnot yet\b|\bplanned\b|\bcoming soon\b|\bin a later (version|part)\b"
     r"|\bwill (be (added|supported)|come)\b"
@@ -71,20 +75,25 @@ def scripts() -> Iterator[Script]:
                 yield Script(block, following.text if following.language == "output" else None)
 
 
-def commands() -> Iterator[tuple[str, list[str]]]:
-    """`(where, arguments)` of every `plait` command in a bash block."""
+def commands() -> Iterator[tuple[Block, list[str]]]:
+    """`(line, arguments)` of every `plait` command in a bash block."""
     for page in PAGES:
         for block in blocks(page):
             for number, line in enumerate(block.text.splitlines()) if block.language == "bash" else ():
-                words = shlex.split(line)
+                words = shlex.split(line) if "plait" in line else []
                 for place, word in enumerate(words):
                     if Path(word).name == "plait":
-                        yield f"{page.relative_to(ROOT)}:{block.line + number}", words[place + 1 :]
+                        yield Block(page, block.line + number, "bash", line), words[place + 1 :]
 
 
 def marks_of(script: Script) -> list[pytest.MarkDecorator]:
-    """Concepts, and what other libraries call things, change less than guides: theirs are in the full run."""
-    return [pytest.mark.full] if script.code.page.parent.name in ("concepts", "coming-from") else []
+    """Concepts, and what other libraries call things, change less than guides: theirs are in the full run.
+
+    So is a script that predicts the memory of ten plans of a large model.
+    """
+    slow = script.code.page.stem == "which-plan" and "layers=32" in script.code.text
+    rarely = script.code.page.parent.name in ("concepts", "coming-from")
+    return [pytest.mark.full] if slow or rarely else []
 
 
 @pytest.mark.parametrize(
@@ -104,26 +113,36 @@ def test_a_script_runs_and_prints_what_the_page_says(script: Script) -> None:
 
 
 def test_every_output_belongs_to_a_script() -> None:
-    told = sum(block.language == "output" for page in PAGES for block in blocks(page))
-    assert told == sum(script.output is not None for script in scripts())
+    """Or, in a tutorial, to commands, which `test_tutorials.py` runs."""
+    for page in PAGES:
+        shown = {"python", "bash"} if page.parent == TUTORIALS else {"python"}
+        for block, following in pairwise([Block(page, 0, "", ""), *blocks(page)]):
+            assert following.language != "output" or block.language in shown, following
 
 
-@pytest.mark.parametrize(("where", "arguments"), list(commands()), ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(("line", "arguments"), list(commands()), ids=lambda value: str(value)[:60])
 def test_a_command_is_understood(
-    where: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    line: Block, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A schedule is drawn; what runs ranks, or needs a run, is only read."""
+    """A schedule is drawn; what runs ranks, needs a run, or is a step of a tutorial is only read."""
     command, *options = arguments
+    for name, text in WRITTEN.findall(line.page.read_text()):
+        (tmp_path / name).write_text(text)
+    in_tutorial = line.page.parent == TUTORIALS
+    monkeypatch.chdir(tmp_path if in_tutorial or command not in ("train", "verify") else ROOT)
     if command == "verify":
         _, options = verify_parser().parse_known_args(options)
     if command in ("train", "verify"):
-        monkeypatch.chdir(ROOT)
-        config_from_arguments(options)
+        made_before = {"model": "llama", "tuned": "llama"} if in_tutorial else {}
+        config_from_arguments([made_before.get(word, word) for word in options])
     elif command == "report":
         assert report_parser().parse_args(options).runs
+    elif in_tutorial and command == "data":
+        assert data_parser().parse_args(options).folder
+    elif in_tutorial and command == "checkpoint":
+        assert checkpoint_options(options).path
     else:
-        monkeypatch.chdir(tmp_path)
-        assert main(arguments) == 0, where
+        assert main(arguments) == 0, line
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -221,19 +240,25 @@ def test_every_public_member_stands_in_the_reference(kind: type, page: str) -> N
 
 
 def test_links_lead_to_files() -> None:
+    """Or to a folder with a README, which the site shows for it."""
     broken = [
         f"{page.relative_to(ROOT)}: {link[1]}"
         for page in PAGES
         for link in LINK.finditer(page.read_text())
-        if "://" not in link[1] and not (page.parent / link[1]).exists()
+        if "://" not in link[1] and not is_file_or_readme(page.parent / link[1])
     ]
     assert not broken, "\n" + "\n".join(broken)
 
 
-def test_every_page_is_in_the_index() -> None:
-    index = (ROOT / "docs" / "README.md").read_text()
+def is_file_or_readme(path: Path) -> bool:
+    return path.is_file() or (path / "README.md").is_file()
+
+
+def test_every_page_is_in_the_index_and_the_navigation() -> None:
+    index, site = (ROOT / "docs" / "README.md").read_text(), (ROOT / "mkdocs.yml").read_text()
     pages = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
     assert [page for page in pages if page != "README.md" and f"({page})" not in index] == []
+    assert [page for page in pages if f": {page}\n" not in site] == []
 
 
 def test_every_field_stands_in_the_guide() -> None:
@@ -251,7 +276,9 @@ def test_every_field_stands_in_the_guide() -> None:
 def test_every_example_is_listed() -> None:
     listed = (ROOT / "examples" / "README.md").read_text()
     files = [
-        file for file in (ROOT / "examples").rglob("*.*") if file.suffix in (".py", ".toml", ".sh", ".sbatch", ".ipynb")
+        file
+        for file in (ROOT / "examples").rglob("*.*")
+        if file.suffix in (".py", ".toml", ".sh", ".sbatch", ".ipynb")
     ]
     assert [file.name for file in files if f"({file.relative_to(ROOT / 'examples')})" not in listed] == []
 

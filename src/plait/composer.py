@@ -62,6 +62,7 @@ def parallelize(
     `broadcast` rank 0's values are used on all ranks. `rules` say which modules are partitioned over `tp`, by
     default the model's own, `model.rules`. `loss` has `total` and `weight`, or is one of PyTorch's, or a
     function within `plait.tensor.mean_loss`: see `as_loss`.
+
     Communication, once: the ranks compare model, plan and values (256 bytes each), make groups for
     messages, tied parameters and repeated heads, and map each other's gradients on one host; with `broadcast`
     every parameter and buffer goes over `world`. Raises PlanError, MeshError, ModelError or ScheduleError

@@ -7,7 +7,7 @@
         "blocks.*.attention.output": row.by("heads"),      partition input features; the output is summed
         "blocks.*.attention": sequence,                    the rest may run on pieces of the sequence
         "blocks.*.attention.dropout": piece.along(1),      take the mask of this rank's heads
-    "blocks.*.attention.query_norm": replicated,       whole inside of the region, with a summed gradient
+        "blocks.*.attention.query_norm": replicated,       whole inside of the region, with a summed gradient
     }
 
 A key is a module's path in the model, in which `*` matches any one name. Every rule has to match a module,
@@ -32,18 +32,8 @@ NEAREST = 3
 class Rule:
     """The partitioning of one module over `tp`: which features, rows or positions a rank holds.
 
-    `entrance`: the module's output enters a region, that is, the layer's column linears read it; its gradient
-    is summed over `tp`, once. `column`: a linear with partitioned output features. `row`: a linear with
-    partitioned input features, whose output is summed over `tp`. `vocabulary`: an embedding, or the model's
-    last linear, with partitioned rows, evenly or not. `piece`: a dropout in a region, whose mask is that of
-    this rank's piece of a dim with equal pieces: features of a column linear, or heads, but no repeated
-    heads. `sequence`: a layer of the model that, outside of regions (norms, dropouts, residual connections),
-    treats each position of the sequence by itself; with `Plan.sequence_parallel` each rank does so for a
-    piece of the sequence. `replicated`: a module in a region whose parameters every rank has whole, such as a
-    norm of each head; each rank has a summand of their gradients, which are summed over `tp`. Its dropouts
-    take one mask on all ranks, as for an input that is the same on all of them. `norm`: an `nn.RMSNorm` in a
-    region over all the features of which each rank has some, weight · x / sqrt(mean(x²) + eps); its weight is
-    partitioned with them and its mean square summed over `tp`.
+    What each kind does is said at its name: `entrance`, `column`, `row`, `vocabulary`, `sequence`, `piece`,
+    `replicated`, `norm`.
 
     In a layer without an entrance, each column linear enters the region by itself: correct, but with one sum
     of gradients for each.
@@ -128,13 +118,27 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
 """The fields that apply to each kind of rule."""
 
 entrance = Rule("entrance")
+"""The module's output enters a region: the layer's column linears read it. Its gradient is summed over `tp`,
+once."""
 column = Rule("column")
+"""A linear with partitioned output features."""
 row = Rule("row")
+"""A linear with partitioned input features, whose output is summed over `tp`."""
 vocabulary = Rule("vocabulary")
+"""An embedding, or the model's last linear, with partitioned rows, evenly or not."""
 sequence = Rule("sequence", dim=1)
+"""A layer of the model that, outside of regions (norms, dropouts, residual connections), treats each position
+of the sequence by itself; with `Plan.sequence_parallel` each rank does so for a piece of the sequence."""
 piece = Rule("piece")
+"""A dropout in a region, whose mask is that of this rank's piece of a dim with equal pieces: features of a
+column linear, or heads, but no repeated heads."""
 replicated = Rule("replicated")
+"""A module in a region whose parameters every rank has whole, such as a norm of each head; each rank has a
+summand of their gradients, which are summed over `tp`. Its dropouts take one mask on all ranks, as for an
+input that is the same on all of them."""
 norm = Rule("norm")
+"""An `nn.RMSNorm` in a region over all the features of which each rank has some,
+weight · x / sqrt(mean(x²) + eps); its weight is partitioned with them, its mean square summed over `tp`."""
 
 
 def match(rules: Rules, paths: Iterable[str]) -> dict[str, Rule]:

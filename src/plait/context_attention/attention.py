@@ -59,6 +59,7 @@ def attention(
     runs; a document is a run of equal ids. `scale`: of the scores, by default `size ** -0.5`.
     `softcap`: a bound c of the scores s, which become c · tanh(s / c); no fused kernel has it. `dropout`: of
     the attention weights, `[rows, heads, length, length]`, in training mode.
+
     Communication under context parallelism, over `cp`, as `Plan.context_parallel` chooses: keys and values,
     and in the backward their gradients; or queries, keys, values and outputs, and all gradients. Unless
     `Plan.sequence_parallel` is "keep", keys and values, or outputs, are sent again in the backward. Raises

@@ -69,15 +69,16 @@ def fit(
 ) -> FitResult:
     """Train `model` by `plan` for `steps` steps; every rank of `plan.world` calls it with the same arguments.
 
-    `batches` have a `size`, the rows of a global batch, and `batch(step, rows)`, which returns inputs and
-    targets of some rows: a `plait.Loader` of any dataset. `optimizer` makes one of parameter groups, of which
+    `batches`: a `plait.Loader`, or what has a `size`, the rows of a global batch, and `batch(step, rows)`,
+    which returns inputs and targets of some rows. `optimizer` makes one of parameter groups, of which
     matrices have `weight_decay` and vectors have none. `learning_rate`: a number, or a function of the step,
-    counted from 0, such as `plait.loop.warmup_cosine`; None: the optimizer's own. `clip`: the largest
-    gradient norm. The mean loss over the first `validate_batches` of `validation` (None: all samples of a
-    `Loader` once), and the means of `metrics`, functions of the model's output and the targets that return a
-    value for each row or token, are computed every `validate_every` steps (0: never) and at the end.
-    `callbacks` are those of `plait.loop` for progress, logs, checkpoints and more. `loss`, `seed`, `rules`,
-    `values` and `broadcast` are those of `parallelize`; `mesh` is by default a new one of `plan`.
+    from 0, such as `plait.loop.warmup_cosine`; None: the optimizer's. `clip`: the largest gradient norm.
+
+    The mean loss over the first `validate_batches` of `validation` (None: all samples of a `Loader` once),
+    and the means of `metrics`, functions of the model's output and the targets that return a value for each
+    row or token, are computed every `validate_every` steps (0: never) and at the end. `callbacks` are those
+    of `plait.loop` for progress, logs, checkpoints and more. `loss`, `seed`, `rules`, `values` and
+    `broadcast` are those of `parallelize`; `mesh` is by default a new one of `plan`.
 
     Raises `ConfigError` for arguments that contradict each other, `DataError` where the data-parallel ranks
     cannot share a batch equally, `NonFiniteError` on every rank where a loss or gradient norm is not finite,

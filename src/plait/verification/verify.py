@@ -46,16 +46,17 @@ def verify(
 ) -> VerificationReport:
     """Compare `model`, parallelized by `plan`, with one device, and report the first difference, if any.
 
-    Trains on one rank in plain PyTorch, then on `plan.world` ranks (as `plait.launch` starts or joins them)
-    from the same values and data. Compares, in the order of execution: each layer's output, the gradient of
-    its input, what each micro-batch adds to each weight gradient, the final gradients, the loss, the norm,
-    and after each step (`Engine.step` and a clip and step by hand in turns) parameters and optimizer state.
+    Trains on one rank in plain PyTorch, then on `plan.world` ranks from the same values and data. Compares,
+    in order: each layer's output and input gradient, each micro-batch's weight gradients, final gradients,
+    loss, norm, and after a step (of `Engine.step`, or by hand, in turns) parameters and optimizer state.
 
     Args:
         model: as `parallelize` takes it, or a function that builds it. It is not altered.
         plan: the plan to verify. In modes `float64` and `exact` its precision is `fp64`.
-        inputs, targets: the global batch of every step: tensors whose dim 0 is the batch.
-        loss, rules: as `parallelize` takes them.
+        inputs: those of the global batch of every step: tensors whose dim 0 is the batch.
+        targets: likewise.
+        loss: as `parallelize` takes it.
+        rules: as `parallelize` takes them.
         mode: `float64`, in which little but a mistake is larger than rounding; `native`, with all precisions
             and the loss scale of the plan; `exact`, in whole numbers, where equality is that of bits.
         steps: training steps to compare; by default 2, in mode `exact` 1.

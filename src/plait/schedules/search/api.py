@@ -16,6 +16,7 @@ from plait.schedules.simulation.costs import Costs
 
 AUTO = "auto"
 POLICY_NAMES = (*POLICIES, AUTO)
+"""The policies that `schedule` takes, by name."""
 
 
 def schedule(
