@@ -251,17 +251,17 @@ def keep_random_state(device: torch.device) -> AbstractContextManager[None]:
 
 
 RandomState = tuple[Tensor, Tensor | None]
-"""State of torch's random numbers on the CPU, and on the current GPU."""
+"""States of the random number generators of the CPU and of the current GPU; None without a GPU."""
 
 
 def random_state() -> RandomState:
-    """Return the state of torch's random numbers."""
+    """Return the states of torch's default random number generators: the CPU's and the current GPU's."""
     on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     return torch.default_generator.get_state(), on_gpu
 
 
 def set_random_state(state: RandomState) -> None:
-    """Continue torch's random numbers from `state`."""
+    """Set torch's default random number generators to `state`, as `random_state` has returned it."""
     torch.default_generator.set_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1])

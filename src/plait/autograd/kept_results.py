@@ -1,4 +1,4 @@
-"""Results that a layer's second run, for its backward, takes over from the first.
+"""Results of a layer's forward that recomputation keeps, so that the second forward does not compute them.
 
 While a layer runs under recomputation, `RECOMPUTED_RUN` holds the run. A function whose result should not be
 computed, or sent, a second time passes through `kept`.
@@ -16,7 +16,7 @@ Tensors = tuple[Tensor | None, ...]
 
 
 class RecomputedRun(Protocol):
-    """The first or the second run of a layer under recomputation."""
+    """Interface of a recomputed layer's first run, in the forward, and second run, in the backward."""
 
     @property
     def is_second(self) -> bool:
@@ -31,7 +31,7 @@ class RecomputedRun(Protocol):
 
 
 RECOMPUTED_RUN: ContextVar[RecomputedRun | None] = ContextVar("plait_recomputed_run", default=None)
-"""None where a layer runs without recomputation, and in the first run where no result is kept."""
+"""The run in progress; None without recomputation, and in a first run that keeps no results."""
 
 
 def kept(compute: Callable[[], Tensors]) -> Tensors:

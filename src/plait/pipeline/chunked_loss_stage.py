@@ -13,7 +13,7 @@ from plait.pipeline.stage import Gradients
 
 
 class ChunkedLossLike(LossLike, Protocol):
-    """Interface of a loss of features, which has the linear that makes logits of them."""
+    """Interface of a loss that takes features, the input of the output linear, and computes logits itself."""
 
     def gradient(self, features: Any, targets: Any, scale: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the summed loss and the features' gradient; add those of the linear's parameters."""

@@ -42,7 +42,7 @@ def recomputing(mode: Recompute, run: Run) -> Run:
 
 
 class RecomputingLayer:
-    """A layer's `run`, and how many results of a first run the second ones have used so far."""
+    """A layer's forward with recomputation; learns from each backward how many results are worth keeping."""
 
     def __init__(self, run: Run, *, keeps_results: bool) -> None:
         self.run = run
@@ -53,9 +53,9 @@ class RecomputingLayer:
         """Results of other operations that a second run has used, likewise."""
 
     def __call__(self, *arguments: Any) -> Value:
-        """Return `run(*arguments)`; its graph holds the arguments in place of what autograd saves."""
+        """Return `run(*arguments)`, whose autograd graph keeps the arguments instead of saved tensors."""
         call = _RecomputingCall(self, arguments)
-        with saved_tensors_hooks(call.count, call.recomputed):
+        with saved_tensors_hooks(call.pack, call.unpack):
             return call.run_first() if self.keeps_results else self.run(*arguments)
 
     def note(self, second: SecondRun) -> None:
@@ -70,7 +70,7 @@ class _AllSaved(BaseException):
 
 
 class _RecomputingCall:
-    """One call of a layer: counts the tensors that are saved; a second run computes them when one is read."""
+    """One call of a layer, with hooks that pack saved tensors as numbers and recompute them at unpacking."""
 
     def __init__(self, layer: RecomputingLayer, arguments: tuple[Any, ...]) -> None:
         self._layer, self._arguments = layer, arguments
@@ -81,13 +81,13 @@ class _RecomputingCall:
         self._random_state = random_state()
         self._first = FirstRun(layer.most_results, layer.most_operations)
 
-    def count(self, tensor: Tensor) -> int:
-        """Return the number of a tensor that the first run saves, which is saved in its place."""
+    def pack(self, tensor: Tensor) -> int:
+        """Return an index, which autograd stores in place of a saved tensor."""
         self._kinds.append((tensor.shape, tensor.dtype))
         return len(self._kinds) - 1
 
-    def recomputed(self, number: int) -> Tensor:
-        """Return the saved tensor with a number, and forget it; run the layer again where there is none."""
+    def unpack(self, number: int) -> Tensor:
+        """Return the saved tensor of an index, which is freed; run the layer again where it is not there."""
         if number not in self._saved:
             self._run_again()
         found, (shape, dtype) = self._saved.pop(number, None), self._kinds[number]

@@ -1,4 +1,4 @@
-"""The two runs of a layer under recomputation, and what the second takes over from the first.
+"""The first run of a layer under recomputation, which keeps results, and the second, which reuses them.
 
 Plait's linears and attention pass their results through `FirstRun.result` and `SecondRun.result`. Products of
 others are seen by a `TorchDispatchMode`, which is slow. (Private by its path, it is documented in "Extending
@@ -35,7 +35,7 @@ class FirstRun:
     has_results = False
 
     def __init__(self, most_results: int | None, most_operations: int | None) -> None:
-        """The maximum numbers of kept results; None: all."""
+        """`most_results`, `most_operations`: the maximum numbers of results to keep; None: all."""
         self.most_results = most_results
         self.most_operations = most_operations
         self.results: list[tuple[Tensors, list[int]] | None] = []
@@ -62,21 +62,21 @@ class FirstRun:
         return made
 
     def finish(self) -> None:
-        """End the run; discard the results that were written to, of which only memory is left."""
+        """End the run, and free kept results that an in-place operation has overwritten since."""
         self.active = False
         for number, entry in enumerate(self.results):
             if entry is not None and versions_of(entry[0]) != entry[1]:
                 self.results[number] = None
 
     def keep_nothing(self) -> None:
-        """Discard what is kept, and keep no more."""
+        """Free all kept results, and keep none from now on."""
         self.results.clear()
         self.operations.clear()
         self.most_results = self.most_operations = 0
 
 
 class SecondRun:
-    """Returns the results that the first run has kept, each once, in their order."""
+    """Reuses the results that a `FirstRun` has kept: each once, in the order of the calls."""
 
     is_second = True
 

@@ -167,7 +167,7 @@ class Stage:
     def _backward_contexts(
         self, sequence: LocalSequence | None, layer: int, computed: list[WeightWork]
     ) -> ExitStack:
-        """Return the contexts of a layer's backward, in which a `torch.utils.checkpoint` may run it again.
+        """Return the contexts of a layer's backward, in which recomputation may run it again.
 
         `computed` gets the addition of gradients that come with the backward, where `W` adds them.
         """

@@ -67,7 +67,7 @@ class Network:
         return rounds * (self._start(here, ranks) + transfer.nbytes * (ranks - 1) / ranks / bandwidth)
 
     def _start(self, here: int, ranks: int) -> float:
-        """Return the latency of a ring: a step for each rank inside a host, and a tree over the hosts."""
+        """Return the latency of a collective: a ring inside a host, and a tree over the hosts."""
         hosts = ranks // here
         across = 2 * (hosts - 1).bit_length() * self.hardware.across.latency if hosts > 1 else 0.0
         return (here - 1) * self.hardware.inside.latency + across

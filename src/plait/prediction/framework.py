@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Framework:
-    """Behaviour of a training framework that a plan does not say; the defaults are plait's own.
+    """How a training framework runs a step, beyond what a `Plan` sets: fused operations, overlap, memory.
 
-    Other settings describe the frameworks of published runs.
+    The defaults describe plait; other settings describe the frameworks of published runs.
     """
 
     product_precision: str | None = None
@@ -57,4 +57,4 @@ class Framework:
 
 
 PLAIT = Framework()
-"""How plait runs a step."""
+"""The behaviour of plait, for `predict`."""

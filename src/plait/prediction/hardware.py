@@ -38,7 +38,7 @@ class Efficiency:
     attention: float
     """Largest fraction of the peak rate that a fused attention kernel reaches in its forward."""
     attention_backward: float
-    """The same for its backward."""
+    """Largest fraction of the peak rate that its backward reaches."""
     memory: float
     """Fraction of the memory bandwidth that element-wise operations reach."""
     kernel: float
@@ -61,7 +61,7 @@ class Hardware:
     memory: float
     """Bytes of a device that a process can allocate."""
     reserved: float
-    """Bytes of it that the driver, communicators and fragmentation of the allocator take."""
+    """Bytes of `memory` that the driver, communicators and fragmentation of the allocator take."""
     host_memory: float
     multiprocessors: int
     """Units of a device that compute a tile of a product each."""

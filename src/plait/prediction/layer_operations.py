@@ -1,4 +1,4 @@
-"""The operations and transfers of each kind of layer on one rank, for one micro-batch."""
+"""Device operations and collectives of each kind of layer, for one micro-batch on one rank."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ ITEM = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 
 @dataclass(frozen=True)
 class LayerWork:
-    """What one layer does for a micro-batch: operations on the device, and transfers of which they depend."""
+    """Operations and collectives of one layer for one micro-batch; transfers are those that it waits for."""
 
     forward: tuple[DeviceOperation, ...] = ()
     backward: tuple[DeviceOperation, ...] = ()
-    """The input gradient, without transfers."""
+    """Of the input gradient."""
     weights: tuple[Product, ...] = ()
     """The products of the weight gradient."""
     recomputed: tuple[DeviceOperation, ...] = ()
@@ -72,12 +72,18 @@ class StepShape:
         return self.tokens * self.decoder.hidden * self.item
 
     @property
+    def key_features(self) -> float:
+        """Features of the keys on a rank of `tp`, as many as of the values; at least one head."""
+        heads = max(self.decoder.key_heads, min(self.plan.tp, self.decoder.heads))
+        return heads * self.decoder.head_size / self.plan.tp
+
+    @property
     def outside(self) -> float:
-        """Bytes of what norms and residual connections read: the output, or a piece of it."""
+        """Bytes of the activation that norms read: whole, or with sequence parallelism the rank's piece."""
         return self.activation / (self.plan.tp if self.plan.cuts_sequence else 1)
 
     def elementwise(self, nbytes: float, kernels: float) -> Elementwise:
-        """Return element-wise work, with the framework's number of passes over memory."""
+        """Return an element-wise operation, with `nbytes` times the framework's memory passes."""
         return Elementwise(nbytes * self.framework.elementwise_passes, kernels)
 
     @property
@@ -86,7 +92,7 @@ class StepShape:
         return 1 if self.plan.loss_rows is None else math.ceil(self.tokens / self.plan.loss_rows)
 
     def linear(self, inputs: float, outputs: float, count: int = 1) -> _LinearProducts:
-        """Return the products of `count` equal linears for the tokens of the micro-batch."""
+        """Return the matrix products, forward and backward, of `count` linears of equal size."""
         return _LinearProducts(self.tokens, inputs, outputs, count, 2.0 * self.gradient_item)
 
 
@@ -113,7 +119,7 @@ class _LinearProducts:
 
 
 def layer_work(kind: LayerKind, shape: StepShape) -> LayerWork:
-    """Return the work of a layer of `kind` for one micro-batch, where `tp` has the largest pieces."""
+    """Return the work of a layer of `kind` for one micro-batch, on the largest rank of `tp`."""
     makers = {"embedding": _embedding, "attention": _attention, "mlp": _mlp, "head": _head}
     return makers[kind](shape)
 
@@ -130,7 +136,7 @@ def _embedding(shape: StepShape) -> LayerWork:
 
 def _attention(shape: StepShape) -> LayerWork:
     decoder, tp = shape.decoder, shape.plan.tp
-    keys = max(decoder.key_heads, min(tp, decoder.heads)) * decoder.head_size / tp
+    keys = shape.key_features
     own = decoder.hidden / tp
     # The three projections are counted as one product, as frameworks either join or batch them.
     inward = shape.linear(decoder.hidden, own + 2 * keys)
@@ -163,7 +169,7 @@ def _attention(shape: StepShape) -> LayerWork:
 def _core(
     shape: StepShape, own: float, keys: float
 ) -> tuple[tuple[DeviceOperation, ...], tuple[DeviceOperation, ...]]:
-    """Return forward and backward of scores, softmax and weighted values, for `own` features of queries."""
+    """Return attention's operations without linears, forward and backward; `own`: query features."""
     decoder, plan, framework = shape.decoder, shape.plan, shape.framework
     heads = own / decoder.head_size
     width, length = decoder.head_size, decoder.context
@@ -231,7 +237,7 @@ def _head(shape: StepShape) -> LayerWork:
 
 
 def _norm_and_residual(shape: StepShape) -> tuple[LayerWork, LayerWork]:
-    """Return the work outside of regions: the norm before one, and the residual connection after it."""
+    """Return the work of the norm before a region, and of the residual connection after it."""
     piece = shape.outside
     dropped = 0.5 * piece if shape.dropout else 0.0
     norm = LayerWork((shape.elementwise(2 * piece, 1),), (shape.elementwise(4 * piece, 2),))

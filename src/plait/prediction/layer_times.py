@@ -28,11 +28,11 @@ class Parts:
     elementwise: float = 0.0
     recomputation: float = 0.0
     tp: float = 0.0
-    """Communication over `tp` that nothing hides; likewise the next two."""
+    """Communication over `tp` that no computation overlaps; `cp` and `dp`: over those axes."""
     cp: float = 0.0
     dp: float = 0.0
     host: float = 0.0
-    """What the host needs to start operations beyond the device's time."""
+    """Time in which the device waits for the host to start operations."""
 
     @property
     def total(self) -> float:
@@ -62,7 +62,7 @@ class PassTimes:
 
     @property
     def total(self) -> Parts:
-        """The parts of all three."""
+        """The sum of forward, input gradient and weight gradient, by use."""
         return self.forward + self.inputs + self.weights
 
 
@@ -77,7 +77,7 @@ class LayerTimer:
 
     @cached_property
     def network(self) -> Network:
-        """The times of transfers."""
+        """The network of the plan's axes, which times transfers."""
         return Network(self.shape.plan, self.hardware)
 
     def times(self, kind: LayerKind, recompute: Recompute) -> PassTimes:
@@ -146,7 +146,7 @@ class LayerTimer:
         return max(seconds - computed.attention * (ranks - 1) / ranks, 0.0)
 
     def _exposed_gather(self, kind: LayerKind, computed: float, *, backward: bool) -> float:
-        """Return what a layer's computation does not hide of gathers and gradient sums over data ranks.
+        """Return the seconds of parameter gathers and gradient sums that no computation overlaps.
 
         Sharded parameters of the next layer are gathered while a layer runs; with `reduce` `each` the
         gradients of the one before are summed during a backward. Gathers once a step are spread evenly.
@@ -165,7 +165,7 @@ class LayerTimer:
         return max(seconds - computed, 0.0) if framework.overlaps_gathers else seconds
 
     def _with_host(self, parts: Parts, operations: Iterable[DeviceOperation]) -> Parts:
-        """Return `parts` with what the host needs longer than the device to start the operations."""
+        """Return `parts` with the time that the device waits for the host to start the operations."""
         count = sum(
             operation.kernels if isinstance(operation, Elementwise) else 1 for operation in operations
         )

@@ -22,11 +22,11 @@ class PredictedMemory:
     gradients: float
     optimizer: float
     activations: float
-    """Kept for the backward of the micro-batches in flight."""
+    """Activations that unfinished micro-batches keep for their backward."""
     temporary: float
-    """The largest of what one layer needs while it runs, and gathered parameters."""
+    """The largest temporary memory of one layer while it runs, and gathered parameters."""
     reserved: float
-    """What the driver, communicators and fragmentation take besides; not allocated by tensors."""
+    """Memory of the driver, of communicators and of fragmentation, which no tensor allocates."""
 
     @property
     def allocated(self) -> float:
@@ -39,15 +39,15 @@ class LayerMemory:
     """Bytes that one layer keeps for the backward of a micro-batch."""
 
     until_inputs: float
-    """From its forward to the end of its input gradient."""
+    """Kept from the layer's forward to the end of its input gradient."""
     until_weights: float
-    """From there to the end of its weight gradient, where that is an action of its own."""
+    """Kept from the end of the input gradient to that of the weight gradient, where `W` is an action."""
     running: float
     """Temporary bytes while the layer's backward or the loss runs."""
 
 
 def layer_memory(kind: LayerKind, recompute: Recompute, shape: StepShape) -> LayerMemory:
-    """Return what a layer of `kind` keeps for one micro-batch, where `tp` has the largest pieces."""
+    """Return the activation memory of a layer of `kind` for one micro-batch, on the largest rank of `tp`."""
     if kind == "embedding":
         return LayerMemory(shape.tokens * 8, shape.activation, 0.0)
     if kind == "head":
@@ -92,12 +92,12 @@ def _region_input(shape: StepShape) -> float:
 
 
 def _kept(kind: LayerKind, shape: StepShape) -> tuple[float, float, float]:
-    """Return bytes inside a region: all that is saved, the inputs of its last linear, and the gradients."""
+    """Return bytes that a region needs: saved activations, the last linear's input, and gradients."""
     decoder, tp = shape.decoder, shape.plan.tp
     unit = shape.tokens * shape.item
     if kind == "attention":
         own = decoder.hidden / tp
-        keys = max(decoder.key_heads, min(tp, decoder.heads)) * decoder.head_size / tp
+        keys = shape.key_features
         statistics = 4 * shape.tokens * decoder.heads / tp if shape.framework.fused_attention else 0.0
         saved = unit * (2 * own + 2 * keys) + statistics + _scores(shape)
         return saved, unit * own, unit * (own + 2 * keys) + shape.outside
@@ -170,9 +170,9 @@ def activation_peaks(
 
 
 def state_bytes(shape: StepShape, count: float, largest: float) -> tuple[float, float, float, float]:
-    """Return a rank's bytes of parameters, gradients, optimizer state, and gathered parameters.
+    """Return four sizes in bytes of a rank: parameters, gradients, optimizer state, gathered buffers.
 
-    `count`: its parameters before sharding; `largest`: those of its largest layer.
+    `count`: the rank's parameters before sharding; `largest`: the parameters of its largest layer.
     """
     plan = shape.plan
     compute = ITEM[plan.precision or "fp32"]

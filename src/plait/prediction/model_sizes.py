@@ -9,7 +9,7 @@ from plait.prediction.decoder import Decoder
 
 
 def decoder_of(model: object) -> Decoder:
-    """Return the sizes of a `Decoder`, or of a model that `plait.models.gpt2` or `llama` has made.
+    """Return a `Decoder` with the sizes of `model`, which `plait.models.gpt2` or `llama` has made.
 
     Only shapes are read: the model may be on the meta device. Raises ModelError for another model, and for
     one whose blocks differ.

@@ -40,7 +40,7 @@ def attention_flops(attention: FusedAttention) -> float:
 
 
 def attention_precision(precision: str) -> str:
-    """Return the precision in which attention runs: in bf16 where linears run in fp8."""
+    """Return the precision of attention: that of the linears, but bf16 where linears compute in fp8."""
     return "bf16" if precision == "fp8" else precision
 
 

@@ -38,7 +38,7 @@ class Prediction:
     breakdown: Mapping[str, float]
     """Seconds of the step by what the rank that ends last spends them on; their sum is `step_seconds`."""
     memory: tuple[PredictedMemory, ...]
-    """One for each rank of `pp`."""
+    """The memory of each rank of `pp`."""
 
     @cached_property
     def step_seconds(self) -> float:

@@ -82,7 +82,7 @@ class _Use(NamedTuple):
 
 
 def _uses(program: Program, spec: LoweringSpec) -> dict[int, _Use]:
-    """Return by position the instructions' uses of parameters."""
+    """Return the uses of parameters in a program, by the position of the instruction."""
     units = spec.units_of_layers()
     uses: dict[int, _Use] = {}
     for position, instruction in enumerate(program):
@@ -93,9 +93,9 @@ def _uses(program: Program, spec: LoweringSpec) -> dict[int, _Use]:
 
 
 def _later_uses(uses: Mapping[int, _Use]) -> tuple[dict[int, tuple[str, ...]], dict[int, tuple[str, ...]]]:
-    """Return by position of a use the units of the next use, and those of the next layer's or action's.
+    """Return, by position of a use, the units of the next use, and of the next by another layer or action.
 
-    The latter are gathered during the use: a layer's backward, say, while the loss computes its logits.
+    The second are gathered during the use, for example while the loss computes its logits.
     """
     following: dict[int, tuple[str, ...]] = {}
     ahead: dict[int, tuple[str, ...]] = {}
@@ -110,7 +110,7 @@ def _later_uses(uses: Mapping[int, _Use]) -> tuple[dict[int, tuple[str, ...]], d
 
 
 def _layer_of(instruction: Instruction, spec: LoweringSpec) -> tuple[LayerIndex | None, Action | None]:
-    """Return the layer whose parameters an instruction uses, and its action; None where it uses none."""
+    """Return the layer whose parameters `instruction` uses, and its action; (None, None) if it uses none."""
     if isinstance(instruction, RunLayer):
         return LayerIndex(instruction.action.stage, instruction.layer), instruction.action
     if spec.loss_computes_logits and isinstance(instruction, ComputeLoss | KeepOutput | SeedGradient):

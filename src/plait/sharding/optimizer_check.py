@@ -122,10 +122,10 @@ class OptimizerGuard:
     def check(self, optimizer: Optimizer) -> None:
         """Raise PlanError if updates of the engine's parameters would need elements that other ranks hold."""
         if self in _guards_of(optimizer):
-            self.require_elementwise(optimizer)
+            self.check_once(optimizer)
 
-    def require_elementwise(self, optimizer: Optimizer) -> None:
-        """Call `require_elementwise` for `optimizer`: once, and again after parameter groups were added."""
+    def check_once(self, optimizer: Optimizer) -> None:
+        """Raise PlanError as `check`; an optimizer is checked once, and again after groups were added."""
         groups = len(optimizer.param_groups)
         if self._checked.get(optimizer) != groups:
             require_elementwise(optimizer, self._partitioning)
@@ -133,11 +133,11 @@ class OptimizerGuard:
 
 
 _ATTRIBUTE = "plait_optimizer_guard"
-"""Of a parameter: the reference to its guard."""
+"""Name of the attribute of a parameter that refers to its guard."""
 
 
 class _GuardReference:
-    """A weak reference to a guard, which a saved parameter does not take along."""
+    """A weak reference to a guard; pickled as an empty dict, so that parameters can be saved."""
 
     def __init__(self, guard: OptimizerGuard) -> None:
         self.guard = weakref.ref(guard)
@@ -155,9 +155,9 @@ def _guards_of(optimizer: Optimizer) -> set[OptimizerGuard]:
 
 
 def _check_before_step(optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Ask the guards of the optimizer's parameters."""
+    """Check `optimizer` with the guards of its parameters. A hook of torch, called before each step."""
     for guard in _guards_of(optimizer):
-        guard.require_elementwise(optimizer)
+        guard.check_once(optimizer)
 
 
 register_optimizer_step_pre_hook(_check_before_step)

@@ -64,7 +64,7 @@ class ChunkedCrossEntropy:
     """Whether weight gradients are added in `W`: then they are kept, in memory of their own, until it."""
 
     def logits(self, features: Tensor) -> Tensor:
-        """Return the linear's output for `features`, in their dtype: of this rank's classes."""
+        """Return the logits of `features` for this rank's classes, in the dtype of `features`."""
         return functional.linear(features, self.linear.weight, self.linear.bias)
 
     @torch.no_grad()
@@ -74,12 +74,11 @@ class ChunkedCrossEntropy:
         `targets`: a class number for each row. Raises DataError as `local_targets`.
         """
         rows, found = features.reshape(-1, features.shape[-1]), self._targets(features, targets)
-        losses = [
-            softmax_terms(wide(self.logits(rows[chunk])), found.rows(chunk), self.vocabulary, *self._options)[
-                0
-            ].sum()
-            for chunk in self._chunks(len(rows))
-        ]
+        losses = []
+        for chunk in self._chunks(len(rows)):
+            piece = wide(self.logits(rows[chunk]))
+            each, _ = softmax_terms(piece, found.rows(chunk), self.vocabulary, *self._options)
+            losses.append(each.sum())
         return torch.stack(losses).sum()
 
     @torch.no_grad()
@@ -128,7 +127,7 @@ class ChunkedCrossEntropy:
         return self.loss.label_smoothing, self.loss.z_loss
 
     def _parameters(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return weight and bias; None in place of a missing or frozen one."""
+        """Return the linear's weight and bias; None for each that is missing or frozen."""
         weight, bias = self.linear.weight, self.linear.bias
         return (
             weight if weight.requires_grad else None,

@@ -46,7 +46,7 @@ class LocalTargets:
     empty piece."""
 
     def rows(self, chunk: slice) -> LocalTargets:
-        """Return those of a chunk of the rows, as views."""
+        """Return the targets of a chunk of the rows, as views."""
         return LocalTargets(self.counted[chunk], self.known[chunk], self.here[chunk], self.columns[chunk])
 
     def pick(self, piece: Tensor) -> Tensor:

@@ -204,7 +204,7 @@ class InstructionChecker:
                 tensor.copy_(whole if self.runtime.mesh.index("tp") == 0 else torch.zeros_like(whole))
 
     def _sum_over_tp(self, gradient: Tensor) -> Tensor:
-        """Return the gradient of the loss's input, summed over `tp` where its ranks have summands of it.
+        """Return the gradient of the loss's input, summed over `tp` where each rank has a part of the sum.
 
         They do where the loss computes the logits of a rank's own classes. Communication: then one all-reduce
         of 8 bytes an element over `tp`, whose ranks compare the same gradients in the same order.

@@ -40,7 +40,7 @@ class MemoryPoint(NamedTuple):
 
 @dataclass(frozen=True)
 class TimedSchedule:
-    """A schedule with the time of each action, which pictures are drawn from; `Timeline` shows one by itself.
+    """A schedule with the start and end time of each action; pictures and figures are made from it.
 
     Cells are in integer ticks, so that results are rounded once.
     Times are in the unit of the costs, memory in activations of one rank's micro-batch.
@@ -95,8 +95,9 @@ class TimedSchedule:
 
     @cached_property
     def peak(self) -> tuple[float, ...]:
-        """Peak memory of each rank, where each micro-batch counts from the start of F to the end of W or B.
+        """The largest activation memory of each rank: of a micro-batch from its forward to its backward.
 
+        From the start of F to the end of W or B.
         In units of one rank's micro-batch: with several chunks per rank, a chunk counts as its part of one.
         """
         return tuple(map(float, peak_memory(self.schedule, self.memory_costs)))
@@ -128,7 +129,7 @@ class TimedSchedule:
         return min((row[0].start for row in self.cells if row), default=0)
 
     def time(self, ticks: int) -> float:
-        """Convert integer `ticks` to a time in the unit of the costs."""
+        """Return a number of ticks as a time in the unit of the costs."""
         return ticks * self.tick.numerator / self.tick.denominator
 
     def as_json(self) -> dict[str, object]:

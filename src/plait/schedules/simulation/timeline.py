@@ -15,7 +15,7 @@ from plait.schedules.simulation.timed_schedule import Cell, TimedSchedule
 
 
 class Timeline(TimedSchedule):
-    """A timed schedule that is an SVG picture in a notebook, and one line in a terminal."""
+    """A timed schedule that Jupyter shows as an SVG picture; its `repr` is one line with its figures."""
 
     def __repr__(self) -> str:
         makespan = amount(self, self.makespan)
