@@ -42,7 +42,7 @@ def figures_of(run: RunRecord) -> Iterator[Figure]:
             yield Figure(name, text, about)
     yield from _memory(run)
     if tokens := metrics.tokens:
-        yield Figure("trained on", f"{tokens:,} tokens")
+        yield Figure("tokens", f"{tokens:,}", "of all steps together")
     if times := metrics.numbers("step_seconds"):
         yield Figure("time in steps", duration_text(sum(times)), "without start, validation and checkpoints")
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
+
+
+def wrappable(name: str) -> str:
+    """Return a dotted name as HTML whose line may break after dots and underscores."""
+    return re.sub(r"([._])", r"\1<wbr>", escape(name))
 
 
 def section(title: str, body: str, about: str = "", name: str = "") -> str:

@@ -24,7 +24,8 @@ from plait.schedules.simulation.page_timeline import page_file, timeline_script
 
 MOST_STEPS = 10_000
 """Steps of a run that are drawn; of a longer run some are left out."""
-
+_MOST_RESUMPTIONS = 6
+"""Resumptions that are listed."""
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 """What the page may load: nothing."""
@@ -69,6 +70,7 @@ def _run_data(run: RunRecord) -> Mapping[str, Any]:
         "name": run.name,
         "steps": metrics.steps,
         "columns": metrics.columns,
+        "resumed": run.resumptions,
         "ranks": rank_map(run),
         "timeline": None if run.step is None else StepTimeline(run.step).data(),
     }
@@ -78,9 +80,18 @@ def _heading(number: int, run: RunRecord, runs: int) -> str:
     mark = f'<b class="mark" style="background: var(--series-{number})"></b>' if runs > 1 else ""
     figures = "\n".join(_figure(figure) for figure in figures_of(run))
     return (
-        f"<section class=run><h2>{mark}{escape(run.name)}</h2><p class=state>{escape(run.state)}.</p>"
+        f"<section class=run><h2>{mark}{escape(run.name)}</h2>"
+        f"<p class=state>{escape(run.state)}.{_resumptions(run)}</p>"
         f"\n<dl class=figures>\n{figures}\n</dl></section>"
     )
+
+
+def _resumptions(run: RunRecord) -> str:
+    """Return a sentence on the steps after which the run was resumed; "" where it never was."""
+    steps = [f"{step:,}" for step in run.resumptions]
+    last = [] if len(steps) <= _MOST_RESUMPTIONS else [f"and {len(steps) - _MOST_RESUMPTIONS} times more"]
+    plural = "s" if len(steps) > 1 else ""
+    return f" Resumed after step{plural} {', '.join([*steps[:_MOST_RESUMPTIONS], *last])}." if steps else ""
 
 
 def _figure(figure: Figure) -> str:

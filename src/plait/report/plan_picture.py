@@ -56,11 +56,17 @@ def layers_picture(about: RunDescription) -> str:
             f'<rect x="{x:.2f}" y="0" width="{max(wide - 1.5, 0.5):.2f}" height="26" rx="3" '
             f'fill="{rank_colour(rank)}"><title>{escape(told)}</title></rect>'
         )
-        label = layer.path or layer.module
-        if wide > 6.4 * len(label) + 6:
+        if label := _fitting(layer.path or layer.module, wide):
             elements.append(f'<text class="on" x="{x + wide / 2:.1f}" y="17">{escape(label)}</text>')
         x += wide
     return svg("Layers, in order", WIDTH, 28, elements)
+
+
+def _fitting(path: str, wide: float) -> str:
+    """Return the longest end of a dotted path that fits into `wide` pixels, or ""."""
+    names = path.split(".")
+    ends = (".".join(names[first:]) for first in range(len(names)))
+    return next((end for end in ends if wide > 6.4 * len(end) + 6), "")
 
 
 def _gaps(mesh: Mapping[str, int]) -> list[float]:

@@ -43,6 +43,11 @@ class RunRecord:
         return latest if latest is not None and latest.kind in ENDS else None
 
     @property
+    def resumptions(self) -> tuple[int, ...]:
+        """The steps after which the run was resumed from a checkpoint, ascending."""
+        return tuple(sorted({event.step for event in self.events if event.kind == "start" and event.step}))
+
+    @property
     def planned_steps(self) -> int | None:
         """The steps that the configuration asks for, or None."""
         steps = self.config_field("train.steps")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from plait.report.description import PredictedRank, RunDescription
-from plait.report.markup import bar, legend, section, table
+from plait.report.markup import bar, legend, section, table, wrappable
 from plait.report.plan_picture import layers_picture, ranks_picture
 from plait.report.record import RunRecord
 from plait.report.step import RecordedStep
@@ -108,7 +108,7 @@ def _plan(about: RunDescription, of: str, number: int) -> str:
         "pieces it holds, click to keep it."
     )
     tensors = "\n".join(
-        f"<figure class=tensor>{tensor_picture(one, about.mesh)}<figcaption><b>{escape(one.name)}</b> "
+        f"<figure class=tensor>{tensor_picture(one, about.mesh)}<figcaption><b>{wrappable(one.name)}</b> "
         f"<span>{escape(tensor_text(one, about))}</span></figcaption></figure>"
         for one in about.tensors
     )

@@ -101,28 +101,29 @@ def _intervals(
     row = len(piece.boxes[0][1]) < 2
     for number, (start, stop) in enumerate(piece.intervals):
         shard, cp = divmod(number, mesh["cp"])
-        told = f"elements {start:,} to {stop:,} of the piece: tp {tp}, shard {shard}" + (
-            f", cp {cp}" if mesh["cp"] > 1 else ""
-        )
+        owner = f"shard {shard}" + (f", cp {cp}" if mesh["cp"] > 1 else "")
+        told = f"elements {start:,} to {stop:,} of the piece: tp {tp}, {owner}"
         style = f' style="--own: {rank_colour(_FIRST_HUE + number)}"' if coloured else ""
+        left, top, wide, high = _part(x, y, w, h, start / total, stop / total, row=row)
         yield (
             f'<rect{style} class="interval{fine}" data-tp="{tp}" data-shard="{shard}" data-cp="{cp}" '
-            f"{_part(x, y, w, h, start / total, stop / total, row=row)}>"
-            f"<title>{escape(told)}</title></rect>"
+            f"{_place(left, top, wide, high)}><title>{escape(told)}</title></rect>"
         )
+        if coloured and wide > 6.2 * len(owner) and high > 13:
+            yield f'<text class="on" x="{left + wide / 2:.1f}" y="{top + high / 2 + 4:.1f}">{owner}</text>'
 
 
 def _ranges(offsets: Sequence[int], sizes: Sequence[int]) -> str:
     return " × ".join(f"{first:,} to {first + size:,}" for first, size in zip(offsets, sizes, strict=True))
 
 
-def _part(x: float, y: float, w: float, h: float, start: float, stop: float, *, row: bool) -> str:
-    """Return as attributes the part from `start` to `stop` of a rectangle, along its row or downwards."""
+def _part(
+    x: float, y: float, w: float, h: float, start: float, stop: float, *, row: bool
+) -> tuple[float, float, float, float]:
+    """Return the part from `start` to `stop` of a rectangle, along its row or downwards."""
     if row:
-        x, w = x + w * start, w * (stop - start)
-    else:
-        y, h = y + h * start, h * (stop - start)
-    return _place(x, y, w, h)
+        return x + w * start, y, w * (stop - start), h
+    return x, y + h * start, w, h * (stop - start)
 
 
 def _place(x: float, y: float, w: float, h: float) -> str:

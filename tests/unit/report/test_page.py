@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from synthetic_runs import write_metrics, write_plan, write_ranks, write_recorded_step
 
+from plait.report.events import write_event
 from plait.report.page import draw_report
 from plait.report.record import read_run
 from plait.report.writing import read_runs
@@ -44,11 +45,20 @@ def test_figures_and_sections_are_text(tmp_path: Path) -> None:
     page = draw_report([read_run(tmp_path)])
     figures = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page))
     assert float(figures["loss"]) == pytest.approx(rows[-1]["loss"], rel=1e-3)
-    assert figures["trained on"] == f"{40 * 65536:,} tokens"
+    assert figures["tokens"] == f"{40 * 65536:,}"
     assert re.findall(r"<h2>(.*?)</h2>", page)[1:] == [
         "Over the steps", "Ranks", "A step", "Plan", "Memory", "Traffic", "Configuration", "Environment",
     ]  # fmt: skip
     assert "<td>parallel.tp</td><td>2</td>" in page
+
+
+def test_says_after_which_steps_the_run_was_resumed(tmp_path: Path) -> None:
+    whole_run(tmp_path, pp=1)
+    for kind, step in (("start", 0), ("stopped", 10), ("start", 10), ("start", 20), ("finished", 40)):
+        write_event(tmp_path, kind, step, "")
+    page = draw_report([read_run(tmp_path)])
+    assert re.search(r"Finished after step 40 of \d+\. Resumed after steps 10, 20\.</p>", page)
+    assert data_of(page)["runs"][0]["resumed"] == [10, 20]
 
 
 def test_a_page_of_two_runs_marks_what_differs(tmp_path: Path) -> None:

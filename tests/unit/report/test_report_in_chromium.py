@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,9 @@ scrollTo(0, 0);
 
 def test_pointing_shows_the_numbers_of_a_step_and_zooming_is_common(tmp_path: Path) -> None:
     write_plan(tmp_path, pp=2, tp=2)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["train"]["clip"] = 100
+    (tmp_path / "config.json").write_text(json.dumps(config))
     rows = write_metrics(tmp_path, 40)
     write_ranks(tmp_path, rows, 4)
     write_recorded_step(tmp_path, 2, 2)
@@ -43,6 +47,8 @@ def test_pointing_shows_the_numbers_of_a_step_and_zooming_is_common(tmp_path: Pa
     await at(plots[0], 'mousemove', 8);
     told.pointed = plots.slice(0, 5).map(legend);
     await at(plots[0], 'mouseleave', 8);
+    told.clip = plots[1].scales.y.max;
+    told.memory = plots[5].scales.y.min;
     plots[0].setScale('x', {min: 10, max: 20});
     await pause(60);
     told.zoomed = plots.map(range);
@@ -69,6 +75,8 @@ def test_pointing_shows_the_numbers_of_a_step_and_zooming_is_common(tmp_path: Pa
     assert told["zoomed"] == [[10, 20]] * len(told["zoomed"])
     assert all(shown[0] <= 1 and shown[1] >= 40 for shown in told["whole"])
     assert told["logarithmic"] == 3
+    assert told["clip"] < 3  # the line at 100 does not squeeze the curve
+    assert told["memory"] == 0
 
 
 def test_timeline_map_and_plan_answer_to_the_pointer(tmp_path: Path) -> None:

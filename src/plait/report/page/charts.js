@@ -75,6 +75,7 @@ function curvesOf(chart) {
 
 function build(chart, place, logarithmic) {
   const curves = curvesOf(chart), format = formats[chart.format];
+  const constants = chart.lines.map(({value}) => value);
   const data = uPlot.join(curves.map(({steps, values}) => [steps, values]));
   const axis = {
     stroke: () => colour('faint'), grid: {stroke: () => colour('grid'), width: 1}, ticks: {show: false},
@@ -83,18 +84,18 @@ function build(chart, place, logarithmic) {
   const options = {
     width: place.clientWidth, height: 220,
     cursor: {sync: {key: 'steps'}, drag: {x: true, y: false}, points: {size: 6}},
-    scales: {x: {time: false, range: stepsOf}, y: logarithmic ? {distr: 3} : {range: rangeOf}},
+    scales: {x: {time: false, range: stepsOf}, y: logarithmic ? {distr: 3} : {range: rangeWith(chart.format === 'bytes' ? [...constants, 0] : constants)}},
     axes: [
       {...axis, size: 26, incrs: WHOLE, values: (_, ticks) => ticks.map((step) => step.toLocaleString('en'))},
       {...axis, size: 66, values: (_, ticks) => ticks.map((value) => (value == null ? '' : format(value)))},
     ],
     series: [{label: 'step'}, ...curves.map((curve) => ({
-      label: curve.label, width: curve.width, dash: curve.dash, spanGaps: true,
+      label: curve.label, width: curve.width, dash: curve.dash, spanGaps: true, auto: !curve.constant,
       stroke: () => colour(`series-${curve.hue}`, curve.faint ? 0.4 : 1),
       points: curve.points ? {show: true, size: 7, fill: () => colour('page')} : {show: curve.steps.length === 1},
       value: (_, value) => (value == null ? '–' : format(value)),
     }))],
-    hooks: {setScale: [zoomOthers], setCursor: [showLast]},
+    hooks: {setScale: [zoomOthers], setCursor: [showLast], drawAxes: [markResumptions]},
   };
   const plot = new uPlot(options, data, place);
   showLast(plot);
@@ -106,12 +107,36 @@ function stepsOf({data: [steps]}, least, most) {
   return least === steps[0] && most === steps.at(-1) ? span : [least, most];
 }
 
-// The range of an axis: a little more than the numbers, and 0 where it is near.
-function rangeOf(_, least, most) {
-  if (least == null) return [0, 1];
+// The range of an axis: a little more than the numbers, with 0 and with those of the constants that are near; a
+// constant 0 always.
+function rangeWith(constants) {
+  return (_, least, most) => {
+    if (least == null) return [0, 1];
+    const near = constants.filter((value) => !value || (value < 4 * most && value > least / 4));
+    return rangeOf(Math.min(least, ...near), Math.max(most, ...near));
+  };
+}
+
+function rangeOf(least, most) {
   const margin = (most - least || Math.abs(most) || 1) * 0.08;
   const low = least >= 0 && least < 0.35 * most ? 0 : least - margin;
   return [low, most + margin];
+}
+
+// A vertical line where a run was resumed from a checkpoint.
+function markResumptions({ctx, bbox, valToPos}) {
+  ctx.save();
+  ctx.strokeStyle = colour('faint');
+  ctx.setLineDash([2, 3]);
+  for (const step of report.runs.flatMap(({resumed}) => resumed)) {
+    const x = Math.round(valToPos(step + 0.5, 'x', true));
+    if (x < bbox.left || x > bbox.left + bbox.width) continue;
+    ctx.beginPath();
+    ctx.moveTo(x, bbox.top);
+    ctx.lineTo(x, bbox.top + bbox.height);
+    ctx.stroke();
+  }
+  ctx.restore();
 }
 
 // Without a step that is pointed at, the legend has the last one's numbers.

@@ -20,13 +20,14 @@ function endsOf(values) {
   return [all[hundredth], all[all.length - 1 - hundredth]];
 }
 
-function buildMap(map, place) {
+function buildMap({ranks: map, steps: all}, place) {
   const {steps, values} = map, ranks = values.length, format = formats[map.format];
   const [least, most] = endsOf(values);
   const told = document.createElement('p');
   told.className = 'about';
+  const before = steps[0] > all[0] ? ` Before step ${steps[0]} the run had other ranks.` : '';
   const idle = () => {
-    told.textContent = `${map.what}: dark ${format(least)}, light ${format(most)}; point at a place for its number.`;
+    told.textContent = `${map.what}: dark ${format(least)}, light ${format(most)}; point at a place for its number.${before}`;
   };
   idle();
   place.append(told);
@@ -66,6 +67,6 @@ function buildMap(map, place) {
 }
 
 report.runs.forEach((run, number) => {
-  if (run.ranks) buildMap(run.ranks, document.getElementById(`ranks-${number}`));
+  if (run.ranks) buildMap(run, document.getElementById(`ranks-${number}`));
   if (run.timeline) drawn.push(drawTimeline(document.getElementById(`timeline-${number}`), run.timeline, false));
 });
