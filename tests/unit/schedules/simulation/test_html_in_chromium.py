@@ -89,6 +89,18 @@ def test_cells_narrower_than_a_pixel_are_blended_with_what_is_idle(tmp_path: Pat
     assert told == {"faults": [], "mean": pytest.approx([*mixed, 255 * 6000 / 10515], abs=4)}
 
 
+def test_each_stage_of_a_rank_has_a_lane(tmp_path: Path) -> None:
+    page = draw_html(simulate(policy_schedule("interleaved", 2, 2, 2), Costs()))  # rank 0: 0F0 0F1 2F0 …
+    script = """
+    const lane = (number) => rowTop(0) + (number + 0.5) * layout.cellHeight;
+    const places = [[0.1, 0], [0.1, 1], [1.1, 0], [1.1, 1]];
+    return {cells: places.map(([time, number]) => pixel(base, at(time), lane(number)))};
+    """
+    told = run_page(page, PLACES + script, tmp_path)
+    assert told["faults"] == []
+    assert [cell == shade(Kind.F, 0) for cell in told["cells"]] == [True, False, False, True]
+
+
 def test_the_address_says_what_is_shown(tmp_path: Path) -> None:
     script = """
     const told = {shown: [shown()]};

@@ -30,9 +30,11 @@ function unpack(data) {
     }
     first[rank + 1] = cell;
   });
+  const laneOf = data.rankOf.map((rank, stage) => data.rankOf.slice(0, stage).filter((other) => other === rank).length);
   const durations = cells.end.map((end, at) => end - cells.start[at]);
   return {
-    ...data, ranks, stages, cells, first, place,
+    ...data, ranks, stages, cells, first, place, laneOf,  // laneOf: each stage's place among those of its rank
+    lanes: Math.max(...laneOf) + 1,
     shortest: durations.reduce((least, time) => (time > 0 && time < least ? time : least), data.length || 1),
     colours: data.kinds.map(([, , shades]) => shades.map((shade) => parseInt(shade.slice(1), 16))),
     memory: data.memory && data.memory.map(unpackMemory),

@@ -145,10 +145,10 @@ function drawCells(rank, image) {
 
 // Draws the part of a cell that is in view, at least `least` pixels wide.
 function drawCell(context, cell, least = 0) {
-  const {rank, start, end, kind, microbatch} = timeline.cells;
+  const {start, end, kind, microbatch} = timeline.cells;
   const from = Math.max(xOf(start[cell]), layout.left), to = Math.min(xOf(end[cell]), layout.right);
   const gap = Math.min(1.5, (to - from) / 8), wide = Math.max(to - from - gap, least);
-  const x = from + gap / 2, y = rowTop(rank[cell]), height = layout.rowHeight;
+  const x = from + gap / 2, y = cellTop(cell), height = layout.cellHeight;
   context.fillStyle = timeline.kinds[kind[cell]][2][microbatch[cell]];
   if (wide < 8) {
     context.fillRect(x, y, wide, height);
@@ -157,13 +157,13 @@ function drawCell(context, cell, least = 0) {
   context.beginPath();
   context.roundRect(x, y, wide, height, Math.min(4.5, wide / 4, height / 4));
   context.fill();
-  const text = labelOf(cell, wide), style = {align: 'center', fill: ON_CELL, font: BOLD};
+  const text = height < 10 ? '' : labelOf(cell, wide), style = {align: 'center', fill: ON_CELL, font: BOLD};
   if (text) write(context, text, x + wide / 2, y + height / 2 + 0.5, style);
 }
 
 // The longest form of a cell's name that fits: all of it, the number of its micro-batch, or nothing.
 function labelOf(cell, wide) {
-  const many = timeline.stages > timeline.ranks;
+  const many = timeline.lanes > 1;
   if (!labels.size) {
     base.font = BOLD;
     const longest = String(timeline.microbatches - 1), stage = many ? String(timeline.stages - 1) : '';

@@ -26,19 +26,19 @@ function drawGlass() {
 
 // A frame around the chosen cell, and a line from the action on another rank that sent its input.
 function drawChosen() {
-  const {rank, start, end} = timeline.cells, {left, right, rowHeight} = layout;
-  const x = xOf(start[chosen]), middle = rowHeight / 2, source = sourceOf(chosen);
+  const {rank, start, end} = timeline.cells, {left, right, cellHeight} = layout;
+  const x = xOf(start[chosen]), middle = cellHeight / 2, source = sourceOf(chosen);
   glass.save();
   glass.beginPath();
   glass.rect(left - 2, 0, right - left + 4, layout.height);
   glass.clip();
   glass.strokeStyle = glass.fillStyle = colour('ink');
   glass.lineWidth = 1.5;
-  glass.strokeRect(x, rowTop(rank[chosen]), Math.max(xOf(end[chosen]) - x, 2), rowHeight);
+  glass.strokeRect(x, cellTop(chosen), Math.max(xOf(end[chosen]) - x, 2), cellHeight);
   if (source >= 0 && rank[source] !== rank[chosen]) {
-    const y = rowTop(rank[chosen]) + middle;
+    const y = cellTop(chosen) + middle;
     glass.beginPath();
-    glass.moveTo(xOf(end[source]), rowTop(rank[source]) + middle);
+    glass.moveTo(xOf(end[source]), cellTop(source) + middle);
     glass.lineTo(x, y);
     glass.stroke();
     glass.beginPath();

@@ -6,13 +6,13 @@ const view = {...full};  // in ticks
 const layout = measure();
 let writing = 0;
 
-// All lengths in CSS pixels: a row for each rank, with a lane for its waits below its cells; the time axis; a
-// strip of memory for each rank.
+// All lengths in CSS pixels: a row for each rank, with a lane for each of its stages, and one for its waits below
+// its cells; the time axis; a strip of memory for each rank.
 function measure() {
   const width = Math.max(chart.clientWidth, 240), ranks = timeline.ranks;
   const fit = (share, least, most) =>
     Math.min(most, Math.max(least, Math.floor(share * window.innerHeight / ranks)));
-  const lane = timeline.blocked ? 7 : 0, row = fit(0.45, 15, 38) + lane;
+  const lane = timeline.blocked ? 7 : 0, row = fit(0.45, 15, Math.max(38, 5 + 17 * timeline.lanes)) + lane;
   const strip = timeline.memory ? fit(0.3, 15, 46) : 0;
   const rowGap = row > 24 ? 5 : 2, stripGap = 3;
   const left = width > 500 ? 58 : 24, right = width - (strip ? 46 : 12);
@@ -20,6 +20,7 @@ function measure() {
   return {
     width, height: end + 8, left, right, top, bottom, memory, end, lane,
     row, strip, rowHeight: row - rowGap - lane, stripHeight: strip - stripGap,
+    cellHeight: (row - rowGap - lane) / timeline.lanes,
   };
 }
 
@@ -37,6 +38,11 @@ function tickAt(x) {
 
 function rowTop(rank) {
   return layout.top + rank * layout.row;
+}
+
+function cellTop(cell) {
+  const {rank, stage} = timeline.cells;
+  return rowTop(rank[cell]) + timeline.laneOf[stage[cell]] * layout.cellHeight;
 }
 
 function stripTop(rank) {
