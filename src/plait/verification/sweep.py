@@ -27,6 +27,8 @@ ReportProgress = Callable[[int, int], None]
 """Given the number of plans that are done, and of all."""
 STRIDE = 5
 """Of the shardings of a layout with cp every fifth is the next: neighbours differ in one choice only."""
+LOSS_ROWS = 5
+"""Rows of logits at once, where the loss is computed in chunks: the last chunk of most losses is smaller."""
 SCHEDULE_WIDTH = max(map(len, POLICY_NAMES))
 
 
@@ -109,23 +111,26 @@ def _row(plan: Plan, result: VerificationReport | RefusedPlan, width: int) -> st
     return f"{start} equal{closeness}  {result.seconds:.1f} s"
 
 
-def plans_on(ranks: int, plan: Plan, rows: int, *, in_pieces: bool = False) -> tuple[Plan, ...]:
+def plans_on(
+    ranks: int, plan: Plan, rows: int, *, in_pieces: bool = False, in_chunks: bool = False
+) -> tuple[Plan, ...]:
     """Return the plans on `ranks` ranks that a sweep verifies, with about as many micro-batches as `plan`.
 
     Every layout with every schedule, activations kept and recomputed; and every layout with every sharding,
     each with the next schedule and the next mode of recomputation. Where layers can run `in_pieces` of the
     sequence, every layout with tp does so in both ways with every mode of recomputation, each with the next
     schedule and the next sharding; then follows every layout with cp, by ring and by Ulysses, with each
-    layout of positions, and each with the next of all these. More ranks of dp have fewer micro-batches each.
-    The other fields of `plan` are kept, also its recomputation, sequence parallelism and `context_parallel`,
-    if any; `layers_per_stage` only where it has a count for each stage.
+    layout of positions, and each with the next of all these. Where the loss can be computed `in_chunks` of
+    rows, every layout without cp does so once, with the next sharding, schedule and mode. More ranks of dp
+    have fewer micro-batches each. The other fields of `plan` are kept, also its recomputation, sequence
+    parallelism and `context_parallel`, if any; `layers_per_stage` only where it has a count for each stage.
     """
     modes = get_args(Recompute) if plan.recompute == "none" else (plan.recompute,)
     extremes = tuple(dict.fromkeys((modes[0], modes[-1])))
     # Three modes would always meet the same of the nine schedules and of the three kinds of offload.
     in_turns = (*modes, modes[-1])
     both = get_args(SequenceParallel)[1:] if in_pieces and plan.sequence_parallel == "none" else ()
-    schedules = cycle(POLICY_NAMES)
+    schedules, turns = cycle(POLICY_NAMES), cycle(modes)
     plans = []
     for pp, dp, tp in _degrees(ranks):
         if rows % dp:
@@ -136,6 +141,10 @@ def plans_on(ranks: int, plan: Plan, rows: int, *, in_pieces: bool = False) -> t
         sharded = cycle((layout, *_shardings_of(layout)))
         for way, mode in product(both if tp > 1 else (), modes):
             plans.append(_with_schedule(replace(next(sharded), sequence_parallel=way), next(schedules), mode))
+        if in_chunks and plan.loss_rows is None:
+            plans.append(
+                _with_schedule(replace(next(sharded), loss_rows=LOSS_ROWS), next(schedules), next(turns))
+            )
     if in_pieces:
         plans += _context_parallel(ranks, plan, rows)
     return tuple(dict.fromkeys(plans))

@@ -10,10 +10,13 @@ from torch import nn
 
 from plait.comm.launch import launch
 from plait.errors import ModelError, PlanError
+from plait.layers.layer_sequence import sequence_of
 from plait.layers.nested import Value
 from plait.plan import Plan
 from plait.rules import Rule, Rules
-from plait.tensor.losses import cross_entropy
+from plait.tensor.chunked_cross_entropy import require_cross_entropy
+from plait.tensor.losses import Loss, cross_entropy
+from plait.tensor.output_linear import output_linear_name
 from plait.tensor.torch_losses import GivenLoss, as_loss
 from plait.verification.case import Case, rows_of
 from plait.verification.options import MakeOptimizer, Mode, VerifyOptions, adamw, usual_steps
@@ -104,20 +107,35 @@ def verify_all(
     """Verify every layout, schedule and sharding that `ranks` ranks allow, with the other fields of `plan`.
 
     A plan that the model does not allow (heads that do not divide, more stages than layers) is listed with
-    the reason. Sequences are cut where the model has a rule for that. Rank 0 calls `report_progress` after
+    the reason. Sequences are cut where the model has a rule for that, and the loss is computed in chunks of
+    rows where it can be. Rank 0 calls `report_progress` after
     each plan that it has run.
     """
-    rules = case.rules_of(case.build()) or {}
+    model = case.build()
+    rules = case.rules_of(model) or {}
     in_pieces = any(isinstance(rule, Rule) and rule.kind == "sequence" for rule in rules.values())
-    plans = plans_on(ranks, plan, rows_of(case.batches[0][0]), in_pieces=in_pieces)
+    in_chunks = case.options.mode != "exact" and _computes_loss_in_chunks(case.loss, model)
+    rows = rows_of(case.batches[0][0])
+    plans = plans_on(ranks, plan, rows, in_pieces=in_pieces, in_chunks=in_chunks)
     outcomes = _launch(partial(verify_plans, case, plans, report_progress), case, ranks, threads)
-    rows: list[tuple[Plan, VerificationReport | RefusedPlan]] = []
+    results: list[tuple[Plan, VerificationReport | RefusedPlan]] = []
     for number, one in enumerate(plans):
         of_ranks = [every[number] for every in outcomes]
         refused = [outcome for outcome in of_ranks if isinstance(outcome, RefusedPlan)]
         found = [outcome for outcome in of_ranks if not isinstance(outcome, RefusedPlan)]
-        rows.append((one, refused[0] if refused else build_report(found, one, case.options)))
-    return Sweep(ranks, tuple(rows))
+        results.append((one, refused[0] if refused else build_report(found, one, case.options)))
+    return Sweep(ranks, tuple(results))
+
+
+def _computes_loss_in_chunks(loss: Loss, model: nn.Module) -> bool:
+    """Return whether plans with `loss_rows` can run, but for what only a run of the last layer shows."""
+    last = sequence_of(model).layers[-1]
+    try:
+        require_cross_entropy(loss, 1)
+        output_linear_name(last, {}, 1)
+    except PlanError:
+        return False
+    return True
 
 
 def _launch(function: Callable[[], Result], case: Case, ranks: int, threads: int | None) -> list[Result]:

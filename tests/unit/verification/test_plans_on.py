@@ -66,6 +66,16 @@ def test_each_layout_is_sharded_in_every_way(ranks: int, plan: Plan) -> None:
         assert all(one.shards for one in own)
 
 
+def test_each_layout_computes_its_loss_in_chunks_once() -> None:
+    plain, more = plans_on(4, Plan(microbatches=4), 8), plans_on(4, Plan(microbatches=4), 8, in_chunks=True)
+    added = [one for one in more if one not in plain]
+    assert degrees(tuple(added)) == degrees(plain)
+    assert [one.loss_rows for one in added] == [5] * 6
+    assert len({(one.schedule, one.recompute) for one in added}) == 6
+    given = Plan(microbatches=4, loss_rows=2)
+    assert plans_on(4, given, 8, in_chunks=True) == plans_on(4, given, 8)
+
+
 def test_every_strategy_and_every_offload_meet_every_mode() -> None:
     shards = [one for one in plans_on(2, Plan(), 8) if one.shards]
     for values in (
