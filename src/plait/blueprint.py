@@ -198,6 +198,11 @@ def build_blueprint(
     `order_of` is `schedule_and_cut`, or a cached version of it for many plans.
     """
     sequence = sequence_of(model)
+    if plan.pp > 1 and len(sequence.layers) == 1 and sequence.layers[0].module is model:
+        raise PlanError(
+            f"plan.pp is {plan.pp}, but the model is a {type(model).__name__}, one layer for plait: give an "
+            "nn.Sequential of its parts, which run one after the other."
+        )
     refuse_compiled_modules(model)
     recompute = recompute_per_layer(plan, len(sequence.layers))
     refuse_layout_dependence(sequence)

@@ -44,7 +44,7 @@ class Engine:
     """A model parallelized over a mesh, made by `parallelize`; every rank of the mesh calls every method."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self.plan = runtime.blueprint.plan
+        self.blueprint, self.plan = runtime.blueprint, runtime.blueprint.plan
         self.mesh = runtime.mesh
         self._runtime = runtime
         self._pipeline = runtime.pipeline
@@ -251,7 +251,7 @@ class Engine:
         With an `optimizer` its state of each parameter counts too. Communication: 8 bytes a parameter of the
         model over `dp_cp`, `tp` and (if some are tied across stages) `pp`, 2 bytes a parameter over `world`.
         """
-        parameters, owners = dict(self.named_parameters()), self._runtime.blueprint.owners
+        parameters, owners = dict(self.named_parameters()), self.blueprint.owners
         check_replicas(parameters, self.layouts, owners, self.mesh, optimizer)
 
     def microbatch_losses(self) -> Tensor:
@@ -286,14 +286,14 @@ class Engine:
         """Context manager that records when this rank's forwards and backwards run; keeps the last step.
 
         Yields a recording of the timeline and the measured costs, valid also afterwards. All ranks enter it.
-        Recording takes a few microseconds an action; on a GPU it waits for the device before a step.
+        Contexts may overlap. It takes a few microseconds an action, and on a GPU waits before a step.
         """
         recording = Recording(self.mesh, lambda: self.schedule)
-        before, self._runner.recorder = self._runner.recorder, recording.recorder
+        self._runner.recorders.append(recording.recorder)
         try:
             yield recording
         finally:
-            self._runner.recorder = before
+            self._runner.recorders.remove(recording.recorder)
 
     @property
     def schedule(self) -> Schedule:
@@ -326,7 +326,7 @@ class Engine:
     @property
     def shard_plan(self) -> ShardPlan:
         """Which parameter pieces and buffers each rank holds; the further names of shared parameters."""
-        return self._runtime.blueprint.shard_plan
+        return self.blueprint.shard_plan
 
     @property
     def buffer_shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -341,7 +341,7 @@ class Engine:
     @property
     def tied(self) -> Mapping[str, tuple[int, ...]]:
         """Mapping from each parameter that several ranks of `pp` hold (a tied one) to these ranks."""
-        owners = self._runtime.blueprint.owners
+        owners = self.blueprint.owners
         return {name: ranks for name, ranks in owners.items() if len(ranks) > 1}
 
     @property
@@ -390,7 +390,7 @@ class Engine:
     @property
     def layouts(self) -> Mapping[str, Layout]:
         """Mapping from every parameter of the model, by name, to the layout of its pieces on the ranks."""
-        return self._runtime.blueprint.layouts
+        return self.blueprint.layouts
 
     def traffic(self) -> Counts:
         """Return this rank's communication since the last `forward_backward` began, `{axis: {kind: Count}}`.

@@ -77,7 +77,7 @@ class Runner:
         """The programs; those of another order of the same actions may take their place."""
         self.gatherer, self.reducer = Gatherer(runtime.units), Reducer(runtime.units)
         self.scale = loss_scale(self.plan.loss_scale, in_fp16=blueprint.trains_in_fp16)
-        self.recorder: Recorder | None = None
+        self.recorders: list[Recorder] = []
         """Records the training steps, if set."""
         self.inputs_are_cut = False
         """Whether the inputs of the latest step were `Microbatches`."""
@@ -285,9 +285,11 @@ class Runner:
                 self.gatherer.begin()
             # A backward runs in this thread: on a GPU autograd would hand each layer's to another one.
             with torch.autograd.set_multithreading_enabled(False):
-                if trains and self.recorder is not None:
-                    with self.recorder.recording_step() as around:
+                if trains and self.recorders:
+                    with self.recorders[0].recording_step() as around:
                         self._executor.run(program, around)
+                    for other in self.recorders[1:]:
+                        other.step = self.recorders[0].step
                 else:
                     self._executor.run(program)
         except BaseException:

@@ -5,6 +5,7 @@ from plait.loop.checkpoints import Checkpoints
 from plait.loop.learning_rates import warmup_cosine, warmup_linear
 from plait.loop.loggers import Csv, JsonLines
 from plait.loop.progress import Progress
+from plait.loop.report_files import Report
 from plait.loop.tracking_services import MLflow, TensorBoard, WeightsAndBiases
 from plait.loop.training import Callback, TrainingLoop
 from plait.loop.validation import EarlyStop, Validation
@@ -20,6 +21,7 @@ __all__ = [
     "MLflow",
     "Progress",
     "ReplicaChecks",
+    "Report",
     "TensorBoard",
     "TrainingLoop",
     "Validation",

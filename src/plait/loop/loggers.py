@@ -24,6 +24,7 @@ COLUMNS = (
     "tokens",  # in this step's sequences, of all ranks together
     "trained_tokens",  # those of them whose loss counts
     "step_seconds",
+    "data_seconds",  # within them, until the batch was there: of the rank that waited longest
     "tokens_per_second",
     "peak_memory_bytes",  # so far, of the rank that had most
     "mfu",  # model FLOPs utilisation, where the device's peak is known

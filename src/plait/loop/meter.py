@@ -93,18 +93,22 @@ class Meter:
         rate: float,
         *,
         tokens: int,
+        data_seconds: float = 0.0,
         signal: int = 0,
     ) -> Callable[[], StepNumbers]:
         """End the clock of `step`, counted from 0; return a function that waits for its numbers.
 
         `signal`: one that this rank has received, or 0. `tokens`: of the global batch.
-        Communication: an all-gather of five numbers over the world.
+        `data_seconds`: for how long this rank has waited for its rows of the batch.
+        Communication: an all-gather of six numbers over the world.
         """
         mesh, device = self._mesh, self._mesh.device
         world = mesh.size("world")
         blocked = 0 if is_accelerator(device) else mesh.traffic.blocked_nanoseconds - self._blocked
-        own = torch.tensor([peak_memory_bytes(device), signal, blocked / 1e9], dtype=torch.float64)
-        numbers = torch.cat([sent(own, device), result.non_finite.double()])
+        own = [peak_memory_bytes(device), signal, blocked / 1e9, data_seconds]
+        numbers = torch.cat(
+            [sent(torch.tensor(own, dtype=torch.float64), device), result.non_finite.double()]
+        )
         everyone = all_gather(numbers, mesh.group("world"), checked=False)
         of_all = everyone.about("the metrics of the step").wait().view(-1)
         same = torch.stack([result.loss.double(), result.norm.double(), result.weight.double()])
@@ -113,7 +117,7 @@ class Meter:
 
         def finished() -> StepNumbers:
             loss, norm, weight, *rest = read().tolist()
-            memory, signals, blocked, *faults = (rest[column::5] for column in range(5))
+            memory, signals, blocked, data, *faults = (rest[column::6] for column in range(6))
             seconds = ended.milliseconds_since(started) / 1e3
             row = {
                 "step": step + 1,
@@ -123,6 +127,7 @@ class Meter:
                 "tokens": tokens,
                 "trained_tokens": int(weight) if weight.is_integer() else weight,
                 "step_seconds": seconds,
+                "data_seconds": round(max(data), 6),
                 "tokens_per_second": tokens / seconds,
                 "peak_memory_bytes": int(max(memory)),
             }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -38,6 +39,9 @@ class Callback:
 
     def before_step(self, run: TrainingLoop) -> None:
         """Act before the step `run.done`, counted from 0."""
+
+    def submitted(self, run: TrainingLoop) -> None:
+        """Act right after a step was submitted to the device, before its numbers are read."""
 
     def measured(self, run: TrainingLoop, row: dict[str, float]) -> None:
         """Act on the numbers of step `row["step"]`, counted from 1; entries that it adds are logged."""
@@ -107,7 +111,7 @@ class TrainingLoop:
         self._rate = learning_rate
         self._meter = Meter(self.mesh, engine.plan.precision, flops_per_token)
         self._rows = require_divisible(batches, self.mesh)
-        self._tokens = 0
+        self._tokens, self._data_seconds = 0, 0.0
         self._unread: tuple[int, Callable[[], StepNumbers]] | None = None
 
     def run(self, callbacks: Sequence[Callback] = ()) -> None:
@@ -137,8 +141,10 @@ class TrainingLoop:
             StepResult(loss, norm, self.engine.loss_weight(), self.engine.non_finite()),
             rate,
             tokens=self._tokens,
+            data_seconds=self._data_seconds,
             signal=self.requested_stop(),
         )
+        self._call("submitted")
         self.finish()
         self._unread = step, numbers
         self.done = step + 1
@@ -191,7 +197,9 @@ class TrainingLoop:
         if self._rate is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = self._rate(step)
+        began = time.perf_counter()
         inputs, targets = self.batches.batch(step, self._rows)
+        self._data_seconds = time.perf_counter() - began
         self._tokens = token_count(targets, self.batches.size)
         self.optimizer.zero_grad()
         return self.engine.forward_backward(inputs, targets)

@@ -65,7 +65,13 @@ _CHARTS = (
     ),
     Chart("Learning rate", "of the step", (ChartSeries("lr"),)),
     Chart("Throughput", "tokens a second, all ranks", (ChartSeries("tokens_per_second"),), smooth=True),
-    Chart("Time of a step", "wall time on rank 0", (ChartSeries("step_seconds"),), "seconds", smooth=True),
+    Chart(
+        "Time of a step",
+        "wall time on rank 0; until its data are there, on the rank that waits longest",
+        (ChartSeries("step_seconds", "step"), ChartSeries("data_seconds", "data")),
+        "seconds",
+        smooth=True,
+    ),
     Chart(
         "MFU", "model FLOPs utilisation, of the peak of all devices", (ChartSeries("mfu"),), "percent", True
     ),

@@ -65,7 +65,7 @@ def _timeline(step: RecordedStep, of: str, number: int) -> str:
     first, last = timeline.bounds
     about = (
         f"Step {step.step:,}, as it ran: {seconds_text((last - first) / 1e9)}, schedule "
-        f"{escape(step.policy)}, {step.microbatches} micro-batches.{lane}{part}"
+        f"{escape(step.policy)}, {step.microbatches} micro-batch{'es' * (step.microbatches > 1)}.{lane}{part}"
     )
     markup = timeline_markup(f"step {step.step}{of}", timeline.kinds, timeline.axes, id=f"timeline-{number}")
     return section(f"A step{of}", markup + _uses(timeline), about, name=f"step-of-{number}")

@@ -17,12 +17,19 @@ MOST_ROWS = 64
 """Ranks whose timeline is shown: of more, those of the first pipelines."""
 _MILLISECOND = Fraction(1, 1_000_000)
 """Of a nanosecond."""
-_WAITS = {"pp": "pp", "tp": "tp", "cp": "cp"} | dict.fromkeys(
+_WAITS = {"pp": "pp", "tp": "tp", "cp": "cp", "tie": "tied parameters"} | dict.fromkeys(
     ("dp", "replicate", "shard", "dp_cp", "shard_cp"), "dp"
 )
 """Names under which waits along an axis are shown; along any other, such as the world, it is `_OTHER`."""
 _OTHER = "other ranks"
-_COLOURS = {"pp": "axis-pp", "tp": "axis-tp", "cp": "axis-cp", "dp": "axis-dp", _OTHER: "axis-all"}
+_COLOURS = {
+    "pp": "axis-pp",
+    "tp": "axis-tp",
+    "cp": "axis-cp",
+    "dp": "axis-dp",
+    "tied parameters": "axis-tie",
+    _OTHER: "axis-all",
+}
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from statistics import fmean, median
 
 from plait.report.rank_series import typical
 from plait.report.record import RunRecord
+from plait.report.timelines import StepTimeline
 from plait.report.units import bytes_text, seconds_text
+from plait.schedules.named_schedules import POLICIES, policy_schedule
+from plait.schedules.simulation.timeline import simulate
 
 SLOWER = 1.25
 """A rank is a straggler if it is busy so many times as long as a typical rank with the same layers …"""
 SLOWER_OF_STEP = 0.02
 """… and the difference is at least this part of a step."""
+UNEVEN = 1.3
+"""A rank of `pp` has too much to do if it computes for so many times as long as the mean of them."""
+LARGE_BUBBLE = 0.25
+LONG_DATA = 0.2
+"""Parts of a step from which a warning tells of it."""
 _MOST_LISTED = 6
 
 
@@ -29,6 +38,9 @@ def warnings_of(run: RunRecord) -> Iterator[str]:
             yield f"After step {event.step:,}: {_sentence(event.text)}"
     yield from _skipped(run)
     yield from _stragglers(run)
+    yield from _uneven_stages(run)
+    yield from _bubble(run)
+    yield from _data(run)
     yield from _memory(run)
     if run.metrics.damaged:
         yield f"{run.metrics.damaged} damaged lines of the metrics were left out."
@@ -76,6 +88,52 @@ def _stragglers(run: RunRecord) -> Iterator[str]:
         yield (
             f"Rank {rank} is slower than its like: it computes for {seconds_text(own)} a step, ranks with "
             f"the same layers for {seconds_text(usual)}, and wait for it."
+        )
+
+
+def _uneven_stages(run: RunRecord) -> Iterator[str]:
+    """Yield a sentence where a rank of `pp` computes for much longer than the mean of them."""
+    if run.step is None or max(run.step.stage_ranks) == 0:
+        return
+    computing = [uses["computing"] for _, uses in StepTimeline(run.step).uses()]
+    each = len(computing) // (max(run.step.stage_ranks) + 1)
+    stages = [fmean(computing[first : first + each]) for first in range(0, len(computing), each)]
+    longest = max(range(len(stages)), key=stages.__getitem__)
+    if stages[longest] > UNEVEN * fmean(stages):
+        yield (
+            f"The stages are uneven: pp {longest} computes for {seconds_text(stages[longest])} of step "
+            f"{run.step.step:,}, the ranks of pp on average for {seconds_text(fmean(stages))}. Leave out "
+            "layers_per_stage, or cut by measured times: parallel.balance measured, "
+            "plait.footprint.measured_balance.balance."
+        )
+
+
+def _bubble(run: RunRecord) -> Iterator[str]:
+    """Yield a sentence where the schedule leaves much of the time unused even if all stages are even."""
+    step = run.step
+    if step is None or step.policy not in POLICIES:
+        return
+    ranks = max(step.stage_ranks) + 1
+    chunks = len(step.stage_ranks) // ranks
+    now, more = (
+        simulate(policy_schedule(step.policy, ranks, count, chunks)).bubble
+        for count in (step.microbatches, max(4 * ranks, step.microbatches))
+    )
+    if now > LARGE_BUBBLE:
+        few = f"{step.microbatches} micro-batch{'es' * (step.microbatches > 1)}"
+        yield (
+            f"With {few} on {ranks} ranks of pp, {step.policy} leaves {now:.0%} of the time unused even if "
+            f"the stages are even: with microbatches = {4 * ranks} it would be {more:.0%}."
+        )
+
+
+def _data(run: RunRecord) -> Iterator[str]:
+    """Yield a sentence where steps wait for their batch for long."""
+    waits, steps = run.metrics.numbers("data_seconds"), run.metrics.numbers("step_seconds")
+    if waits and steps and median(waits) > LONG_DATA * median(steps):
+        yield (
+            f"A step waits {seconds_text(median(waits))} of {seconds_text(median(steps))} for its data: read "
+            "them in worker processes (plait.Loader(…, workers=2)), or prepare them before the run."
         )
 
 

@@ -58,7 +58,7 @@ def match_modules(rules: Rules, layers: Layers) -> dict[str, Rule]:
             classes = " or ".join(_public_name(one) for one in APPLICABLE[rule.kind])
             raise PlanError(
                 f"the rule {rule.kind} is for {classes}, but {path} is a {kind.__name__}: "
-                "name another module, or remove the rule."
+                "let the pattern of the rule match fewer modules, or remove it."
             )
         if rule.kind in APPLICABLE and rule.kind not in WITHOUT_LAYOUT and _is_altered(modules[path]):
             raise PlanError(

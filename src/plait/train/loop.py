@@ -10,8 +10,11 @@ from plait.comm.mesh import Mesh
 from plait.footprint.memory_report import Memory
 from plait.loop.callbacks import Log, ReplicaChecks
 from plait.loop.progress import Progress, ProgressReporter
+from plait.loop.report_files import Report
+from plait.loop.run_description import describe, plan_line
 from plait.loop.validation import EarlyStop, Validation
 from plait.plan import Plan
+from plait.report.writing import REPORT_FILE
 from plait.train.balance_reorder_trace import balanced
 from plait.train.build import build_model
 from plait.train.checkpoints import FOLDER, run_checkpoints
@@ -21,8 +24,6 @@ from plait.train.metrics import FIELD, open_loggers
 from plait.train.reference_steps import Comparison, compare_steps
 from plait.train.run_callbacks import FirstSteps, Recordings
 from plait.train.run_data import Data, load_data
-from plait.train.run_description import describe
-from plait.train.run_files import RunFiles
 from plait.train.stop_signals import StopSignals
 from plait.train.trainer import Trainer
 
@@ -73,9 +74,9 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
         plan = balanced(config, plan, mesh, data)
         memory = _predicted_memory(config, plan, mesh, data)
         trainer = Trainer(config, plan, mesh, data)
-        files = RunFiles(config, mesh.rank, progress.print)
-        _introduce(config, trainer, data, memory, files)
-        trainer.tell, trainer.requested_stop = files.tell, lambda: stop.local
+        report = Report(run.dir, step=run.trace, page=run.report, metrics=False, field=FIELD)
+        trainer.tell, trainer.requested_stop = report.tell_through(progress.print), lambda: stop.local
+        _introduce(config, trainer, data, memory, report)
         first, checkpoints = FirstSteps(run.compare), run_checkpoints(config)
         validation = _validation(config, data)
         trainer.run(
@@ -83,10 +84,10 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
                 Recordings(config),
                 ReplicaChecks(run.check_replicas),
                 Progress(progress),
-                files,
                 first,
                 validation,
                 *([EarlyStop(settings.patience)] if settings.patience else []),
+                report,
                 Log(*loggers, folder=run.dir, field=FIELD),
                 checkpoints,
             ]
@@ -111,15 +112,25 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
     return replace(result, comparison=comparison)
 
 
-def _introduce(config: Config, trainer: Trainer, data: Data, memory: Memory | None, files: RunFiles) -> None:
+def _introduce(config: Config, trainer: Trainer, data: Data, memory: Memory | None, report: Report) -> None:
     """Print the lines before the first step, and write on rank 0 what `run.json` says of the run."""
     mesh = trainer.mesh
     lines = [*banner(config, mesh, data, *trainer.sizes, has_weights=trainer.has_weights)]
     lines += [] if memory is None else [prediction_line(memory)]
     if mesh.rank == 0:
-        files.describe(describe(config, trainer.blueprint, mesh, memory, tuple(lines)))
+        title, changed = config.run.dir.resolve().name, [*_changed_fields(config)]
+        about = describe(trainer.engine, title, lines, memory=memory, changed_fields=changed)
+        report.describe(about, starts_over=config.run.resume == "no")
     for line in lines:
-        files.tell(line)
+        trainer.tell(line)
+
+
+def _changed_fields(config: Config) -> Iterator[str]:
+    """Yield the names of the fields that differ from their default."""
+    for (section, values), (_, defaults) in zip(config, Config(), strict=True):
+        for (name, value), (_, default) in zip(values, defaults, strict=True):
+            if value != default:
+                yield f"{section}.{name}"
 
 
 def banner(
@@ -143,14 +154,7 @@ def banner(
             f"WARNING: {model.folder} holds no weights: the run starts from random values (train.seed = "
             f"{settings.seed})."
         )
-    ranks = f"{plan.world} ranks" if plan.world > 1 else "1 rank"
-    context = f" × cp {plan.cp}" if plan.cp > 1 else ""
-    degrees = f"pp {plan.pp} × dp {plan.dp}{context} × tp {plan.tp}"
-    yield (
-        f"Plan: {ranks} on {mesh.device.type} ({degrees}{_sharding(plan)}), "
-        f"schedule {plan.schedule}, {settings.batch} sequences a step in {plan.dp} × {plan.microbatches} "
-        "micro-batches."
-    )
+    yield plan_line(plan, mesh, settings.batch)
     epochs = settings.steps * settings.batch / data.rows if data.rows else 0
     yield f"Data: {data.summary}." + (f" {settings.steps} steps are {epochs:.3g} epochs." if epochs else "")
     yield f"Run: {config.run.dir}"
@@ -159,15 +163,6 @@ def banner(
 def _count(parameters: int) -> str:
     """Return a number of parameters as text."""
     return f"{parameters / 1e6:.1f} M parameters" if parameters >= 1e6 else f"{parameters:,} parameters"
-
-
-def _sharding(plan: Plan) -> str:
-    """Return what is sharded over `dp` and `cp`, and what is offloaded to the CPU, as text, or ""."""
-    if not plan.shards:
-        return ""
-    copies = f" in {plan.replicate} copies" if plan.replicate > 1 else ""
-    offload = f", offload {plan.offload}" if plan.offload != "none" else ""
-    return f", strategy {plan.strategy}{copies}, reduced {plan.reduce}{offload}"
 
 
 def _print_end(
@@ -183,7 +178,8 @@ def _print_end(
         progress.print(f"\n{result.sample}\n")
     if memory is not None and peak:
         progress.print(peak_line(memory, peak, mesh.device))
-    progress.print(f"Metrics are in {result.metrics}.")
+    report = f"; the report is {config.run.dir / REPORT_FILE}" if config.run.report else ""
+    progress.print(f"Metrics are in {result.metrics}{report}.")
     if result.saved and config.run.save_every is not None and not result.stopped:
         saved = config.run.dir / FOLDER
         progress.print(f"Checkpoints are in {saved}; `plait checkpoint export` writes them for transformers.")

@@ -9,47 +9,29 @@ from plait.loop.training import Callback, TrainingLoop
 from plait.train.balance_reorder_trace import reorder, write_schedule, write_trace
 from plait.train.config import Config
 from plait.train.reference_steps import LossAndNorm
-from plait.train.step_record import write_step_record
-
-_WARM_UP = 10
-"""The step of a run that is recorded for its report, unless it has fewer: the first ones are slower."""
 
 
 class Recordings(Callback):
-    """Records steps: for the report, for the trace `run.trace`, and for the order of `parallel.reorder`."""
+    """Records the steps of the trace `run.trace` and of the order of `parallel.reorder`."""
 
     def __init__(self, config: Config) -> None:
         self._folder = config.run.dir
         self._trace, self._reorder = config.run.trace, config.parallel.reorder
-        self._reports, self._of_report = config.run.report, 0
         self._recording: Recording | None = None
         self._stack = ExitStack()
 
     def begin(self, run: TrainingLoop) -> None:
         """Write the schedule of the first step."""
         write_schedule(run.engine, self._folder, run.mesh)
-        if self._reports:
-            later = self._trace > run.done
-            self._of_report = self._trace if later else min(run.done + _WARM_UP, run.steps)
 
     def is_due(self, step: int) -> bool:
         """Return whether `step` is recorded."""
-        return step in (self._trace, self._reorder, self._of_report)
+        return step in (self._trace, self._reorder)
 
     def before_step(self, run: TrainingLoop) -> None:
         """Start to record if the step is due."""
         if self.is_due(run.done + 1):
             self._recording = self._stack.enter_context(run.engine.recording())
-            run.mesh.traffic.waits = []
-
-    def measured(self, run: TrainingLoop, row: dict[str, float]) -> None:
-        """Write the record of the step for the report, before a validation counts as part of it."""
-        waits, step = run.mesh.traffic.waits, int(row["step"])
-        if waits is None or self._recording is None or not self.is_due(step):
-            return
-        run.mesh.traffic.waits = None
-        if step == self._of_report:
-            write_step_record(self._recording, waits, run.engine.traffic(), run.engine, step, self._folder)
 
     def after_step(self, run: TrainingLoop) -> None:
         """Write the trace, and search a schedule, from what was recorded."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 
-from plait.blueprint import shared_blueprint
 from plait.comm.mesh import Mesh
 from plait.composer import parallelize
 from plait.loop.learning_rates import warmup_cosine
@@ -33,7 +32,6 @@ class Trainer(TrainingLoop):
         values = initial_weights(shape, model, settings.seed)
         self.has_weights = values is not None
         engine = parallelize(model, plan, mesh, loss=cross_entropy, seed=settings.seed, values=values)
-        self.blueprint = shared_blueprint(model, plan, None, mesh.shared_results)
         groups = engine.parameter_groups(weight_decay=settings.weight_decay)
         rate = warmup_cosine(
             settings.lr,

@@ -13,6 +13,7 @@ import torch
 
 from plait.blueprint import build_blueprint
 from plait.comm.coordinates import sizes_of_plan
+from plait.loop.run_description import describe
 from plait.models import llama
 from plait.report.description import write_description
 from plait.report.events import write_event
@@ -21,7 +22,6 @@ from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.timeline import simulate
 from plait.train.config import Config
-from plait.train.run_description import describe
 
 
 def write_metrics(folder: Path, steps: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -84,7 +84,8 @@ def write_plan(folder: Path, layers: int = 4, **parallel: Any) -> Config:
     )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(config.model_dump_json())
-    write_description(describe(config, build_blueprint(built, plan), mesh, None, ("Model: llama.",)), folder)
+    engine: Any = SimpleNamespace(blueprint=build_blueprint(built, plan), mesh=mesh)
+    write_description(describe(engine, folder.resolve().name, ("Model: llama.",)), folder)
     write_event(folder, "start", 0, "")
     return config
 

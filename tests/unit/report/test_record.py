@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from synthetic_runs import write_metrics, write_plan, write_ranks, write_recorde
 from plait.errors import ConfigError, DataError
 from plait.report.events import write_event
 from plait.report.record import read_run
+from plait.report.step import write_step
 from plait.report.warnings import stragglers, warnings_of
 from plait.report.writing import read_runs, write_report
 
@@ -77,6 +80,25 @@ def test_what_is_worth_a_warning(tmp_path: Path) -> None:
     ]
     write_ranks(tmp_path, rows, 8)
     assert stragglers(read_run(tmp_path)) == []
+
+
+def test_why_a_run_is_slow_is_a_warning(tmp_path: Path) -> None:
+    write_plan(tmp_path, pp=2, dp=2)
+    rows = [row | {"data_seconds": 0.05} for row in write_metrics(tmp_path, 40)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    step = write_recorded_step(tmp_path, 2, 2)  # 8 micro-batches, even stages
+    assert [text.split(" of ")[0] for text in warnings_of(read_run(tmp_path))] == ["A step waits 50 ms"]
+    shorter = [
+        replace(rank, actions=tuple((*action[:4], action[4] - 700_000) for action in rank.actions))
+        for rank in step.ranks[2:]
+    ]
+    write_step(replace(step, microbatches=2, ranks=(*step.ranks[:2], *shorter)), tmp_path)
+    uneven, bubble, _ = warnings_of(read_run(tmp_path))
+    assert uneven.startswith("The stages are uneven: pp 0 computes for ")
+    assert bubble == (
+        "With 2 micro-batches on 2 ranks of pp, 1f1b leaves 33% of the time unused even if the stages are "
+        "even: with microbatches = 8 it would be 11%."
+    )
 
 
 @pytest.mark.parametrize("name", ["run.json", "step.json", "config.json"])

@@ -33,7 +33,7 @@ def test_a_run_writes_all_that_its_report_needs(thread_ranks: RankPool, tmp_path
     assert [layer.stage for layer in about.layers] == sorted(layer.stage for layer in about.layers)
     assert about.stage_ranks == (0, 1)
     assert about.lines[1].startswith("Plan: 4 ranks")
-    assert about.environment["ranks"] == "4 processes, started by plait"
+    assert about.environment["ranks"] == "4 threads, started by plait"
     assert len(about.memory) == 2
     assert all(sum(one.at_peak.values()) <= one.most for one in about.memory)
     assert step is not None

@@ -23,6 +23,7 @@ AXES = {
     "axis-tp": "#aa3377",
     "axis-cp": "#ccbb44",
     "axis-dp": "#228833",
+    "axis-tie": "#ee6677",
     "axis-all": "#8a94a0",
 }
 """Colours of the axes of a mesh along which ranks communicate: of Paul Tol's bright scheme."""

@@ -10,8 +10,8 @@ from plait.comm.text_collectives import all_gather_text
 from plait.comm.traffic import Counts, Wait
 from plait.device import is_accelerator
 from plait.engine import Engine, Recording
+from plait.loop.loggers import unwritable
 from plait.report.step import RecordedRank, RecordedStep, rank_as_text, rank_from_text, write_step
-from plait.train.metrics import unwritable
 
 _SHORTEST = 20_000
 """Nanoseconds: shorter waits are left out."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from math import prod
+from threading import current_thread, main_thread
 
 import torch
 
@@ -14,8 +15,10 @@ from plait.blueprint import Blueprint
 from plait.comm.mesh import Mesh
 from plait.comm.world import find_world
 from plait.device import accelerator_versions, is_accelerator, name_of
+from plait.engine import Engine
 from plait.footprint.memory_report import Memory
 from plait.layout import Flat, Layout
+from plait.plan import Plan
 from plait.report.description import (
     FORMAT,
     PlannedLayer,
@@ -25,23 +28,31 @@ from plait.report.description import (
     TensorPiece,
 )
 from plait.report.events import now
-from plait.train.config import Config
 
 MOST_TENSORS = 12
 """Tensors of different shape or layout that are described, the largest first."""
 
 
 def describe(
-    config: Config, blueprint: Blueprint, mesh: Mesh, memory: Memory | None, lines: tuple[str, ...]
+    engine: Engine,
+    title: str,
+    lines: Sequence[str] = (),
+    *,
+    memory: Memory | None = None,
+    changed_fields: Sequence[str] = (),
 ) -> RunDescription:
-    """Return the description of a run that begins; `lines` are those of its banner."""
+    """Return the description of a run that begins; `lines` say in sentences what is trained, and how.
+
+    `memory`: the predicted one. `changed_fields`: those of a configuration that differ from their default.
+    """
+    blueprint, mesh = engine.blueprint, engine.mesh
     return RunDescription(
         format=FORMAT,
         started=now(),
-        title=config.run.dir.resolve().name,
-        lines=lines,
-        environment=dict(_environment(config, mesh)),
-        changed_fields=tuple(_changed_fields(config)),
+        title=title,
+        lines=tuple(lines),
+        environment=dict(_environment(mesh)),
+        changed_fields=tuple(changed_fields),
         accelerated=is_accelerator(mesh.device),
         mesh=mesh.sizes,
         strategy=blueprint.plan.strategy,
@@ -52,7 +63,28 @@ def describe(
     )
 
 
-def _environment(config: Config, mesh: Mesh) -> Iterator[tuple[str, str]]:
+def plan_line(plan: Plan, mesh: Mesh, rows: int) -> str:
+    """Return a sentence on a plan: ranks by axis, sharding, schedule, the `rows` of a global batch."""
+    ranks = f"{plan.world} ranks" if plan.world > 1 else "1 rank"
+    context = f" × cp {plan.cp}" if plan.cp > 1 else ""
+    degrees = f"pp {plan.pp} × dp {plan.dp}{context} × tp {plan.tp}"
+    batches = f"{plan.dp} × {plan.microbatches} micro-batch{'es' * (plan.dp * plan.microbatches > 1)}"
+    return (
+        f"Plan: {ranks} on {mesh.device.type} ({degrees}{_sharding(plan)}), "
+        f"schedule {plan.schedule}, {rows} sequences a step in {batches}."
+    )
+
+
+def _sharding(plan: Plan) -> str:
+    """Return what is sharded over `dp` and `cp`, and what is offloaded to the CPU, as text, or ""."""
+    if not plan.shards:
+        return ""
+    copies = f" in {plan.replicate} copies" if plan.replicate > 1 else ""
+    offload = f", offload {plan.offload}" if plan.offload != "none" else ""
+    return f", strategy {plan.strategy}{copies}, reduced {plan.reduce}{offload}"
+
+
+def _environment(mesh: Mesh) -> Iterator[tuple[str, str]]:
     for package in ("plait", "torch", "numpy", "safetensors"):
         yield package, metadata.version(package)
     yield "Python", platform.python_version()
@@ -64,17 +96,11 @@ def _environment(config: Config, mesh: Mesh) -> Iterator[tuple[str, str]]:
         yield from accelerator_versions().items()
     world = find_world()
     launcher = "plait" if world is None else world.launcher
-    yield "ranks", f"{mesh.world} {config.run.ranks_as}, started by {launcher}"
+    runs_as = "processes" if current_thread() is main_thread() else "threads"
+    yield "ranks", f"{mesh.world} {runs_as}, started by {launcher}"
     yield "threads of a rank", str(torch.get_num_threads())
     on_one_host = mesh.group("world").on_one_host
     yield "communication", "NCCL" if mesh.uses_nccl else "within one host" if on_one_host else "Gloo"
-
-
-def _changed_fields(config: Config) -> Iterator[str]:
-    for (section, values), (_, defaults) in zip(config, Config(), strict=True):
-        for (name, value), (_, default) in zip(values, defaults, strict=True):
-            if value != default:
-                yield f"{section}.{name}"
 
 
 def _layers(blueprint: Blueprint) -> Iterator[PlannedLayer]:

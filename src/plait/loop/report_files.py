@@ -1,0 +1,174 @@
+"""`Report`: the callback that writes the metrics of a run, the other files of its report, and the page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plait.comm.traffic import Counts, Wait
+from plait.engine import Recording
+from plait.errors import PlaitError
+from plait.loop.loggers import JsonLines, LoggerGroup, unwritable
+from plait.loop.run_description import describe, plan_line
+from plait.loop.step_record import write_step_record
+from plait.loop.training import Callback, TrainingLoop
+from plait.report.description import RunDescription, write_description
+from plait.report.events import EVENTS_FILE, write_event
+from plait.report.rank_series import RANKS_FILE
+from plait.report.record import METRICS_FILE
+from plait.report.step import STEP_FILE
+from plait.report.writing import REPORT_FILE, write_report
+
+_WARNING = "WARNING: "
+_WARM_UP = 10
+"""Of the steps from the start or resumption on, the one that is recorded: the first ones are slower."""
+_MOST_NUMBERS = 1_000_000
+"""Numbers of all ranks and steps that are written; of larger runs only every so many steps."""
+
+
+@dataclass
+class _RecordedStep:
+    """The step that is recorded: its timeline, and when it was submitted its waits and traffic."""
+
+    recording: Recording
+    waits: list[Wait]
+    traffic: Counts
+
+
+class Report(Callback):
+    """Writes the metrics of a run to a folder, the other files of its report, and at the end the page.
+
+    On rank 0: `metrics.jsonl`, one line a step; `run.json`, the plan and what each rank holds; `ranks.jsonl`,
+    for each step how long each rank was blocked, and its memory; `step.json`, the timeline of one step;
+    `events.jsonl`; `report.html`. Place it after callbacks that add numbers.
+    Communication: after the recorded step an all-gather of its actions, as text, over the world.
+    """
+
+    def __init__(
+        self, folder: str | Path, *, step: int = 0, page: bool = True, metrics: bool = True, field: str = ""
+    ) -> None:
+        """`step`: the one that is recorded, counted from 1; 0: the tenth from the start or resumption on.
+
+        `page`: whether to record a step, and to write the page. `metrics`: whether to write `metrics.jsonl`;
+        False where a `Log` does. `field`: the field of a configuration that names the folder, for messages.
+        """
+        self._folder, self._page, self._field = Path(folder), page, field
+        self._asked, self._of_report = step, 0
+        self._show: Callable[[str], None] = print
+        self._writes, self._described, self._step, self._every = False, False, 0, 1
+        self._stack = ExitStack()
+        self._recorded: _RecordedStep | None = None
+        lines = [JsonLines(self._folder / METRICS_FILE)] if metrics else []
+        self._metrics = LoggerGroup(lines, self._folder, field)
+        self._ranks = LoggerGroup([JsonLines(self._folder / RANKS_FILE)], self._folder, field)
+
+    def describe(self, description: RunDescription, *, starts_over: bool) -> None:
+        """Write `run.json`; `starts_over`: remove what an earlier run has left. To be called on rank 0.
+
+        Raises `ConfigError` where the folder cannot be written to.
+        """
+        self._writes = self._described = True
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for name in (EVENTS_FILE, STEP_FILE, REPORT_FILE) if starts_over else ():
+                (self._folder / name).unlink(missing_ok=True)
+            write_description(description, self._folder)
+        except OSError as error:
+            raise unwritable(self._folder, error, self._field) from None
+
+    def tell_through(self, show: Callable[[str], None]) -> Callable[[str], None]:
+        """Return a function that shows a line, and adds it to the events if it is a warning."""
+        self._show = show
+        return self._tell
+
+    def begin(self, run: TrainingLoop) -> None:
+        """Describe the run, unless that was done, and start the files; drop rows after a resumption."""
+        self._step, self._writes = run.done, run.mesh.rank == 0
+        self._every = max(1, run.steps * run.mesh.world // _MOST_NUMBERS)
+        if self._page:
+            later = self._asked > run.done
+            self._of_report = self._asked if later else min(run.done + _WARM_UP, run.steps)
+        self._listen(run)
+        if not self._writes:
+            return
+        if not self._described:
+            title = self._folder.resolve().name
+            lines = [plan_line(run.engine.plan, run.mesh, run.batches.size)]
+            self.describe(describe(run.engine, title, lines), starts_over=not run.resumed_steps)
+        self._metrics.begin(run.resumed_steps)
+        self._ranks.begin(run.resumed_steps)
+        write_event(self._folder, "start", run.resumed_steps, "")
+
+    def is_due(self, step: int) -> bool:
+        """Return whether `step` is recorded."""
+        return step == self._of_report
+
+    def before_step(self, run: TrainingLoop) -> None:
+        """Start to record if the step is due."""
+        self._listen(run)
+        if self.is_due(run.done + 1):
+            recording = self._stack.enter_context(run.engine.recording())
+            self._recorded = _RecordedStep(recording, [], {})
+            run.mesh.traffic.waits = self._recorded.waits
+
+    def submitted(self, run: TrainingLoop) -> None:
+        """End the recording, before a validation or a comparison of replicas counts as part of the step."""
+        if self._recorded is not None:
+            self._stack.close()
+            run.mesh.traffic.waits, self._recorded.traffic = None, run.engine.traffic()
+
+    def measured(self, run: TrainingLoop, row: dict[str, float]) -> None:
+        """Write the numbers of the step and of each rank, and the recorded step."""
+        self._step = int(row["step"])
+        recorded = self._recorded
+        if recorded is not None and self.is_due(self._step):
+            self._recorded = None
+            write_step_record(
+                recorded.recording, recorded.waits, recorded.traffic, run.engine, self._step, self._folder
+            )
+        if not self._writes or run.numbers is None:
+            return
+        failures = [self._metrics.write(row)]
+        if (self._step - 1) % self._every == 0:
+            series: dict[str, Any] = {
+                "step": self._step,
+                "blocked_seconds": [round(seconds, 6) for seconds in run.numbers.blocked_seconds],
+                "peak_memory_bytes": list(run.numbers.peak_memory),
+            }
+            failures.append(self._ranks.write(series))
+        for failure in filter(None, failures):
+            self._tell(f"{_WARNING}{failure}")
+
+    def end(self, run: TrainingLoop, error: BaseException | None) -> None:
+        """Write how the run ended, and the page."""
+        self._stack.close()
+        if not self._writes:
+            return
+        self._metrics.close(error)
+        self._ranks.close(error)
+        if error is not None:
+            write_event(self._folder, "failed", run.done, str(error) or type(error).__name__)
+        else:
+            write_event(self._folder, "stopped" if run.stopped > 0 else "finished", run.done, "")
+        if self._page:
+            self._write_page()
+
+    def _write_page(self) -> None:
+        """Write the page; where that is impossible, the run goes on with a warning."""
+        try:
+            write_report([self._folder])
+        except (PlaitError, OSError) as error:
+            self._show(f"{_WARNING}the report could not be written: {error}")
+
+    def _listen(self, run: TrainingLoop) -> None:
+        """Write down the warnings among what the run tells; a progress bar has its own way to show lines."""
+        if run.tell != self._tell:
+            run.tell = self.tell_through(run.tell)
+
+    def _tell(self, line: str) -> None:
+        self._show(line)
+        if self._writes and line.startswith(_WARNING):
+            write_event(self._folder, "warning", self._step, line.removeprefix(_WARNING))

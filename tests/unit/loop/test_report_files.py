@@ -1,0 +1,83 @@
+"""`Report` writes all that the page of a run shows, in a loop of one's own."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import plait
+from plait.comm.rank_pool import RankPool
+from plait.engine import Recording
+from plait.loop import Callback, Checkpoints, Progress, Report, TrainingLoop
+from plait.plan import Plan
+from plait.report.record import read_run
+from plait.report.timelines import StepTimeline
+
+PLAN = Plan(pp=2, dp=2, microbatches=2)
+
+
+class RecordsEachStep(Callback):
+    """Records every step itself, around the one that the report records."""
+
+    def __init__(self) -> None:
+        self.makespans: list[float] = []
+        self._stack, self._recording = ExitStack(), None
+
+    def before_step(self, run: TrainingLoop) -> None:
+        self._recording: Recording | None = self._stack.enter_context(run.engine.recording())
+
+    def submitted(self, run: TrainingLoop) -> None:
+        self._stack.close()
+        assert self._recording is not None
+        self.makespans.append(self._recording.timeline().makespan)
+        if len(self.makespans) == 2:
+            run.tell("WARNING: two steps are done.")
+
+
+def train(folder: Path, steps: int) -> int:
+    inputs = torch.randn(32, 6, generator=torch.Generator().manual_seed(0))
+    loader = plait.Loader(TensorDataset(inputs, (inputs[:, 0] > 0).long()), batch=8)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
+    recorded = RecordsEachStep()
+    checkpoints = Checkpoints(folder / "checkpoints", every=2)
+    callbacks = [Report(folder, step=3), Progress(), recorded, checkpoints]
+    plait.fit(model, PLAN, loader, steps=steps, validation=loader, validate_every=1, callbacks=callbacks)
+    return len(recorded.makespans)
+
+
+def test_a_run_of_fit_has_a_whole_report(thread_ranks: RankPool, tmp_path: Path) -> None:
+    assert thread_ranks.run(train, tmp_path, 4, ranks=4) == [4] * 4
+    record = read_run(tmp_path)
+    about, step, ranks = record.description, record.step, record.ranks
+    assert about is not None
+    assert step is not None
+    assert ranks is not None
+    assert record.state == "Finished after step 4"
+    (line,) = about.lines
+    assert line.startswith("Plan: 4 ranks on cpu (pp 2 × dp 2 × tp 1), schedule 1f1b, 8 sequences a step")
+    assert about.stage_ranks == (0, 1)
+    assert step.step == 3
+    assert {action[2] for rank in step.ranks for action in rank.actions} == {0, 1}
+    messages = {kind: calls for axis, kind, calls, _, _ in StepTimeline(step).traffic() if axis == "pp"}
+    assert messages == {"send": 2, "receive": 2}  # those of a validation would be more
+    assert ranks.steps == (1, 2, 3, 4)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert all({"validation_loss", "data_seconds"} <= set(row) for row in rows)
+    assert [event.text for event in record.events if event.kind == "warning"] == ["two steps are done."]
+    assert "<h2>A step</h2>" in (tmp_path / "report.html").read_text()
+
+
+def test_a_resumed_run_goes_on_in_the_same_files(thread_ranks: RankPool, tmp_path: Path) -> None:
+    thread_ranks.run(train, tmp_path, 2, ranks=4)
+    thread_ranks.run(train, tmp_path, 5, ranks=4)
+    record = read_run(tmp_path)
+    assert record.metrics.steps == (1, 2, 3, 4, 5)
+    assert [(event.kind, event.step) for event in record.events if event.kind != "warning"] == [
+        ("start", 0), ("finished", 2), ("start", 2), ("finished", 5),
+    ]  # fmt: skip
