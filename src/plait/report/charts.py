@@ -67,7 +67,7 @@ _CHARTS = (
     Chart("Throughput", "tokens a second, all ranks", (ChartSeries("tokens_per_second"),), smooth=True),
     Chart(
         "Time of a step",
-        "wall time on rank 0; until its data are there, on the rank that waits longest",
+        "wall time on rank 0; of it waiting for data, on the slowest rank",
         (ChartSeries("step_seconds", "step"), ChartSeries("data_seconds", "data")),
         "seconds",
         smooth=True,
