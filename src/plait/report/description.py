@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -116,7 +117,13 @@ def read_description(folder: Path) -> RunDescription | None:
     if not path.is_file():
         return None
     try:
-        return _adapter().validate_json(path.read_bytes())
+        read = json.loads(path.read_bytes())
+        if isinstance(read, dict) and isinstance(read.get("format"), int) and read["format"] > FORMAT:
+            raise DataError(
+                f"{path} has format {read['format']}, and this version of plait reads formats up to "
+                f"{FORMAT}: update plait, or remove the file."
+            )
+        return _adapter().validate_python(read)
     except (ValidationError, ValueError) as error:
         raise damaged(path, error) from None
 

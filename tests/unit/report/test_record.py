@@ -112,6 +112,17 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
     assert str(raised.value).startswith(f"{tmp_path / name} is damaged (")
 
 
+def test_a_description_of_a_later_version_is_refused(tmp_path: Path) -> None:
+    write_plan(tmp_path)
+    write_metrics(tmp_path, 2)
+    file = tmp_path / "run.json"
+    file.write_text(file.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(
+        DataError, match=r"run\.json has format 2, and this version of plait reads formats up"
+    ):
+        read_run(tmp_path)
+
+
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere does not exist: give the folder of a run"):
         read_run(tmp_path / "nowhere")
