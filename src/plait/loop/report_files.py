@@ -97,7 +97,8 @@ class Report(Callback):
         if not self._described:
             title = self._folder.resolve().name
             lines = [plan_line(run.engine.plan, run.mesh, run.batches.size)]
-            self.describe(describe(run.engine, title, lines), starts_over=not run.resumed_steps)
+            about = describe(run.engine, title, lines, rows=run.batches.size)
+            self.describe(about, starts_over=not run.resumed_steps)
         self._metrics.begin(run.resumed_steps)
         self._ranks.begin(run.resumed_steps)
         write_event(self._folder, "start", run.resumed_steps, "")

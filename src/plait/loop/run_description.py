@@ -38,12 +38,14 @@ def describe(
     title: str,
     lines: Sequence[str] = (),
     *,
+    rows: int = 0,
     memory: Memory | None = None,
     changed_fields: Sequence[str] = (),
 ) -> RunDescription:
     """Return the description of a run that begins; `lines` say in sentences what is trained, and how.
 
-    `memory`: the predicted one. `changed_fields`: those of a configuration that differ from their default.
+    `rows`: of a global batch. `memory`: the predicted one. `changed_fields`: those of a configuration that
+    differ from their default.
     """
     blueprint, mesh = engine.blueprint, engine.mesh
     return RunDescription(
@@ -60,6 +62,7 @@ def describe(
         layers=tuple(_layers(blueprint)),
         tensors=tuple(_tensors(blueprint)),
         memory=() if memory is None else tuple(_predicted(memory)),
+        rows=rows,
     )
 
 

@@ -88,7 +88,9 @@ def charts_of(runs: Sequence[RunRecord]) -> tuple[Chart, ...]:
     """Return the charts for which one of the runs has numbers; other columns get a chart of their own."""
     known = {series.key for chart in _CHARTS for series in chart.series} | set(NAMED)
     others = dict.fromkeys(key for run in runs for key in run.metrics.columns if key not in known)
-    charts = [*_CHARTS, *(Chart(key, "as logged", (ChartSeries(key),)) for key in others)]
+    counted = "/".join(dict.fromkeys(run.counted for run in runs))
+    named = (replace(chart, unit=chart.unit.replace("tokens", counted)) for chart in _CHARTS)
+    charts = [*named, *(Chart(key, "as logged", (ChartSeries(key),)) for key in others)]
     filled = (_with_numbers(chart, runs) for chart in charts)
     return tuple(chart for chart in filled if chart.series)
 

@@ -89,6 +89,8 @@ class RunDescription:
     layers: tuple[PlannedLayer, ...]
     tensors: tuple[PlannedTensor, ...]
     memory: tuple[PredictedRank, ...]
+    rows: int = 0
+    """Rows of a global batch; 0: unknown."""
 
     @property
     def world(self) -> int:

@@ -30,7 +30,7 @@ def figures_of(run: RunRecord) -> Iterator[Figure]:
         if best < validation[1]:
             yield Figure("best validation loss", number_text(best))
     for key, name, about in (
-        ("tokens_per_second", "tokens/s", "median over steps, of all ranks together"),
+        ("tokens_per_second", f"{run.counted}/s", "median over steps, of all ranks together"),
         ("step_seconds", "time of a step", "median over steps, wall time on rank 0"),
         ("mfu", "MFU", "median over steps: model FLOPs utilisation"),
     ):
@@ -42,7 +42,7 @@ def figures_of(run: RunRecord) -> Iterator[Figure]:
             yield Figure(name, text, about)
     yield from _memory(run)
     if tokens := metrics.tokens:
-        yield Figure("tokens", f"{tokens:,}", "of all steps together")
+        yield Figure(run.counted, f"{tokens:,}", "of all steps together")
     if times := metrics.numbers("step_seconds"):
         yield Figure("time in steps", duration_text(sum(times)), "without start, validation and checkpoints")
 

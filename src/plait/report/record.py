@@ -48,6 +48,12 @@ class RunRecord:
         return tuple(sorted({event.step for event in self.events if event.kind == "start" and event.step}))
 
     @property
+    def counted(self) -> str:
+        """What `tokens` counts: "rows" where each step has as many as its batch has rows, else "tokens"."""
+        rows = None if self.description is None else self.description.rows
+        return "rows" if rows and set(self.metrics.numbers("tokens")) == {rows} else "tokens"
+
+    @property
     def planned_steps(self) -> int | None:
         """The steps that the configuration asks for, or None."""
         steps = self.config_field("train.steps")

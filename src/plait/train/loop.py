@@ -119,7 +119,8 @@ def _introduce(config: Config, trainer: Trainer, data: Data, memory: Memory | No
     lines += [] if memory is None else [prediction_line(memory)]
     if mesh.rank == 0:
         title, changed = config.run.dir.resolve().name, [*_changed_fields(config)]
-        about = describe(trainer.engine, title, lines, memory=memory, changed_fields=changed)
+        rows = config.train.batch
+        about = describe(trainer.engine, title, lines, rows=rows, memory=memory, changed_fields=changed)
         report.describe(about, starts_over=config.run.resume == "no")
     for line in lines:
         trainer.tell(line)

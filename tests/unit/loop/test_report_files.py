@@ -70,7 +70,9 @@ def test_a_run_of_fit_has_a_whole_report(thread_ranks: RankPool, tmp_path: Path)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert all({"validation_loss", "data_seconds"} <= set(row) for row in rows)
     assert [event.text for event in record.events if event.kind == "warning"] == ["two steps are done."]
-    assert "<h2>A step</h2>" in (tmp_path / "report.html").read_text()
+    page = (tmp_path / "report.html").read_text()
+    assert "<h2>A step</h2>" in page
+    assert "<dt>rows</dt><dd>32</dd>" in page  # its targets are no sequences of tokens
 
 
 def test_a_resumed_run_goes_on_in_the_same_files(thread_ranks: RankPool, tmp_path: Path) -> None:
