@@ -18,7 +18,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
     ("cli",),
     ("train",),
-    ("verification", "loop"),
+    ("verification", "loop", "calibration"),
     ("composer", "footprint"),
     ("engine",),
     ("blueprint",),

@@ -209,6 +209,11 @@ def total_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory
 
 
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of units of a GPU that compute tiles of a product side by side; 1 on a CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if is_accelerator(device) else 1
+
+
 def accelerator_versions() -> dict[str, str]:
     """Return the versions of the GPU software: `driver`, `CUDA`, `NCCL`; only of what this machine has.
 

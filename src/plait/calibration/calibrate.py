@@ -1,0 +1,168 @@
+"""`calibrate`: measures the machine that it runs on, and writes a hardware file for predictions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from plait.calibration.device_rates import SECONDS, DeviceRates, measure_device, seconds_of
+from plait.calibration.hardware_text import hardware_text
+from plait.calibration.link_rates import LinkRates, measure_links
+from plait.comm.launch import launch
+from plait.comm.mesh import GridMesh, Mesh
+from plait.comm.transport.world_ranks import current_ranks
+from plait.comm.world import find_world
+from plait.composer import parallelize
+from plait.device import is_accelerator, multiprocessors, name_of, total_memory, visible_accelerators
+from plait.errors import ConfigError
+from plait.models import gpt2
+from plait.plan import Plan
+from plait.prediction.decoder import Decoder
+from plait.prediction.hardware import Efficiency, Hardware, Link
+from plait.prediction.operations import Product
+from plait.prediction.roofline import product_efficiency
+from plait.prediction.step_prediction import predict
+from plait.tensor.losses import cross_entropy
+
+_TINY = Decoder(layers=8, hidden=32, heads=2, vocab=64, context=16, biases=True, positions=True)
+"""A model whose step takes hardly more than what plait and torch spend on each operation."""
+_TINY_PLAN = Plan(microbatches=4)
+
+
+@dataclass(frozen=True)
+class RankMeasurement:
+    """What a rank has measured, while all ranks of its host did the same."""
+
+    device: str
+    accelerated: bool
+    memory: int
+    """Bytes of the device; of a CPU its part of the host's memory."""
+    host_memory: int
+    devices: int
+    """Ranks of the host."""
+    multiprocessors: int
+    rates: DeviceRates
+    step: float
+    """Seconds of forward and backward of the tiny model; 0 on a GPU."""
+    inside: LinkRates | None
+    across: LinkRates | None
+
+
+def calibrate(file: Path, ranks: int | None = None, *, seconds: float = SECONDS) -> Hardware:
+    """Measure this machine with all its ranks at once, write `file`, and return its content.
+
+    `ranks`: of this host, by default one for each GPU, or each core; a launcher's ranks on all hosts.
+    `seconds`: for each of a dozen figures. Communication: all-reduces inside each host, and between hosts.
+    Raises ConfigError where the file cannot be written.
+    """
+    alone = find_world() is None
+    count = (ranks or visible_accelerators() or os.cpu_count() or 1) if alone else None
+    found = launch(_measure, seconds, ranks=count, threads=None if visible_accelerators() else 1)
+    hardware = hardware_of(found)
+    try:
+        file.write_text(hardware_text(hardware), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written ({error.strerror}): give another file.") from None
+    return hardware
+
+
+def _measure(seconds: float) -> RankMeasurement:
+    world, ranks = find_world(), current_ranks()
+    size = 1 if ranks is None else ranks.size
+    here = size if world is None or size % world.local_size else world.local_size
+    mesh = GridMesh(hosts=size // here, local=here)
+    device, accelerated = mesh.device, is_accelerator(mesh.device)
+    host_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return RankMeasurement(
+        device=name_of(device) if accelerated else "CPU",
+        accelerated=accelerated,
+        memory=total_memory(device) if accelerated else host_memory // here,
+        host_memory=host_memory,
+        devices=here,
+        multiprocessors=multiprocessors(device),
+        rates=measure_device(device, seconds),
+        step=0.0 if accelerated else _tiny_step(seconds),
+        inside=measure_links(mesh.group("local"), device),
+        across=measure_links(mesh.group("hosts"), device),
+    )
+
+
+def _tiny_step(seconds: float) -> float:
+    """Return the time of forward and backward of the tiny model on this rank alone."""
+    model = gpt2(
+        layers=_TINY.layers,
+        hidden=_TINY.hidden,
+        heads=_TINY.heads,
+        vocab=_TINY.vocab,
+        context=_TINY.context,
+    )
+    mesh = Mesh(_TINY_PLAN, device="cpu", alone=True)
+    engine = parallelize(model, _TINY_PLAN, mesh, loss=cross_entropy)
+    tokens = torch.zeros(_TINY_PLAN.microbatches, _TINY.context, dtype=torch.int64)
+    return seconds_of(lambda: engine.forward_backward(tokens, tokens), device=mesh.device, budget=seconds)
+
+
+def hardware_of(found: Sequence[RankMeasurement]) -> Hardware:
+    """Return the description of the machine that ranks have measured: their medians, the smallest memory."""
+    first = found[0]
+    rates = [one.rates for one in found]
+    best = "bf16" if first.accelerated else "fp32"
+    inside = [one.inside for one in found if one.inside]
+    across = [one.across for one in found if one.across]
+    near = _link(inside) or Link(1e12, 1e-7)
+    middle = {name: median(one.products[name] for one in rates) for name in rates[0].products}
+    efficiency = Efficiency(
+        product=1.0,
+        half_depth=median(one.half_depth for one in rates),
+        attention=min(1.0, median(one.attention for one in rates) / middle[best]),
+        attention_backward=min(1.0, median(one.attention_backward for one in rates) / middle[best]),
+        memory=1.0,
+        kernel=median(one.operation for one in rates),
+        host=median(one.launch for one in rates),
+        inside=1.0,
+        across=1.0,
+    )
+    made = Hardware(
+        name=first.device,
+        devices=first.devices,
+        memory=min(one.memory for one in found),
+        reserved=2.5 * 2**30 if first.accelerated else 0.0,
+        host_memory=first.host_memory,
+        multiprocessors=first.multiprocessors,
+        memory_bandwidth=median(one.memory for one in rates),
+        peak=middle,
+        inside=near,
+        across=_link(across) or near,
+        oversubscription=1.0,
+        efficiency=efficiency,
+        fitted=f"{datetime.now(UTC):%Y-%m-%d}: measured by plait plan --calibrate on {len(found)} ranks",
+    )
+    side = rates[0].side
+    shape = product_efficiency(Product(side, side, side), made)
+    made = replace(made, peak={name: rate / shape for name, rate in middle.items()})
+    return made if first.accelerated else _with_kernel(made, median(one.step for one in found))
+
+
+def _link(found: Sequence[LinkRates]) -> Link | None:
+    if not found:
+        return None
+    return Link(median(one.bandwidth for one in found), median(one.latency for one in found))
+
+
+def _with_kernel(hardware: Hardware, step: float) -> Hardware:
+    """Return `hardware` with the time of an operation with which the tiny model's step takes `step`."""
+
+    def predicted(kernel: float) -> float:
+        part = replace(hardware.efficiency, kernel=kernel)
+        found = predict(_TINY, _TINY_PLAN, replace(hardware, efficiency=part))
+        return found.step_seconds - found.breakdown["optimizer"]
+
+    base = predicted(0.0)
+    kernel = max((step - base) / (predicted(1.0) - base), 0.0)
+    return replace(hardware, efficiency=replace(hardware.efficiency, kernel=kernel))

@@ -1,0 +1,146 @@
+"""`measure_device`: rates of matrix products, attention and element-wise operations of a rank's device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from plait.device import StreamEvent, is_accelerator, synchronize
+from plait.layers.precision import DTYPES
+from plait.plan import Precision
+
+SECONDS = 0.4
+"""Time spent on each figure."""
+_LONG = 0.02
+"""Seconds from which on an operation is long enough to be timed."""
+_DEPTHS = (64, 1024)
+"""Lengths of the summed dim at which products are timed."""
+_SMALL_OPERATIONS = 1000
+
+
+@dataclass(frozen=True)
+class DeviceRates:
+    """Measured figures of a device. Rates in operations or bytes a second, times in seconds."""
+
+    products: Mapping[str, float]
+    """By precision: of a large matrix product of `side` × `side` × `side`."""
+    side: int
+    half_depth: float
+    """Length of the summed dim at which a product reaches half the rate of a long one."""
+    attention: float
+    """Of causal attention in one kernel, counting half of the scores; `attention_backward`: its backward."""
+    attention_backward: float
+    memory: float
+    """Bytes that element-wise operations read and write."""
+    operation: float
+    """Time of an element-wise operation on few elements: on a GPU of its kernel."""
+    launch: float
+    """Time in which the host starts such an operation; on the CPU 0, where the two are one."""
+
+
+def measure_device(device: torch.device, seconds: float = SECONDS) -> DeviceRates:
+    """Return the rates of `device`; each figure takes about `seconds`. There is no communication."""
+    precisions: tuple[Precision, ...] = ("bf16", "fp32", "fp64")
+    best: Precision = "bf16" if is_accelerator(device) else "fp32"
+    timed = partial(seconds_of, device=device, budget=seconds)
+    side = _side(device, best)
+    rates: Mapping[str, float] = {
+        one: 2 * side**3 / timed(_product(device, one, side, side)) for one in precisions
+    }
+    shallow, deep = (timed(_product(device, best, side, depth)) for depth in _DEPTHS)
+    slope = max((deep - shallow) / (_DEPTHS[1] - _DEPTHS[0]), 1e-12)
+    forward, backward, operations = _attention(device, best, timed)
+    elements = 1 << (26 if is_accelerator(device) else 23)
+    one, other = (torch.zeros(elements, device=device) for _ in range(2))
+    memory = 3 * one.nbytes / timed(lambda: torch.add(one, other, out=one))
+    operation, launch = _small_operation(device)
+    return DeviceRates(
+        products=rates,
+        side=side,
+        half_depth=max(shallow / slope - _DEPTHS[0], 0.0),
+        attention=operations / forward,
+        attention_backward=2.5 * operations / backward,
+        memory=memory,
+        operation=operation,
+        launch=launch,
+    )
+
+
+def seconds_of(run: Callable[[], object], *, device: torch.device, budget: float) -> float:
+    """Return the median time of `run`, called for about `budget` seconds and at least three times."""
+    run()
+    synchronize(device)
+    found: list[float] = []
+    began = time.perf_counter()
+    while len(found) < 3 or time.perf_counter() - began < budget:
+        start = time.perf_counter()
+        run()
+        synchronize(device)
+        found.append(time.perf_counter() - start)
+    return median(found)
+
+
+def _product(device: torch.device, precision: Precision, side: int, depth: int) -> Callable[[], Tensor]:
+    a, b = (torch.ones(side, depth, dtype=DTYPES[precision], device=device) for _ in range(2))
+    return lambda: a @ b.t()
+
+
+def _side(device: torch.device, precision: Precision) -> int:
+    """Return the side of square matrices whose product takes long enough."""
+    side, most = 256, 1 << 14
+    while (
+        side < most and seconds_of(_product(device, precision, side, side), device=device, budget=0) < _LONG
+    ):
+        side *= 2
+    return side
+
+
+def _attention(
+    device: torch.device, precision: Precision, timed: Callable[[Callable[[], object]], float]
+) -> tuple[float, float, float]:
+    """Return the seconds of forward and backward of causal attention, and the operations of the forward."""
+    rows, heads, length, width = (8, 16, 2048, 64) if is_accelerator(device) else (1, 4, 512, 64)
+    given = torch.ones(3, rows, heads, length, width, dtype=DTYPES[precision], device=device)
+    q, k, v = (one.clone().requires_grad_() for one in given)
+
+    def run() -> Tensor:
+        return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def both() -> None:
+        output = run()
+        torch.autograd.grad(output, (q, k, v), output)
+
+    forward = timed(run)
+
+    backward = max(timed(both) - forward, forward / 2)
+    return forward, backward, 2 * 2 * rows * heads * length**2 * width / 2
+
+
+def _small_operation(device: torch.device) -> tuple[float, float]:
+    """Return the device's and the host's time of a small operation."""
+    few = torch.zeros(8, device=device)
+
+    def several() -> None:
+        for _ in range(_SMALL_OPERATIONS):
+            few.add_(1.0)
+
+    if not is_accelerator(device):
+        return seconds_of(several, device=device, budget=0) / _SMALL_OPERATIONS, 0.0
+    large = _product(device, "fp32", 1 << 13, 1 << 13)
+    several()
+    synchronize(device)
+    for _ in range(8):  # long enough for the host to be ahead of the device
+        large()
+    first, start = StreamEvent(device, timed=True), time.perf_counter()
+    several()
+    launch = (time.perf_counter() - start) / _SMALL_OPERATIONS
+    last = StreamEvent(device, timed=True)
+    synchronize(device)
+    return last.milliseconds_since(first) / 1e3 / _SMALL_OPERATIONS, launch

@@ -1,0 +1,40 @@
+"""A hardware file that was measured can be read, and says what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from plait.calibration.calibrate import RankMeasurement, calibrate, hardware_of
+from plait.calibration.device_rates import DeviceRates
+from plait.calibration.hardware_text import hardware_text
+from plait.calibration.link_rates import LinkRates
+from plait.errors import ConfigError
+from plait.prediction.hardware import load_hardware
+
+RATES = DeviceRates({"fp32": 2e12, "bf16": 8e12}, 4096, 100.0, 4e12, 3e12, 1e11, 2e-6, 5e-6)
+GPU = RankMeasurement(
+    "GPU", True, 80 << 30, 1 << 40, 8, 108, RATES, 0.0, LinkRates(3e-6, 2e11), LinkRates(8e-6, 2e10)
+)
+
+
+def test_figures_are_the_medians_of_the_ranks(tmp_path: Path) -> None:
+    slow = replace(GPU, rates=replace(RATES, memory=5e10), memory=79 << 30)
+    found = hardware_of([GPU, slow, GPU])
+    assert (found.memory_bandwidth, found.memory, found.devices) == (1e11, 79 << 30, 8)
+    assert (found.inside.latency, found.across.bandwidth) == (3e-6, 2e10)
+    assert found.efficiency.attention == 0.5
+    assert found.peak["bf16"] == pytest.approx(8e12, rel=0.3)  # less what tiles lose at that size
+    (tmp_path / "file.toml").write_text(hardware_text(found))
+    assert hardware_text(load_hardware(tmp_path / "file.toml")) == hardware_text(found)
+
+
+@pytest.mark.full
+def test_this_machine_is_measured(tmp_path: Path) -> None:
+    found = calibrate(tmp_path / "this.toml", 1, seconds=0.01)
+    assert load_hardware(tmp_path / "this.toml").name == found.name
+    assert found.efficiency.kernel > 0
+    with pytest.raises(ConfigError, match="cannot be written"):
+        calibrate(tmp_path / "nowhere" / "this.toml", 1, seconds=0.001)
