@@ -135,20 +135,7 @@ class StepTimes:
 
     def optimizer(self, rank: int) -> tuple[float, float]:
         """Return the seconds of a rank's optimizer step, and of the gather of parameters that follows."""
-        shape, plan = self.timer.shape, self.timer.shape.plan
-        hardware = self.timer.hardware
-        count = self.parameters(rank)
-        ranks = plan.state_ranks if plan.strategy != "none" else 1
-        master = ITEM[plan.master_precision or plan.precision or "fp32"]
-        moments = shape.framework.moment_bytes or 2 * master
-        # Gradients are read for the norm and for the step; master and moments read and written.
-        nbytes = 2 * shape.gradient_item + 2 * (master + moments) + (shape.item if plan.has_master else 0)
-        bandwidth = hardware.memory_bandwidth * hardware.efficiency.memory
-        seconds = count / ranks * nbytes * shape.framework.optimizer_passes / bandwidth
-        if plan.strategy not in ("optimizer", "gradients"):
-            return seconds, 0.0
-        whole = AxisTransfer("all-gather", "shard", count * shape.item)
-        return seconds, self.timer.network.seconds(whole)
+        return optimizer_seconds(self.timer, self.parameters(rank))
 
     @cached_property
     def seconds(self) -> float:
@@ -184,6 +171,22 @@ class StepTimes:
             "optimizer": slowest[0],
             "host overhead": parts.host,
         }
+
+
+def optimizer_seconds(timer: LayerTimer, count: float) -> tuple[float, float]:
+    """Return the seconds of the optimizer's step on `count` parameters of a rank before sharding, and of the
+    gather of parameters that follows. Neither falls as `count` grows."""
+    shape, plan, hardware = timer.shape, timer.shape.plan, timer.hardware
+    ranks = plan.state_ranks if plan.strategy != "none" else 1
+    master = ITEM[plan.master_precision or plan.precision or "fp32"]
+    moments = shape.framework.moment_bytes or 2 * master
+    # Gradients are read for the norm and for the step; master and moments read and written.
+    nbytes = 2 * shape.gradient_item + 2 * (master + moments) + (shape.item if plan.has_master else 0)
+    bandwidth = hardware.memory_bandwidth * hardware.efficiency.memory
+    seconds = count / ranks * nbytes * shape.framework.optimizer_passes / bandwidth
+    if plan.strategy not in ("optimizer", "gradients"):
+        return seconds, 0.0
+    return seconds, timer.network.seconds(AxisTransfer("all-gather", "shard", count * shape.item))
 
 
 def _whole(seconds: float) -> int:
