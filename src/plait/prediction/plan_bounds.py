@@ -48,7 +48,7 @@ class Bounds:
         sharded = plan.strategy in ("gradients", "full")
         state = (plan.strategy, plan.reduce, plan.state_ranks) if sharded else ()
         rows = self.batch / plan.dp / plan.microbatches
-        key = (plan.tp, plan.cp, rows, plan.recompute, plan.sequence_parallel, state)
+        key: tuple[object, ...] = (plan.tp, plan.cp, rows, plan.recompute, plan.sequence_parallel, state)
         key += () if self.framework.frees_gathered else (plan.microbatches,)
         if key not in self._times:
             self._times[key] = self._measured(plan)
@@ -84,11 +84,12 @@ class Bounds:
         """Return the seconds after the last gradient of a rank with the mean number of parameters."""
         return sum(optimizer_seconds(self.timer(plan), self._mean(plan))) * _ROUNDING
 
-    def memory(self, plan: Plan) -> float:
-        """Return bytes that some rank allocates or reserves at least, whatever the schedule and the cut.
+    def memory(self, plan: Plan, policy: str | None = None) -> float:
+        """Return bytes that some rank allocates or reserves at least under a policy (None: any), for any cut.
 
-        The mean over ranks of state, and of the activations that all stages keep when the last one has run
-        its first forward.
+        Let rank r hold state c_r, and a_r for a micro-batch, of which it keeps k_r at once. Then the largest
+        memory M ≥ c_r + k_r · a_r for every r; all M − c_r over k_r add up to the sum of the a_r at least. With
+        k_r = 1 that is the mean: when the last stage has run a forward, all keep a micro-batch.
         """
         shape = self.timer(plan).shape
         parameters, gradients, optimizer, _ = state_bytes(shape, self._mean(plan), 0.0)
@@ -97,9 +98,13 @@ class Bounds:
         for kind in ("embedding", "attention", "mlp", "head"):
             times = self.model.layers if kind in ("attention", "mlp") else 1
             kept += times * layer_memory(kind, plan.recompute, shape).until_inputs
-        # The peak of activations counts whole bytes of each stage.
-        kept = max(kept / plan.pp - 8, 0.0)
-        return (parameters + gradients + optimizer + kept + self.hardware.reserved) * _ROUNDING
+        kept = max(kept - plan.pp, 0.0)  # a stage's activations are rounded to whole bytes
+        state = (parameters + gradients + optimizer) * plan.pp
+        least = (state + kept) / plan.pp
+        if policy in ("1f1b", *_SPLIT):
+            at_once = [min(plan.microbatches, plan.pp - rank) for rank in range(plan.pp)]
+            least = max(least, (kept + state / at_once[0]) / sum(1 / count for count in at_once))
+        return (least + self.hardware.reserved) * _ROUNDING
 
     def _mean(self, plan: Plan) -> float:
         return self.model.parameters_of(self.model.kinds, plan.tp) / plan.pp

@@ -151,6 +151,9 @@ class _Search:
             return
         after = self.bounds.optimizer_seconds(plan)
         for policy, chunks in schedules:
+            if self.bounds.memory(plan, policy) > self.bounds.hardware.memory:
+                self.counts["too large"] += 1
+                continue
             bound = self._pipeline(plan, policy, chunks) + after
             self._push(bound, replace(plan, schedule=policy, chunks=chunks), "plan")
 
