@@ -12,7 +12,7 @@ from plait.cli.arguments import CommandParser, count
 from plait.errors import ConfigError
 from plait.plan import Plan
 from plait.prediction.hardware import hardware_names, load_hardware
-from plait.prediction.plan_search import SearchResult, search
+from plait.prediction.plan_search import PlanSearchResult, search
 from plait.prediction.step_prediction import Prediction, predict
 from plait.train.config import Config
 from plait.train.config_parser import config_from_arguments
@@ -50,7 +50,7 @@ def parser() -> CommandParser:
     """Return the parser of the options of `plait plan`, without those of the configuration."""
     made = CommandParser(
         "plait plan",
-        usage="plait plan --hardware NAME [--ranks N] [--section.field VALUE ...] [options]",
+        usage="plait plan --hardware NAME [--ranks N] [--section.field VALUE ...]",
         description=_ABOUT,
         examples=_EXAMPLES,
         takes_configuration=True,
@@ -154,7 +154,7 @@ def _bound(found: Prediction) -> str:
     return f"{found.bound}, {found.breakdown[found.bound] / found.step_seconds:.0%} of the step"
 
 
-def _notes(result: SearchResult) -> list[str]:
+def _notes(result: PlanSearchResult) -> list[str]:
     """Return lines on what became of the other plans, and on the distance of the second from the first."""
     lines = [
         f"{result.plans:,} plans: {result.predicted:,} fit and were simulated, {result.too_large:,} need "
@@ -167,11 +167,11 @@ def _notes(result: SearchResult) -> list[str]:
     return lines
 
 
-def _behind(result: SearchResult) -> float:
+def _behind(result: PlanSearchResult) -> float:
     return result.best[1].step_seconds / result.best[0].step_seconds - 1
 
 
-def _search_json(result: SearchResult, most: int) -> dict[str, Any]:
+def _search_json(result: PlanSearchResult, most: int) -> dict[str, Any]:
     return {
         "plans": result.plans,
         "predicted": result.predicted,

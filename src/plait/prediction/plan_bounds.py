@@ -87,8 +87,8 @@ class Bounds:
     def memory(self, plan: Plan, policy: str | None = None) -> float:
         """Return bytes that some rank allocates or reserves at least under a policy (None: any), for any cut.
 
-        Let rank r hold state c_r, and a_r for a micro-batch, of which it keeps k_r at once. Then the largest
-        memory M ≥ c_r + k_r · a_r for every r; all M − c_r over k_r add up to the sum of the a_r at least. With
+        Let rank r hold state c_r, and k_r micro-batches of a_r each at once. Then the largest memory is
+        M ≥ c_r + k_r · a_r for every r, and the (M − c_r) / k_r add up to the sum of the a_r at least. With
         k_r = 1 that is the mean: when the last stage has run a forward, all keep a micro-batch.
         """
         shape = self.timer(plan).shape

@@ -14,9 +14,9 @@ from plait.prediction.framework import PLAIT, Framework
 from plait.prediction.hardware import Hardware
 from plait.prediction.memory_by_size import predicted_memory
 from plait.prediction.plan_bounds import Bounds
-from plait.prediction.plan_space import Division, PlanChoices, divisions
+from plait.prediction.plan_space import PlanChoices, RankDivision, divisions
 from plait.prediction.step_prediction import Prediction, predict
-from plait.prediction.step_times import StepTimes, stage_modes
+from plait.prediction.step_times import NANOSECOND, StepTimes, stage_modes
 from plait.schedules.schedule import Schedule
 from plait.schedules.stage_cuts.layer_costs import LayerCosts
 from plait.schedules.stage_cuts.schedule_and_cut import schedule_and_cut
@@ -25,7 +25,7 @@ ALL = PlanChoices()
 
 
 @dataclass(frozen=True)
-class SearchResult:
+class PlanSearchResult:
     """The fastest plans that fit, and what became of the others."""
 
     best: tuple[Prediction, ...]
@@ -52,7 +52,7 @@ def search(
     choices: PlanChoices = ALL,
     most: int = 10,
     framework: Framework = PLAIT,
-) -> SearchResult:
+) -> PlanSearchResult:
     """Return the `most` fastest plans of `ranks` ranks for `batch` sequences a step over all of them.
 
     `base` has what is not searched, such as the precisions. A plan is left out only where a lower bound of
@@ -66,7 +66,7 @@ def search(
             f"{ranks} ranks cannot be divided for this model and a batch of {batch}: {reasons}: change the "
             "ranks, the batch or the sizes."
         )
-    run = _Search(Bounds(model, hardware, batch, framework), base or Plan(), choices)
+    run = _PlanQueue(Bounds(model, hardware, batch, framework), base or Plan(), choices)
     for division in found:
         run.add(division)
     best: list[Plan] = []
@@ -76,10 +76,10 @@ def search(
             best.append(plan)
     plans, counts = run.plans, run.counts
     slower = plans - counts["too large"] - counts["fits"]
-    return SearchResult(
+    return PlanSearchResult(
         tuple(run.prediction(plan) for plan in best),
         plans,
-        counts["predicted"],
+        counts["fits"],
         counts["too large"],
         slower,
         impossible,
@@ -87,8 +87,8 @@ def search(
 
 
 @dataclass
-class _Search:
-    """A queue of divisions, plans without a schedule, plans, and predicted plans, by lower bounds of time.
+class _PlanQueue:
+    """A queue of divisions, options, plans with a schedule, with a cut, and predicted, by bounds of time.
 
     What comes out first cannot be beaten by what is left; a predicted plan has its time in place of a bound.
     """
@@ -96,13 +96,13 @@ class _Search:
     bounds: Bounds
     base: Plan
     choices: PlanChoices
-    queue: list[tuple[float, int, Division | Plan, str]] = field(default_factory=list)
+    queue: list[tuple[float, int, RankDivision | Plan, str]] = field(default_factory=list)
     plans: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     _added: int = 0
     _cuts: dict[tuple[object, ...], tuple[Schedule, tuple[int, ...]]] = field(default_factory=dict)
 
-    def add(self, division: Division) -> None:
+    def add(self, division: RankDivision) -> None:
         """Add a division with the bound of its fastest options: no recomputation, nothing sharded."""
         sequence = self.choices.sequence_parallel if division.tp > 1 else self.choices.sequence_parallel[:1]
         bound = min(
@@ -116,12 +116,14 @@ class _Search:
     def next(self) -> Plan | None:
         """Take the first of the queue: put what follows from it back, or return it if it is predicted."""
         _, _, one, stage = heappop(self.queue)
-        if isinstance(one, Division):
+        if isinstance(one, RankDivision):
             for plan in one.options(self.base, self.choices):
                 self._push(self._pipeline(plan) + self.bounds.optimizer_seconds(plan), plan, "options")
         elif stage == "options":
             self._add_schedules(one)
         elif stage == "plan":
+            self._add_cut(one)
+        elif stage == "cut":
             self._predict(one)
         else:
             return one
@@ -144,7 +146,7 @@ class _Search:
         return self.bounds.pipeline_seconds(plan, self.bounds.model_time(plan), policy, chunks)
 
     def _add_schedules(self, plan: Plan) -> None:
-        division = Division(plan.pp, plan.dp, plan.cp, plan.tp, plan.microbatches)
+        division = RankDivision(plan.pp, plan.dp, plan.cp, plan.tp, plan.microbatches)
         schedules = division.schedules(len(self.bounds.model.kinds), self.choices)
         if self.bounds.memory(plan) > self.bounds.hardware.memory:
             self.counts["too large"] += len(schedules)
@@ -157,17 +159,30 @@ class _Search:
             bound = self._pipeline(plan, policy, chunks) + after
             self._push(bound, replace(plan, schedule=policy, chunks=chunks), "plan")
 
+    def _add_cut(self, plan: Plan) -> None:
+        """Put a plan back with the bound that its cut into stages gives: a rank does all its work in turn."""
+        step = self._step(plan)
+        ranks = range(plan.pp)
+        work = [sum(step.passes[stage].total.total for stage in step.schedule.stages_of(r)) for r in ranks]
+        rounding = 1.5 * NANOSECOND * len(step.stages)
+        busy = plan.microbatches * (max(work) - rounding)
+        bound = busy + max(sum(step.optimizer(rank)) for rank in ranks)
+        self._push(bound * (1 - 1e-9), plan, "cut")
+
     def _predict(self, plan: Plan) -> None:
         """Put a plan back with its predicted time if it fits, as `predict` does."""
-        schedule, cut = self._cut(plan)
-        timer, bounds = self.bounds.timer(plan), self.bounds
-        stages, modes = stage_kinds(bounds.model.kinds, cut), stage_modes(plan, cut)
-        memory = predicted_memory(timer.shape, schedule, stages, modes, bounds.hardware.reserved)
-        if max(rank.allocated + rank.reserved for rank in memory) > bounds.hardware.memory:
+        step, hardware = self._step(plan), self.bounds.hardware
+        memory = predicted_memory(step.timer.shape, step.schedule, step.stages, step.modes, hardware.reserved)
+        if max(rank.allocated + rank.reserved for rank in memory) > hardware.memory:
             self.counts["too large"] += 1
             return
-        self.counts.update(("fits", "predicted"))
-        self._push(StepTimes(timer, schedule, stages, modes).seconds, plan, "predicted")
+        self.counts["fits"] += 1
+        self._push(sum(step.breakdown.values()), plan, "predicted")
+
+    def _step(self, plan: Plan) -> StepTimes:
+        schedule, cut = self._cut(plan)
+        stages = stage_kinds(self.bounds.model.kinds, cut)
+        return StepTimes(self.bounds.timer(plan), schedule, stages, stage_modes(plan, cut))
 
     def _cut(self, plan: Plan) -> tuple[Schedule, tuple[int, ...]]:
         key = (plan.schedule, plan.chunks, plan.pp, plan.microbatches)
@@ -182,6 +197,6 @@ class _Search:
             )
         return self._cuts[key]
 
-    def _push(self, bound: float, one: Division | Plan, stage: str) -> None:
+    def _push(self, bound: float, one: RankDivision | Plan, stage: str) -> None:
         self._added += 1
         heappush(self.queue, (bound, self._added, one, stage))

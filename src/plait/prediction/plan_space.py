@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from plait.model_size_rules import default_inner
 from plait.plan import Plan, Recompute, Reduce, SequenceParallel, Strategy
 from plait.prediction.decoder import Decoder
 
@@ -18,10 +17,8 @@ class PlanChoices:
     schedules: tuple[tuple[str, int], ...] = (
         ("1f1b", 1),
         ("interleaved", 2),
-        ("interleaved", 4),
         ("zb-h1", 1),
         ("zb-v", 2),
-        ("v-half", 2),
     )
     """Policies with their stages on each rank; without a pipeline only the first is tried."""
     states: tuple[tuple[Strategy, Reduce], ...] = (
@@ -38,7 +35,7 @@ class PlanChoices:
 
 
 @dataclass(frozen=True)
-class Division:
+class RankDivision:
     """A division of the ranks over the axes, and the number of micro-batches."""
 
     pp: int
@@ -52,7 +49,7 @@ class Division:
         sequence = choices.sequence_parallel if self.tp > 1 else choices.sequence_parallel[:1]
         for strategy, reduce in choices.states if self.dp * self.cp > 1 else choices.states[:1]:
             for copies in divisors_of(self.dp) if strategy != "none" else (1,):
-                if strategy != "none" and copies == self.dp and self.cp == 1:
+                if strategy != "none" and copies == self.dp > 1 == self.cp:
                     continue  # nothing is sharded: the same as `none`
                 for recompute in choices.recompute:
                     for pieces in sequence:
@@ -83,7 +80,7 @@ def divisors_of(number: int) -> tuple[int, ...]:
     return (*small, *(number // one for one in reversed(small) if one * one != number))
 
 
-def divisions(model: Decoder, ranks: int, batch: int) -> tuple[list[Division], Counter[str]]:
+def divisions(model: Decoder, ranks: int, batch: int) -> tuple[list[RankDivision], Counter[str]]:
     """Return the divisions of `ranks` ranks that `model` and `batch` sequences a step allow.
 
     And how many others there are, by the reason why they are impossible; micro-batches are not counted there.
@@ -93,21 +90,20 @@ def divisions(model: Decoder, ranks: int, batch: int) -> tuple[list[Division], C
         for cp in divisors_of(ranks // tp):
             for pp in divisors_of(ranks // tp // cp):
                 dp = ranks // tp // cp // pp
-                reason = _reason(model, Division(pp, dp, cp, tp, 1), batch)
+                reason = _reason(model, RankDivision(pp, dp, cp, tp, 1), batch)
                 if reason is not None:
                     impossible[reason] += 1
                     continue
-                possible += [Division(pp, dp, cp, tp, count) for count in divisors_of(batch // dp)]
+                possible += [RankDivision(pp, dp, cp, tp, count) for count in divisors_of(batch // dp)]
     return possible, impossible
 
 
-def _reason(model: Decoder, division: Division, batch: int) -> str | None:
+def _reason(model: Decoder, division: RankDivision, batch: int) -> str | None:
     """Return why a division is impossible, or None."""
     keys, tp, cp = model.key_heads, division.tp, division.cp
-    inner = model.inner or (default_inner(model.hidden) if model.gated else 4 * model.hidden)
     if model.heads % tp or (keys % tp and tp % keys):
         return "tp does not divide the heads"
-    if inner % tp:
+    if model.inside % tp:
         return "tp does not divide the width inside the MLP"
     if cp > 1 and model.context % (2 * cp):
         return "2 · cp does not divide the context"
