@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +14,7 @@ from plait.prediction.layer_operations import ITEM
 from plait.prediction.layer_times import LayerTimer, Parts, PassTimes
 from plait.prediction.operations import AxisTransfer
 from plait.schedules.action import Kind
-from plait.schedules.event_simulation import Timing, simulate_events
+from plait.schedules.event_simulation import Timing
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.timeline import Timeline, simulate
@@ -37,17 +38,21 @@ class StepTimes:
 
     @cached_property
     def passes(self) -> tuple[PassTimes, ...]:
-        """The times of each stage for one micro-batch; equal layers are timed once."""
-        known: dict[tuple[LayerKind, Recompute], PassTimes] = {}
+        """The times of each stage for one micro-batch; equal layers and equal stages are timed once."""
+        layers: dict[tuple[LayerKind, Recompute], PassTimes] = {}
+        known: dict[frozenset[tuple[tuple[LayerKind, Recompute], int]], PassTimes] = {}
         found = []
-        nothing = PassTimes(Parts(), Parts(), Parts())
         for kinds, modes in zip(self.stages, self.modes, strict=True):
-            total = nothing
-            for kind in zip(kinds, modes, strict=True):
-                if kind not in known:
-                    known[kind] = self.timer.times(*kind)
-                total = total + known[kind]
-            found.append(total)
+            counts = Counter(zip(kinds, modes, strict=True))
+            stage = frozenset(counts.items())
+            if stage not in known:
+                total = PassTimes(Parts(), Parts(), Parts())
+                for kind, count in counts.items():
+                    if kind not in layers:
+                        layers[kind] = self.timer.times(*kind)
+                    total = total + layers[kind].times(count)
+                known[stage] = total
+            found.append(known[stage])
         return tuple(found)
 
     @cached_property
@@ -83,10 +88,10 @@ class StepTimes:
 
     def _ends(self, hop: float) -> tuple[float, ...]:
         timing = self._timing(hop)
-        ends = [row[-1] for row in simulate_events(self.schedule.actions, timing).ends]
+        ends = self.schedule.event_order.last_ends(timing)
         if self.shorter is None:
             return tuple(end * NANOSECOND for end in ends)
-        before = [row[-1] for row in simulate_events(self.shorter.actions, timing).ends]
+        before = self.shorter.event_order.last_ends(timing)
         left = self.timer.shape.plan.microbatches - self.schedule.microbatches
         repeats = left / (self.schedule.microbatches - self.shorter.microbatches)
         return tuple(

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
+from plait.schedules.event_order import EventOrder, event_order
 from plait.schedules.step_grid import Grid, draw_grid, fill_grid
 
 
@@ -84,6 +85,11 @@ class Schedule:
     def grid(self) -> Grid:
         """The time step of each action, if every action takes one step and runs as early as possible."""
         return fill_grid(self.actions, self.stages)
+
+    @cached_property
+    def event_order(self) -> EventOrder:
+        """The actions in an order in which they can run, for simulations; ScheduleError for a deadlock."""
+        return event_order(self.actions, self.stages)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages of `rank`, in model order."""
