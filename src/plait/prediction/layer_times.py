@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import add
 
@@ -80,6 +80,11 @@ class PassTimes:
         return PassTimes(self.forward.times(count), self.inputs.times(count), self.weights.times(count))
 
     @cached_property
+    def backward(self) -> float:
+        """Seconds of input and weight gradient."""
+        return self.inputs.total + self.weights.total
+
+    @cached_property
     def total(self) -> Parts:
         """The sum of forward, input gradient and weight gradient, by use."""
         return self.forward + self.inputs + self.weights
@@ -93,6 +98,8 @@ class LayerTimer:
     hardware: Hardware
     precision: str
     """Precision of the products."""
+    known: dict[tuple[LayerKind, Recompute], PassTimes] = field(default_factory=dict, compare=False)
+    """Times computed before; timers of plans that differ in nothing that a layer depends on may share it."""
 
     @cached_property
     def network(self) -> Network:
@@ -101,6 +108,11 @@ class LayerTimer:
 
     def times(self, kind: LayerKind, recompute: Recompute) -> PassTimes:
         """Return the times of a layer of `kind`."""
+        if (kind, recompute) not in self.known:
+            self.known[kind, recompute] = self._times(kind, recompute)
+        return self.known[kind, recompute]
+
+    def _times(self, kind: LayerKind, recompute: Recompute) -> PassTimes:
         work = layer_work(kind, self.shape)
         framework = self.shape.framework
         forward = self._parts(work.forward)

@@ -5,27 +5,39 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from plait.plan import Plan
-from plait.prediction.decoder import Decoder
+from plait.prediction.decoder import Decoder, LayerKind
 from plait.prediction.framework import Framework
 from plait.prediction.hardware import Hardware
 from plait.prediction.layer_operations import StepShape
-from plait.prediction.layer_times import LayerTimer
-from plait.prediction.memory_by_size import layer_memory, state_bytes
-from plait.prediction.step_times import NANOSECOND, optimizer_seconds
+from plait.prediction.layer_times import LayerTimer, PassTimes
+from plait.prediction.memory_by_size import LayerMemory, layer_memory, state_bytes
+from plait.prediction.step_end import gradient_transfers, optimizer_seconds
+from plait.prediction.step_times import NANOSECOND, StepTimes, hop_seconds
 
-_ATOMIC = ("1f1b", "gpipe")
-"""Policies of one stage a rank whose backwards are whole: the stage before waits for weight gradients too."""
-_SPLIT = ("zb-h1", "zb-h2")
-"""Policies of one stage a rank whose weight gradients are actions of their own."""
-_ROUNDING = 1 - 1e-9
+ROUNDING = 1 - 1e-9
+"""Bounds are lowered by it, so that no rounding of sums makes one larger than what it bounds."""
+KINDS: tuple[LayerKind, ...] = ("embedding", "attention", "mlp", "head")
+_ATOMIC = ("1f1b", "gpipe", "interleaved")
+"""Policies whose backwards are whole: the stage before waits for weight gradients too."""
+_LINEAR = ("1f1b", "gpipe", "zb-h1", "zb-h2")
+"""Policies of one stage on each rank."""
+_WARM = ("1f1b", "zb-h1", "zb-h2")
+"""Policies in which rank r holds p − r micro-batches or more at once."""
 
 
 @dataclass(frozen=True)
 class ModelTime:
     """Seconds of a micro-batch over all layers, and the least part of a layer's that is its forward."""
 
-    seconds: float
     forward: float
+    inputs: float
+    weights: float
+    forward_part: float
+
+    @property
+    def total(self) -> float:
+        """Forward, input gradient and weight gradient."""
+        return self.forward + self.inputs + self.weights
 
 
 @dataclass(frozen=True)
@@ -36,75 +48,154 @@ class Bounds:
     hardware: Hardware
     batch: int
     framework: Framework
+    _layers: dict[tuple[object, ...], dict[tuple[LayerKind, object], PassTimes]] = field(default_factory=dict)
     _times: dict[tuple[object, ...], ModelTime] = field(default_factory=dict)
 
     def timer(self, plan: Plan) -> LayerTimer:
-        """Return what times the layers of a plan."""
+        """Return what times the layers of a plan; what it has timed is shared by plans with equal layers."""
         shape = StepShape(self.model, plan, self.framework, self.batch / plan.dp / plan.microbatches)
-        return LayerTimer(shape, self.hardware, self.framework.product_precision or plan.precision or "fp32")
+        precision = self.framework.product_precision or plan.precision or "fp32"
+        return LayerTimer(shape, self.hardware, precision, self._layers.setdefault(self._key(plan), {}))  # type: ignore[arg-type]
 
-    def model_time(self, plan: Plan) -> ModelTime:
-        """Return the time of all layers; plans that differ only in what no layer depends on share it."""
+    def _key(self, plan: Plan) -> tuple[object, ...]:
+        """Return what the times of a plan's layers depend on, besides their recomputation."""
         sharded = plan.strategy in ("gradients", "full")
         state = (plan.strategy, plan.reduce, plan.state_ranks) if sharded else ()
         rows = self.batch / plan.dp / plan.microbatches
-        key: tuple[object, ...] = (plan.tp, plan.cp, rows, plan.recompute, plan.sequence_parallel, state)
-        key += () if self.framework.frees_gathered else (plan.microbatches,)
+        key: tuple[object, ...] = (plan.tp, plan.cp, rows, plan.sequence_parallel, state)
+        return key if self.framework.frees_gathered else (*key, plan.microbatches)
+
+    def model_time(self, plan: Plan) -> ModelTime:
+        """Return the time of all layers; plans that differ only in what no layer depends on share it."""
+        key = (self._key(plan), plan.recompute)
         if key not in self._times:
             self._times[key] = self._measured(plan)
         return self._times[key]
 
     def _measured(self, plan: Plan) -> ModelTime:
-        timer, seconds, part = self.timer(plan), 0.0, 1.0
+        timer, sums, part = self.timer(plan), [0.0, 0.0, 0.0], 1.0
         assert not isinstance(plan.recompute, tuple)
-        for kind in ("embedding", "attention", "mlp", "head"):
-            passes = timer.times(kind, plan.recompute)
+        for kind in KINDS:
+            passes, times = timer.times(kind, plan.recompute), self._number(kind)
+            for number, one in enumerate((passes.forward, passes.inputs, passes.weights)):
+                sums[number] += times * one.total
             whole = passes.total.total
-            seconds += whole * (self.model.layers if kind in ("attention", "mlp") else 1)
             part = min(part, passes.forward.total / whole) if whole else 0.0
-        return ModelTime(seconds, part)
+        return ModelTime(sums[0], sums[1], sums[2], part)
 
-    def pipeline_seconds(self, plan: Plan, time: ModelTime, policy: str | None, chunks: int) -> float:
-        """Return a time in which no cut of the model finishes the micro-batches under a policy (None: any).
+    def _number(self, kind: LayerKind) -> int:
+        return self.model.layers if kind in ("attention", "mlp") else 1
 
-        Let stage r take x_r for a micro-batch, of which the fraction φ at least passes on every stage before
-        the rank of stage r can start, or can be done after it ends. Then a step takes
-        T ≥ φ · (x_0 + … + x_{r−1}) + m · x_r for every r. The least T for which the x_r can sum to X is
-        φ · X / (1 − (1 − φ / m)^p), reached where all p inequalities are equations; for φ → 0, m · X / p.
+    def step_seconds(
+        self, plan: Plan, policy: str | None = None, chunks: int = 1, *, state: bool = True
+    ) -> float:
+        """Return a time in which no cut of the model finishes the step under a policy (None: any).
+
+        Without `state`, sums of gradients and the optimizer take no time: a bound for all strategies. It is
+        the largest of three bounds of the last gradient's time, and the optimizer's step after it:
+
+        - the mean over ranks of their work, and of sums of gradients that backwards do not hide;
+        - the path of one micro-batch through all forwards and backwards, with its messages;
+        - for one stage on each rank, what `pipeline_seconds` returns.
         """
-        total = time.seconds - 1.5 * NANOSECOND * plan.pp * chunks
-        count, ranks = plan.microbatches, plan.pp
-        part = 1.0 if policy in _ATOMIC else time.forward if policy in _SPLIT else 0.0
-        busy = count * total / ranks
-        if part * ranks < 1e-6 or ranks == 1 or chunks > 1:
-            return busy * _ROUNDING
-        return max(busy, part * total / (1 - (1 - part / count) ** ranks)) * _ROUNDING
+        timer, time, ranks = self.timer(plan), self.model_time(plan), plan.pp
+        # Each action's duration is rounded to nanoseconds, and so is a message's.
+        rounding = 1.5 * NANOSECOND * ranks * chunks
+        hop = 0.0 if self.framework.blocking_messages else max(hop_seconds(timer) - NANOSECOND, 0.0)
+        backward, sums, after = time.inputs + time.weights, 0.0, 0.0
+        if state:
+            sums = self._exposed_sums(timer, (backward + rounding) / ranks)
+            after = sum(optimizer_seconds(timer, max(self._mean(plan), self._largest(plan))))
+        busy = plan.microbatches * (time.total - rounding) / ranks + sums
+        path = time.forward + (backward if policy in _ATOMIC else time.inputs) - rounding
+        path += 2 * chunks * (ranks - 1) * hop
+        found = max(busy, path)
+        if policy in _LINEAR:
+            atomic = policy in _ATOMIC
+            part, hops = (1.0, 2 * hop) if atomic else (time.forward_part, hop)
+            found = max(found, pipeline_seconds(time.total - rounding, plan, part, hops))
+        return (found + after) * ROUNDING
 
-    def optimizer_seconds(self, plan: Plan) -> float:
-        """Return the seconds after the last gradient of a rank with the mean number of parameters."""
-        return sum(optimizer_seconds(self.timer(plan), self._mean(plan))) * _ROUNDING
+    def _exposed_sums(self, timer: LayerTimer, window: float) -> float:
+        """Return the mean over ranks of the sums of gradients that a mean `window` of backwards leaves."""
+        seconds = gradient_transfers(timer, self._mean(timer.shape.plan))
+        return max(seconds - window, 0.0) if self.framework.overlaps_data_sums else seconds
 
-    def memory(self, plan: Plan, policy: str | None = None) -> float:
+    def memory(self, plan: Plan, policy: str | None = None, *, gathered: bool = True) -> float:
         """Return bytes that some rank allocates or reserves at least under a policy (None: any), for any cut.
 
         Let rank r hold state c_r, and k_r micro-batches of a_r each at once. Then the largest memory is
         M ≥ c_r + k_r · a_r for every r, and the (M − c_r) / k_r add up to the sum of the a_r at least. With
-        k_r = 1 that is the mean: when the last stage has run a forward, all keep a micro-batch.
+        k_r = 1 that is the mean: when the last stage has run a forward, all keep a micro-batch. One rank
+        runs the head besides, with its temporary memory. `gathered`: whether buffers for gathered parameters
+        count, which is all that plans with more copies of state need less of.
         """
-        shape = self.timer(plan).shape
-        parameters, gradients, optimizer, _ = state_bytes(shape, self._mean(plan), 0.0)
-        assert not isinstance(plan.recompute, tuple)
-        kept = 0.0
-        for kind in ("embedding", "attention", "mlp", "head"):
-            times = self.model.layers if kind in ("attention", "mlp") else 1
-            kept += times * layer_memory(kind, plan.recompute, shape).until_inputs
-        kept = max(kept - plan.pp, 0.0)  # a stage's activations are rounded to whole bytes
-        state = (parameters + gradients + optimizer) * plan.pp
-        least = (state + kept) / plan.pp
-        if policy in ("1f1b", *_SPLIT):
-            at_once = [min(plan.microbatches, plan.pp - rank) for rank in range(plan.pp)]
+        shape, ranks = self.timer(plan).shape, plan.pp
+        layers = self.layer_memories(shape)
+        state = sum(state_bytes(shape, self._mean(plan), 0.0)[:3]) * ranks
+        smallest = min(self.model.parameters(kind, plan.tp) for kind in KINDS)
+        buffers = state_bytes(shape, 0.0, smallest)[3] if gathered else 0.0
+        kept = sum(self._number(kind) * one.until_inputs for kind, one in layers.items())
+        kept = max(kept - ranks, 0.0)  # a stage's activations are rounded to whole bytes
+        least = (state + kept) / ranks
+        if policy in _WARM:
+            at_once = [min(plan.microbatches, ranks - rank) for rank in range(ranks)]
             least = max(least, (kept + state / at_once[0]) / sum(1 / count for count in at_once))
-        return (least + self.hardware.reserved) * _ROUNDING
+        head = self.model.parameters_of(("head",), plan.tp)
+        alone = (
+            sum(state_bytes(shape, head, head if gathered else 0.0))
+            + layers["head"].until_inputs
+            + layers["head"].running
+            - 1
+        )
+        return (max(least + buffers, alone) + self.hardware.reserved) * ROUNDING
+
+    def layer_memories(self, shape: StepShape) -> dict[LayerKind, LayerMemory]:
+        """Return the memory of a layer of each kind, all with the plan's recomputation."""
+        recompute = shape.plan.recompute
+        assert not isinstance(recompute, tuple)
+        return {kind: layer_memory(kind, recompute, shape) for kind in KINDS}
 
     def _mean(self, plan: Plan) -> float:
         return self.model.parameters_of(self.model.kinds, plan.tp) / plan.pp
+
+    def _largest(self, plan: Plan) -> float:
+        """Return the parameters of the largest layer, which some rank has."""
+        return max(self.model.parameters(kind, plan.tp) for kind in KINDS)
+
+
+def pipeline_seconds(total: float, plan: Plan, part: float, hops: float) -> float:
+    """Return a time in which stages of `total` seconds a micro-batch, one on each rank, cannot be done.
+
+    Let stage r take x_r for a micro-batch, of which the fraction φ (`part`) at least passes on every stage
+    before rank r can start, or can be done after it ends, and r · `hops` for messages. Then a step takes
+    T ≥ φ · (x_0 + … + x_{r−1}) + r · hops + m · x_r for every r. So x_0 + … + x_r is at most what it is where
+    all are equations: linear in T, with the coefficients computed here. The least T makes it `total`.
+    """
+    count, slope, offset = plan.microbatches, 0.0, 0.0
+    keep = 1 - part / count
+    for rank in range(plan.pp):
+        slope, offset = keep * slope + 1 / count, keep * offset + rank * hops / count
+    return (total + offset) / slope
+
+
+def least_ends(step: StepTimes) -> list[float]:
+    """Return for each rank a time before which its last action, and those that wait for it, cannot end.
+
+    A rank waits for the forwards of the stages before its first, and then does all its work. Where backwards
+    are whole, those of the stages before follow its last.
+    """
+    schedule, passes = step.schedule, step.passes
+    hop = 0.0 if step.timer.shape.framework.blocking_messages else step.hop
+    before, ends, count = 0.0, [], step.timer.shape.plan.microbatches
+    for rank in range(schedule.ranks):
+        own = schedule.stages_of(rank)
+        work = sum(passes[stage].total.total for stage in own)
+        rounding = NANOSECOND * (1.5 * count * len(own) + rank)
+        ends.append((before + count * work - rounding) * ROUNDING)
+        before += passes[rank].forward.total + hop
+    if schedule.policy in _ATOMIC:
+        for rank in reversed(range(schedule.ranks - 1)):
+            after = passes[rank].backward + hop - 2 * NANOSECOND
+            ends[rank] = max(ends[rank], (ends[rank + 1] + after) * ROUNDING)
+    return ends

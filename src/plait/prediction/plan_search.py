@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from heapq import heappop, heappush
+from math import floor
 
 from plait.errors import PlanError
-from plait.plan import Plan
-from plait.prediction.decoder import Decoder, stage_kinds
+from plait.plan import Plan, Recompute, SequenceParallel
+from plait.prediction.decoder import Decoder
 from plait.prediction.framework import PLAIT, Framework
 from plait.prediction.hardware import Hardware
-from plait.prediction.memory_by_size import predicted_memory
-from plait.prediction.plan_bounds import Bounds
+from plait.prediction.plan_bounds import ROUNDING, Bounds
 from plait.prediction.plan_space import PlanChoices, RankDivision, divisions
+from plait.prediction.plan_steps import PlanSteps
+from plait.prediction.step_end import step_seconds
 from plait.prediction.step_prediction import Prediction, predict
-from plait.prediction.step_times import NANOSECOND, StepTimes, stage_modes
-from plait.schedules.schedule import Schedule
-from plait.schedules.stage_cuts.layer_costs import LayerCosts
-from plait.schedules.stage_cuts.schedule_and_cut import schedule_and_cut
+from plait.prediction.step_times import NANOSECOND
 
 ALL = PlanChoices()
+AXES = ("pp", "tp", "cp", "dp")
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,26 @@ class PlanSearchResult:
     """The fastest plans that fit, and what became of the others."""
 
     best: tuple[Prediction, ...]
-    """Fastest first; their plans leave the cut to `parallelize`, which makes the same."""
+    """In the order of `plan_rank`; their plans leave the cut to `parallelize`, which makes the same."""
     plans: int
     """Plans of the space whose divisions are possible."""
     predicted: int
-    """Plans of which the step was simulated."""
+    """Plans that fit and whose step time was computed."""
     too_large: int
     """Plans that need more memory than a device has."""
     slower: int
     """Plans that a lower bound of their step time rules out; whether they fit was not computed."""
     impossible: Mapping[str, int]
     """Divisions of the ranks that model or batch do not allow, by reason."""
+
+
+def plan_rank(seconds: float, memory: float, plan: Plan) -> tuple[int, int, int]:
+    """Return the key by which plans are ordered: step time in nanoseconds, then memory, then used axes.
+
+    `memory`: the most bytes that a rank allocates.
+    """
+    axes = sum(getattr(plan, axis) > 1 for axis in AXES)
+    return round(seconds / NANOSECOND), round(memory), axes
 
 
 def search(
@@ -66,137 +75,136 @@ def search(
             f"{ranks} ranks cannot be divided for this model and a batch of {batch}: {reasons}: change the "
             "ranks, the batch or the sizes."
         )
-    run = _PlanQueue(Bounds(model, hardware, batch, framework), base or Plan(), choices)
+    bounds = Bounds(model, hardware, batch, framework)
+    queue = _PlanQueue(bounds, PlanSteps(bounds), base or Plan(), choices)
     for division in found:
-        run.add(division)
+        queue.add(division)
     best: list[Plan] = []
-    while run.queue and len(best) < most:
-        plan = run.next()
+    while queue.entries and len(best) < most:
+        plan = queue.next()
         if plan is not None:
             best.append(plan)
-    plans, counts = run.plans, run.counts
-    slower = plans - counts["too large"] - counts["fits"]
     return PlanSearchResult(
-        tuple(run.prediction(plan) for plan in best),
-        plans,
-        counts["fits"],
-        counts["too large"],
-        slower,
+        tuple(_prediction(plan, bounds) for plan in best),
+        queue.plans,
+        queue.fits,
+        queue.too_large,
+        queue.plans - queue.too_large - queue.fits,
         impossible,
     )
 
 
+def _prediction(plan: Plan, bounds: Bounds) -> Prediction:
+    rows = bounds.batch // plan.dp
+    return predict(bounds.model, plan, bounds.hardware, rows=rows, framework=bounds.framework)
+
+
+_Key = tuple[int, int, int, int, int]
+"""Nanoseconds; 1 for a plan whose time is known, after all bounds that are equal; `plan_rank`; a number."""
+
+
 @dataclass
 class _PlanQueue:
-    """A queue of divisions, options, plans with a schedule, with a cut, and predicted, by bounds of time.
+    """Parts of the space of plans and single plans, by lower bounds of their step time, least first.
 
-    What comes out first cannot be beaten by what is left; a predicted plan has its time in place of a bound.
+    A part is split when it comes first: a division of the ranks by recomputation and sequence parallelism,
+    then by the strategies of state, then by schedule; a plan gets a better bound when its cut is known, and
+    then its time. A plan whose time is known and that comes first cannot be beaten by what is left.
     """
 
     bounds: Bounds
+    steps: PlanSteps
     base: Plan
     choices: PlanChoices
-    queue: list[tuple[float, int, RankDivision | Plan, str]] = field(default_factory=list)
+    entries: list[tuple[_Key, Callable[[], None] | Plan]] = field(default_factory=list)
     plans: int = 0
-    counts: Counter[str] = field(default_factory=Counter)
-    _added: int = 0
-    _cuts: dict[tuple[object, ...], tuple[Schedule, tuple[int, ...]]] = field(default_factory=dict)
-
-    def add(self, division: RankDivision) -> None:
-        """Add a division with the bound of its fastest options: no recomputation, nothing sharded."""
-        sequence = self.choices.sequence_parallel if division.tp > 1 else self.choices.sequence_parallel[:1]
-        bound = min(
-            self._pipeline(division.plan(self.base, sequence_parallel=one, recompute="none", strategy="none"))
-            for one in sequence
-        )
-        options = sum(1 for _ in division.options(self.base, self.choices))
-        self.plans += options * len(division.schedules(len(self.bounds.model.kinds), self.choices))
-        self._push(bound, division, "division")
+    fits: int = 0
+    too_large: int = 0
 
     def next(self) -> Plan | None:
-        """Take the first of the queue: put what follows from it back, or return it if it is predicted."""
-        _, _, one, stage = heappop(self.queue)
-        if isinstance(one, RankDivision):
-            for plan in one.options(self.base, self.choices):
-                self._push(self._pipeline(plan) + self.bounds.optimizer_seconds(plan), plan, "options")
-        elif stage == "options":
-            self._add_schedules(one)
-        elif stage == "plan":
-            self._add_cut(one)
-        elif stage == "cut":
-            self._predict(one)
-        else:
-            return one
+        """Take the first entry: split it, or return it if it is a plan whose time is known."""
+        _, entry = heappop(self.entries)
+        if isinstance(entry, Plan):
+            return entry
+        entry()
         return None
 
-    def prediction(self, plan: Plan) -> Prediction:
-        """Return the whole prediction of a plan; the plan in it has no cut."""
-        cut = self._cut(plan)[1]
-        rows = self.bounds.batch // plan.dp
-        whole = predict(
-            self.bounds.model,
-            replace(plan, layers_per_stage=cut),
-            self.bounds.hardware,
-            rows=rows,
-            framework=self.bounds.framework,
-        )
-        return replace(whole, plan=plan)
+    def add(self, division: RankDivision) -> None:
+        """Add all plans of a division."""
+        schedules = len(division.schedules(len(self.bounds.model.kinds), self.choices))
+        states = sum(1 for _ in division.states(self.choices))
+        options = [*division.layer_options(self.choices)]
+        self.plans += len(options) * states * schedules
+        # Recomputation only adds time.
+        quickest = {(min(self.choices.recompute, key=_RECOMPUTE.index), sequence) for _, sequence in options}
+        least = min(self._least(self._plan(division, *one)) for one in quickest)
+        self._push(least, partial(self._split_division, division, states * schedules))
 
-    def _pipeline(self, plan: Plan, policy: str | None = None, chunks: int = 1) -> float:
-        return self.bounds.pipeline_seconds(plan, self.bounds.model_time(plan), policy, chunks)
+    def _split_division(self, division: RankDivision, plans: int) -> None:
+        """Split by recomputation and sequence parallelism, and drop what no strategy of state makes fit."""
+        strategies = {(strategy, reduce) for strategy, reduce, _ in division.states(self.choices)}
+        for recompute, sequence in division.layer_options(self.choices):
+            plan = self._plan(division, recompute, sequence)
+            least = min(
+                self.bounds.memory(replace(plan, strategy=strategy, reduce=reduce), gathered=False)
+                for strategy, reduce in strategies
+            )
+            if least > self.bounds.hardware.memory:
+                self.too_large += plans
+            else:
+                self._push(self._least(plan), partial(self._split_states, division, plan))
 
-    def _add_schedules(self, plan: Plan) -> None:
-        division = RankDivision(plan.pp, plan.dp, plan.cp, plan.tp, plan.microbatches)
+    def _split_states(self, division: RankDivision, plan: Plan) -> None:
         schedules = division.schedules(len(self.bounds.model.kinds), self.choices)
-        if self.bounds.memory(plan) > self.bounds.hardware.memory:
-            self.counts["too large"] += len(schedules)
-            return
-        after = self.bounds.optimizer_seconds(plan)
-        for policy, chunks in schedules:
-            if self.bounds.memory(plan, policy) > self.bounds.hardware.memory:
-                self.counts["too large"] += 1
-                continue
-            bound = self._pipeline(plan, policy, chunks) + after
-            self._push(bound, replace(plan, schedule=policy, chunks=chunks), "plan")
+        for strategy, reduce, copies in division.states(self.choices):
+            one = replace(plan, strategy=strategy, reduce=reduce, replicate=copies)
+            if self.bounds.memory(one) > self.bounds.hardware.memory:
+                self.too_large += len(schedules)
+            else:
+                self._push(self.bounds.step_seconds(one), partial(self._split_schedules, one, schedules))
 
-    def _add_cut(self, plan: Plan) -> None:
-        """Put a plan back with the bound that its cut into stages gives: a rank does all its work in turn."""
-        step = self._step(plan)
-        ranks = range(plan.pp)
-        work = [sum(step.passes[stage].total.total for stage in step.schedule.stages_of(r)) for r in ranks]
-        rounding = 1.5 * NANOSECOND * len(step.stages)
-        busy = plan.microbatches * (max(work) - rounding)
-        bound = busy + max(sum(step.optimizer(rank)) for rank in ranks)
-        self._push(bound * (1 - 1e-9), plan, "cut")
+    def _split_schedules(self, plan: Plan, schedules: tuple[tuple[str, int], ...]) -> None:
+        for policy, chunks in schedules:
+            one = replace(plan, schedule=policy, chunks=chunks)
+            if self.bounds.memory(one, policy) > self.bounds.hardware.memory:
+                self.too_large += 1
+            else:
+                self._push(self.bounds.step_seconds(one, policy, chunks), partial(self._cut, one))
+
+    def _cut(self, plan: Plan) -> None:
+        """Put a plan that fits back with the bound that its cut into stages gives."""
+        hardware = self.bounds.hardware
+        if self.steps.memory(plan) + hardware.reserved > hardware.memory:
+            self.too_large += 1
+            return
+        least = self.steps.step(plan).least
+        self._push(step_seconds(self.bounds.timer(plan), least) * ROUNDING, partial(self._predict, plan))
 
     def _predict(self, plan: Plan) -> None:
-        """Put a plan back with its predicted time if it fits, as `predict` does."""
-        step, hardware = self._step(plan), self.bounds.hardware
-        memory = predicted_memory(step.timer.shape, step.schedule, step.stages, step.modes, hardware.reserved)
-        if max(rank.allocated + rank.reserved for rank in memory) > hardware.memory:
-            self.counts["too large"] += 1
-            return
-        self.counts["fits"] += 1
-        self._push(sum(step.breakdown.values()), plan, "predicted")
+        """Put a plan back with its step time."""
+        seconds = step_seconds(self.bounds.timer(plan), self.steps.step(plan).latest)
+        nanoseconds, memory, axes = plan_rank(seconds, self.steps.memory(plan), plan)
+        self.fits += 1
+        heappush(self.entries, ((nanoseconds, 1, memory, axes, self._number()), plan))
 
-    def _step(self, plan: Plan) -> StepTimes:
-        schedule, cut = self._cut(plan)
-        stages = stage_kinds(self.bounds.model.kinds, cut)
-        return StepTimes(self.bounds.timer(plan), schedule, stages, stage_modes(plan, cut))
+    def _plan(self, division: RankDivision, recompute: Recompute, sequence: SequenceParallel) -> Plan:
+        return division.plan(
+            self.base, recompute=recompute, sequence_parallel=sequence, strategy="none", replicate=1
+        )
 
-    def _cut(self, plan: Plan) -> tuple[Schedule, tuple[int, ...]]:
-        key = (plan.schedule, plan.chunks, plan.pp, plan.microbatches)
-        if key not in self._cuts:
-            self._cuts[key] = schedule_and_cut(
-                plan.schedule,
-                LayerCosts.evenly(self.bounds.model.layer_costs).with_messages(plan.pp),
-                ranks=plan.pp,
-                microbatches=plan.microbatches,
-                chunks=plan.chunks,
-                limit=plan.memory_limit,
-            )
-        return self._cuts[key]
+    def _least(self, plan: Plan) -> float:
+        """Return a bound for all strategies of state: as if nothing were summed, gathered or updated."""
+        return self.bounds.step_seconds(plan, state=False)
 
-    def _push(self, bound: float, one: RankDivision | Plan, stage: str) -> None:
+    def _push(self, bound: float, split: Callable[[], None]) -> None:
+        heappush(self.entries, ((floor(bound / NANOSECOND), 0, 0, 0, self._number()), split))
+
+    def _number(self) -> int:
         self._added += 1
-        heappush(self.queue, (bound, self._added, one, stage))
+        return self._added
+
+    _added: int = 0
+
+
+_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+"""From the least time to the most."""

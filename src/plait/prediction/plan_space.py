@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
 
 from plait.plan import Plan, Recompute, Reduce, SequenceParallel, Strategy
 from plait.prediction.decoder import Decoder
@@ -17,8 +19,11 @@ class PlanChoices:
     schedules: tuple[tuple[str, int], ...] = (
         ("1f1b", 1),
         ("interleaved", 2),
+        ("interleaved", 3),
+        ("interleaved", 4),
         ("zb-h1", 1),
         ("zb-v", 2),
+        ("v-half", 2),
     )
     """Policies with their stages on each rank; without a pipeline only the first is tried."""
     states: tuple[tuple[Strategy, Reduce], ...] = (
@@ -44,23 +49,32 @@ class RankDivision:
     tp: int
     microbatches: int
 
-    def options(self, base: Plan, choices: PlanChoices) -> Iterator[Plan]:
-        """Yield the plans of the division with every option but the schedule; the rest is that of `base`."""
+    def layer_options(self, choices: PlanChoices) -> Iterator[tuple[Recompute, SequenceParallel]]:
+        """Yield what plans decide of layers: recomputation and sequence parallelism."""
         sequence = choices.sequence_parallel if self.tp > 1 else choices.sequence_parallel[:1]
+        return product(choices.recompute, sequence)
+
+    def states(self, choices: PlanChoices) -> Iterator[tuple[Strategy, Reduce, int]]:
+        """Yield what plans decide of state: strategy, when gradients are reduced, and `replicate`."""
         for strategy, reduce in choices.states if self.dp * self.cp > 1 else choices.states[:1]:
             for copies in divisors_of(self.dp) if strategy != "none" else (1,):
-                if strategy != "none" and copies == self.dp > 1 == self.cp:
-                    continue  # nothing is sharded: the same as `none`
-                for recompute in choices.recompute:
-                    for pieces in sequence:
-                        yield self.plan(
-                            base,
-                            strategy=strategy,
-                            reduce=reduce,
-                            replicate=copies,
-                            recompute=recompute,
-                            sequence_parallel=pieces,
-                        )
+                # With as many copies as ranks nothing is sharded: the same as `none`.
+                if strategy == "none" or not copies == self.dp > 1 == self.cp:
+                    yield strategy, reduce, copies
+
+    def options(self, base: Plan, choices: PlanChoices) -> Iterator[Plan]:
+        """Yield the plans of the division with every option but the schedule; the rest is that of `base`."""
+        for (recompute, sequence), (strategy, reduce, copies) in product(
+            self.layer_options(choices), self.states(choices)
+        ):
+            yield self.plan(
+                base,
+                recompute=recompute,
+                sequence_parallel=sequence,
+                strategy=strategy,
+                reduce=reduce,
+                replicate=copies,
+            )
 
     def plan(self, base: Plan, **options: object) -> Plan:
         """Return `base` with the degrees and micro-batches of the division, and with `options`."""
@@ -74,6 +88,7 @@ class RankDivision:
         return tuple(one for one in choices.schedules if self.pp * one[1] <= layers)
 
 
+@lru_cache(maxsize=1024)
 def divisors_of(number: int) -> tuple[int, ...]:
     """Return the divisors of a number, ascending."""
     small = [one for one in range(1, int(number**0.5) + 1) if number % one == 0]

@@ -93,7 +93,14 @@ class Schedule:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages of `rank`, in model order."""
-        return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
+        return self._stages[rank]
+
+    @cached_property
+    def _stages(self) -> tuple[tuple[int, ...], ...]:
+        found: list[list[int]] = [[] for _ in self.actions]
+        for stage, rank in enumerate(self.rank_of):
+            found[rank].append(stage)
+        return tuple(map(tuple, found))
 
     def split_backward(self) -> Schedule:
         """Return the schedule with each full backward `B` split into `I` and `W`, as the executor runs it."""
