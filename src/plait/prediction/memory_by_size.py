@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import NamedTuple
 
 from plait.plan import Recompute
 from plait.prediction.decoder import LayerKind
@@ -117,39 +118,59 @@ def _scores(shape: StepShape) -> float:
     return matrix * (2 * shape.item + 1 if shape.framework.attention_dropout else shape.item)
 
 
+class RankActivations(NamedTuple):
+    """What the memory of a rank depends on, besides the strategy by which state is sharded."""
+
+    parameters: float
+    """Of the rank's stages, before sharding."""
+    largest: float
+    """Parameters of the largest layer."""
+    kept: float
+    """The peak of the activations that unfinished micro-batches keep."""
+    running: float
+    """The largest temporary memory of a layer."""
+
+    def with_state(self, shape: StepShape, reserved: float) -> PredictedMemory:
+        """Return the memory of the rank."""
+        parameters, gradients, optimizer, gathered = state_bytes(shape, self.parameters, self.largest)
+        return PredictedMemory(parameters, gradients, optimizer, self.kept, self.running + gathered, reserved)
+
+
 def predicted_memory(
     shape: StepShape,
     schedule: Schedule,
     stages: Sequence[Sequence[LayerKind]],
     recompute: Sequence[Sequence[Recompute]],
     reserved: float,
-    held: HeldMicrobatches | None = None,
 ) -> tuple[PredictedMemory, ...]:
-    """Return the memory of each rank of `pp`; `stages` has the kinds of the layers of each stage.
+    """Return the memory of each rank of `pp`; `stages` has the kinds of the layers of each stage."""
+    ranks = rank_activations(shape, HeldMicrobatches(schedule), stages, recompute)
+    return tuple(rank.with_state(shape, reserved) for rank in ranks)
 
-    `held`: that of the schedule, where several predictions share it.
-    """
+
+def rank_activations(
+    shape: StepShape,
+    held: HeldMicrobatches,
+    stages: Sequence[Sequence[LayerKind]],
+    recompute: Sequence[Sequence[Recompute]],
+) -> tuple[RankActivations, ...]:
+    """Return the activations of each rank of `pp`, and the sizes of its layers."""
     at_once = [
         shape.framework.layer_by_layer or shape.plan.overlap or (shape.plan.overlap is None and stage == 0)
         for stage in range(len(stages))
     ]
-    known = _LayerMemories(shape)
+    known, decoder, tp = _LayerMemories(shape), shape.decoder, shape.plan.tp
     layers = [known.of_stage(kinds, modes) for kinds, modes in zip(stages, recompute, strict=True)]
-    peaks = activation_peaks(held or HeldMicrobatches(schedule), layers, at_once)
-    states: dict[tuple[Sequence[LayerKind], ...], tuple[float, float, float, float]] = {}
+    peaks = activation_peaks(held, layers, at_once)
+    sizes: dict[tuple[Sequence[LayerKind], ...], tuple[float, float]] = {}
     found = []
-    for rank in range(schedule.ranks):
-        own = schedule.stages_of(rank)
+    for rank in range(held.schedule.ranks):
+        own = held.schedule.stages_of(rank)
         kinds = tuple(stages[stage] for stage in own)
-        if kinds not in states:
-            count = shape.decoder.parameters_of([*chain(*kinds)], shape.plan.tp)
-            largest = max(shape.decoder.parameters(kind, shape.plan.tp) for kind in {*chain(*kinds)})
-            states[kinds] = state_bytes(shape, count, largest)
-        parameters, gradients, optimizer, gathered = states[kinds]
-        running = max(layers[stage].running for stage in own)
-        found.append(
-            PredictedMemory(parameters, gradients, optimizer, peaks[rank], running + gathered, reserved)
-        )
+        if kinds not in sizes:
+            largest = max(decoder.parameters(kind, tp) for kind in {*chain(*kinds)})
+            sizes[kinds] = decoder.parameters_of([*chain(*kinds)], tp), largest
+        found.append(RankActivations(*sizes[kinds], peaks[rank], max(layers[stage].running for stage in own)))
     return tuple(found)
 
 

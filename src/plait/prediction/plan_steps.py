@@ -8,7 +8,8 @@ from functools import cached_property
 
 from plait.plan import Plan
 from plait.prediction.decoder import LayerKind, stage_kinds
-from plait.prediction.memory_by_size import PredictedMemory, predicted_memory
+from plait.prediction.layer_operations import StepShape
+from plait.prediction.memory_by_size import RankActivations, rank_activations
 from plait.prediction.plan_bounds import KINDS, Bounds, least_ends
 from plait.prediction.step_end import RankWork, latest_ends
 from plait.prediction.step_prediction import costs_for_cut
@@ -52,7 +53,7 @@ class PlanSteps:
     bounds: Bounds
     _pipelines: dict[tuple[object, ...], CutPipeline] = field(default_factory=dict)
     _steps: dict[tuple[object, ...], SharedStep] = field(default_factory=dict)
-    _peaks: dict[Plan, float] = field(default_factory=dict)
+    _kept: dict[tuple[object, ...], tuple[RankActivations, ...]] = field(default_factory=dict)
 
     def pipeline(self, plan: Plan) -> CutPipeline:
         """Return the schedule and the cut of a plan, those that `predict` finds."""
@@ -83,13 +84,19 @@ class PlanSteps:
 
     def memory(self, plan: Plan) -> float:
         """Return the most bytes that a rank allocates, as `predict` does."""
-        if plan not in self._peaks:
-            self._peaks[plan] = max(one.allocated for one in self._memory(plan))
-        return self._peaks[plan]
+        shape = self.bounds.timer(plan).shape
+        return max(rank.with_state(shape, 0.0).allocated for rank in self._activations(plan, shape))
 
-    def _memory(self, plan: Plan) -> tuple[PredictedMemory, ...]:
-        pipeline, shape = self.pipeline(plan), self.bounds.timer(plan).shape
-        modes = stage_modes(plan, pipeline.cut)
-        return predicted_memory(
-            shape, pipeline.schedule, pipeline.stages, modes, self.bounds.hardware.reserved, pipeline.held
-        )
+    def _activations(self, plan: Plan, shape: StepShape) -> tuple[RankActivations, ...]:
+        """Return what the ranks keep, without ranks that need no more than an equal one."""
+        pipeline, layers = self.pipeline(plan), (plan.tp, plan.cp, shape.rows, plan.sequence_parallel)
+        key = (plan.schedule, plan.chunks, plan.pp, plan.microbatches, *layers, plan.recompute)
+        if key not in self._kept:
+            modes = stage_modes(plan, pipeline.cut)
+            most: dict[tuple[float, ...], RankActivations] = {}
+            for rank in rank_activations(shape, pipeline.held, pipeline.stages, modes):
+                same = (rank.parameters, rank.largest, rank.running)
+                if same not in most or rank.kept > most[same].kept:
+                    most[same] = rank
+            self._kept[key] = tuple(most.values())
+        return self._kept[key]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import mul
 
 from plait.schedules.action import Action, Kind
 from plait.schedules.schedule import Schedule
@@ -36,9 +37,7 @@ class HeldMicrobatches:
         for rank, peaks in enumerate(self.peaks):
             own = self.schedule.stages_of(rank)
             sizes = [*(until_input[stage] for stage in own), *(until_weight[stage] for stage in own)]
-            found.append(
-                max(sum(count * size for count, size in zip(held, sizes, strict=True)) for held in peaks)
-            )
+            found.append(max(sum(map(mul, held, sizes)) for held in peaks))
         return tuple(found)
 
 
