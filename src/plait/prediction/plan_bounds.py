@@ -50,6 +50,7 @@ class Bounds:
     framework: Framework
     _layers: dict[tuple[object, ...], dict[tuple[LayerKind, object], PassTimes]] = field(default_factory=dict)
     _times: dict[tuple[object, ...], ModelTime] = field(default_factory=dict)
+    _parameters: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def timer(self, plan: Plan) -> LayerTimer:
         """Return what times the layers of a plan; what it has timed is shared by plans with equal layers."""
@@ -126,15 +127,19 @@ class Bounds:
 
         Let rank r hold state c_r, and k_r micro-batches of a_r each at once. Then the largest memory is
         M ≥ c_r + k_r · a_r for every r, and the (M − c_r) / k_r add up to the sum of the a_r at least. With
-        k_r = 1 that is the mean: when the last stage has run a forward, all keep a micro-batch. One rank
-        runs the head besides, with its temporary memory. `gathered`: whether buffers for gathered parameters
-        count, which is all that plans with more copies of state need less of.
+        k_r = 1 that is the mean: when the last stage has run a forward, all keep a micro-batch. To the c_r of
+        one rank belongs the head's temporary memory, to that of one the buffers for the largest layer, which
+        count if `gathered`: they are all that plans with more copies of state need less of.
         """
         shape, ranks = self.timer(plan).shape, plan.pp
         layers = self.layer_memories(shape)
         state = sum(state_bytes(shape, self._mean(plan), 0.0)[:3]) * ranks
-        smallest = min(self.model.parameters(kind, plan.tp) for kind in KINDS)
-        buffers = state_bytes(shape, 0.0, smallest)[3] if gathered else 0.0
+        state += layers["head"].running
+        every = 0.0
+        if gathered:
+            smallest = min(self.model.parameters(kind, plan.tp) for kind in KINDS)
+            every = state_bytes(shape, 0.0, smallest)[3]
+            state += state_bytes(shape, 0.0, self._largest(plan))[3] - every
         kept = sum(self._number(kind) * one.until_inputs for kind, one in layers.items())
         kept = max(kept - ranks, 0.0)  # a stage's activations are rounded to whole bytes
         least = (state + kept) / ranks
@@ -142,13 +147,9 @@ class Bounds:
             at_once = [min(plan.microbatches, ranks - rank) for rank in range(ranks)]
             least = max(least, (kept + state / at_once[0]) / sum(1 / count for count in at_once))
         head = self.model.parameters_of(("head",), plan.tp)
-        alone = (
-            sum(state_bytes(shape, head, head if gathered else 0.0))
-            + layers["head"].until_inputs
-            + layers["head"].running
-            - 1
-        )
-        return (max(least + buffers, alone) + self.hardware.reserved) * ROUNDING
+        alone = sum(state_bytes(shape, head, head if gathered else 0.0)) - 1
+        alone += layers["head"].until_inputs + layers["head"].running
+        return (max(least + every, alone) + self.hardware.reserved) * ROUNDING
 
     def layer_memories(self, shape: StepShape) -> dict[LayerKind, LayerMemory]:
         """Return the memory of a layer of each kind, all with the plan's recomputation."""
@@ -157,11 +158,18 @@ class Bounds:
         return {kind: layer_memory(kind, recompute, shape) for kind in KINDS}
 
     def _mean(self, plan: Plan) -> float:
-        return self.model.parameters_of(self.model.kinds, plan.tp) / plan.pp
+        """Return the parameters of the model on a rank of `tp`, over the ranks of `pp`."""
+        return self._sizes(plan.tp)[0] / plan.pp
 
     def _largest(self, plan: Plan) -> float:
         """Return the parameters of the largest layer, which some rank has."""
-        return max(self.model.parameters(kind, plan.tp) for kind in KINDS)
+        return self._sizes(plan.tp)[1]
+
+    def _sizes(self, tp: int) -> tuple[float, float]:
+        if tp not in self._parameters:
+            whole = self.model.parameters_of(self.model.kinds, tp)
+            self._parameters[tp] = whole, max(self.model.parameters(kind, tp) for kind in KINDS)
+        return self._parameters[tp]
 
 
 def pipeline_seconds(total: float, plan: Plan, part: float, hops: float) -> float:

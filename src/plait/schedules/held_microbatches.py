@@ -54,6 +54,12 @@ def _most_held(actions: Sequence[Action], stages: Sequence[int]) -> tuple[Held, 
         seen.add(tuple(held))
         if kind in (Kind.W, Kind.B):
             held[second] -= 1
+    for axis in range(2 * len(stages)):  # of those that differ here only, the largest: leaves few to compare
+        largest: dict[Held, int] = {}
+        for one in seen:
+            rest = one[:axis] + one[axis + 1 :]
+            largest[rest] = max(one[axis], largest.get(rest, 0))
+        seen = {(*rest[:axis], count, *rest[axis:]) for rest, count in largest.items()}
     most: list[Held] = []
     for one in sorted(seen, key=lambda held: (sum(held), held), reverse=True):
         if not any(all(map(int.__le__, one, other)) for other in most):
