@@ -32,7 +32,7 @@ def test_a_search_prints_plans_fastest_first(capsys: pytest.CaptureFixture[str])
     seconds = [float(line.split()[0]) for line in lines[:3]]
     assert seconds == sorted(seconds)
     assert "of the step" in lines[0]
-    assert "plans: " in lines[4]
+    assert lines[4].startswith("Of ")
     assert lines[-1].startswith("The second is ")
 
 
@@ -51,6 +51,24 @@ def test_the_written_configuration_has_the_fastest_plan_and_the_rest_as_given(
     judged = _json(capsys, "--hardware", "h100-sxm", "--config", str(file))
     assert judged["step_seconds"] == found["best"][0]["step_seconds"]
     assert sum(judged["breakdown"].values()) == pytest.approx(judged["step_seconds"], rel=1e-12)
+
+
+def test_a_judged_plan_has_changes_that_help(capsys: pytest.CaptureFixture[str]) -> None:
+    given = [*SMALL, "--parallel.dp", "3", "--train.microbatches", "2", "--parallel.recompute", "full"]
+    judged = _json(capsys, *given)
+    first = judged["changes"][0]
+    assert len({one["field"] for one in judged["changes"]}) == len(judged["changes"]) <= 3
+    changed = _json(capsys, *given, f"--{first['field']}", str(first["value"]))
+    assert changed["step_seconds"] - judged["step_seconds"] == pytest.approx(first["seconds"])
+    assert changed["peak_memory"] - judged["peak_memory"] == pytest.approx(first["memory"])
+    lines = _printed(capsys, *given).splitlines()
+    assert "Changes of one field that help most:" in lines
+    assert lines[-len(judged["changes"])].split()[0] == first["field"]
+
+
+def test_reasons_are_counted_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = _printed(capsys, *SMALL, "--ranks", "5", "--train.batch", "5").splitlines()
+    assert "1 division of the ranks is impossible: tp does not divide the heads." in lines
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

@@ -103,6 +103,11 @@ def test_sums_of_gradients_that_nothing_hides_are_in_the_bound() -> None:
     assert 0.995 < _share(plan, model, SLOW_LINKS, 8) <= 1
 
 
+def test_the_optimizer_of_the_rank_with_the_largest_layer_is_in_the_bound() -> None:
+    model = replace(EVEN, layers=3, vocab=1_000_000, context=8)
+    assert 0.995 < _share(Plan(pp=4), model, H100, 1) <= 1
+
+
 def test_the_pipeline_of_equal_stages_is_exact() -> None:
     # p equal stages of 1f1b: (m + p − 1) · x with x = total / p, and two messages for each rank.
     plan = Plan(pp=4, microbatches=8)
