@@ -10,6 +10,11 @@ from itertools import product
 
 from plait.plan import Plan, Recompute, Reduce, SequenceParallel, Strategy
 from plait.prediction.decoder import Decoder
+from plait.schedules.named_schedules import POLICIES, BlockPolicy
+
+MOST_IN_BLOCKS = 2048
+"""Micro-batches times ranks up to which `zb-v` and `v-half` are compared: of more, such a schedule, which is
+fitted to its costs action by action, takes seconds or minutes to make."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,10 +87,18 @@ class RankDivision:
         return replace(base, **degrees, microbatches=self.microbatches, layers_per_stage=None, **options)  # type: ignore[arg-type]
 
     def schedules(self, layers: int, choices: PlanChoices) -> tuple[tuple[str, int], ...]:
-        """Return the policies that can cut `layers` layers, with their stages on each rank."""
+        """Return the policies that can cut `layers` layers, with their stages on each rank.
+
+        Without block policies where micro-batches times ranks are more than `MOST_IN_BLOCKS`.
+        """
         if self.pp == 1:
             return choices.schedules[:1]
-        return tuple(one for one in choices.schedules if self.pp * one[1] <= layers)
+        long = self.pp * self.microbatches > MOST_IN_BLOCKS
+        return tuple(
+            (policy, chunks)
+            for policy, chunks in choices.schedules
+            if self.pp * chunks <= layers and not (long and isinstance(POLICIES[policy], BlockPolicy))
+        )
 
 
 @lru_cache(maxsize=1024)

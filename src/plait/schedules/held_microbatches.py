@@ -13,6 +13,9 @@ from plait.schedules.schedule import Schedule
 Held = tuple[int, ...]
 """For each of a rank's stages, micro-batches before their input gradient; then those between it and `W`."""
 
+MOST_COMPARED = 64
+"""Counts that are compared with each other, to leave out the smaller ones; more are all kept."""
+
 
 @dataclass(frozen=True)
 class HeldMicrobatches:
@@ -27,7 +30,7 @@ class HeldMicrobatches:
 
     @cached_property
     def peaks(self) -> tuple[tuple[Held, ...], ...]:
-        """For each rank what it holds at a time, without what is nowhere more than at another time."""
+        """For each rank what it holds at a time, mostly without what is nowhere more than at another time."""
         stages = map(self.schedule.stages_of, range(self.schedule.ranks))
         return tuple(map(_most_held, self.schedule.actions, stages))
 
@@ -60,6 +63,8 @@ def _most_held(actions: Sequence[Action], stages: Sequence[int]) -> tuple[Held, 
             rest = one[:axis] + one[axis + 1 :]
             largest[rest] = max(one[axis], largest.get(rest, 0))
         seen = {(*rest[:axis], count, *rest[axis:]) for rest, count in largest.items()}
+    if len(seen) > MOST_COMPARED:
+        return tuple(sorted(seen, reverse=True))
     most: list[Held] = []
     for one in sorted(seen, key=lambda held: (sum(held), held), reverse=True):
         if not any(all(map(int.__le__, one, other)) for other in most):
