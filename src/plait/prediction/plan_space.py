@@ -97,7 +97,7 @@ class RankDivision:
         return tuple(
             (policy, chunks)
             for policy, chunks in choices.schedules
-            if self.pp * chunks <= layers and not (long and isinstance(POLICIES[policy], BlockPolicy))
+            if self.pp * chunks <= layers and not (long and isinstance(POLICIES.get(policy), BlockPolicy))
         )
 
 
