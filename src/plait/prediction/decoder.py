@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -106,7 +107,8 @@ class Decoder:
     def parameters_of(self, kinds: Sequence[LayerKind], tp: int = 1) -> float:
         """Return the parameters of several layers on a rank of `tp`; a tied table counts once."""
         shared = self.hidden * self.vocab / tp if self.tied and {"embedding", "head"} <= {*kinds} else 0
-        return sum(self.parameters(kind, tp) for kind in kinds) - shared
+        counts = Counter(kinds)
+        return sum(count * self.parameters(kind, tp) for kind, count in counts.items()) - shared
 
     @property
     def total_parameters(self) -> float:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from functools import cached_property
+from operator import add
 
 from plait.plan import Recompute
 from plait.prediction.collective_times import Network
@@ -34,17 +35,31 @@ class Parts:
     host: float = 0.0
     """Time in which the device waits for the host to start operations."""
 
-    @property
+    @cached_property
+    def seconds(self) -> tuple[float, ...]:
+        """The parts in the order of the fields."""
+        return (
+            self.products,
+            self.attention,
+            self.elementwise,
+            self.recomputation,
+            self.tp,
+            self.cp,
+            self.dp,
+            self.host,
+        )
+
+    @cached_property
     def total(self) -> float:
         """The sum of all parts."""
-        return math.fsum(getattr(self, field.name) for field in fields(self))
+        return math.fsum(self.seconds)
 
     def __add__(self, other: Parts) -> Parts:
-        return Parts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return Parts(*map(add, self.seconds, other.seconds))
 
     def times(self, count: float) -> Parts:
         """Return the parts of `count` repetitions."""
-        return Parts(*(getattr(self, f.name) * count for f in fields(self)))
+        return Parts(*[part * count for part in self.seconds])
 
 
 @dataclass(frozen=True)
@@ -60,7 +75,16 @@ class PassTimes:
             self.forward + other.forward, self.inputs + other.inputs, self.weights + other.weights
         )
 
-    @property
+    def times(self, count: float) -> PassTimes:
+        """Return the times of `count` equal layers."""
+        return PassTimes(self.forward.times(count), self.inputs.times(count), self.weights.times(count))
+
+    @cached_property
+    def backward(self) -> float:
+        """Seconds of input and weight gradient."""
+        return self.inputs.total + self.weights.total
+
+    @cached_property
     def total(self) -> Parts:
         """The sum of forward, input gradient and weight gradient, by use."""
         return self.forward + self.inputs + self.weights
@@ -74,6 +98,8 @@ class LayerTimer:
     hardware: Hardware
     precision: str
     """Precision of the products."""
+    known: dict[tuple[LayerKind, Recompute], PassTimes] = field(default_factory=dict, compare=False)
+    """Times computed before; timers of plans that differ in nothing that a layer depends on may share it."""
 
     @cached_property
     def network(self) -> Network:
@@ -82,6 +108,11 @@ class LayerTimer:
 
     def times(self, kind: LayerKind, recompute: Recompute) -> PassTimes:
         """Return the times of a layer of `kind`."""
+        if (kind, recompute) not in self.known:
+            self.known[kind, recompute] = self._times(kind, recompute)
+        return self.known[kind, recompute]
+
+    def _times(self, kind: LayerKind, recompute: Recompute) -> PassTimes:
         work = layer_work(kind, self.shape)
         framework = self.shape.framework
         forward = self._parts(work.forward)

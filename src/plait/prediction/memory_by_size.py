@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from fractions import Fraction
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple
 
 from plait.plan import Recompute
 from plait.prediction.decoder import LayerKind
 from plait.prediction.layer_operations import ITEM, StepShape
-from plait.schedules.action import Kind
-from plait.schedules.memory import MemoryCosts, peak_memory
+from plait.schedules.held_microbatches import HeldMicrobatches
 from plait.schedules.schedule import Schedule
 
 
@@ -118,6 +118,24 @@ def _scores(shape: StepShape) -> float:
     return matrix * (2 * shape.item + 1 if shape.framework.attention_dropout else shape.item)
 
 
+class RankActivations(NamedTuple):
+    """What the memory of a rank depends on, besides the strategy by which state is sharded."""
+
+    parameters: float
+    """Of the rank's stages, before sharding."""
+    largest: float
+    """Parameters of the largest layer."""
+    kept: float
+    """The peak of the activations that unfinished micro-batches keep."""
+    running: float
+    """The largest temporary memory of a layer."""
+
+    def with_state(self, shape: StepShape, reserved: float) -> PredictedMemory:
+        """Return the memory of the rank."""
+        parameters, gradients, optimizer, gathered = state_bytes(shape, self.parameters, self.largest)
+        return PredictedMemory(parameters, gradients, optimizer, self.kept, self.running + gathered, reserved)
+
+
 def predicted_memory(
     shape: StepShape,
     schedule: Schedule,
@@ -126,47 +144,73 @@ def predicted_memory(
     reserved: float,
 ) -> tuple[PredictedMemory, ...]:
     """Return the memory of each rank of `pp`; `stages` has the kinds of the layers of each stage."""
-    layers = [
-        [layer_memory(kind, mode, shape) for kind, mode in zip(kinds, modes, strict=True)]
-        for kinds, modes in zip(stages, recompute, strict=True)
-    ]
+    ranks = rank_activations(shape, HeldMicrobatches(schedule), stages, recompute)
+    return tuple(rank.with_state(shape, reserved) for rank in ranks)
+
+
+def rank_activations(
+    shape: StepShape,
+    held: HeldMicrobatches,
+    stages: Sequence[Sequence[LayerKind]],
+    recompute: Sequence[Sequence[Recompute]],
+) -> tuple[RankActivations, ...]:
+    """Return the activations of each rank of `pp`, and the sizes of its layers."""
     at_once = [
         shape.framework.layer_by_layer or shape.plan.overlap or (shape.plan.overlap is None and stage == 0)
         for stage in range(len(stages))
     ]
-    peaks = activation_peaks(schedule, layers, at_once)
+    known, decoder, tp = _LayerMemories(shape), shape.decoder, shape.plan.tp
+    layers = [known.of_stage(kinds, modes) for kinds, modes in zip(stages, recompute, strict=True)]
+    peaks = activation_peaks(held, layers, at_once)
+    sizes: dict[tuple[Sequence[LayerKind], ...], tuple[float, float]] = {}
     found = []
-    for rank in range(schedule.ranks):
-        own = schedule.stages_of(rank)
-        kinds = [kind for stage in own for kind in stages[stage]]
-        count = shape.decoder.parameters_of(kinds, shape.plan.tp)
-        largest = max(shape.decoder.parameters(kind, shape.plan.tp) for kind in kinds)
-        parameters, gradients, optimizer, gathered = state_bytes(shape, count, largest)
-        running = max(layer.running for stage in own for layer in layers[stage])
-        found.append(
-            PredictedMemory(parameters, gradients, optimizer, peaks[rank], running + gathered, reserved)
-        )
+    for rank in range(held.schedule.ranks):
+        own = held.schedule.stages_of(rank)
+        kinds = tuple(stages[stage] for stage in own)
+        if kinds not in sizes:
+            largest = max(decoder.parameters(kind, tp) for kind in {*chain(*kinds)})
+            sizes[kinds] = decoder.parameters_of([*chain(*kinds)], tp), largest
+        found.append(RankActivations(*sizes[kinds], peaks[rank], max(layers[stage].running for stage in own)))
     return tuple(found)
 
 
+@dataclass(frozen=True)
+class _LayerMemories:
+    """The memory of layers and stages of one shape; equal ones are computed once."""
+
+    shape: StepShape
+    layers: dict[tuple[LayerKind, Recompute], LayerMemory] = field(default_factory=dict)
+    stages: dict[tuple[tuple[LayerKind, Recompute], ...], LayerMemory] = field(default_factory=dict)
+
+    def of_stage(self, kinds: Sequence[LayerKind], modes: Sequence[Recompute]) -> LayerMemory:
+        """Return what all layers of a stage keep, and the largest that one takes while it runs."""
+        stage = tuple(zip(kinds, modes, strict=True))
+        if stage not in self.stages:
+            for kind in {*stage} - {*self.layers}:
+                self.layers[kind] = layer_memory(*kind, self.shape)
+            found = [self.layers[kind] for kind in stage]
+            self.stages[stage] = LayerMemory(
+                sum(one.until_inputs for one in found),
+                sum(one.until_weights for one in found),
+                max(one.running for one in found),
+            )
+        return self.stages[stage]
+
+
 def activation_peaks(
-    schedule: Schedule, layers: Sequence[Sequence[LayerMemory]], layer_by_layer: Sequence[bool]
+    held: HeldMicrobatches, stages: Sequence[LayerMemory], layer_by_layer: Sequence[bool]
 ) -> tuple[float, ...]:
     """Return each rank's peak of kept activations in bytes, by the order of its actions.
 
     `layer_by_layer`: for each stage, whether a full backward computes each layer's weight gradient at once;
     else those of a stage follow all its input gradients, see `Plan.overlap`.
     """
-    splits = any(action.kind is Kind.W for row in schedule.actions for action in row)
-    costs = MemoryCosts(
-        unit=Fraction(1),
-        until_input=tuple(round(sum(layer.until_inputs for layer in stage)) for stage in layers),
-        until_weight=tuple(
-            0 if at_once and not splits else round(sum(layer.until_weights for layer in stage))
-            for stage, at_once in zip(layers, layer_by_layer, strict=True)
-        ),
-    )
-    return tuple(map(float, peak_memory(schedule, costs)))
+    until_input = [round(stage.until_inputs) for stage in stages]
+    until_weight = [
+        0 if at_once and not held.splits else round(stage.until_weights)
+        for stage, at_once in zip(stages, layer_by_layer, strict=True)
+    ]
+    return tuple(map(float, held.peak_memory(until_input, until_weight)))
 
 
 def state_bytes(shape: StepShape, count: float, largest: float) -> tuple[float, float, float, float]:

@@ -33,17 +33,24 @@ class Prediction:
     rows: int
     """Sequences of a data-parallel rank in a step."""
     layers_per_stage: tuple[int, ...]
-    timeline: Timeline
-    """The actions of each rank of `pp` with their times in nanoseconds, without the optimizer's step."""
-    breakdown: Mapping[str, float]
-    """Seconds of the step by what the rank that ends last spends them on; their sum is `step_seconds`."""
+    times: StepTimes
     memory: tuple[PredictedMemory, ...]
     """The memory of each rank of `pp`."""
 
-    @cached_property
+    @property
     def step_seconds(self) -> float:
         """The time of a step."""
-        return sum(self.breakdown.values())
+        return self.times.seconds
+
+    @property
+    def breakdown(self) -> Mapping[str, float]:
+        """Seconds of the step by what the rank that ends last spends them on; they add up to its time."""
+        return self.times.breakdown
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The actions of each rank of `pp` with their times in nanoseconds, without the optimizer's step."""
+        return self.times.timeline()
 
     @property
     def tokens(self) -> int:
@@ -132,12 +139,9 @@ def predict(
     machine, decoder = load_hardware(hardware), decoder_of(model)
     rows = plan.microbatches if rows is None else rows
     check_plan(decoder, plan, rows)
-    costs = LayerCosts.evenly(decoder.layer_costs)
-    if plan.loss_rows is not None:
-        costs = costs.in_input_gradient(-1, decoder.hidden * decoder.vocab)
     schedule, cut = schedule_and_cut(
         plan.schedule,
-        costs.with_messages(plan.pp),
+        costs_for_cut(decoder, plan),
         ranks=plan.pp,
         microbatches=plan.microbatches,
         chunks=plan.chunks,
@@ -148,11 +152,17 @@ def predict(
     stages = stage_kinds(decoder.kinds, cut)
     modes = stage_modes(plan, cut)
     timer = LayerTimer(shape, machine, framework.product_precision or plan.precision or "fp32")
-    step = StepTimes(timer, schedule, stages, modes)
     memory = predicted_memory(shape, schedule, stages, modes, machine.reserved)
-    return Prediction(
-        plan, decoder, machine, framework, rows, tuple(cut), step.timeline(), step.breakdown, memory
-    )
+    times = StepTimes(timer, schedule, stages, modes)
+    return Prediction(plan, decoder, machine, framework, rows, tuple(cut), times, memory)
+
+
+def costs_for_cut(model: Decoder, plan: Plan) -> LayerCosts:
+    """Return the costs by which `parallelize` cuts a model into stages, where none are given."""
+    costs = LayerCosts.evenly(model.layer_costs)
+    if plan.loss_rows is not None:
+        costs = costs.in_input_gradient(-1, model.hidden * model.vocab)
+    return costs.with_messages(plan.pp)
 
 
 def check_plan(model: Decoder, plan: Plan, rows: int) -> None:

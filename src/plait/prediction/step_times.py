@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from plait.plan import Plan, Recompute
 from plait.prediction.decoder import LayerKind
-from plait.prediction.layer_operations import ITEM
 from plait.prediction.layer_times import LayerTimer, Parts, PassTimes
 from plait.prediction.operations import AxisTransfer
+from plait.prediction.step_end import (
+    RankWork,
+    gradient_sum_seconds,
+    latest_ends,
+    optimizer_seconds,
+    step_seconds,
+)
 from plait.schedules.action import Kind
-from plait.schedules.event_simulation import Timing, simulate_events
+from plait.schedules.event_simulation import Timing
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.timeline import Timeline, simulate
@@ -37,28 +44,24 @@ class StepTimes:
 
     @cached_property
     def passes(self) -> tuple[PassTimes, ...]:
-        """The times of each stage for one micro-batch; equal layers are timed once."""
-        known: dict[tuple[LayerKind, Recompute], PassTimes] = {}
+        """The times of each stage for one micro-batch; equal layers and equal stages are timed once."""
+        known: dict[frozenset[tuple[tuple[LayerKind, Recompute], int]], PassTimes] = {}
         found = []
-        nothing = PassTimes(Parts(), Parts(), Parts())
         for kinds, modes in zip(self.stages, self.modes, strict=True):
-            total = nothing
-            for kind in zip(kinds, modes, strict=True):
-                if kind not in known:
-                    known[kind] = self.timer.times(*kind)
-                total = total + known[kind]
-            found.append(total)
+            counts = Counter(zip(kinds, modes, strict=True))
+            stage = frozenset(counts.items())
+            if stage not in known:
+                total = PassTimes(Parts(), Parts(), Parts())
+                for kind, count in counts.items():
+                    total = total + self.timer.times(*kind).times(count)
+                known[stage] = total
+            found.append(known[stage])
         return tuple(found)
 
     @cached_property
     def hop(self) -> float:
         """Seconds of a message between neighbouring stages."""
-        if self.timer.shape.plan.pp == 1:
-            return 0.0
-        shape, plan = self.timer.shape, self.timer.shape.plan
-        divided = shape.framework.messages_divided and not plan.cuts_sequence
-        nbytes = shape.outside / (plan.tp if divided else 1)
-        return self.timer.network.seconds(AxisTransfer("message", "pp", nbytes))
+        return hop_seconds(self.timer)
 
     @property
     def costs(self) -> Costs:
@@ -83,10 +86,10 @@ class StepTimes:
 
     def _ends(self, hop: float) -> tuple[float, ...]:
         timing = self._timing(hop)
-        ends = [row[-1] for row in simulate_events(self.schedule.actions, timing).ends]
+        ends = self.schedule.event_order.last_ends(timing)
         if self.shorter is None:
             return tuple(end * NANOSECOND for end in ends)
-        before = [row[-1] for row in simulate_events(self.shorter.actions, timing).ends]
+        before = self.shorter.event_order.last_ends(timing)
         left = self.timer.shape.plan.microbatches - self.schedule.microbatches
         repeats = left / (self.schedule.microbatches - self.shorter.microbatches)
         return tuple(
@@ -106,62 +109,37 @@ class StepTimes:
         durations = {Kind.F: forward, Kind.I: inputs, Kind.W: weights, Kind.B: both}
         return Timing(durations, [0, *hops], [*hops, 0])
 
-    def parameters(self, rank: int) -> float:
-        """Return the parameters of a rank's stages before sharding over data-parallel ranks."""
-        shape = self.timer.shape
-        kinds = [kind for stage in self.schedule.stages_of(rank) for kind in self.stages[stage]]
-        return shape.decoder.parameters_of(kinds, shape.plan.tp)
+    @cached_property
+    def work(self) -> tuple[RankWork, ...]:
+        """For each rank what the time after its last action depends on."""
+        decoder, tp = self.timer.shape.decoder, self.timer.shape.plan.tp
+        sizes: dict[tuple[tuple[LayerKind, ...], ...], float] = {}
+        found = []
+        for rank in range(self.schedule.ranks):
+            own = self.schedule.stages_of(rank)
+            kinds = tuple(tuple(self.stages[stage]) for stage in own)
+            if kinds not in sizes:
+                sizes[kinds] = decoder.parameters_of([*chain(*kinds)], tp)
+            window = sum(self.passes[stage].backward for stage in own)
+            found.append(RankWork(sizes[kinds], sum(map(len, kinds)), window))
+        return tuple(found)
 
-    def gradient_sum(self, rank: int) -> float:
-        """Return the seconds from a rank's last action until its gradients are summed."""
-        shape, plan, network = self.timer.shape, self.timer.shape.plan, self.timer.network
-        count, item = self.parameters(rank), ITEM[plan.reduce_precision or shape.gradient_precision]
-        if plan.reduce == "each" and plan.strategy in ("gradients", "full"):
-            return 0.0  # summed layer by layer in every backward
-        if plan.strategy == "none":
-            kinds = [AxisTransfer("all-reduce", "shard", count * item)]
-            kinds.append(AxisTransfer("all-reduce", "replicate", count * item))
-        else:
-            kinds = [AxisTransfer("reduce-scatter", "shard", count * item)]
-            kinds.append(AxisTransfer("all-reduce", "replicate", count * item / plan.state_ranks))
-        seconds = sum(map(network.seconds, kinds))
-        if not shape.framework.overlaps_data_sums:
-            return seconds
-        own = self.schedule.stages_of(rank)
-        layers = sum(len(self.stages[stage]) for stage in own)
-        # Sums of a layer start with the end of its gradient; those of the last one are never hidden.
-        window = sum(self.passes[stage].inputs.total + self.passes[stage].weights.total for stage in own)
-        return max(seconds / layers, seconds - window * (1 - 1 / layers))
-
-    def optimizer(self, rank: int) -> tuple[float, float]:
-        """Return the seconds of a rank's optimizer step, and of the gather of parameters that follows."""
-        shape, plan = self.timer.shape, self.timer.shape.plan
-        hardware = self.timer.hardware
-        count = self.parameters(rank)
-        ranks = plan.state_ranks if plan.strategy != "none" else 1
-        master = ITEM[plan.master_precision or plan.precision or "fp32"]
-        moments = shape.framework.moment_bytes or 2 * master
-        # Gradients are read for the norm and for the step; master and moments read and written.
-        nbytes = 2 * shape.gradient_item + 2 * (master + moments) + (shape.item if plan.has_master else 0)
-        bandwidth = hardware.memory_bandwidth * hardware.efficiency.memory
-        seconds = count / ranks * nbytes * shape.framework.optimizer_passes / bandwidth
-        if plan.strategy not in ("optimizer", "gradients"):
-            return seconds, 0.0
-        whole = AxisTransfer("all-gather", "shard", count * shape.item)
-        return seconds, self.timer.network.seconds(whole)
+    @cached_property
+    def latest(self) -> Mapping[RankWork, float]:
+        """Seconds to the last action of the ranks with equal work, of those that end last."""
+        return latest_ends(self.work, self.ends)
 
     @cached_property
     def seconds(self) -> float:
         """The time of the step."""
-        ends = max(end + self.gradient_sum(rank) for rank, end in enumerate(self.ends))
-        return ends + max(sum(self.optimizer(rank)) for rank in range(len(self.ends)))
+        return step_seconds(self.timer, self.latest)
 
     @cached_property
     def breakdown(self) -> dict[str, float]:
         """Seconds by use on the rank that ends last; waiting for messages and for other ranks apart."""
         plan = self.timer.shape.plan
-        sums = [self.gradient_sum(rank) for rank in range(plan.pp)]
-        after = [self.optimizer(rank) for rank in range(plan.pp)]
+        sums = [gradient_sum_seconds(self.timer, work) for work in self.work]
+        after = [optimizer_seconds(self.timer, work.parameters) for work in self.work]
         last = max(range(plan.pp), key=lambda rank: self.ends[rank] + sums[rank])
         slowest = max(after, key=sum)
         parts = Parts()
@@ -184,6 +162,15 @@ class StepTimes:
             "optimizer": slowest[0],
             "host overhead": parts.host,
         }
+
+
+def hop_seconds(timer: LayerTimer) -> float:
+    """Return the seconds of a message between neighbouring stages."""
+    shape, plan = timer.shape, timer.shape.plan
+    if plan.pp == 1:
+        return 0.0
+    divided = shape.framework.messages_divided and not plan.cuts_sequence
+    return timer.network.seconds(AxisTransfer("message", "pp", shape.outside / (plan.tp if divided else 1)))
 
 
 def _whole(seconds: float) -> int:

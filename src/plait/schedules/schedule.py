@@ -9,6 +9,7 @@ from functools import cached_property
 
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
+from plait.schedules.event_order import EventOrder, event_order
 from plait.schedules.step_grid import Grid, draw_grid, fill_grid
 
 
@@ -85,9 +86,21 @@ class Schedule:
         """The time step of each action, if every action takes one step and runs as early as possible."""
         return fill_grid(self.actions, self.stages)
 
+    @cached_property
+    def event_order(self) -> EventOrder:
+        """The actions in an order in which they can run, for simulations; ScheduleError for a deadlock."""
+        return event_order(self.actions, self.stages)
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages of `rank`, in model order."""
-        return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
+        return self._stages[rank]
+
+    @cached_property
+    def _stages(self) -> tuple[tuple[int, ...], ...]:
+        found: list[list[int]] = [[] for _ in self.actions]
+        for stage, rank in enumerate(self.rank_of):
+            found[rank].append(stage)
+        return tuple(map(tuple, found))
 
     def split_backward(self) -> Schedule:
         """Return the schedule with each full backward `B` split into `I` and `W`, as the executor runs it."""

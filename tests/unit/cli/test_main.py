@@ -119,7 +119,8 @@ def test_the_degrees_of_an_error_name_context_parallelism_where_there_is_some() 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code"), [("--help", 0), ("train --help", 0), ("train --train.steps 0", 2), ("zzz", 2)]
+    ("arguments", "code"),
+    [("--help", 0), ("train --help", 0), ("train --train.steps 0", 2), ("plan --ranks 2", 2), ("zzz", 2)],
 )
 def test_starts_without_torch(arguments: str, code: int) -> None:
     script = (

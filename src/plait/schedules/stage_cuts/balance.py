@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import isfinite, lcm
 
 from plait.errors import PlanError
@@ -15,8 +16,8 @@ def balance(costs: Sequence[float], parts: int) -> tuple[int, ...]:
 
     The cost of the most expensive stage is least; among such cuts the sum of squared stage costs is least,
     and among those the earlier stages have more layers: `balance([1, 1, 1, 1, 1], 2)` is `(3, 2)`. `costs`
-    has one number per layer, of any unit; sums are compared without rounding, in O(parts · layers²) steps.
-    Raises `PlanError` for more stages than layers, and for a cost that is negative or not finite.
+    has one number per layer, of any unit; sums are compared without rounding. Raises `PlanError` for more
+    stages than layers, and for a cost that is negative or not finite.
     """
     if parts < 1:
         raise PlanError(f"{len(costs)} layers cannot be cut into {parts} stages: give at least 1 stage.")
@@ -40,41 +41,49 @@ def _exact_sums(costs: Sequence[float]) -> list[int]:
 
 
 def _least_peak(total: Sequence[int], parts: int) -> int:
-    """Return the minimum over all cuts of the cost of the most expensive stage."""
-    layers = len(total) - 1
-    peak = [total[-1] - before for before in total[:-1]]  # for the layers from each one on, as one stage
-    for stages in range(2, parts + 1):
-        peak = [
-            min(max(total[cut] - total[first], peak[cut]) for cut in range(first + 1, layers - stages + 2))
-            for first in range(layers - stages + 1)
-        ]
-    return peak[0]
+    """Return the minimum over all cuts of the cost of the most expensive stage, found by bisection."""
+    low = max(after - before for before, after in pairwise(total))
+    low, high = max(low, -(-total[-1] // parts)), total[-1]
+    while low < high:
+        middle = (low + high) // 2
+        if _reach(total, parts, middle)[-1] == len(total) - 1:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _reach(total: Sequence[int], parts: int, limit: int) -> list[int]:
+    """Return how many layers 0, 1, 2 … stages hold at most, none of them above `limit`."""
+    reach = [0]
+    for _ in range(parts):
+        reach.append(bisect_right(total, total[reach[-1]] + limit) - 1)
+    return reach
 
 
 def _evenest(total: Sequence[int], parts: int, limit: int) -> tuple[int, ...]:
     """Return the layers per stage with the least sum of squared stage costs, none of them above `limit`."""
     layers = len(total) - 1
-    never = total[-1] ** 2 + 1  # more than any sum of squares
-
-    def square(first: int, cut: int) -> int:
-        cost = total[cut] - total[first]
-        return cost * cost if cost <= limit else never
-
-    least = [
-        square(first, layers) for first in range(layers)
-    ]  # for the layers from each one on, as one stage
-    choices: list[list[int]] = []  # per number of stages and first layer: where the first of the stages ends
-    for stages in range(2, parts + 1):
-        ends, sums = [], []
-        for first in range(layers - stages + 1):
+    most = _reach(total, parts, limit)
+    latest = [min(reached, layers - parts + stages) for stages, reached in enumerate(most)]
+    least = {layers: 0}  # by the first layer of the stages behind: their sum of squares
+    choices: list[dict[int, int]] = []  # by the first layer of a stage, last stage first: where it ends
+    for stage in reversed(range(parts)):
+        sums, ends = dict[int, int](), dict[int, int]()
+        for first in range(stage, latest[stage] + 1):
+            stop = min(bisect_right(total, total[first] + limit) - 1, latest[stage + 1])
             # From the back, so that of equal cuts the latest is taken.
-            found = [(square(first, cut) + least[cut], cut) for cut in range(layers - stages + 1, first, -1)]
-            best, end = min(found, key=lambda pair: pair[0])
-            ends.append(end)
-            sums.append(best)
+            found = [
+                ((total[end] - total[first]) ** 2 + least[end], -end)
+                for end in range(stop, first, -1)
+                if end in least
+            ]
+            if found:
+                sums[first], end = min(found)
+                ends[first] = -end
         least = sums
         choices.append(ends)
     cuts = [0]
     for ends in reversed(choices):
         cuts.append(ends[cuts[-1]])
-    return tuple(stop - start for start, stop in zip(cuts, [*cuts[1:], layers], strict=True))
+    return tuple(stop - start for start, stop in pairwise(cuts))

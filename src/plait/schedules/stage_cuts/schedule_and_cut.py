@@ -15,10 +15,11 @@ from plait.schedules.search.api import AUTO, default_chunks, schedule
 from plait.schedules.search.auto import chunk_counts
 from plait.schedules.simulation.timeline import simulate
 from plait.schedules.stage_cuts.balance import balance
+from plait.schedules.stage_cuts.cut_simulation import CutSimulation
 from plait.schedules.stage_cuts.layer_costs import LayerCosts
 
 MOST_ACTIONS = 1 << 17
-"""Actions simulated in one search, so that it takes about a second at most."""
+"""Actions simulated in one search, so that it takes a tenth of a second or so."""
 
 StageCut = tuple[int, ...]
 """Number of layers per stage, first stage first."""
@@ -85,9 +86,11 @@ def fastest_cut(costs: LayerCosts, schedule: Schedule) -> StageCut:
     Raises `PlanError` as `balance` does.
     """
     best = balance(costs.total, schedule.stages)
-    split = schedule.split_backward()
-    left = MOST_ACTIONS // sum(len(actions) for actions in split.actions)
-    makespan = simulate(split, costs.of_stages(best)).makespan
+    if schedule.stages == 1:
+        return best
+    simulation = CutSimulation(costs, schedule.split_backward())
+    left = MOST_ACTIONS // sum(len(actions) for actions in simulation.schedule.actions)
+    makespan = simulation.makespan(best)
     improved = True
     while improved:
         improved = False
@@ -95,7 +98,7 @@ def fastest_cut(costs: LayerCosts, schedule: Schedule) -> StageCut:
             left -= 1
             if left < 0:
                 return best
-            candidate = simulate(split, costs.of_stages(cut)).makespan
+            candidate = simulation.makespan(cut)
             if candidate < makespan:
                 best, makespan, improved = cut, candidate, True
     return best

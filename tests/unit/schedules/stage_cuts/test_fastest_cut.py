@@ -57,7 +57,11 @@ def test_two_stages_are_never_worse_than_even(costs, policy, microbatches):
     assert makespan(costs, found, order) <= makespan(costs, balance(costs, 2), order)
 
 
-@given(costs=st.lists(st.integers(1, 9).map(float), min_size=4, max_size=7), microbatches=st.integers(1, 6))
+@given(
+    # Thirds of them are whole, so that no rounding decides.
+    costs=st.lists(st.sampled_from(range(3, 30, 3)).map(float), min_size=4, max_size=7),
+    microbatches=st.integers(1, 6),
+)
 def test_no_single_move_helps(costs, microbatches):
     order = schedule("1f1b", ranks=3, microbatches=microbatches)
     found = fastest_cut(LayerCosts.evenly(costs), order)

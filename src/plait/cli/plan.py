@@ -1,0 +1,107 @@
+"""`plait plan`: the fastest plans of a number of ranks by prediction, or the prediction of a given plan."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from plait.cli.arguments import CommandParser, count
+from plait.cli.plan_output import bound_text, change_lines, notes, plan_json, plan_table, search_json
+from plait.errors import ConfigError
+from plait.plan import Plan
+from plait.prediction.hardware import hardware_names, load_hardware
+from plait.prediction.plan_changes import best_changes
+from plait.prediction.plan_search import search
+from plait.prediction.step_prediction import predict
+from plait.train.config import Config
+from plait.train.config_parser import config_from_arguments
+from plait.train.planned_config import SEARCHED, config_text, configured_decoder
+
+_ABOUT = """\
+Predicts a training step without ranks or GPUs. With --ranks: compares every
+plan of that many ranks for the model and train.batch, and prints those that fit
+the memory, fastest first. Without it: judges the plan of the configuration, and
+names changes of one field that would help. The configuration is that of
+`plait train`: its --help lists the fields. In a search the precisions are kept,
+and parallel degrees, strategy, schedule, recomputation and micro-batches are
+chosen."""
+_EXAMPLES = (
+    ("plait plan --ranks 64 --hardware h100-sxm --config FILE.toml", ""),
+    ("plait plan --ranks 8 --hardware a100-80 --write best.toml", "for plait train"),
+    ("plait plan --hardware h100-sxm --config best.toml", "one plan"),
+)
+
+
+def parser() -> CommandParser:
+    """Return the parser of the options of `plait plan`, without those of the configuration."""
+    made = CommandParser(
+        "plait plan",
+        usage="plait plan --hardware NAME [--ranks N] [--section.field VALUE ...]",
+        description=_ABOUT,
+        examples=_EXAMPLES,
+        takes_configuration=True,
+    )
+    add = made.add_argument
+    names = ", ".join(hardware_names())
+    add("--hardware", metavar="NAME", required=True, help=f"{names}, or a TOML file")
+    add("--ranks", metavar="N", type=count, help="search the plans of N ranks")
+    add("--most", metavar="K", type=count, default=10, help="plans that a search shows (default: 10)")
+    add("--json", action="store_true", help="print one object with all of it")
+    add("--write", metavar="FILE", type=Path, help="write the fastest plan as a configuration")
+    return made
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run `plait plan`, and return 0. Raises `PlaitError` for errors that the user can correct."""
+    options, rest = parser().parse_known_args(argv)
+    if options.write is not None and options.ranks is None:
+        raise ConfigError("--write goes with --ranks: without a search there is no plan to write.")
+    # One micro-batch, so that any train.batch is accepted before the search divides it.
+    defaults = {"train": {"microbatches": 1}} if options.ranks is not None else {}
+    config = config_from_arguments(rest, defaults)
+    if config.parallel.offload != "none":
+        raise ConfigError(
+            f"parallel.offload is {config.parallel.offload}, which predictions do not know: set it to none."
+        )
+    if options.ranks is None:
+        _judge(config, options)
+    else:
+        _search(config, options)
+    return 0
+
+
+def _judge(config: Config, options: Namespace) -> None:
+    plan = config.plan()
+    rows = config.train.batch // plan.dp
+    found = predict(configured_decoder(config), plan, options.hardware, rows=rows)
+    changes = best_changes(found)
+    if options.json:
+        print(json.dumps(plan_json(found, changes)))
+    else:
+        print("\n".join([f"{found}\nbound by   {bound_text(found)}", "", *change_lines(changes, found.fits)]))
+
+
+def _search(config: Config, options: Namespace) -> None:
+    if config.parallel.memory_limit is not None:
+        raise ConfigError("parallel.memory_limit does not go with --ranks: leave it out.")
+    model, hardware = configured_decoder(config), load_hardware(options.hardware)
+    kept = {name: value for name, value in vars(config.plan()).items() if name not in SEARCHED}
+    result = search(
+        model, hardware, options.ranks, config.train.batch, base=Plan(**kept), most=max(2, options.most)
+    )
+    if not result.best:
+        raise ConfigError(
+            f"none of {result.plans:,} plans of {options.ranks} ranks fits the {hardware.memory / 2**30:.1f} "
+            f"GiB of {hardware.name}: give more ranks, a smaller model.context, or a smaller model."
+        )
+    if options.write is not None:
+        options.write.write_text(config_text(config, result.best[0].plan), encoding="utf-8")
+    if options.json:
+        print(json.dumps(search_json(result, options.most)))
+        return
+    print(plan_table(result.best[: options.most]))
+    print("\n".join(["", *notes(result)]))
+    if options.write is not None:
+        print(f"wrote {options.write}")

@@ -1,0 +1,153 @@
+"""What `plait plan` prints: tables and notes as text, and the same as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from plait.prediction.plan_changes import PlanChange
+from plait.prediction.plan_search import PlanSearchResult
+from plait.prediction.step_prediction import Prediction
+from plait.train.planned_config import SEARCHED
+
+GIB = 2**30
+_HEAD = (
+    "step",
+    "tokens/s",
+    "MFU",
+    "memory",
+    "pp",
+    "tp",
+    "cp",
+    "dp",
+    "copies",
+    "micro",
+    "options",
+    "bound by",
+)
+
+
+def plan_table(found: Sequence[Prediction]) -> str:
+    """Return a line for each plan, fastest first, below the names of the columns."""
+    rows = [_HEAD, *map(_row, found)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    numbers = _HEAD.index("options")
+    lines = []
+    for row in rows:
+        padded = [*map(str.rjust, row[:numbers], widths), *map(str.ljust, row[numbers:], widths[numbers:])]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def _row(found: Prediction) -> tuple[str, ...]:
+    plan = found.plan
+    words = [plan.strategy if plan.reduce == "last" else f"{plan.strategy} ({plan.reduce})"]
+    if plan.pp > 1:
+        words.append(plan.schedule if plan.chunks == 1 else f"{plan.schedule} × {plan.chunks}")
+    words += [f"recompute {plan.recompute}"] if plan.recompute != "none" else []
+    words += [f"sequence {plan.sequence_parallel}"] if plan.cuts_sequence else []
+    return (
+        f"{found.step_seconds:.4g} s",
+        f"{found.tokens_per_second:,.0f}",
+        f"{found.mfu:.1%}",
+        f"{found.peak_memory / GIB:.1f} GiB",
+        *(str(degree) for degree in (plan.pp, plan.tp, plan.cp, plan.dp)),
+        str(plan.replicate),
+        str(plan.microbatches),
+        ", ".join(words),
+        bound_text(found),
+    )
+
+
+def bound_text(found: Prediction) -> str:
+    """Return the largest part of a step, and its share."""
+    return f"{found.bound}, {found.breakdown[found.bound] / found.step_seconds:.0%} of the step"
+
+
+def notes(result: PlanSearchResult) -> list[str]:
+    """Return lines on what became of the other plans, and on the distance of the second from the first."""
+    lines = [
+        f"Of {result.plans:,} plans {result.predicted:,} fit and were predicted, {result.too_large:,} need "
+        f"more memory than a device has, and {result.slower:,} are not faster than those found."
+    ]
+    for reason, count in result.impossible.items():
+        divisions = "1 division of the ranks is" if count == 1 else f"{count:,} divisions of the ranks are"
+        lines.append(f"{divisions} impossible: {reason}.")
+    if len(result.best) > 1:
+        lines.append(f"The second is {_behind(result):.2%} slower than the first.")
+    return lines
+
+
+def _behind(result: PlanSearchResult) -> float:
+    return result.best[1].step_seconds / result.best[0].step_seconds - 1
+
+
+def change_lines(changes: Sequence[PlanChange], fits: bool) -> list[str]:
+    """Return a line for each change of one field; `fits`: whether the plan without them does."""
+    if not changes:
+        return [f"No change of one field makes it {'faster' if fits else 'fit'}."]
+    rows = [
+        (
+            f"{_section(one.field)}.{one.field} = {'none' if one.value is None else one.value}",
+            f"{_signed(one.seconds)} s",
+            f"{_signed(one.memory / GIB)} GiB",
+            "" if one.after.fits == fits else "fits",
+        )
+        for one in changes
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["Changes of one field that help most:"]
+    for name, *numbers in rows:
+        padded = [name.ljust(widths[0]), *map(str.rjust, numbers, widths[1:])]
+        lines.append("  ".join(["", *padded]).rstrip())
+    return lines
+
+
+def _signed(number: float) -> str:
+    return f"{number:+.3g}" if abs(number) < 100 else f"{number:+,.0f}"
+
+
+def _section(field: str) -> str:
+    return "train" if field == "microbatches" else "parallel"
+
+
+def plan_json(found: Prediction, changes: Sequence[PlanChange]) -> dict[str, Any]:
+    """Return the prediction of a plan with its breakdown, and the changes that help most."""
+    best = [
+        {
+            "field": f"{_section(one.field)}.{one.field}",
+            "value": one.value,
+            "seconds": one.seconds,
+            "memory": one.memory,
+            "fits": one.after.fits,
+        }
+        for one in changes
+    ]
+    return _as_json(found) | {"breakdown": dict(found.breakdown), "changes": best}
+
+
+def search_json(result: PlanSearchResult, most: int) -> dict[str, Any]:
+    """Return the plans of a search, and what became of the others."""
+    return {
+        "plans": result.plans,
+        "predicted": result.predicted,
+        "too_large": result.too_large,
+        "slower": result.slower,
+        "impossible_divisions": dict(result.impossible),
+        "second_behind": _behind(result) if len(result.best) > 1 else None,
+        "best": [_as_json(found) for found in result.best[:most]],
+    }
+
+
+def _as_json(found: Prediction) -> dict[str, Any]:
+    return {
+        "plan": {name: getattr(found.plan, name) for name in (*SEARCHED, "microbatches")},
+        "layers_per_stage": found.layers_per_stage,
+        "step_seconds": found.step_seconds,
+        "tokens_per_second": found.tokens_per_second,
+        "mfu": found.mfu,
+        "hfu": found.hfu,
+        "peak_memory": found.peak_memory,
+        "fits": found.fits,
+        "bound": found.bound,
+    }

@@ -1,0 +1,209 @@
+"""Lower bounds of the step time and the memory of a plan, for every cut of the model into stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from plait.plan import Plan
+from plait.prediction.decoder import Decoder, LayerKind
+from plait.prediction.framework import Framework
+from plait.prediction.hardware import Hardware
+from plait.prediction.layer_operations import StepShape
+from plait.prediction.layer_times import LayerTimer, PassTimes
+from plait.prediction.memory_by_size import LayerMemory, layer_memory, state_bytes
+from plait.prediction.step_end import gradient_transfers, optimizer_seconds
+from plait.prediction.step_times import NANOSECOND, StepTimes, hop_seconds
+
+ROUNDING = 1 - 1e-9
+"""Bounds are lowered by it, so that no rounding of sums makes one larger than what it bounds."""
+KINDS: tuple[LayerKind, ...] = ("embedding", "attention", "mlp", "head")
+_ATOMIC = ("1f1b", "gpipe", "interleaved")
+"""Policies whose backwards are whole: the stage before waits for weight gradients too."""
+_LINEAR = ("1f1b", "gpipe", "zb-h1", "zb-h2")
+"""Policies of one stage on each rank."""
+_WARM = ("1f1b", "zb-h1", "zb-h2")
+"""Policies in which rank r holds p − r micro-batches or more at once."""
+
+
+@dataclass(frozen=True)
+class ModelTime:
+    """Seconds of a micro-batch over all layers, and the least part of a layer's that is its forward."""
+
+    forward: float
+    inputs: float
+    weights: float
+    forward_part: float
+
+    @property
+    def total(self) -> float:
+        """Forward, input gradient and weight gradient."""
+        return self.forward + self.inputs + self.weights
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Lower bounds for plans of one model and batch on given hardware."""
+
+    model: Decoder
+    hardware: Hardware
+    batch: int
+    framework: Framework
+    _layers: dict[tuple[object, ...], dict[tuple[LayerKind, object], PassTimes]] = field(default_factory=dict)
+    _times: dict[tuple[object, ...], ModelTime] = field(default_factory=dict)
+    _parameters: dict[int, tuple[float, float]] = field(default_factory=dict)
+
+    def timer(self, plan: Plan) -> LayerTimer:
+        """Return what times the layers of a plan; what it has timed is shared by plans with equal layers."""
+        shape = StepShape(self.model, plan, self.framework, self.batch / plan.dp / plan.microbatches)
+        precision = self.framework.product_precision or plan.precision or "fp32"
+        return LayerTimer(shape, self.hardware, precision, self._layers.setdefault(self._key(plan), {}))  # type: ignore[arg-type]
+
+    def _key(self, plan: Plan) -> tuple[object, ...]:
+        """Return what the times of a plan's layers depend on, besides their recomputation."""
+        sharded = plan.strategy in ("gradients", "full")
+        state = (plan.strategy, plan.reduce, plan.state_ranks) if sharded else ()
+        rows = self.batch / plan.dp / plan.microbatches
+        key: tuple[object, ...] = (plan.tp, plan.cp, rows, plan.sequence_parallel, state)
+        return key if self.framework.frees_gathered else (*key, plan.microbatches)
+
+    def model_time(self, plan: Plan) -> ModelTime:
+        """Return the time of all layers; plans that differ only in what no layer depends on share it."""
+        key = (self._key(plan), plan.recompute)
+        if key not in self._times:
+            self._times[key] = self._measured(plan)
+        return self._times[key]
+
+    def _measured(self, plan: Plan) -> ModelTime:
+        timer, sums, part = self.timer(plan), [0.0, 0.0, 0.0], 1.0
+        assert not isinstance(plan.recompute, tuple)
+        for kind in KINDS:
+            passes, times = timer.times(kind, plan.recompute), self._number(kind)
+            for number, one in enumerate((passes.forward, passes.inputs, passes.weights)):
+                sums[number] += times * one.total
+            whole = passes.total.total
+            part = min(part, passes.forward.total / whole) if whole else 0.0
+        return ModelTime(sums[0], sums[1], sums[2], part)
+
+    def _number(self, kind: LayerKind) -> int:
+        return self.model.layers if kind in ("attention", "mlp") else 1
+
+    def step_seconds(
+        self, plan: Plan, policy: str | None = None, chunks: int = 1, *, state: bool = True
+    ) -> float:
+        """Return a time in which no cut of the model finishes the step under a policy (None: any).
+
+        Without `state`, sums of gradients and the optimizer take no time: a bound for all strategies. It is
+        the largest of three bounds of the last gradient's time, and the optimizer's step after it:
+
+        - the mean over ranks of their work, and of sums of gradients that backwards do not hide;
+        - the path of one micro-batch through all forwards and backwards, with its messages;
+        - for one stage on each rank, what `pipeline_seconds` returns.
+        """
+        timer, time, ranks = self.timer(plan), self.model_time(plan), plan.pp
+        # Each action's duration is rounded to nanoseconds, and so is a message's.
+        rounding = 1.5 * NANOSECOND * ranks * chunks
+        hop = 0.0 if self.framework.blocking_messages else max(hop_seconds(timer) - NANOSECOND, 0.0)
+        backward, sums, after = time.inputs + time.weights, 0.0, 0.0
+        if state:
+            sums = self._exposed_sums(timer, (backward + rounding) / ranks)
+            after = sum(optimizer_seconds(timer, max(self._mean(plan), self._largest(plan))))
+        busy = plan.microbatches * (time.total - rounding) / ranks + sums
+        path = time.forward + (backward if policy in _ATOMIC else time.inputs) - rounding
+        path += 2 * chunks * (ranks - 1) * hop
+        found = max(busy, path)
+        if policy in _LINEAR:
+            atomic = policy in _ATOMIC
+            part, hops = (1.0, 2 * hop) if atomic else (time.forward_part, hop)
+            found = max(found, pipeline_seconds(time.total - rounding, plan, part, hops))
+        return (found + after) * ROUNDING
+
+    def _exposed_sums(self, timer: LayerTimer, window: float) -> float:
+        """Return the mean over ranks of the sums of gradients that a mean `window` of backwards leaves."""
+        seconds = gradient_transfers(timer, self._mean(timer.shape.plan))
+        return max(seconds - window, 0.0) if self.framework.overlaps_data_sums else seconds
+
+    def memory(self, plan: Plan, policy: str | None = None, *, gathered: bool = True) -> float:
+        """Return bytes that some rank allocates or reserves at least under a policy (None: any), for any cut.
+
+        Let rank r hold state c_r, and k_r micro-batches of a_r each at once. Then the largest memory is
+        M ≥ c_r + k_r · a_r for every r, and the (M − c_r) / k_r add up to the sum of the a_r at least. With
+        k_r = 1 that is the mean: when the last stage has run a forward, all keep a micro-batch. To the c_r of
+        one rank belongs the head's temporary memory, to that of one the buffers for the largest layer, which
+        count if `gathered`: they are all that plans with more copies of state need less of.
+        """
+        shape, ranks = self.timer(plan).shape, plan.pp
+        layers = self.layer_memories(shape)
+        state = sum(state_bytes(shape, self._mean(plan), 0.0)[:3]) * ranks
+        state += layers["head"].running
+        every = 0.0
+        if gathered:
+            smallest = min(self.model.parameters(kind, plan.tp) for kind in KINDS)
+            every = state_bytes(shape, 0.0, smallest)[3]
+            state += state_bytes(shape, 0.0, self._largest(plan))[3] - every
+        kept = sum(self._number(kind) * one.until_inputs for kind, one in layers.items())
+        kept = max(kept - ranks, 0.0)  # a stage's activations are rounded to whole bytes
+        least = (state + kept) / ranks
+        if policy in _WARM:
+            at_once = [min(plan.microbatches, ranks - rank) for rank in range(ranks)]
+            least = max(least, (kept + state / at_once[0]) / sum(1 / count for count in at_once))
+        head = self.model.parameters_of(("head",), plan.tp)
+        alone = sum(state_bytes(shape, head, head if gathered else 0.0)) - 1
+        alone += layers["head"].until_inputs + layers["head"].running
+        return (max(least + every, alone) + self.hardware.reserved) * ROUNDING
+
+    def layer_memories(self, shape: StepShape) -> dict[LayerKind, LayerMemory]:
+        """Return the memory of a layer of each kind, all with the plan's recomputation."""
+        recompute = shape.plan.recompute
+        assert not isinstance(recompute, tuple)
+        return {kind: layer_memory(kind, recompute, shape) for kind in KINDS}
+
+    def _mean(self, plan: Plan) -> float:
+        """Return the parameters of the model on a rank of `tp`, over the ranks of `pp`."""
+        return self._sizes(plan.tp)[0] / plan.pp
+
+    def _largest(self, plan: Plan) -> float:
+        """Return the parameters of the largest layer, which some rank has."""
+        return self._sizes(plan.tp)[1]
+
+    def _sizes(self, tp: int) -> tuple[float, float]:
+        if tp not in self._parameters:
+            whole = self.model.parameters_of(self.model.kinds, tp)
+            self._parameters[tp] = whole, max(self.model.parameters(kind, tp) for kind in KINDS)
+        return self._parameters[tp]
+
+
+def pipeline_seconds(total: float, plan: Plan, part: float, hops: float) -> float:
+    """Return a time in which stages of `total` seconds a micro-batch, one on each rank, cannot be done.
+
+    Let stage r take x_r for a micro-batch, of which the fraction φ (`part`) at least passes on every stage
+    before rank r can start, or can be done after it ends, and r · `hops` for messages. Then a step takes
+    T ≥ φ · (x_0 + … + x_{r−1}) + r · hops + m · x_r for every r. So x_0 + … + x_r is at most what it is where
+    all are equations: linear in T, with the coefficients computed here. The least T makes it `total`.
+    """
+    count, slope, offset = plan.microbatches, 0.0, 0.0
+    keep = 1 - part / count
+    for rank in range(plan.pp):
+        slope, offset = keep * slope + 1 / count, keep * offset + rank * hops / count
+    return (total + offset) / slope
+
+
+def least_ends(step: StepTimes) -> list[float]:
+    """Return for each rank a time before which its last action, and those that wait for it, cannot end.
+
+    A rank waits for the forwards of the stages before its first, and then does all its work. Where backwards
+    are whole, those of the stages before follow its last.
+    """
+    schedule, passes = step.schedule, step.passes
+    hop = 0.0 if step.timer.shape.framework.blocking_messages else step.hop
+    before, ends, count = 0.0, [], step.timer.shape.plan.microbatches
+    for rank in range(schedule.ranks):
+        own = schedule.stages_of(rank)
+        work = sum(passes[stage].total.total for stage in own)
+        rounding = NANOSECOND * (1.5 * count * len(own) + rank)
+        ends.append((before + count * work - rounding) * ROUNDING)
+        before += passes[rank].forward.total + hop
+    if schedule.policy in _ATOMIC:
+        for rank in reversed(range(schedule.ranks - 1)):
+            after = passes[rank].backward + hop - 2 * NANOSECOND
+            ends[rank] = max(ends[rank], (ends[rank + 1] + after) * ROUNDING)
+    return ends

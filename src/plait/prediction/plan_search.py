@@ -1,0 +1,210 @@
+"""`search`: the fastest plans of a number of ranks that fit the memory, exactly as `predict` judges them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from heapq import heappop, heappush
+from math import floor
+
+from plait.errors import PlanError
+from plait.plan import Plan, Recompute, SequenceParallel
+from plait.prediction.decoder import Decoder
+from plait.prediction.framework import PLAIT, Framework
+from plait.prediction.hardware import Hardware
+from plait.prediction.plan_bounds import ROUNDING, Bounds
+from plait.prediction.plan_space import PlanChoices, RankDivision, divisions
+from plait.prediction.plan_steps import PlanSteps
+from plait.prediction.step_end import step_seconds
+from plait.prediction.step_prediction import Prediction, predict
+from plait.prediction.step_times import NANOSECOND
+
+ALL = PlanChoices()
+AXES = ("pp", "tp", "cp", "dp")
+
+
+@dataclass(frozen=True)
+class PlanSearchResult:
+    """The fastest plans that fit, and what became of the others."""
+
+    best: tuple[Prediction, ...]
+    """In the order of `plan_rank`; their plans leave the cut to `parallelize`, which makes the same."""
+    plans: int
+    """Plans of the space whose divisions are possible."""
+    predicted: int
+    """Plans that fit and whose step time was computed."""
+    too_large: int
+    """Plans that need more memory than a device has."""
+    slower: int
+    """Plans that a lower bound of their step time rules out; whether they fit was not computed."""
+    impossible: Mapping[str, int]
+    """Divisions of the ranks that model or batch do not allow, by reason."""
+
+
+def plan_rank(seconds: float, memory: float, plan: Plan) -> tuple[int, int, int]:
+    """Return the key by which plans are ordered: step time in nanoseconds, then memory, then used axes.
+
+    `memory`: the most bytes that a rank allocates.
+    """
+    axes = sum(getattr(plan, axis) > 1 for axis in AXES)
+    return round(seconds / NANOSECOND), round(memory), axes
+
+
+def search(
+    model: Decoder,
+    hardware: Hardware,
+    ranks: int,
+    batch: int,
+    *,
+    base: Plan | None = None,
+    choices: PlanChoices = ALL,
+    most: int = 10,
+    framework: Framework = PLAIT,
+) -> PlanSearchResult:
+    """Return the `most` fastest plans of `ranks` ranks for `batch` sequences a step over all of them.
+
+    `base` has what is not searched, such as the precisions. A plan is left out only where a lower bound of
+    its time is above the times of all that are returned, or a lower bound of its memory above the device's:
+    the result is that of predicting every plan. Raises PlanError where the ranks cannot be divided.
+    """
+    found, impossible = divisions(model, ranks, batch)
+    if not found:
+        reasons = ", ".join(f"{reason} ({count})" for reason, count in impossible.most_common())
+        raise PlanError(
+            f"{ranks} ranks cannot be divided for this model and a batch of {batch}: {reasons}: change the "
+            "ranks, the batch or the sizes."
+        )
+    bounds = Bounds(model, hardware, batch, framework)
+    queue = _PlanQueue(bounds, PlanSteps(bounds), base or Plan(), choices)
+    for division in found:
+        queue.add(division)
+    best: list[Plan] = []
+    while queue.entries and len(best) < most:
+        plan = queue.next()
+        if plan is not None:
+            best.append(plan)
+    return PlanSearchResult(
+        tuple(_prediction(plan, bounds) for plan in best),
+        queue.plans,
+        queue.fits,
+        queue.too_large,
+        queue.plans - queue.too_large - queue.fits,
+        impossible,
+    )
+
+
+def _prediction(plan: Plan, bounds: Bounds) -> Prediction:
+    rows = bounds.batch // plan.dp
+    return predict(bounds.model, plan, bounds.hardware, rows=rows, framework=bounds.framework)
+
+
+_Key = tuple[int, int, int, int, int]
+"""Nanoseconds; 1 for a plan whose time is known, after all bounds that are equal; `plan_rank`; a number."""
+
+
+@dataclass
+class _PlanQueue:
+    """Parts of the space of plans and single plans, by lower bounds of their step time, least first.
+
+    A part is split when it comes first: a division of the ranks by recomputation and sequence parallelism,
+    then by the strategies of state, then by schedule; a plan gets a better bound when its cut is known, and
+    then its time. A plan whose time is known and that comes first cannot be beaten by what is left.
+    """
+
+    bounds: Bounds
+    steps: PlanSteps
+    base: Plan
+    choices: PlanChoices
+    entries: list[tuple[_Key, Callable[[], None] | Plan]] = field(default_factory=list)
+    plans: int = 0
+    fits: int = 0
+    too_large: int = 0
+
+    def next(self) -> Plan | None:
+        """Take the first entry: split it, or return it if it is a plan whose time is known."""
+        _, entry = heappop(self.entries)
+        if isinstance(entry, Plan):
+            return entry
+        entry()
+        return None
+
+    def add(self, division: RankDivision) -> None:
+        """Add all plans of a division."""
+        schedules = len(division.schedules(len(self.bounds.model.kinds), self.choices))
+        states = sum(1 for _ in division.states(self.choices))
+        options = [*division.layer_options(self.choices)]
+        self.plans += len(options) * states * schedules
+        # Recomputation only adds time.
+        quickest = {(min(self.choices.recompute, key=_RECOMPUTE.index), sequence) for _, sequence in options}
+        least = min(self._least(self._plan(division, *one)) for one in quickest)
+        self._push(least, partial(self._split_division, division, states * schedules))
+
+    def _split_division(self, division: RankDivision, plans: int) -> None:
+        """Split by recomputation and sequence parallelism, and drop what no strategy of state makes fit."""
+        strategies = {(strategy, reduce) for strategy, reduce, _ in division.states(self.choices)}
+        for recompute, sequence in division.layer_options(self.choices):
+            plan = self._plan(division, recompute, sequence)
+            least = min(
+                self.bounds.memory(replace(plan, strategy=strategy, reduce=reduce), gathered=False)
+                for strategy, reduce in strategies
+            )
+            if least > self.bounds.hardware.memory:
+                self.too_large += plans
+            else:
+                self._push(self._least(plan), partial(self._split_states, division, plan))
+
+    def _split_states(self, division: RankDivision, plan: Plan) -> None:
+        schedules = division.schedules(len(self.bounds.model.kinds), self.choices)
+        for strategy, reduce, copies in division.states(self.choices):
+            one = replace(plan, strategy=strategy, reduce=reduce, replicate=copies)
+            if self.bounds.memory(one) > self.bounds.hardware.memory:
+                self.too_large += len(schedules)
+            else:
+                self._push(self.bounds.step_seconds(one), partial(self._split_schedules, one, schedules))
+
+    def _split_schedules(self, plan: Plan, schedules: tuple[tuple[str, int], ...]) -> None:
+        for policy, chunks in schedules:
+            one = replace(plan, schedule=policy, chunks=chunks)
+            if self.bounds.memory(one, policy) > self.bounds.hardware.memory:
+                self.too_large += 1
+            else:
+                self._push(self.bounds.step_seconds(one, policy, chunks), partial(self._cut, one))
+
+    def _cut(self, plan: Plan) -> None:
+        """Put a plan that fits back with the bound that its cut into stages gives."""
+        hardware = self.bounds.hardware
+        if self.steps.memory(plan) + hardware.reserved > hardware.memory:
+            self.too_large += 1
+            return
+        least = self.steps.step(plan).least
+        self._push(step_seconds(self.bounds.timer(plan), least) * ROUNDING, partial(self._predict, plan))
+
+    def _predict(self, plan: Plan) -> None:
+        """Put a plan back with its step time."""
+        seconds = step_seconds(self.bounds.timer(plan), self.steps.step(plan).latest)
+        nanoseconds, memory, axes = plan_rank(seconds, self.steps.memory(plan), plan)
+        self.fits += 1
+        heappush(self.entries, ((nanoseconds, 1, memory, axes, self._number()), plan))
+
+    def _plan(self, division: RankDivision, recompute: Recompute, sequence: SequenceParallel) -> Plan:
+        return division.plan(
+            self.base, recompute=recompute, sequence_parallel=sequence, strategy="none", replicate=1
+        )
+
+    def _least(self, plan: Plan) -> float:
+        """Return a bound for all strategies of state: as if nothing were summed, gathered or updated."""
+        return self.bounds.step_seconds(plan, state=False)
+
+    def _push(self, bound: float, split: Callable[[], None]) -> None:
+        heappush(self.entries, ((floor(bound / NANOSECOND), 0, 0, 0, self._number()), split))
+
+    def _number(self) -> int:
+        self._added += 1
+        return self._added
+
+    _added: int = 0
+
+
+_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+"""From the least time to the most."""

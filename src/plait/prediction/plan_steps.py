@@ -1,0 +1,102 @@
+"""The simulated steps of many plans; what several plans have in common is computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from plait.plan import Plan
+from plait.prediction.decoder import LayerKind, stage_kinds
+from plait.prediction.layer_operations import StepShape
+from plait.prediction.memory_by_size import RankActivations, rank_activations
+from plait.prediction.plan_bounds import KINDS, Bounds, least_ends
+from plait.prediction.step_end import RankWork, latest_ends
+from plait.prediction.step_prediction import costs_for_cut
+from plait.prediction.step_times import StepTimes, hop_seconds, stage_modes
+from plait.schedules.held_microbatches import HeldMicrobatches
+from plait.schedules.schedule import Schedule
+from plait.schedules.stage_cuts.schedule_and_cut import schedule_and_cut
+
+
+@dataclass(frozen=True)
+class CutPipeline:
+    """A schedule, with the cut of the model into its stages."""
+
+    schedule: Schedule
+    cut: tuple[int, ...]
+    stages: tuple[tuple[LayerKind, ...], ...]
+    held: HeldMicrobatches
+
+
+@dataclass(frozen=True)
+class SharedStep:
+    """The actions of a step that plans with the same schedule and the same layer times have in common."""
+
+    times: StepTimes
+
+    @property
+    def latest(self) -> Mapping[RankWork, float]:
+        """Seconds to the last actions, see `StepTimes.latest`."""
+        return self.times.latest
+
+    @cached_property
+    def least(self) -> Mapping[RankWork, float]:
+        """Lower bounds of `latest`, without a simulation."""
+        return latest_ends(self.times.work, least_ends(self.times))
+
+
+@dataclass(frozen=True)
+class PlanSteps:
+    """The steps and the memory of plans of one model."""
+
+    bounds: Bounds
+    _pipelines: dict[tuple[object, ...], CutPipeline] = field(default_factory=dict)
+    _steps: dict[tuple[object, ...], SharedStep] = field(default_factory=dict)
+    _kept: dict[tuple[object, ...], tuple[RankActivations, ...]] = field(default_factory=dict)
+
+    def pipeline(self, plan: Plan) -> CutPipeline:
+        """Return the schedule and the cut of a plan, those that `predict` finds."""
+        key = (plan.schedule, plan.chunks, plan.pp, plan.microbatches)
+        if key not in self._pipelines:
+            schedule, cut = schedule_and_cut(
+                plan.schedule,
+                costs_for_cut(self.bounds.model, plan),
+                ranks=plan.pp,
+                microbatches=plan.microbatches,
+                chunks=plan.chunks,
+                limit=plan.memory_limit,
+            )
+            stages = stage_kinds(self.bounds.model.kinds, cut)
+            self._pipelines[key] = CutPipeline(schedule, cut, stages, HeldMicrobatches(schedule))
+        return self._pipelines[key]
+
+    def step(self, plan: Plan) -> SharedStep:
+        """Return the actions of a plan's step."""
+        timer, pipeline = self.bounds.timer(plan), self.pipeline(plan)
+        assert not isinstance(plan.recompute, tuple)
+        layers = tuple(timer.times(kind, plan.recompute) for kind in KINDS)
+        key = (plan.schedule, plan.chunks, plan.pp, plan.microbatches, plan.tp, layers, hop_seconds(timer))
+        if key not in self._steps:
+            modes = stage_modes(plan, pipeline.cut)
+            self._steps[key] = SharedStep(StepTimes(timer, pipeline.schedule, pipeline.stages, modes))
+        return self._steps[key]
+
+    def memory(self, plan: Plan) -> float:
+        """Return the most bytes that a rank allocates, as `predict` does."""
+        shape = self.bounds.timer(plan).shape
+        return max(rank.with_state(shape, 0.0).allocated for rank in self._activations(plan, shape))
+
+    def _activations(self, plan: Plan, shape: StepShape) -> tuple[RankActivations, ...]:
+        """Return what the ranks keep, without ranks that need no more than an equal one."""
+        pipeline, layers = self.pipeline(plan), (plan.tp, plan.cp, shape.rows, plan.sequence_parallel)
+        key = (plan.schedule, plan.chunks, plan.pp, plan.microbatches, *layers, plan.recompute)
+        if key not in self._kept:
+            modes = stage_modes(plan, pipeline.cut)
+            most: dict[tuple[float, ...], RankActivations] = {}
+            for rank in rank_activations(shape, pipeline.held, pipeline.stages, modes):
+                same = (rank.parameters, rank.largest, rank.running)
+                if same not in most or rank.kept > most[same].kept:
+                    most[same] = rank
+            self._kept[key] = tuple(most.values())
+        return self._kept[key]

@@ -1,0 +1,76 @@
+"""The end of a step: gradient sums and the optimizer, from each rank's last action on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from plait.prediction.layer_operations import ITEM
+from plait.prediction.layer_times import LayerTimer
+from plait.prediction.operations import AxisTransfer
+
+
+class RankWork(NamedTuple):
+    """What the time after a rank's last action depends on."""
+
+    parameters: float
+    """Of the rank's stages, before sharding over data-parallel ranks."""
+    layers: int
+    window: float
+    """Seconds of the backward of a micro-batch on all of the rank's stages, in which sums are hidden."""
+
+
+def latest_ends(work: Sequence[RankWork], ends: Sequence[float]) -> dict[RankWork, float]:
+    """Return the largest of `ends`, one for each rank, for each kind of work."""
+    latest: dict[RankWork, float] = {}
+    for one, end in zip(work, ends, strict=True):
+        latest[one] = max(end, latest.get(one, 0.0))
+    return latest
+
+
+def step_seconds(timer: LayerTimer, latest: Mapping[RankWork, float]) -> float:
+    """Return the time of a step from the seconds to the last action of ranks, by their work after it."""
+    ends = max(end + gradient_sum_seconds(timer, work) for work, end in latest.items())
+    return ends + max(sum(optimizer_seconds(timer, work.parameters)) for work in latest)
+
+
+def gradient_transfers(timer: LayerTimer, count: float) -> float:
+    """Return the seconds in which `count` parameters' gradients are summed, if nothing hides them.
+
+    Zero where they are summed layer by layer in every backward. Else linear in `count` but for the latency.
+    """
+    shape, plan, network = timer.shape, timer.shape.plan, timer.network
+    if plan.reduce == "each" and plan.strategy in ("gradients", "full"):
+        return 0.0
+    nbytes = count * ITEM[plan.reduce_precision or shape.gradient_precision]
+    if plan.strategy == "none":
+        kinds = [AxisTransfer("all-reduce", "shard", nbytes), AxisTransfer("all-reduce", "replicate", nbytes)]
+    else:
+        kinds = [AxisTransfer("reduce-scatter", "shard", nbytes)]
+        kinds.append(AxisTransfer("all-reduce", "replicate", nbytes / plan.state_ranks))
+    return sum(map(network.seconds, kinds))
+
+
+def gradient_sum_seconds(timer: LayerTimer, work: RankWork) -> float:
+    """Return the seconds from a rank's last action until its gradients are summed."""
+    seconds = gradient_transfers(timer, work.parameters)
+    if not timer.shape.framework.overlaps_data_sums:
+        return seconds
+    # Sums of a layer start with the end of its gradient; those of the last one are never hidden.
+    return max(seconds / work.layers, seconds - work.window * (1 - 1 / work.layers))
+
+
+def optimizer_seconds(timer: LayerTimer, count: float) -> tuple[float, float]:
+    """Return the seconds of the optimizer's step on `count` parameters of a rank before sharding, and of the
+    gather of parameters that follows. Neither falls as `count` grows."""
+    shape, plan, hardware = timer.shape, timer.shape.plan, timer.hardware
+    ranks = plan.state_ranks if plan.strategy != "none" else 1
+    master = ITEM[plan.master_precision or plan.precision or "fp32"]
+    moments = shape.framework.moment_bytes or 2 * master
+    # Gradients are read for the norm and for the step; master and moments read and written.
+    nbytes = 2 * shape.gradient_item + 2 * (master + moments) + (shape.item if plan.has_master else 0)
+    bandwidth = hardware.memory_bandwidth * hardware.efficiency.memory
+    seconds = count / ranks * nbytes * shape.framework.optimizer_passes / bandwidth
+    if plan.strategy not in ("optimizer", "gradients"):
+        return seconds, 0.0
+    return seconds, timer.network.seconds(AxisTransfer("all-gather", "shard", count * shape.item))

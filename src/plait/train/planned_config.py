@@ -1,0 +1,77 @@
+"""What a prediction needs from a configuration, and the configuration that has a given plan, as TOML."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+
+from plait.data.tokenizer import open_tokenizer
+from plait.errors import ConfigError
+from plait.plan import Plan
+from plait.prediction.decoder import Decoder
+from plait.train.config import Config
+
+SEARCHED = (
+    "pp",
+    "tp",
+    "cp",
+    "dp",
+    "replicate",
+    "strategy",
+    "reduce",
+    "schedule",
+    "chunks",
+    "recompute",
+    "sequence_parallel",
+)
+"""Fields of `parallel` that a search of plans decides, besides `train.microbatches`."""
+
+
+def configured_decoder(config: Config) -> Decoder:
+    """Return the sizes of the model that a configuration builds; no module is made.
+
+    Raises ConfigError for a model in a folder and for adapters, which predictions do not know.
+    """
+    model = config.model
+    if model.folder is not None:
+        raise ConfigError(
+            f"model.name = {model.name} is a folder, and predictions know the sizes of gpt2 and llama only: "
+            "set model.name to one of them, with the folder's sizes."
+        )
+    if model.lora.adapts:
+        raise ConfigError("model.lora is given, and predictions know no adapters: leave it out.")
+    llama = model.name == "llama"
+    return Decoder(
+        layers=model.layers,
+        hidden=model.hidden,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        inner=model.inner,
+        vocab=model.vocab or open_tokenizer(config.tokenizer).vocab,
+        context=model.context,
+        gated=llama,
+        biases=not llama,
+        positions=not llama,
+        rotary=llama,
+        tied=model.tied,
+    )
+
+
+def config_text(config: Config, plan: Plan) -> str:
+    """Return a TOML file of `config` with the searched fields of `plan`; other defaults are left out."""
+    tree = config.model_dump(mode="json", exclude_defaults=True)
+    parallel = tree.setdefault("parallel", {})
+    parallel.pop("layers_per_stage", None)
+    parallel.update({name: getattr(plan, name) for name in SEARCHED})
+    tree.setdefault("train", {})["microbatches"] = plan.microbatches
+    return "\n".join(_lines(tree)).strip() + "\n"
+
+
+def _lines(tree: Mapping[str, object], prefix: str = "") -> Iterator[str]:
+    sections = {name: value for name, value in tree.items() if isinstance(value, dict)}
+    for name, value in tree.items():
+        if name not in sections and value is not None:
+            # Texts, numbers, truth values and lists of them are written alike in TOML and JSON.
+            yield f"{name} = {json.dumps(value)}"
+    for name, section in sections.items():
+        yield from ("", f"[{prefix}{name}]", *_lines(section, f"{prefix}{name}."))

@@ -1,0 +1,108 @@
+"""`plait plan`: what it prints and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.cli.main import main
+from plait.prediction.model_sizes import decoder_of
+from plait.train.build import build_model
+from plait.train.config_parser import config_from_arguments
+from plait.train.planned_config import SEARCHED, configured_decoder
+
+SMALL = ["--hardware", "h100-sxm", "--model.layers", "2", "--train.batch", "6", "--train.precision", "bf16"]
+
+
+def _printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def _json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    return json.loads(_printed(capsys, *arguments, "--json"))
+
+
+def test_a_search_prints_plans_fastest_first(capsys: pytest.CaptureFixture[str]) -> None:
+    head, *lines = _printed(capsys, *SMALL, "--ranks", "2", "--most", "3").splitlines()
+    assert head.split()[:3] == ["step", "tokens/s", "MFU"]
+    seconds = [float(line.split()[0]) for line in lines[:3]]
+    assert seconds == sorted(seconds)
+    assert "of the step" in lines[0]
+    assert lines[4].startswith("Of ")
+    assert lines[-1].startswith("The second is ")
+
+
+def test_the_written_configuration_has_the_fastest_plan_and_the_rest_as_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "best.toml"
+    given = ["--data.source", 'a "b"', "--train.betas", "[0.8, 0.9]", "--run.compare", "0"]
+    found = _json(capsys, *SMALL, *given, "--ranks", "4", "--write", str(file))
+    config = config_from_arguments(["--config", str(file)])
+    plan = config.plan()
+    assert {name: getattr(plan, name) for name in (*SEARCHED, "microbatches")} == found["best"][0]["plan"]
+    assert plan.world == 4
+    assert (config.model.layers, config.train.batch, config.data.source) == (2, 6, 'a "b"')
+    assert (plan.precision, config.train.betas, config.run.compare) == ("bf16", (0.8, 0.9), 0)
+    judged = _json(capsys, "--hardware", "h100-sxm", "--config", str(file))
+    assert judged["step_seconds"] == found["best"][0]["step_seconds"]
+    assert sum(judged["breakdown"].values()) == pytest.approx(judged["step_seconds"], rel=1e-12)
+
+
+def test_a_judged_plan_has_changes_that_help(capsys: pytest.CaptureFixture[str]) -> None:
+    given = [*SMALL, "--parallel.dp", "3", "--train.microbatches", "2", "--parallel.recompute", "full"]
+    judged = _json(capsys, *given)
+    first = judged["changes"][0]
+    assert len({one["field"] for one in judged["changes"]}) == len(judged["changes"]) <= 3
+    changed = _json(capsys, *given, f"--{first['field']}", str(first["value"]))
+    assert changed["step_seconds"] - judged["step_seconds"] == pytest.approx(first["seconds"])
+    assert changed["peak_memory"] - judged["peak_memory"] == pytest.approx(first["memory"])
+    lines = _printed(capsys, *given).splitlines()
+    assert "Changes of one field that help most:" in lines
+    assert lines[-len(judged["changes"])].split()[0] == first["field"]
+
+
+def test_reasons_are_counted_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = _printed(capsys, *SMALL, "--ranks", "5", "--train.batch", "5").splitlines()
+    assert "1 division of the ranks is impossible: tp does not divide the heads." in lines
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_the_sizes_are_those_of_the_built_model(name: str, tied: str) -> None:
+    config = config_from_arguments(["--model.name", name, "--model.tied", tied, "--model.layers", "2"])
+    sizes = configured_decoder(config)
+    built = decoder_of(build_model(config.model, sizes.vocab))
+    assert (built.inside, built.key_heads) == (sizes.inside, sizes.key_heads)
+    assert built.total_parameters == sizes.total_parameters
+    for field in ("layers", "hidden", "heads", "context", "gated", "biases", "positions", "rotary", "tied"):
+        assert getattr(built, field) == getattr(sizes, field)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--ranks 2", "arguments are required: --hardware"),
+        ("--ranks 0 --hardware h100-sxm", "not a whole number of at least 1"),
+        ("--ranks 7919 --hardware h100-sxm --train.batch 4", "7919 ranks cannot be divided"),
+        ("--ranks 2 --hardware nowhere.toml", "hardware nowhere.toml cannot be read"),
+        ("--hardware a100-80 --write x.toml", "--write goes with --ranks"),
+        ("--hardware a100-80 --model.lora.rank 4", "predictions know no adapters"),
+        ("--hardware a100-80 --parallel.offload full --parallel.strategy full", "offload is full"),
+        ("--hardware a100-80 --ranks 2 --parallel.memory_limit 3", "memory_limit does not go with"),
+        ("--hardware a100-40 --ranks 1 --model.hidden 65536 --model.layers 90", "none of "),
+        ("--hardware a100-80 --modle.layers 3", "modle.layers"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *arguments.split()]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+    assert not printed.out

@@ -1,0 +1,172 @@
+"""The bounds of a search: never above the prediction of a plan, and where they can be, equal to it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from plait.plan import Plan
+from plait.prediction.decoder import Decoder
+from plait.prediction.framework import PLAIT
+from plait.prediction.hardware import Hardware, load_hardware
+from plait.prediction.plan_bounds import Bounds, pipeline_seconds
+from plait.prediction.plan_space import PlanChoices, divisions
+from plait.prediction.plan_steps import PlanSteps
+from plait.prediction.step_end import step_seconds
+from plait.prediction.step_prediction import Prediction, predict
+
+H100, A100 = load_hardware("h100-sxm"), load_hardware("a100-40")
+SLOW_LINKS = replace(A100, devices=2, oversubscription=16.0)
+CHOICES = PlanChoices()
+
+
+def _random_problem(random: Random) -> tuple[Decoder, Hardware, Plan, int]:
+    """Return a model, hardware, a plan and its rows, all drawn at random."""
+    heads = random.choice((4, 8))
+    gated = random.random() < 0.5
+    model = Decoder(
+        layers=random.choice((2, 3, 6)),
+        hidden=heads * 64,
+        heads=heads,
+        vocab=random.choice((100, 5000, 60000)),
+        context=random.choice((64, 512, 2048)),
+        gated=gated,
+        rotary=gated,
+        biases=not gated,
+        tied=random.random() < 0.3,
+    )
+    batch = random.choice((4, 6, 16))
+    division = random.choice(divisions(model, random.choice((1, 2, 4, 8)), batch)[0])
+    base = Plan(precision="bf16", master_precision="fp32", loss_rows=random.choice((None, 128)))
+    plan = random.choice([*division.options(base, CHOICES)])
+    policy, chunks = random.choice(division.schedules(len(model.kinds), CHOICES))
+    plan = replace(plan, schedule=policy, chunks=chunks)
+    return model, random.choice((H100, A100, SLOW_LINKS)), plan, batch
+
+
+def _bounded(problem: tuple[Decoder, Hardware, Plan, int]) -> tuple[Bounds, Plan, Prediction]:
+    model, hardware, plan, batch = problem
+    found = predict(model, plan, hardware, rows=batch // plan.dp)
+    return Bounds(model, hardware, batch, PLAIT), plan, found
+
+
+def _check(seed: int) -> None:
+    bounds, plan, found = _bounded(_random_problem(Random(seed)))
+    layers = replace(plan, strategy="none", reduce="last", replicate=1)
+    assert bounds.step_seconds(layers, state=False) <= found.step_seconds
+    assert bounds.step_seconds(plan) <= found.step_seconds
+    assert bounds.step_seconds(plan, plan.schedule, plan.chunks or 1) <= found.step_seconds
+    steps = PlanSteps(bounds)
+    timer = bounds.timer(plan)
+    assert step_seconds(timer, steps.step(plan).least) <= found.step_seconds
+    assert step_seconds(timer, steps.step(plan).latest) == found.step_seconds
+    used = found.peak_memory + bounds.hardware.reserved
+    assert bounds.memory(replace(plan, replicate=1), gathered=False) <= used
+    assert bounds.memory(plan) <= used
+    assert bounds.memory(plan, plan.schedule) <= used
+    assert steps.memory(plan) == found.peak_memory
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_bound_is_above_the_prediction(seed: int) -> None:
+    _check(seed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(60, 3000))
+def test_no_bound_of_many_plans_is_above_the_prediction(seed: int) -> None:
+    _check(seed)
+
+
+EVEN = Decoder(layers=7, hidden=512, heads=8, vocab=8, context=512, gated=True, rotary=True)
+"""Sixteen layers, of which the embedding and the head take nearly nothing."""
+
+
+def _share(plan: Plan, model: Decoder = EVEN, hardware: Hardware = H100, batch: int = 16) -> float:
+    """Return the bound of the step time as a part of the prediction."""
+    bounds, _, found = _bounded((model, hardware, plan, batch))
+    return bounds.step_seconds(plan, plan.schedule, plan.chunks or 1) / found.step_seconds
+
+
+@pytest.mark.parametrize("strategy", ["none", "optimizer", "gradients", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_without_a_pipeline_the_bound_is_the_prediction(strategy: str, recompute: str) -> None:
+    plan = Plan(dp=2, tp=2, microbatches=4, strategy=strategy, recompute=recompute, precision="bf16")  # type: ignore[arg-type]
+    assert 0.999 < _share(plan) <= 1  # but for sums of gradients that are hidden for all layers but the last
+
+
+def test_sums_of_gradients_that_nothing_hides_are_in_the_bound() -> None:
+    plan = Plan(dp=8, precision="bf16")
+    model = replace(EVEN, context=64, vocab=50000)
+    assert 0.995 < _share(plan, model, SLOW_LINKS, 8) <= 1
+
+
+def test_the_optimizer_of_the_rank_with_the_largest_layer_is_in_the_bound() -> None:
+    model = replace(EVEN, layers=3, vocab=1_000_000, context=8)
+    assert 0.995 < _share(Plan(pp=4), model, H100, 1) <= 1
+
+
+def test_the_pipeline_of_equal_stages_is_exact() -> None:
+    # p equal stages of 1f1b: (m + p − 1) · x with x = total / p, and two messages for each rank.
+    plan = Plan(pp=4, microbatches=8)
+    assert pipeline_seconds(4.0, plan, 1.0, 0.0) <= 8 + 3
+    # x_r grows by 1 / (1 − 1 / m) towards the front; the least time solves all four equations.
+    shares = [1.0]
+    for _ in range(3):
+        shares.append(shares[-1] * (1 - 1 / 8))
+    assert pipeline_seconds(4.0, plan, 1.0, 0.0) == pytest.approx(8 * 4 / sum(shares))
+    assert pipeline_seconds(4.0, plan, 0.0, 0.0) == pytest.approx(8)
+    assert pipeline_seconds(4.0, replace(plan, microbatches=1), 1.0, 0.5) == pytest.approx(4 + 3 * 0.5)
+
+
+@pytest.mark.parametrize(("policy", "least"), [("1f1b", 0.835), ("zb-h1", 0.80), ("interleaved", 0.83)])
+def test_the_bound_of_a_pipeline_is_close(policy: str, least: float) -> None:
+    plan = Plan(pp=4, microbatches=8, schedule=policy, precision="bf16")
+    assert least < _share(plan) <= 1
+
+
+@pytest.mark.parametrize(
+    ("policy", "chunks", "least"), [("1f1b", 1, 0.999), ("zb-h1", 1, 0.995), ("zb-v", 2, 0.999)]
+)
+def test_one_micro_batch_takes_the_path_through_stages_and_messages(
+    policy: str, chunks: int, least: float
+) -> None:
+    wide = replace(EVEN, layers=3, context=4096)
+    plan = Plan(pp=4, schedule=policy, chunks=chunks)
+    assert least < _share(plan, wide, SLOW_LINKS, 1) <= 1
+
+
+@pytest.mark.parametrize(("policy", "least"), [("1f1b", 0.94), ("zb-h1", 0.85), ("zb-v", 0.9)])
+def test_a_known_cut_bounds_the_end_of_each_rank(policy: str, least: float) -> None:
+    chunks = 2 if policy == "zb-v" else 1
+    plan = Plan(pp=4, microbatches=8, precision="bf16", schedule=policy, chunks=chunks)
+    bounds, _, found = _bounded((EVEN, H100, plan, 16))
+    known = step_seconds(bounds.timer(plan), PlanSteps(bounds).step(plan).least)
+    assert least < known / found.step_seconds <= 1
+
+
+HEAD = replace(EVEN, vocab=100_000, context=64)
+STATE = replace(EVEN, hidden=2048, context=8)
+KEPT = replace(EVEN, layers=15, context=2048)
+
+
+@pytest.mark.parametrize(
+    ("plan", "model", "least"),
+    [
+        (Plan(microbatches=16), HEAD, 0.9999),
+        (Plan(microbatches=16), KEPT, 0.985),
+        (Plan(dp=16, strategy="full", reduce="each"), STATE, 0.999),
+        (Plan(dp=16, strategy="full"), HEAD, 0.999),
+        (Plan(pp=2, microbatches=16), STATE, 0.95),
+        (Plan(pp=8, microbatches=16), HEAD, 0.95),  # the rank of the head
+        (Plan(pp=4, microbatches=1), KEPT, 0.7),  # no more micro-batches than there are
+        (Plan(pp=4, microbatches=16), KEPT, 0.53),  # all but the last keep several micro-batches
+    ],
+)
+def test_the_bound_of_memory_has_state_activations_and_buffers(
+    plan: Plan, model: Decoder, least: float
+) -> None:
+    bounds, plan, found = _bounded((model, replace(H100, reserved=0), replace(plan, precision="bf16"), 16))
+    assert least < bounds.memory(plan, plan.schedule) / found.peak_memory <= 1

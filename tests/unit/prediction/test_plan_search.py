@@ -1,0 +1,119 @@
+"""The search of plans against the prediction of every plan, without any bound."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from plait.errors import PlanError
+from plait.plan import Plan
+from plait.prediction.decoder import Decoder
+from plait.prediction.hardware import Hardware, load_hardware
+from plait.prediction.plan_search import plan_rank, search
+from plait.prediction.plan_space import PlanChoices, divisions
+from plait.prediction.step_prediction import Prediction, predict
+
+MIXED = Plan(precision="bf16", master_precision="fp32")
+H100 = load_hardware("h100-sxm")
+SLOW = replace(load_hardware("a100-40"), devices=2, oversubscription=8.0)
+LLAMA = Decoder(layers=3, hidden=1024, heads=8, kv_heads=4, vocab=8000, context=512, gated=True, rotary=True)
+GPT2 = Decoder(
+    layers=2, hidden=768, heads=6, vocab=50000, context=256, biases=True, positions=True, tied=True
+)
+
+
+def _every_plan(
+    model: Decoder, hardware: Hardware, ranks: int, batch: int, choices: PlanChoices
+) -> list[Prediction]:
+    plans = [
+        replace(plan, schedule=policy, chunks=chunks)
+        for division in divisions(model, ranks, batch)[0]
+        for plan in division.options(MIXED, choices)
+        for policy, chunks in division.schedules(len(model.kinds), choices)
+    ]
+    return [predict(model, plan, hardware, rows=batch // plan.dp) for plan in plans]
+
+
+def _rank(one: Prediction) -> tuple[int, int, int]:
+    return plan_rank(one.step_seconds, one.peak_memory, one.plan)
+
+
+def _compare(
+    model: Decoder, hardware: Hardware, ranks: int, batch: int, choices: PlanChoices, most: int
+) -> None:
+    every = _every_plan(model, hardware, ranks, batch, choices)
+    peaks = sorted(one.peak_memory for one in every)
+    for room in (None, peaks[len(peaks) // 3], peaks[0] * 0.99):  # all fit, a third, none
+        machine = hardware if room is None else replace(hardware, memory=room + hardware.reserved)
+        fitting = [one for one in every if one.peak_memory + machine.reserved <= machine.memory]
+        found = search(model, machine, ranks, batch, base=MIXED, choices=choices, most=most)
+        assert [_rank(one) for one in found.best] == sorted(map(_rank, fitting))[:most]
+        assert {one.plan for one in found.best} <= {one.plan for one in fitting}
+        assert found.plans == len(every)
+        assert found.too_large <= len(every) - len(fitting)
+        assert found.predicted <= len(fitting)
+        assert found.plans == found.predicted + found.too_large + found.slower
+
+
+def _compare_at_random(seed: int, ranks: int, schedules: int) -> None:
+    random = Random(seed)
+    base = PlanChoices()
+    choices = PlanChoices(
+        schedules=(("1f1b", 1), *random.sample(base.schedules[1:], schedules)),
+        states=tuple(random.sample(base.states, 2)),
+        recompute=tuple(random.sample(base.recompute, 2)),
+        sequence_parallel=("none", *random.sample(("keep", "regather"), 1)),
+    )
+    model = replace(
+        random.choice((LLAMA, GPT2)),
+        layers=random.randint(1, 5),
+        vocab=random.choice((500, 8000, 60000)),
+        context=random.choice((64, 512, 2048)),
+    )
+    batch = random.choice((2, 3, 4, 6, 8))
+    hardware = random.choice((H100, SLOW))
+    if divisions(model, ranks, batch)[0]:
+        _compare(model, hardware, ranks, batch, choices, most=random.randint(1, 12))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_search_finds_what_the_prediction_of_every_plan_finds(seed: int) -> None:
+    _compare_at_random(seed, ranks=(1, 2, 2, 3, 4, 4)[seed], schedules=1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(6, 306))
+def test_the_search_of_random_problems_is_exact(seed: int) -> None:
+    _compare_at_random(seed, ranks=Random(-seed).choice((2, 3, 4, 6, 8)), schedules=2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("hardware", [H100, SLOW], ids=("h100", "slow"))
+@pytest.mark.parametrize("model", [LLAMA, GPT2], ids=("llama", "gpt2"))
+@pytest.mark.parametrize("batch", [3, 8])
+def test_the_search_of_all_choices_is_exact(
+    model: Decoder, hardware: Hardware, ranks: int, batch: int
+) -> None:
+    _compare(model, hardware, ranks, batch, PlanChoices(), most=10)
+
+
+def test_equal_times_are_ordered_by_memory_then_by_axes() -> None:
+    plans = [Plan(dp=4), Plan(dp=2, cp=2)]
+    assert plan_rank(1.0, 5.0, plans[0]) == plan_rank(1.0 + 1e-13, 5.0, plans[0])
+    assert plan_rank(1.0, 5.0, plans[0]) < plan_rank(1.0, 5.0, plans[1]) < plan_rank(1.0, 6.0, plans[0])
+    assert plan_rank(1.0, 9.0, plans[1]) < plan_rank(1.0 + 1e-8, 5.0, plans[0])
+
+
+def test_a_bound_saves_most_simulations() -> None:
+    found = search(LLAMA, H100, 8, 8, base=MIXED, most=3)
+    assert found.predicted < found.plans / 4
+
+
+def test_divisions_that_are_impossible_are_counted_by_reason() -> None:
+    _, impossible = divisions(GPT2, 8, 4)
+    assert impossible["tp does not divide the heads"] == 4  # tp 4 with 3 divisions of 2 ranks, and tp 8
+    with pytest.raises(PlanError, match="7919 ranks cannot be divided"):
+        search(GPT2, H100, 7919, 4)
