@@ -1,4 +1,4 @@
-"""`plait plan`: the fastest plans of a number of ranks by prediction, or the prediction of a given plan."""
+"""`plait plan`: the fastest plans of a number of ranks, the prediction of one plan, and calibration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from plait.cli.arguments import CommandParser, count
-from plait.cli.plan_output import bound_text, change_lines, notes, plan_json, plan_table, search_json
+from plait.cli.plan_output import (
+    bound_text,
+    calibration_text,
+    change_lines,
+    notes,
+    plan_json,
+    plan_table,
+    search_json,
+)
 from plait.errors import ConfigError
 from plait.plan import Plan
 from plait.prediction.hardware import hardware_names, load_hardware
@@ -26,11 +34,12 @@ the memory, fastest first. Without it: judges the plan of the configuration, and
 names changes of one field that would help. The configuration is that of
 `plait train`: its --help lists the fields. In a search the precisions are kept,
 and parallel degrees, strategy, schedule, recomputation and micro-batches are
-chosen."""
+chosen. --calibrate measures the machine that it runs on instead."""
 _EXAMPLES = (
     ("plait plan --ranks 64 --hardware h100-sxm --config FILE.toml", ""),
     ("plait plan --ranks 8 --hardware a100-80 --write best.toml", "for plait train"),
     ("plait plan --hardware h100-sxm --config best.toml", "one plan"),
+    ("plait plan --calibrate this.toml", "for --hardware"),
 )
 
 
@@ -45,10 +54,11 @@ def parser() -> CommandParser:
     )
     add = made.add_argument
     names = ", ".join(hardware_names())
-    add("--hardware", metavar="NAME", required=True, help=f"{names}, or a TOML file")
+    add("--hardware", metavar="NAME", help=f"{names}, or a TOML file")
     add("--ranks", metavar="N", type=count, help="search the plans of N ranks")
     add("--most", metavar="K", type=count, default=10, help="plans that a search shows (default: 10)")
     add("--json", action="store_true", help="print one object with all of it")
+    add("--calibrate", metavar="OUT", type=Path, help="measure this machine, and write its TOML file")
     add("--write", metavar="FILE", type=Path, help="write the fastest plan as a configuration")
     return made
 
@@ -56,6 +66,12 @@ def parser() -> CommandParser:
 def run(argv: Sequence[str]) -> int:
     """Run `plait plan`, and return 0. Raises `PlaitError` for errors that the user can correct."""
     options, rest = parser().parse_known_args(argv)
+    if options.calibrate is not None:
+        _calibrate(options, rest)
+        return 0
+    if options.hardware is None:
+        names = ", ".join(hardware_names())
+        raise ConfigError(f"--hardware is missing: give {names}, or a file that --calibrate has written.")
     if options.write is not None and options.ranks is None:
         raise ConfigError("--write goes with --ranks: without a search there is no plan to write.")
     # One micro-batch, so that any train.batch is accepted before the search divides it.
@@ -70,6 +86,17 @@ def run(argv: Sequence[str]) -> int:
     else:
         _search(config, options)
     return 0
+
+
+def _calibrate(options: Namespace, rest: Sequence[str]) -> None:
+    if rest or options.hardware or options.write or options.json:
+        raise ConfigError(
+            "--calibrate goes with --ranks only: predict with the file that it writes afterwards."
+        )
+    from plait.calibration.calibrate import calibrate  # loads torch
+
+    print(calibration_text(calibrate(options.calibrate, options.ranks)))
+    print(f"wrote {options.calibrate}; use it: plait plan --hardware {options.calibrate}")
 
 
 def _judge(config: Config, options: Namespace) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from plait.prediction.hardware import Hardware
 from plait.prediction.plan_changes import PlanChange
 from plait.prediction.plan_search import PlanSearchResult
 from plait.prediction.step_prediction import Prediction
@@ -109,6 +110,17 @@ def _signed(number: float) -> str:
 
 def _section(field: str) -> str:
     return "train" if field == "microbatches" else "parallel"
+
+
+def calibration_text(found: Hardware) -> str:
+    """Return the figures of a measured machine, in two lines."""
+    rates = ", ".join(f"{name} {rate / 1e12:.3g}" for name, rate in found.peak.items())
+    part, link = found.efficiency, found.inside
+    return (
+        f"{found.name}, {found.devices} on the host. Matrix products in TFLOP/s: {rates}; memory "
+        f"{found.memory_bandwidth / 1e9:.3g} GB/s.\nAn operation takes {part.kernel * 1e6:.3g} µs at least. "
+        f"All-reduce: {link.latency * 1e6:.3g} µs a step, {link.bandwidth / 1e9:.3g} GB/s."
+    )
 
 
 def plan_json(found: Prediction, changes: Sequence[PlanChange]) -> dict[str, Any]:

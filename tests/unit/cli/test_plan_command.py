@@ -86,7 +86,8 @@ def test_the_sizes_are_those_of_the_built_model(name: str, tied: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--ranks 2", "arguments are required: --hardware"),
+        ("--ranks 2", "--hardware is missing: give a100-40,"),
+        ("--calibrate x.toml --json", "--calibrate goes with --ranks only"),
         ("--ranks 0 --hardware h100-sxm", "not a whole number of at least 1"),
         ("--ranks 7919 --hardware h100-sxm --train.batch 4", "7919 ranks cannot be divided"),
         ("--ranks 2 --hardware nowhere.toml", "hardware nowhere.toml cannot be read"),
