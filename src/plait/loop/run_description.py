@@ -40,12 +40,13 @@ def describe(
     *,
     rows: int = 0,
     memory: Memory | None = None,
+    seconds: float | None = None,
     changed_fields: Sequence[str] = (),
 ) -> RunDescription:
     """Return the description of a run that begins; `lines` say in sentences what is trained, and how.
 
-    `rows`: of a global batch. `memory`: the predicted one. `changed_fields`: those of a configuration that
-    differ from their default.
+    `rows`: of a global batch. `memory`, `seconds`: the predicted ones of a step. `changed_fields`: those of a
+    configuration that differ from their default.
     """
     blueprint, mesh = engine.blueprint, engine.mesh
     return RunDescription(
@@ -63,6 +64,7 @@ def describe(
         tensors=tuple(_tensors(blueprint)),
         memory=() if memory is None else tuple(_predicted(memory)),
         rows=rows,
+        predicted_seconds=seconds,
     )
 
 

@@ -117,12 +117,25 @@ _NUMBERS: Mapping[str, Mapping[str, tuple[float, float, float]]] = {
 _PEAK = "peak_tflops"
 _PRECISIONS = ("fp64", "fp32", "bf16", "fp16", "fp8")
 _TEXTS = ("name", "fitted")
+_DEVICES = (
+    (("A100", "SXM", "40GB"), "a100-40"),
+    (("A100", "SXM", "80GB"), "a100-80"),
+    (("H100", "HBM3"), "h100-sxm"),
+    (("H200",), "h200-sxm"),
+    (("B200",), "b200-sxm"),
+)
+"""Parts of a GPU's product name, and its bundled file. H100 with another memory are cards for PCIe."""
 
 
 def hardware_names() -> tuple[str, ...]:
     """Return the names of the bundled files."""
     folder = files(__package__) / FILES
     return tuple(sorted(file.name.removesuffix(".toml") for file in folder.iterdir()))
+
+
+def bundled_name(device: str) -> str | None:
+    """Return the bundled file for the product name of a GPU, such as "NVIDIA H100 80GB HBM3", or None."""
+    return next((file for parts, file in _DEVICES if all(part in device for part in parts)), None)
 
 
 def load_hardware(given: Hardware | str | Path) -> Hardware:

@@ -106,6 +106,8 @@ def _lines(title: str, number: int, run: RunRecord) -> Iterator[ChartLine]:
     clip = run.config_field("train.clip")
     if title == "Gradient norm" and isinstance(clip, int | float) and clip:
         yield ChartLine(number, "clipped to", clip)
-    predicted = None if run.description is None else run.description.predicted_memory
-    if title == "Memory" and predicted:
-        yield ChartLine(number, "predicted, of tensors", predicted)
+    about = run.description
+    if title == "Memory" and about is not None and about.predicted_memory:
+        yield ChartLine(number, "predicted, of tensors", about.predicted_memory)
+    if title == "Time of a step" and about is not None and about.predicted_seconds:
+        yield ChartLine(number, "predicted", about.predicted_seconds)

@@ -91,6 +91,8 @@ class RunDescription:
     memory: tuple[PredictedRank, ...]
     rows: int = 0
     """Rows of a global batch; 0: unknown."""
+    predicted_seconds: float | None = None
+    """Predicted time of a step, where the hardware is known."""
 
     @property
     def world(self) -> int:

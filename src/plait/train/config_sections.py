@@ -321,6 +321,11 @@ class RunConfig(Section):
         description="GB (1e9 bytes) of tensors: a run whose predicted memory of a rank is larger is refused; "
         "none: no limit",
     )
+    hardware: str | None = Field(
+        default=None,
+        description="hardware on which the step is predicted, a name or a file of plait plan --calibrate; "
+        "none: known by the GPU's name",
+    )
     timeout: float = Field(
         default=120.0, ge=1, description="seconds that a rank waits for another one before it fails"
     )

@@ -14,6 +14,7 @@ from plait.loop.report_files import Report
 from plait.loop.run_description import describe, plan_line
 from plait.loop.validation import EarlyStop, Validation
 from plait.plan import Plan
+from plait.prediction.step_prediction import Prediction
 from plait.report.writing import REPORT_FILE
 from plait.train.balance_reorder_trace import balanced
 from plait.train.build import build_model
@@ -21,6 +22,7 @@ from plait.train.checkpoints import FOLDER, run_checkpoints
 from plait.train.config import Config
 from plait.train.memory_limit import peak_line, predict_memory, prediction_line
 from plait.train.metrics import FIELD, open_loggers
+from plait.train.predicted_step import predicted_step, step_lines
 from plait.train.reference_steps import Comparison, compare_steps
 from plait.train.run_callbacks import FirstSteps, Recordings
 from plait.train.run_data import Data, load_data
@@ -73,10 +75,11 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
         data = load_data(config)
         plan = balanced(config, plan, mesh, data)
         memory = _predicted_memory(config, plan, mesh, data)
+        predicted = predicted_step(config, plan, mesh.device)
         trainer = Trainer(config, plan, mesh, data)
         report = Report(run.dir, step=run.trace, page=run.report, metrics=False, field=FIELD)
         trainer.tell, trainer.requested_stop = report.tell_through(progress.print), lambda: stop.local
-        _introduce(config, trainer, data, memory, report)
+        _introduce(config, trainer, data, memory, predicted, report)
         first, checkpoints = FirstSteps(run.compare), run_checkpoints(config)
         validation = _validation(config, data)
         trainer.run(
@@ -104,7 +107,7 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
         )
         peak = trainer.row["peak_memory_bytes"]
     del trainer, checkpoints  # the comparison needs the memory
-    _print_end(config, result, memory, peak, mesh, progress)
+    _print_end(config, result, memory, predicted, peak, mesh, progress)
     if not first.numbers or result.stopped:
         return result
     comparison = compare_steps(config, data, mesh, first.numbers)
@@ -112,15 +115,29 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
     return replace(result, comparison=comparison)
 
 
-def _introduce(config: Config, trainer: Trainer, data: Data, memory: Memory | None, report: Report) -> None:
+def _introduce(
+    config: Config,
+    trainer: Trainer,
+    data: Data,
+    memory: Memory | None,
+    predicted: Prediction | None,
+    report: Report,
+) -> None:
     """Print the lines before the first step, and write on rank 0 what `run.json` says of the run."""
     mesh = trainer.mesh
     lines = [*banner(config, mesh, data, *trainer.sizes, has_weights=trainer.has_weights)]
     lines += [] if memory is None else [prediction_line(memory)]
     if mesh.rank == 0:
         title, changed = config.run.dir.resolve().name, [*_changed_fields(config)]
-        rows = config.train.batch
-        about = describe(trainer.engine, title, lines, rows=rows, memory=memory, changed_fields=changed)
+        about = describe(
+            trainer.engine,
+            title,
+            lines,
+            rows=config.train.batch,
+            memory=memory,
+            seconds=None if predicted is None else predicted.step_seconds,
+            changed_fields=changed,
+        )
         report.describe(about, starts_over=config.run.resume == "no")
     for line in lines:
         trainer.tell(line)
@@ -170,15 +187,18 @@ def _print_end(
     config: Config,
     result: TrainingResult,
     memory: Memory | None,
+    predicted: Prediction | None,
     peak: float,
     mesh: Mesh,
     progress: ProgressReporter,
 ) -> None:
-    """Print after the last step: the sample, peak memory, the metrics' path, and how to resume if stopped."""
+    """Print after the last step: the sample, memory and time, the metrics' path, how to resume if stopped."""
     if result.sample is not None:
         progress.print(f"\n{result.sample}\n")
     if memory is not None and peak:
         progress.print(peak_line(memory, peak, mesh.device))
+    for line in step_lines(config.run.dir, predicted) if predicted is not None and mesh.rank == 0 else ():
+        progress.print(line)
     report = f"; the report is {config.run.dir / REPORT_FILE}" if config.run.report else ""
     progress.print(f"Metrics are in {result.metrics}{report}.")
     if result.saved and config.run.save_every is not None and not result.stopped:
