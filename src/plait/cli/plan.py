@@ -7,11 +7,13 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from plait.cli.arguments import CommandParser, count
+from plait.cli.arguments import CommandParser, count, number
 from plait.cli.plan_output import (
     bound_text,
     calibration_text,
     change_lines,
+    goodput_json,
+    goodput_lines,
     notes,
     plan_json,
     plan_table,
@@ -19,14 +21,16 @@ from plait.cli.plan_output import (
 )
 from plait.errors import ConfigError
 from plait.plan import Plan
+from plait.prediction.goodput import Failures, Goodput, best_interval
 from plait.prediction.hardware import hardware_names, load_hardware
 from plait.prediction.plan_changes import best_changes
 from plait.prediction.plan_search import search
-from plait.prediction.step_prediction import predict
+from plait.prediction.step_prediction import Prediction, predict
 from plait.train.config import Config
 from plait.train.config_parser import config_from_arguments
 from plait.train.planned_config import SEARCHED, config_text, configured_decoder
 
+HOUR = 3600.0
 _ABOUT = """\
 Predicts a training step without ranks or GPUs. With --ranks: compares every
 plan of that many ranks for the model and train.batch, and prints those that fit
@@ -58,6 +62,10 @@ def parser() -> CommandParser:
     add("--ranks", metavar="N", type=count, help="search the plans of N ranks")
     add("--most", metavar="K", type=count, default=10, help="plans that a search shows (default: 10)")
     add("--json", action="store_true", help="print one object with all of it")
+    add("--mtbf", metavar="HOURS", type=number, help="between failures of a device: goodput")
+    add("--checkpoint", metavar="SECONDS", type=number, default=30, help="that a save takes (30)")
+    add("--restart", metavar="SECONDS", type=number, default=300, help="after a failure (300)")
+    add("--seed", metavar="N", type=count, default=1, help="of the simulated failures (1)")
     add("--calibrate", metavar="OUT", type=Path, help="measure this machine, and write its TOML file")
     add("--write", metavar="FILE", type=Path, help="write the fastest plan as a configuration")
     return made
@@ -103,11 +111,12 @@ def _judge(config: Config, options: Namespace) -> None:
     plan = config.plan()
     rows = config.train.batch // plan.dp
     found = predict(configured_decoder(config), plan, options.hardware, rows=rows)
-    changes = best_changes(found)
+    changes, goodput = best_changes(found), _goodput(options, found)
     if options.json:
-        print(json.dumps(plan_json(found, changes)))
-    else:
-        print("\n".join([f"{found}\nbound by   {bound_text(found)}", "", *change_lines(changes, found.fits)]))
+        print(json.dumps(plan_json(found, changes) | goodput_json(goodput)))
+        return
+    lines = [f"{found}\nbound by   {bound_text(found)}", "", *change_lines(changes, found.fits)]
+    print("\n".join([*lines, *goodput_lines(goodput, found)]))
 
 
 def _search(config: Config, options: Namespace) -> None:
@@ -125,10 +134,19 @@ def _search(config: Config, options: Namespace) -> None:
         )
     if options.write is not None:
         options.write.write_text(config_text(config, result.best[0].plan), encoding="utf-8")
+    goodput = _goodput(options, result.best[0])
     if options.json:
-        print(json.dumps(search_json(result, options.most)))
+        print(json.dumps(search_json(result, options.most) | goodput_json(goodput)))
         return
     print(plan_table(result.best[: options.most]))
-    print("\n".join(["", *notes(result)]))
+    print("\n".join(["", *notes(result), *goodput_lines(goodput, result.best[0])]))
     if options.write is not None:
         print(f"wrote {options.write}")
+
+
+def _goodput(options: Namespace, found: Prediction) -> Goodput | None:
+    """Return the best interval of saves of a predicted run, and its goodput; None without `--mtbf`."""
+    if options.mtbf is None:
+        return None
+    mean = options.mtbf * HOUR / found.plan.world
+    return best_interval(Failures(mean, options.checkpoint, options.restart), options.seed)

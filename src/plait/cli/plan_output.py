@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
+from plait.prediction.goodput import PERIODS, Goodput
 from plait.prediction.hardware import Hardware
 from plait.prediction.plan_changes import PlanChange
 from plait.prediction.plan_search import PlanSearchResult
@@ -121,6 +123,24 @@ def calibration_text(found: Hardware) -> str:
         f"{found.memory_bandwidth / 1e9:.3g} GB/s.\nAn operation takes {part.kernel * 1e6:.3g} µs at least. "
         f"All-reduce: {link.latency * 1e6:.3g} µs a step, {link.bandwidth / 1e9:.3g} GB/s."
     )
+
+
+def goodput_lines(goodput: Goodput | None, found: Prediction) -> list[str]:
+    """Return a line on how often to save a run, and on the part of its time that then is progress."""
+    if goodput is None:
+        return []
+    steps = max(1, round(goodput.interval / found.step_seconds))
+    return [
+        "",
+        f"Saved every {goodput.interval:.4g} s ({steps:,} steps), {goodput.expected:.1%} of the time is "
+        f"progress, {found.tokens_per_second * goodput.expected:,.0f} tokens/s; in {PERIODS:,} simulated intervals "
+        f"{goodput.simulated:.1%} ± {goodput.deviation:.1%} (seed {goodput.seed}).",
+    ]
+
+
+def goodput_json(goodput: Goodput | None) -> dict[str, Any]:
+    """Return the best interval of saves and its goodput; nothing where they were not asked for."""
+    return {} if goodput is None else {"goodput": asdict(goodput)}
 
 
 def plan_json(found: Prediction, changes: Sequence[PlanChange]) -> dict[str, Any]:

@@ -107,3 +107,11 @@ def test_what_is_wrong_is_said_in_one_sentence(
     assert message in printed.err
     assert printed.err.count("\n") == 1
     assert not printed.out
+
+
+def test_failures_give_an_interval_of_checkpoints(capsys: pytest.CaptureFixture[str]) -> None:
+    given = [*SMALL, "--ranks", "2", "--mtbf", "1000"]
+    assert "of the time is progress" in _printed(capsys, *given).splitlines()[-1]
+    found = _json(capsys, *given, "--restart", "0")["goodput"]
+    assert found["interval"] == pytest.approx((2 * 30 * 1000 * 3600 / 2) ** 0.5, rel=0.01)
+    assert 0.99 < found["expected"] < 1

@@ -1,0 +1,56 @@
+"""Goodput: formula, simulation and the best interval agree; limits are what they must be."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait.errors import PlanError
+from plait.prediction.goodput import (
+    Failures,
+    best_interval,
+    expected_goodput,
+    simulated_goodput,
+    young_interval,
+)
+
+FAILURES = st.builds(
+    Failures,
+    mean_time=st.floats(600.0, 1e7),
+    checkpoint=st.floats(0.1, 120.0),
+    restart=st.floats(0.0, 600.0),
+)
+
+
+@given(FAILURES)
+def test_no_other_interval_is_better(failures: Failures) -> None:
+    best = best_interval(failures)
+    for factor in (0.1, 0.8, 0.99, 1.01, 1.2, 10.0):
+        assert expected_goodput(failures, best.interval * factor) <= best.expected * (1 + 1e-9)
+    assert 0 < best.expected < 1
+
+
+@pytest.mark.parametrize("mean_time", [1800.0, 3 * 3600.0, 1e5])
+def test_the_simulation_agrees_with_the_formula(mean_time: float) -> None:
+    failures = Failures(mean_time, checkpoint=30.0, restart=300.0)
+    for interval in (100.0, 1000.0):
+        simulated, deviation = simulated_goodput(failures, interval, seed=1)
+        assert abs(simulated - expected_goodput(failures, interval)) < 5 * deviation
+
+
+def test_where_failures_are_rare_youngs_estimate_is_near() -> None:
+    failures = Failures(1e8, checkpoint=10.0, restart=100.0)
+    assert best_interval(failures).interval == pytest.approx(young_interval(failures), rel=1e-2)
+
+
+def test_the_seed_decides() -> None:
+    failures = Failures(3600.0, 30.0, 300.0)
+    assert best_interval(failures, 1) == best_interval(failures, 1) != best_interval(failures, 2)
+
+
+@pytest.mark.parametrize("name", ["mean_time", "checkpoint", "restart"])
+def test_what_is_no_time_is_refused(name: str) -> None:
+    times = {"mean_time": 1.0, "checkpoint": 1.0, "restart": 1.0} | {name: -1.0}
+    with pytest.raises(PlanError, match=f"{name} is -1.0 seconds: give at least 0"):
+        Failures(**times)
