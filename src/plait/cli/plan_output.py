@@ -133,8 +133,8 @@ def goodput_lines(goodput: Goodput | None, found: Prediction) -> list[str]:
     return [
         "",
         f"Saved every {goodput.interval:.4g} s ({steps:,} steps), {goodput.expected:.1%} of the time is "
-        f"progress, {found.tokens_per_second * goodput.expected:,.0f} tokens/s; in {PERIODS:,} simulated intervals "
-        f"{goodput.simulated:.1%} ± {goodput.deviation:.1%} (seed {goodput.seed}).",
+        f"progress, {found.tokens_per_second * goodput.expected:,.0f} tokens/s; in {PERIODS:,} simulated "
+        f"intervals {goodput.simulated:.1%} ± {goodput.deviation:.1%} (seed {goodput.seed}).",
     ]
 
 
