@@ -8,7 +8,7 @@ mesh  ─ groups ─────────────────────
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import chain
 
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.blueprint import Blueprint, shared_blueprint
 from plait.comm.consistency_check import ranks_unlike_first, require_same_text
 from plait.comm.mesh import Mesh
+from plait.compilation.compiled_layer import LayerCompiler
 from plait.engine import Engine, Runtime
 from plait.engine.loss_stages import build_loss_stage
 from plait.errors import ModelError, listed
@@ -79,7 +80,19 @@ def parallelize(
     units = build_units(blueprint, spans, mesh, source)
     dropout, queue = DropoutGenerator(seed), WeightGradientQueue()
     tensor_parallel = blueprint.tensor_parallel(mesh.group("tp"))
-    stages = build_stages(blueprint, sequence, spans, units, tensor_parallel, mesh, source, dropout, queue)
+    meta_layers = blueprint.meta_layers(tensor_parallel, mesh.coordinate, mesh.shared_results)
+    stages = build_stages(
+        blueprint,
+        sequence,
+        spans,
+        units,
+        tensor_parallel,
+        mesh,
+        source,
+        dropout,
+        queue,
+        meta_layers.structures,
+    )
     vocabulary = tensor_parallel.vocabulary_of(blueprint.sequence.layers[-1])
     stage = stages.get(len(blueprint.stage_layers) - 1)
     last = None if stage is None else stage.layers[-1]
@@ -96,7 +109,7 @@ def parallelize(
         dropout=dropout,
         counted=counted_parameters(blueprint.owners, blueprint.layouts, mesh),
         vocabulary=vocabulary,
-        meta_layers=blueprint.meta_layers(tensor_parallel, mesh.coordinate, mesh.shared_results),
+        meta_layers=meta_layers,
         context=getattr(model, "context", None),
     )
     return Engine(runtime)
@@ -173,9 +186,14 @@ def build_stages(
     source: TensorSource,
     dropout: DropoutGenerator,
     queue: WeightGradientQueue,
+    structures: Sequence[Hashable],
 ) -> dict[int, Stage]:
-    """Return this rank's stages: copies of its layers, with parameters of `units`, buffers from `source`."""
+    """Return this rank's stages: copies of its layers, with parameters of `units`, buffers from `source`.
+
+    `structures`: of each layer of the model, equal for layers that have the same graphs.
+    """
     plan = blueprint.plan
+    compiler = LayerCompiler.of(plan, queue)
     mine = {number: [sequence.layers[layer] for layer in layers] for number, layers in spans.items()}
     buffers = read_buffers(sequence, chain.from_iterable(mine.values()), source, plan, mesh)
     adds_late = sharding_of(plan).scatters == "each"
@@ -188,8 +206,15 @@ def build_stages(
             defer_weight_gradients(layer.module, queue)
         dropout.attach_to(layer.module for layer in copies)
         recompute = [blueprint.recompute[layer] for layer in spans[number]]
+        alike = [structures[layer] for layer in spans[number]]
         stages[number] = Stage(
-            number, copies, queue, adds_late=adds_late, recompute=recompute, dropout=dropout
+            number,
+            copies,
+            queue,
+            adds_late=adds_late,
+            recompute=recompute,
+            dropout=dropout,
+            compiled=() if compiler is None else compiler.compiled(copies, alike, recompute),
         )
     return stages
 

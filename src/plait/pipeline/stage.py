@@ -13,7 +13,7 @@ that are still to be computed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -25,11 +25,12 @@ from plait.autograd.dropout import DropoutGenerator, names_of
 from plait.autograd.engine_calls import run_backward
 from plait.autograd.running_sequence import LocalSequence, running
 from plait.autograd.weight_gradient_queue import WeightGradientQueue, WeightWork
-from plait.errors import ModelError
+from plait.compilation.compiled_layer import CompiledLayer
+from plait.errors import ModelError, PlanError
 from plait.layers.layer_sequence import NamedLayer
 from plait.layers.nested import Value, detached, list_of_tensors, map_tensors
 from plait.layers.shape_inference import LayerInfo
-from plait.pipeline.recompute import recomputing
+from plait.pipeline.recompute import Run, recomputing
 from plait.plan import Recompute
 
 Gradients = list[Tensor | None]
@@ -62,6 +63,8 @@ class Stage:
     """The random numbers of the layers' dropouts."""
     sequences: Sequence[LocalSequence | None] = ()
     """Per micro-batch, this rank's part of its sequences; None where they are whole."""
+    compiled: Sequence[CompiledLayer] = ()
+    """The layers as graphs, for training; empty: they run eagerly."""
     input_gradients: bool = False
     """Whether the first stage of the model collects the gradient of its floating-point input."""
 
@@ -75,6 +78,11 @@ class Stage:
     def __post_init__(self) -> None:
         modes: Sequence[Recompute] = self.recompute or ["none"] * len(self.layers)
         self._training_runs = [recomputing(mode, self._run) for mode in modes]
+        if self.compiled:
+            eager = self._training_runs
+            self._training_runs = [
+                partial(self._run_compiled, *pair) for pair in zip(self.compiled, eager, strict=True)
+            ]
         self._parameters = [list(layer.module.parameters()) for layer in self.layers]
         self._dropouts = [names_of(layer.module) for layer in self.layers]
 
@@ -154,6 +162,20 @@ class Stage:
         finally:
             queue.pending = outside
         return self._without_parameters(output, layer) if info.returns_parameter else output
+
+    def _run_compiled(
+        self, compiled: CompiledLayer, eager: Run, microbatch: int, layer: int, value: Value
+    ) -> Value:
+        """Run one layer by its graphs and return its output."""
+        sequence = self.sequences[microbatch] if self.sequences else None
+        if sequence is not None:
+            raise PlanError(
+                "a batch with document ids, or a sequence that is divided over ranks, was given to layers that "
+                "are compiled, which would remember the first one's documents: set plan.compile to False."
+            )
+        with self._forward_contexts(None, microbatch, layer) if self._dropouts[layer] else nullcontext():
+            run_eagerly = partial(eager, microbatch, layer, value)
+            return compiled(value, self.infos[microbatch][layer], run_eagerly)
 
     def _forward_contexts(self, sequence: LocalSequence | None, microbatch: int, layer: int) -> ExitStack:
         """Return the contexts in which a layer runs: its dropout, and this rank's part of the sequences."""
