@@ -182,8 +182,8 @@ class Plan:
             )
         if self.compile and self.cuts_sequence and self.sequence_parallel == "regather":
             raise PlanError(
-                f"plan.compile is {self.compile!r} with plan.sequence_parallel 'regather', but compiled layers "
-                "keep the inputs of their weight gradients: choose 'keep', or compile False."
+                f"plan.compile is {self.compile!r} with plan.sequence_parallel 'regather', but compiled "
+                "layers keep the inputs of their weight gradients: choose 'keep', or compile False."
             )
 
     @property

@@ -84,8 +84,8 @@ class Dropout(nn.Module):
         """
         if TRACE.get() is not None:
             raise ModelError(
-                "the weights of an attention that works in blocks (with a window, a softcap or documents) pass "
-                "through a dropout, whose random key changes with each step."
+                "the weights of an attention in blocks (with a window, a softcap or documents) pass through "
+                "a dropout, whose random key changes with each step."
             )
         pieces = {dim: locate(shape[dim]) for dim, locate in self.pieces.items()}
         key = 0

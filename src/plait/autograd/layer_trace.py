@@ -25,14 +25,16 @@ DROPOUT_MASK: Any = torch.ops.plait.dropout_mask.default
 """Operator for the mask of a dropout's call; `number` is that of the call in the trace."""
 
 
-@torch.library.register_fake("plait::between_graphs")
-def _(input: Tensor, number: int, shape: Sequence[int]) -> Tensor:
+def _like_between_graphs(input: Tensor, number: int, shape: Sequence[int]) -> Tensor:
     return input.new_empty(shape)
 
 
-@torch.library.register_fake("plait::dropout_mask")
-def _(number: int, shape: Sequence[int], device: torch.device) -> Tensor:
+def _like_dropout_mask(number: int, shape: Sequence[int], device: torch.device) -> Tensor:
     return torch.empty(shape, dtype=torch.bool, device=device)
+
+
+torch.library.register_fake("plait::between_graphs", _like_between_graphs)
+torch.library.register_fake("plait::dropout_mask", _like_dropout_mask)
 
 
 @dataclass

@@ -147,7 +147,7 @@ def _add(queue: WeightGradientQueue, weight: Tensor, term: WeightTerm, operands:
 
 
 class _CompiledRun(torch.autograd.Function):
-    """Autograd function of a layer's graphs; queues the weight gradients that are taken out of the backward."""
+    """Autograd function of a layer's graphs; queues what is taken out of the backward."""
 
     @staticmethod
     def forward(ctx: Any, graphs: LayerGraphs, call: _Call, *arguments: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""The graphs of a layer for one shape of its input: traced, divided into forward and backward, cut into steps."""
+"""The graphs of a layer for inputs of one shape: traced, divided in forward and backward, cut into steps."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from plait.autograd.dropout import names_of
 from plait.autograd.layer_trace import TRACE, LayerTrace
-from plait.compilation.graph_steps import LayerCall, Steps, steps_of
+from plait.compilation.graph_steps import steps_of
 from plait.compilation.partition import JointGraph, partition
+from plait.compilation.steps import LayerCall, Steps
 from plait.compilation.torch_compiler import COMPILER_LOCK, example_of, joint_graph, without_memory
 from plait.layers.layer_sequence import NamedLayer
 from plait.layers.nested import Value, list_of_tensors, map_tensors, with_tensors
@@ -71,45 +72,64 @@ def trace_layer(
 
     Nothing is computed, and nothing is communicated.
     """
-    module = layer.module
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    inputs = list_of_tensors(value)
-    numbers = range(len(inputs), len(inputs) + len(list(module.parameters())))
-    run, names = _LayerRun(layer, info), names_of(module)
-    made, clones = list[Value](), list[bool]()
-
-    def function(*arguments: Tensor) -> tuple[Tensor, ...]:
-        replaced = zip(tensors, arguments[len(inputs) :], strict=True)
-        given = with_tensors(value, arguments[: len(inputs)])
-        output = torch.func.functional_call(run, {f"module.{name}": one for name, one in replaced}, (given,))
-        made.append(output)
-        outputs = list_of_tensors(output)
-        if not clones:
-            clones.extend(_apart(outputs, arguments))
-        return tuple(one.clone() if shares else one for one, shares in zip(outputs, clones, strict=True))
-
+    inputs, parameters = list_of_tensors(value), list(layer.module.parameters())
+    function = _LayerFunction(layer, value, info)
     with COMPILER_LOCK, torch.enable_grad():
         with without_memory():
-            arguments = [_like(one) for one in (*inputs, *tensors.values())]
-            with _tracing(LayerTrace(names)):
-                requires_grad = [one.requires_grad for one in function(*arguments)]
-        with _tracing(LayerTrace(names)) as trace:
+            arguments = [_like(one) for one in (*inputs, *function.tensors)]
+            with _tracing(layer):
+                requires_grad = [one.requires_grad for one in function.first_run(*arguments)]
+        with _tracing(layer) as trace:
             graph = joint_graph(function, arguments, differentiates=any(requires_grad))
-        joint = JointGraph.of(graph, len(arguments), clones)
-        parts = partition(joint, numbers, mode)
+        joint = JointGraph.of(graph, len(arguments), function.clones)
+        parts = partition(joint, range(len(inputs), len(inputs) + len(parameters)), mode)
         given = list(joint.arguments)
         computed = [node for node in parts.saved if node not in given]
         saved = [node for node in parts.saved if node in given]
-        forward = [*joint.results, *computed]
-        begun = [*saved, *computed, *joint.tangents]
+        results, begun = [*joint.results, *computed], [*saved, *computed, *joint.tangents]
         return LayerGraphs(
-            steps_of(graph, parts.forward, given, forward, trace, generates=generates),
+            steps_of(graph, parts.forward, given, results, trace, generates=generates),
             steps_of(graph, parts.backward, begun, parts.gradients, trace, parts.terms, generates=generates),
             [given.index(node) for node in saved],
-            map_tensors(lambda _: torch.empty(0), made[0]),
+            map_tensors(lambda _: torch.empty(0), function.output),
             requires_grad,
             [example_of(node).stride() for node in joint.tangents],
         )
+
+
+class _LayerFunction:
+    """A layer as a function of tensors: its inputs, then its parameters, then its buffers."""
+
+    def __init__(self, layer: NamedLayer, value: Value, info: LayerInfo) -> None:
+        """`value`: an input, whose tensors the arguments replace."""
+        self._run, self._value = _LayerRun(layer, info), value
+        named = {**dict(self._run.named_parameters()), **dict(self._run.named_buffers())}
+        self._names, self.tensors = list(named), list(named.values())
+        self.clones: list[bool] = []
+        """Of each tensor of the output whether the function clones it."""
+        self.output: Value = None
+        """That of the latest call."""
+
+    def first_run(self, *arguments: Tensor) -> tuple[Tensor, ...]:
+        """Return the output's tensors, and note which are views: no function that is traced returns one."""
+        outputs = self._outputs(arguments)
+        memory = {id(one.untyped_storage()) for one in arguments}
+        for one in outputs:
+            self.clones.append(one._is_view() or id(one.untyped_storage()) in memory)
+            memory.add(id(one.untyped_storage()))
+        return tuple(outputs)
+
+    def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:
+        """Return the output's tensors, views cloned."""
+        pairs = zip(self._outputs(arguments), self.clones, strict=True)
+        return tuple(one.clone() if clones else one for one, clones in pairs)
+
+    def _outputs(self, arguments: Sequence[Tensor]) -> list[Tensor]:
+        count = len(arguments) - len(self._names)
+        given = with_tensors(self._value, arguments[:count])
+        tensors = dict(zip(self._names, arguments[count:], strict=True))
+        self.output = torch.func.functional_call(self._run, tensors, (given,))
+        return list_of_tensors(self.output)
 
 
 class _LayerRun(nn.Module):
@@ -126,7 +146,9 @@ class _LayerRun(nn.Module):
 
 
 @contextmanager
-def _tracing(trace: LayerTrace) -> Iterator[LayerTrace]:
+def _tracing(layer: NamedLayer) -> Iterator[LayerTrace]:
+    """Context in which collectives and masks of dropouts are recorded, in the trace that it gives."""
+    trace = LayerTrace(names_of(layer.module))
     token = TRACE.set(trace)
     try:
         yield trace
@@ -138,16 +160,6 @@ def _like(tensor: Tensor) -> Tensor:
     """Return a new tensor like `tensor`, a leaf, in the current context."""
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return made.requires_grad_(tensor.requires_grad)
-
-
-def _apart(outputs: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[bool]:
-    """Return of each output whether it is to be cloned in the trace, which must return no view."""
-    memory = {id(one.untyped_storage()) for one in arguments}
-    clones = []
-    for one in outputs:
-        clones.append(one._is_view() or id(one.untyped_storage()) in memory)
-        memory.add(id(one.untyped_storage()))
-    return clones
 
 
 def _with_strides(gradient: Tensor, stride: tuple[int, ...]) -> Tensor:

@@ -4,8 +4,8 @@
     selective   those of matrix products, attention and collectives; the rest is computed again
     full        the arguments only
 
-Views are computed again in any case, so that no view of a parameter's memory is saved, and so are the masks of
-dropouts but with `none`. Other random numbers are saved.
+Views are computed again in any case, so that no view of a parameter's memory is saved; so are the masks of
+dropouts, but with `none`. Other random numbers are saved.
 """
 
 from __future__ import annotations

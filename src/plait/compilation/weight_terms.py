@@ -22,6 +22,8 @@ _ATEN = torch.ops.aten
 View = tuple[Callable[..., Tensor], tuple[Any, ...]]
 """An operation that returns a view of its first argument, and the other arguments."""
 
+_TRANSPOSE: View = (_ATEN.t.default, ())
+
 
 @dataclass(frozen=True)
 class Operand:
@@ -38,6 +40,13 @@ class Operand:
             views.insert(0, (node.target, tuple(node.args[1:])))  # type: ignore[arg-type]
             node = node.args[0]
         return Operand(node, tuple(views))
+
+    @property
+    def transposed(self) -> Operand:
+        """The transpose of a matrix."""
+        if self.views and self.views[-1] == _TRANSPOSE:
+            return Operand(self.base, self.views[:-1])
+        return Operand(self.base, (*self.views, _TRANSPOSE))
 
 
 @dataclass(frozen=True)
@@ -95,16 +104,18 @@ def _product(gradient: Node, parameter: Node, number: int) -> WeightTerm | None:
     if node.target != _ATEN.mm.default or len(node.users) != 1:
         return None
     views: list[View] = [
-        (_ATEN.t.default, ()) if transposed else (_ATEN.view.default, (shape,))
+        _TRANSPOSE if transposed else (_ATEN.view.default, (shape,))
         for shape, transposed in zip(before, transposes, strict=True)
     ]
+    a, b = (Operand.of(operand) for operand in node.args if isinstance(operand, Node))
+    while views and views[-1] == _TRANSPOSE:  # of the product: that of the transposed operands, swapped
+        views.pop()
+        a, b = b.transposed, a.transposed
     try:
         viewed(example_of(parameter), views)
     except RuntimeError:  # a buffer with the parameter's strides has no such view
         return None
-    a, b = node.args
-    assert isinstance(a, Node) and isinstance(b, Node)
-    return WeightTerm(number, (Operand.of(a), Operand.of(b)), partial(_add_product, tuple(views)))
+    return WeightTerm(number, (a, b), partial(_add_product, tuple(views)))
 
 
 def _is_transpose(node: Node, dims: int) -> bool:
@@ -129,7 +140,9 @@ def _scatter(gradient: Node, number: int) -> WeightTerm | None:
     rows, tokens, _, padding, scales = gradient.args
     if scales:
         return None
-    assert isinstance(rows, Node) and isinstance(tokens, Node)
+    assert isinstance(rows, Node)
+    assert isinstance(tokens, Node)
+    assert isinstance(padding, int)
     operands = Operand.of(rows), Operand.of(tokens)
     return WeightTerm(number, operands, partial(_add_rows, None if padding == -1 else padding))
 

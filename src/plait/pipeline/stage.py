@@ -170,8 +170,8 @@ class Stage:
         sequence = self.sequences[microbatch] if self.sequences else None
         if sequence is not None:
             raise PlanError(
-                "a batch with document ids, or a sequence that is divided over ranks, was given to layers that "
-                "are compiled, which would remember the first one's documents: set plan.compile to False."
+                "a batch with document ids was given to compiled layers, which would use the first batch's in "
+                "every step: set plan.compile to False."
             )
         with self._forward_contexts(None, microbatch, layer) if self._dropouts[layer] else nullcontext():
             run_eagerly = partial(eager, microbatch, layer, value)
