@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ from plait.layers.layer_sequence import NamedLayer
 from plait.layers.nested import Value, list_of_tensors, with_tensors
 from plait.layers.shape_inference import LayerInfo
 from plait.plan import Plan, Recompute
+
+REASON_LENGTH = 300
+"""Characters of torch's reason in an error's message; the whole is its cause."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +118,9 @@ class CompiledLayer:
             except Exception as error:
                 if compiler.falls_back:
                     return None
-                reason = str(error).strip().split("\n")[0] or type(error).__name__
+                reason = shorten(str(error), REASON_LENGTH) or type(error).__name__
                 raise ModelError(
-                    f"the layer {self.layer.path!r} cannot be compiled, since torch says: {reason} Set "
+                    f"the layer {self.layer.path!r} cannot be compiled, for torch says: {reason} Set "
                     "plan.compile to 'where possible', and such layers run eagerly, or to False."
                 ) from error
         return compiler.graphs[whole_key]

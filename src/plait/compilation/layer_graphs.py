@@ -78,10 +78,10 @@ def trace_layer(
         with without_memory():
             arguments = [_like(one) for one in (*inputs, *function.tensors)]
             with _tracing(layer):
-                requires_grad = [one.requires_grad for one in function.first_run(*arguments)]
+                requires_grad = [one.requires_grad for one in function.outputs(arguments)]
         with _tracing(layer) as trace:
             graph = joint_graph(function, arguments, differentiates=any(requires_grad))
-        joint = JointGraph.of(graph, len(arguments), function.clones)
+        joint = JointGraph.of(graph, len(arguments), len(requires_grad))
         parts = partition(joint, range(len(inputs), len(inputs) + len(parameters)), mode)
         given = list(joint.arguments)
         computed = [node for node in parts.saved if node not in given]
@@ -105,26 +105,15 @@ class _LayerFunction:
         self._run, self._value = _LayerRun(layer, info), value
         named = {**dict(self._run.named_parameters()), **dict(self._run.named_buffers())}
         self._names, self.tensors = list(named), list(named.values())
-        self.clones: list[bool] = []
-        """Of each tensor of the output whether the function clones it."""
         self.output: Value = None
         """That of the latest call."""
 
-    def first_run(self, *arguments: Tensor) -> tuple[Tensor, ...]:
-        """Return the output's tensors, and note which are views: no function that is traced returns one."""
-        outputs = self._outputs(arguments)
-        memory = {id(one.untyped_storage()) for one in arguments}
-        for one in outputs:
-            self.clones.append(one._is_view() or id(one.untyped_storage()) in memory)
-            memory.add(id(one.untyped_storage()))
-        return tuple(outputs)
-
     def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:
-        """Return the output's tensors, views cloned."""
-        pairs = zip(self._outputs(arguments), self.clones, strict=True)
-        return tuple(one.clone() if clones else one for one, clones in pairs)
+        """Return clones of the output's tensors, since a function that is traced must not return a view."""
+        return tuple(one.clone() for one in self.outputs(arguments))
 
-    def _outputs(self, arguments: Sequence[Tensor]) -> list[Tensor]:
+    def outputs(self, arguments: Sequence[Tensor]) -> list[Tensor]:
+        """Return the output's tensors."""
         count = len(arguments) - len(self._names)
         given = with_tensors(self._value, arguments[:count])
         tensors = dict(zip(self._names, arguments[count:], strict=True))

@@ -37,22 +37,22 @@ class JointGraph:
     """Of each argument."""
 
     @staticmethod
-    def of(module: GraphModule, arguments: int, clones: Sequence[bool]) -> JointGraph:
-        """Return the graph of a function with so many arguments; `clones`: which of its results it clones.
+    def of(module: GraphModule, arguments: int, results: int) -> JointGraph:
+        """Return the graph of a function with so many arguments and results, which are clones.
 
-        A result is cloned only where it has the memory of an argument or of another result.
+        Only those of them stay clones that have the memory of an argument or of another result.
         """
         given = [node for node in module.graph.nodes if node.op == "placeholder"]
         (output,) = (node for node in module.graph.nodes if node.op == "output")
         made = list(output.args[0])
-        results, gradients = made[: len(clones)], made[len(clones) :] or [None] * arguments
-        memory: set[Node] = set(given)
-        for number, clone in enumerate(clones):
-            result = results[number]
-            if clone and Operand.of(result.args[0]).base not in memory:
-                result = results[number] = result.args[0]
-            memory.add(Operand.of(result).base)
-        return JointGraph(module, given[:arguments], given[arguments:], results, gradients)
+        gradients = made[results:] or [None] * arguments
+        memory, returned = set(given), list[Node]()
+        for clone in made[:results]:
+            (original,) = clone.all_input_nodes
+            base = Operand.of(original).base
+            returned.append(clone if base in memory or base.op != "call_function" else original)
+            memory.add(base)
+        return JointGraph(module, given[:arguments], given[arguments:], returned, gradients)
 
     def in_order(self, nodes: Iterable[Node]) -> list[Node]:
         """Return those of `nodes` that compute something, in the order of the graph."""

@@ -170,7 +170,7 @@ class Stage:
         sequence = self.sequences[microbatch] if self.sequences else None
         if sequence is not None:
             raise PlanError(
-                "a batch with document ids was given to compiled layers, which would use the first batch's in "
+                "a batch with document ids was given to compiled layers, which would use the first one's in "
                 "every step: set plan.compile to False."
             )
         with self._forward_contexts(None, microbatch, layer) if self._dropouts[layer] else nullcontext():
