@@ -77,4 +77,6 @@ def test_dropout_draws_other_masks_in_each_step(thread_ranks, case, recompute):
 @pytest.mark.parametrize("name", huggingface_cases.MODELS)
 def test_huggingface_models(thread_ranks, name):
     plan = Plan(pp=2, schedule="zb-h1", microbatches=2, precision="fp64", compile="graphs")
-    check_parity(thread_ranks, huggingface_cases.case(name), plan)
+    # Some norms compute in float32, whose rounding depends on how they are divided into operations.
+    with huggingface_cases.norms_in_float64():
+        check_parity(thread_ranks, huggingface_cases.case(name), plan)
