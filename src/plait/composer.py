@@ -80,19 +80,9 @@ def parallelize(
     units = build_units(blueprint, spans, mesh, source)
     dropout, queue = DropoutGenerator(seed), WeightGradientQueue()
     tensor_parallel = blueprint.tensor_parallel(mesh.group("tp"))
+    stages = build_stages(blueprint, sequence, spans, units, tensor_parallel, mesh, source, dropout, queue)
     meta_layers = blueprint.meta_layers(tensor_parallel, mesh.coordinate, mesh.shared_results)
-    stages = build_stages(
-        blueprint,
-        sequence,
-        spans,
-        units,
-        tensor_parallel,
-        mesh,
-        source,
-        dropout,
-        queue,
-        meta_layers.structures,
-    )
+    compile_layers(stages, blueprint, meta_layers.structures, queue)
     vocabulary = tensor_parallel.vocabulary_of(blueprint.sequence.layers[-1])
     stage = stages.get(len(blueprint.stage_layers) - 1)
     last = None if stage is None else stage.layers[-1]
@@ -186,14 +176,9 @@ def build_stages(
     source: TensorSource,
     dropout: DropoutGenerator,
     queue: WeightGradientQueue,
-    structures: Sequence[Hashable],
 ) -> dict[int, Stage]:
-    """Return this rank's stages: copies of its layers, with parameters of `units`, buffers from `source`.
-
-    `structures`: of each layer of the model, equal for layers that have the same graphs.
-    """
+    """Return this rank's stages: copies of its layers, with parameters of `units`, buffers from `source`."""
     plan = blueprint.plan
-    compiler = LayerCompiler.of(plan, queue)
     mine = {number: [sequence.layers[layer] for layer in layers] for number, layers in spans.items()}
     buffers = read_buffers(sequence, chain.from_iterable(mine.values()), source, plan, mesh)
     adds_late = sharding_of(plan).scatters == "each"
@@ -206,17 +191,33 @@ def build_stages(
             defer_weight_gradients(layer.module, queue)
         dropout.attach_to(layer.module for layer in copies)
         recompute = [blueprint.recompute[layer] for layer in spans[number]]
-        alike = [structures[layer] for layer in spans[number]]
         stages[number] = Stage(
-            number,
-            copies,
-            queue,
-            adds_late=adds_late,
-            recompute=recompute,
-            dropout=dropout,
-            compiled=() if compiler is None else compiler.compiled(copies, alike, recompute),
+            number, copies, queue, adds_late=adds_late, recompute=recompute, dropout=dropout
         )
     return stages
+
+
+def compile_layers(
+    stages: Mapping[int, Stage],
+    blueprint: Blueprint,
+    structures: Sequence[Hashable],
+    queue: WeightGradientQueue,
+) -> None:
+    """Let the layers of this rank's stages run as graphs in training, if the plan says so.
+
+    `structures`: of each layer of the model, equal for layers that have the same graphs.
+    """
+    compiler = LayerCompiler.of(blueprint.plan, queue)
+    if compiler is None:
+        return
+    for number, stage in stages.items():
+        numbers = blueprint.stage_layers[number]
+        stage.run_compiled(
+            [
+                compiler.compiled(layer, structures[index], blueprint.recompute[index])
+                for layer, index in zip(stage.layers, numbers, strict=True)
+            ]
+        )
 
 
 def parameters_of(stage: int, units: Iterable[Unit], sequence: LayerSequence) -> dict[int, Tensor]:

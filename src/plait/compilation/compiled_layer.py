@@ -51,12 +51,9 @@ class LayerCompiler:
             return None
         return LayerCompiler(queue, plan.compile != "graphs", plan.compile == "where possible")
 
-    def compiled(
-        self, layers: Sequence[NamedLayer], structures: Sequence[Hashable], recompute: Sequence[Recompute]
-    ) -> list[CompiledLayer]:
-        """Return the layers of a stage as compiled ones, given the structure and mode of each."""
-        each = zip(layers, structures, recompute, strict=True)
-        return [CompiledLayer(self, layer, structure, mode) for layer, structure, mode in each]
+    def compiled(self, layer: NamedLayer, structure: Hashable, recompute: Recompute) -> CompiledLayer:
+        """Return a layer of a stage as a compiled one; equal `structure`s have the same graphs."""
+        return CompiledLayer(self, layer, structure, recompute)
 
 
 class CompiledLayer:
@@ -98,7 +95,7 @@ class CompiledLayer:
                 "plan.compile is on under torch.autocast, which casts the weights in each layer: set "
                 "plan.precision instead of it."
             )
-        call, arguments = _Call(self, len(inputs)), (*inputs, *self.parameters, *self.buffers)
+        call, arguments = _LayerCall(self, len(inputs)), (*inputs, *self.parameters, *self.buffers)
         if any(graphs.requires_grad):
             outputs = apply_function(_CompiledRun, graphs, call, *arguments)
         else:
@@ -126,7 +123,7 @@ class CompiledLayer:
         return compiler.graphs[whole_key]
 
 
-class _Call:
+class _LayerCall:
     """One call of a compiled layer."""
 
     def __init__(self, layer: CompiledLayer, inputs: int) -> None:
@@ -154,7 +151,7 @@ class _CompiledRun(torch.autograd.Function):
     """Autograd function of a layer's graphs; queues what is taken out of the backward."""
 
     @staticmethod
-    def forward(ctx: Any, graphs: LayerGraphs, call: _Call, *arguments: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, graphs: LayerGraphs, call: _LayerCall, *arguments: Tensor) -> tuple[Tensor, ...]:
         outputs, ctx.saved = graphs.run_forward(arguments, call)
         ctx.graphs, ctx.call, ctx.ran = graphs, call, False
         ctx.mark_non_differentiable(

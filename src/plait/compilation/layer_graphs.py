@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from plait.autograd.dropout import names_of
 from plait.autograd.layer_trace import TRACE, LayerTrace
 from plait.compilation.graph_steps import steps_of
-from plait.compilation.partition import JointGraph, partition
+from plait.compilation.graph_division import JointGraph, divided
 from plait.compilation.steps import LayerCall, Steps
 from plait.compilation.torch_compiler import COMPILER_LOCK, example_of, joint_graph, without_memory
 from plait.layers.layer_sequence import NamedLayer
@@ -82,7 +82,7 @@ def trace_layer(
         with _tracing(layer) as trace:
             graph = joint_graph(function, arguments, differentiates=any(requires_grad))
         joint = JointGraph.of(graph, len(arguments), len(requires_grad))
-        parts = partition(joint, range(len(inputs), len(inputs) + len(parameters)), mode)
+        parts = divided(joint, range(len(inputs), len(inputs) + len(parameters)), mode)
         given = list(joint.arguments)
         computed = [node for node in parts.saved if node not in given]
         saved = [node for node in parts.saved if node in given]

@@ -63,8 +63,6 @@ class Stage:
     """The random numbers of the layers' dropouts."""
     sequences: Sequence[LocalSequence | None] = ()
     """Per micro-batch, this rank's part of its sequences; None where they are whole."""
-    compiled: Sequence[CompiledLayer] = ()
-    """The layers as graphs, for training; empty: they run eagerly."""
     input_gradients: bool = False
     """Whether the first stage of the model collects the gradient of its floating-point input."""
 
@@ -77,14 +75,14 @@ class Stage:
 
     def __post_init__(self) -> None:
         modes: Sequence[Recompute] = self.recompute or ["none"] * len(self.layers)
-        self._training_runs = [recomputing(mode, self._run) for mode in modes]
-        if self.compiled:
-            eager = self._training_runs
-            self._training_runs = [
-                partial(self._run_compiled, *pair) for pair in zip(self.compiled, eager, strict=True)
-            ]
+        self._training_runs: list[Run] = [recomputing(mode, self._run) for mode in modes]
         self._parameters = [list(layer.module.parameters()) for layer in self.layers]
         self._dropouts = [names_of(layer.module) for layer in self.layers]
+
+    def run_compiled(self, layers: Sequence[CompiledLayer]) -> None:
+        """Run the stage's layers by their graphs in training; `layers` has each of them."""
+        pairs = zip(layers, self._training_runs, strict=True)
+        self._training_runs = [partial(self._run_compiled, *pair) for pair in pairs]
 
     def forward(self, microbatch: int, layer: int) -> None:
         """Run one layer on the micro-batch's current activation; store its detached output."""

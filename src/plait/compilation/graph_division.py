@@ -61,7 +61,7 @@ class JointGraph:
 
 
 @dataclass(frozen=True)
-class Partition:
+class DividedGraph:
     """The nodes of forward and backward, in order, and the nodes whose values the forward saves."""
 
     forward: Sequence[Node]
@@ -73,7 +73,7 @@ class Partition:
     """What the backward defers, in the order of the graph."""
 
 
-def partition(joint: JointGraph, parameters: Sequence[int], mode: Recompute) -> Partition:
+def divided(joint: JointGraph, parameters: Sequence[int], mode: Recompute) -> DividedGraph:
     """Divide `joint`. `parameters`: the numbers of the arguments whose gradients may be deferred."""
     gradients, terms = list(joint.gradients), list[WeightTerm]()
     for number in parameters:
@@ -99,7 +99,7 @@ def partition(joint: JointGraph, parameters: Sequence[int], mode: Recompute) -> 
     made = [node for node in saved if node.op == "call_function"]
     forward = joint.in_order(_before([*joint.results, *made], lambda node: True))
     kept = [node for node in saved if node not in set(joint.tangents)]
-    return Partition(forward, backward, kept, gradients, terms)
+    return DividedGraph(forward, backward, kept, gradients, terms)
 
 
 def _sum_of(joint: JointGraph, summands: Sequence[Node]) -> Node | None:
