@@ -22,7 +22,7 @@ from plait.autograd.split_backward import refuse_other_orders
 from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.compilation.layer_graphs import LayerGraphs, trace_layer
 from plait.compilation.weight_terms import WeightTerm
-from plait.errors import ModelError, PlanError
+from plait.errors import ModelError
 from plait.layers.layer_sequence import NamedLayer
 from plait.layers.nested import Value, list_of_tensors, with_tensors
 from plait.layers.shape_inference import LayerInfo
@@ -75,8 +75,7 @@ class CompiledLayer:
     def __call__(self, value: Value, info: LayerInfo, eagerly: Callable[[], Value]) -> Value:
         """Return the layer's output for `value`; `eagerly` runs the layer, if it cannot be compiled.
 
-        The first call for a shape traces the layer. Raises ModelError with torch's reason where that fails,
-        PlanError under `torch.autocast`.
+        The first call for a shape traces the layer. Raises ModelError with torch's reason where that fails.
         """
         inputs = list_of_tensors(value)
         key: Hashable = (
@@ -90,11 +89,6 @@ class CompiledLayer:
             graphs = self._graphs[key]
             if graphs is None:
                 return eagerly()
-        if torch.is_autocast_enabled(inputs[0].device.type if inputs else "cpu"):
-            raise PlanError(
-                "plan.compile is on under torch.autocast, which casts the weights in each layer: set "
-                "plan.precision instead of it."
-            )
         call, arguments = _LayerCall(self, len(inputs)), (*inputs, *self.parameters, *self.buffers)
         if any(graphs.requires_grad):
             outputs = apply_function(_CompiledRun, graphs, call, *arguments)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from plait.autograd.dropout import names_of
 from plait.autograd.layer_trace import TRACE, LayerTrace
-from plait.compilation.graph_steps import steps_of
 from plait.compilation.graph_division import JointGraph, divided
+from plait.compilation.graph_steps import steps_of
 from plait.compilation.steps import LayerCall, Steps
 from plait.compilation.torch_compiler import COMPILER_LOCK, example_of, joint_graph, without_memory
 from plait.layers.layer_sequence import NamedLayer
