@@ -24,7 +24,7 @@ from plait.compilation.layer_graphs import LayerGraphs, trace_layer
 from plait.compilation.weight_terms import WeightTerm
 from plait.errors import ModelError
 from plait.layers.layer_sequence import NamedLayer
-from plait.layers.nested import Value, list_of_tensors, with_tensors
+from plait.layers.nested import Value, list_of_tensors, map_tensors, with_tensors
 from plait.layers.shape_inference import LayerInfo
 from plait.plan import Plan, Recompute
 
@@ -64,7 +64,7 @@ class CompiledLayer:
     ) -> None:
         self.layer, self.queue = layer, compiler.queue
         self.parameters = list(layer.module.parameters())
-        self.buffers = list(layer.module.buffers())
+        self._tensors = [*self.parameters, *layer.module.buffers()]
         self._compiler, self._structure, self._recompute = compiler, structure, recompute
         self.dropouts = {
             name: module for name, module in layer.module.named_modules() if isinstance(module, Dropout)
@@ -77,11 +77,12 @@ class CompiledLayer:
 
         The first call for a shape traces the layer. Raises ModelError with torch's reason where that fails.
         """
-        inputs = list_of_tensors(value)
-        key: Hashable = (
-            info.length,
-            *((one.shape, one.stride(), one.dtype, one.requires_grad) for one in inputs),
-        )
+        if isinstance(value, Tensor):
+            inputs, around = [value], ""
+        else:  # what else the value holds goes into the graphs
+            inputs, around = list_of_tensors(value), repr(map_tensors(lambda _: None, value))
+        shapes = [(one.shape, one.stride(), one.dtype, one.requires_grad) for one in inputs]
+        key: Hashable = (info.length, around, *shapes)
         graphs = self._graphs.get(key)
         if graphs is None:
             if key not in self._graphs:
@@ -89,8 +90,8 @@ class CompiledLayer:
             graphs = self._graphs[key]
             if graphs is None:
                 return eagerly()
-        call, arguments = _LayerCall(self, len(inputs)), (*inputs, *self.parameters, *self.buffers)
-        if any(graphs.requires_grad):
+        call, arguments = _LayerCall(self, len(inputs)), (*inputs, *self._tensors)
+        if graphs.learns:
             outputs = apply_function(_CompiledRun, graphs, call, *arguments)
         else:
             with torch.no_grad():
@@ -148,9 +149,9 @@ class _CompiledRun(torch.autograd.Function):
     def forward(ctx: Any, graphs: LayerGraphs, call: _LayerCall, *arguments: Tensor) -> tuple[Tensor, ...]:
         outputs, ctx.saved = graphs.run_forward(arguments, call)
         ctx.graphs, ctx.call, ctx.ran = graphs, call, False
-        ctx.mark_non_differentiable(
-            *(one for one, learns in zip(outputs, graphs.requires_grad, strict=True) if not learns)
-        )
+        if not all(graphs.requires_grad):
+            pairs = zip(outputs, graphs.requires_grad, strict=True)
+            ctx.mark_non_differentiable(*(one for one, learns in pairs if not learns))
         return tuple(outputs)
 
     @staticmethod

@@ -36,18 +36,18 @@ class LayerGraphs:
     """The layer's output, with other tensors."""
     requires_grad: Sequence[bool]
     """Of each tensor of the output."""
-    strides: Sequence[tuple[int, ...]]
-    """Of the gradients that the backward is given."""
+    strides: Sequence[tuple[int, tuple[int, ...]]]
+    """The number of each output that has a gradient, and the strides of that."""
 
-    @property
-    def returns_tensor(self) -> bool:
-        """Whether the output is one tensor."""
-        return isinstance(self.output, Tensor)
+    returns_tensor: bool
+    """Whether the output is one tensor."""
+    learns: bool
+    """Whether any of the output's tensors requires a gradient."""
 
     def run_forward(self, arguments: Sequence[Tensor], call: LayerCall) -> tuple[list[Tensor], list[Tensor]]:
         """Return the output's tensors and what the backward reads; gradients are disabled."""
         # Detached, so that what is saved holds neither a gradient nor a graph.
-        given = [one if isinstance(one, nn.Parameter) else one.detach() for one in arguments]
+        given = [*[one.detach() for one in arguments[: call.inputs]], *arguments[call.inputs :]]
         made: list[Any] = self.forward.run(given, call)
         count = len(self.requires_grad)
         outputs = [one.detach() for one in made[:count]]
@@ -57,11 +57,10 @@ class LayerGraphs:
         self, saved: Sequence[Tensor], gradients: Sequence[Tensor], call: LayerCall
     ) -> list[Tensor | None]:
         """Return the gradient of each argument but what is deferred; `gradients`: those of the outputs."""
-        wanted = [one for one, learns in zip(gradients, self.requires_grad, strict=True) if learns]
-        laid = [
-            one if one.stride() == stride else _with_strides(one, stride)
-            for one, stride in zip(wanted, self.strides, strict=True)
-        ]
+        laid = []
+        for number, stride in self.strides:
+            one = gradients[number]
+            laid.append(one if one.stride() == stride else _with_strides(one, stride))
         return self.backward.run([*saved, *laid], call)
 
 
@@ -86,6 +85,7 @@ def trace_layer(
         given = list(joint.arguments)
         computed = [node for node in parts.saved if node not in given]
         saved = [node for node in parts.saved if node in given]
+        learning = [number for number, learns in enumerate(requires_grad) if learns]
         results, begun = [*joint.results, *computed], [*saved, *computed, *joint.tangents]
         return LayerGraphs(
             steps_of(graph, parts.forward, given, results, trace, generates=generates),
@@ -93,7 +93,12 @@ def trace_layer(
             [given.index(node) for node in saved],
             map_tensors(lambda _: torch.empty(0), function.output),
             requires_grad,
-            [example_of(node).stride() for node in joint.tangents],
+            [
+                (number, example_of(node).stride())
+                for number, node in zip(learning, joint.tangents, strict=True)
+            ],
+            isinstance(function.output, Tensor),
+            bool(learning),
         )
 
 

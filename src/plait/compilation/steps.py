@@ -20,6 +20,9 @@ Values = list[Tensor]
 class LayerCall(Protocol):
     """One call of a layer: what its steps ask for besides their tensors."""
 
+    inputs: int
+    """The number of arguments that are tensors of the input."""
+
     def mask(self, number: int, name: str, shape: Sequence[int], device: torch.device) -> Tensor:
         """Return the mask of a call of the dropout `name`, the same each time for a number."""
 
@@ -118,10 +121,11 @@ class Steps:
 
     def run(self, given: Iterable[Tensor], call: LayerCall) -> list[Tensor | None]:
         """Return the results of the steps for `given`; None where there is no result."""
+        nothing = self.nothing
         values = [*given]
-        values += [self.nothing] * (self.slots - len(values))
+        values += [nothing] * (self.slots - len(values))
         for step in self.steps:
             step.run(values, call)
             for slot in step.done:
-                values[slot] = self.nothing
+                values[slot] = nothing
         return [None if slot is None else values[slot] for slot in self.results]

@@ -6,9 +6,10 @@ scatter of an embedding becomes the rows and their indexes. Sums of them are tak
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,7 +23,11 @@ _ATEN = torch.ops.aten
 View = tuple[Callable[..., Tensor], tuple[Any, ...]]
 """An operation that returns a view of its first argument, and the other arguments."""
 
-_TRANSPOSE: View = (_ATEN.t.default, ())
+_TRANSPOSE: View = (Tensor.t, ())
+_METHODS: Mapping[object, Callable[..., Tensor]] = MappingProxyType(
+    {_ATEN.t.default: Tensor.t, _ATEN.view.default: Tensor.view, _ATEN.transpose.int: Tensor.transpose}
+)
+"""What does the same as an operator of a graph, with less work in Python."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,8 @@ class Operand:
         """Return `node` as views of the last node before it that is none."""
         views: list[View] = []
         while is_view(node) and not node.kwargs and isinstance(node.args[0], Node):
-            views.insert(0, (node.target, tuple(node.args[1:])))  # type: ignore[arg-type]
+            operation: Any = _METHODS.get(node.target, node.target)
+            views.insert(0, (operation, tuple(node.args[1:])))
             node = node.args[0]
         return Operand(node, tuple(views))
 
@@ -61,8 +67,11 @@ class WeightTerm:
 
     def add_to(self, buffer: Tensor, values: Sequence[Tensor]) -> None:
         """Add the summand to `buffer`; `values` are those of the operands' bases."""
-        pairs = zip(values, self.operands, strict=True)
-        self.add(buffer, *(viewed(value, operand.views) for value, operand in pairs))
+        found = list(values)
+        for number, operand in enumerate(self.operands):
+            for operation, arguments in operand.views:
+                found[number] = operation(found[number], *arguments)
+        self.add(buffer, *found)
 
 
 def viewed(tensor: Tensor, views: Sequence[View]) -> Tensor:
@@ -104,7 +113,7 @@ def _product(gradient: Node, parameter: Node, number: int) -> WeightTerm | None:
     if node.target != _ATEN.mm.default or len(node.users) != 1:
         return None
     views: list[View] = [
-        _TRANSPOSE if transposed else (_ATEN.view.default, (shape,))
+        _TRANSPOSE if transposed else (Tensor.view, (shape,))
         for shape, transposed in zip(before, transposes, strict=True)
     ]
     a, b = (Operand.of(operand) for operand in node.args if isinstance(operand, Node))
@@ -130,7 +139,7 @@ def _is_transpose(node: Node, dims: int) -> bool:
 
 
 def _add_product(views: Sequence[View], buffer: Tensor, a: Tensor, b: Tensor) -> None:
-    add_product(viewed(buffer, views), a, b)
+    add_product(viewed(buffer, views) if views else buffer, a, b)
 
 
 def _scatter(gradient: Node, number: int) -> WeightTerm | None:

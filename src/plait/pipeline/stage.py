@@ -13,7 +13,7 @@ that are still to be computed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -171,9 +171,11 @@ class Stage:
                 "a batch with document ids was given to compiled layers, which would use the first one's in "
                 "every step: set plan.compile to False."
             )
-        with self._forward_contexts(None, microbatch, layer) if self._dropouts[layer] else nullcontext():
-            run_eagerly = partial(eager, microbatch, layer, value)
-            return compiled(value, self.infos[microbatch][layer], run_eagerly)
+        info, run_eagerly = self.infos[microbatch][layer], partial(eager, microbatch, layer, value)
+        if not self._dropouts[layer]:  # the common case, kept cheap
+            return compiled(value, info, run_eagerly)
+        with self._forward_contexts(None, microbatch, layer):
+            return compiled(value, info, run_eagerly)
 
     def _forward_contexts(self, sequence: LocalSequence | None, microbatch: int, layer: int) -> ExitStack:
         """Return the contexts in which a layer runs: its dropout, and this rank's part of the sequences."""
