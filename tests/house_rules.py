@@ -23,6 +23,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("blueprint",),
     ("tensor", "sharding", "pipeline", "checkpoint", "models"),
+    ("compilation",),
     ("layers",),
     ("context_attention",),
     ("autograd",),
@@ -69,6 +70,22 @@ PRIVATE_USES = {
         "reshaped_in_place",
         "_unsafe_view",
     ): "a result of another shape that is no view",
+    (
+        "compilation/torch_compiler.py",
+        "",
+        "torch._functorch.aot_autograd.aot_export_joint_simple",
+    ): "the graph of a forward and its backward: no public way",
+    (
+        "compilation/torch_compiler.py",
+        "",
+        "torch._subclasses.fake_tensor.FakeTensorMode",
+    ): "tensors without memory on any device: documented, private by its path",
+    ("compilation/torch_compiler.py", "is_view", "_unsafe_view"): "an operation that shares memory",
+    (
+        "compilation/torch_compiler.py",
+        "with_generated_code",
+        "torch._inductor",
+    ): "documented, private by its path",
     (
         "context_attention/fused_kernels.py",
         "_chosen_backend",

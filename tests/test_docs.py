@@ -225,7 +225,7 @@ def _found(name: str) -> object:
 def test_every_field_of_a_plan_stands_in_the_reference() -> None:
     page = (ROOT / "docs" / "reference" / "plan.md").read_text()
     for field in dataclasses.fields(Plan):
-        default = "None" if field.default is None else json.dumps(field.default)
+        default = str(field.default) if field.default in (None, False) else json.dumps(field.default)
         row = rf"^\| `{field.name}` \| `?{re.escape(default)}`? \|"
         assert re.search(row, page, re.MULTILINE), (
             f"docs/reference/plan.md has no row for {field.name} = {default}"

@@ -83,9 +83,9 @@ def fsdp2(kind: str) -> Step:
     return accumulate(model)
 
 
-def with_plait(recompute: str) -> Callable[[str], Step]:
+def with_plait(recompute: str, compile: bool | str = False) -> Callable[[str], Step]:
     def make(kind: str) -> Step:
-        plan = plait.Plan(microbatches=MICROBATCHES, recompute=recompute)  # type: ignore[arg-type]
+        plan = plait.Plan(microbatches=MICROBATCHES, recompute=recompute, compile=compile)  # type: ignore[arg-type]
         engine = plait.parallelize(
             layers_of(kind), plan, plait.Mesh(plan), nn.functional.mse_loss, broadcast=True
         )
@@ -100,6 +100,9 @@ CASES: dict[str, Callable[[str], Step]] = {
     "plait": with_plait("none"),
     "plait, selective recompute": with_plait("selective"),
     "plait, full recompute": with_plait("full"),
+    "plait, compiled": with_plait("none", True),
+    "plait, compiled, no generated code": with_plait("none", "graphs"),
+    "plait, compiled, selective recompute": with_plait("selective", True),
     "plain, torch.utils.checkpoint": checkpointed,
     "FSDP2, one rank": fsdp2,
 }

@@ -8,7 +8,7 @@ mesh  ─ groups ─────────────────────
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import chain
 
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.blueprint import Blueprint, shared_blueprint
 from plait.comm.consistency_check import ranks_unlike_first, require_same_text
 from plait.comm.mesh import Mesh
+from plait.compilation.compiled_layer import LayerCompiler
 from plait.engine import Engine, Runtime
 from plait.engine.loss_stages import build_loss_stage
 from plait.errors import ModelError, listed
@@ -80,6 +81,8 @@ def parallelize(
     dropout, queue = DropoutGenerator(seed), WeightGradientQueue()
     tensor_parallel = blueprint.tensor_parallel(mesh.group("tp"))
     stages = build_stages(blueprint, sequence, spans, units, tensor_parallel, mesh, source, dropout, queue)
+    meta_layers = blueprint.meta_layers(tensor_parallel, mesh.coordinate, mesh.shared_results)
+    compile_layers(stages, blueprint, meta_layers.structures, queue)
     vocabulary = tensor_parallel.vocabulary_of(blueprint.sequence.layers[-1])
     stage = stages.get(len(blueprint.stage_layers) - 1)
     last = None if stage is None else stage.layers[-1]
@@ -96,7 +99,7 @@ def parallelize(
         dropout=dropout,
         counted=counted_parameters(blueprint.owners, blueprint.layouts, mesh),
         vocabulary=vocabulary,
-        meta_layers=blueprint.meta_layers(tensor_parallel, mesh.coordinate, mesh.shared_results),
+        meta_layers=meta_layers,
         context=getattr(model, "context", None),
     )
     return Engine(runtime)
@@ -192,6 +195,29 @@ def build_stages(
             number, copies, queue, adds_late=adds_late, recompute=recompute, dropout=dropout
         )
     return stages
+
+
+def compile_layers(
+    stages: Mapping[int, Stage],
+    blueprint: Blueprint,
+    structures: Sequence[Hashable],
+    queue: WeightGradientQueue,
+) -> None:
+    """Let the layers of this rank's stages run as graphs in training, if the plan says so.
+
+    `structures`: of each layer of the model, equal for layers that have the same graphs.
+    """
+    compiler = LayerCompiler.of(blueprint.plan, queue)
+    if compiler is None:
+        return
+    for number, stage in stages.items():
+        numbers = blueprint.stage_layers[number]
+        stage.run_compiled(
+            [
+                compiler.compiled(layer, structures[index], blueprint.recompute[index])
+                for layer, index in zip(stage.layers, numbers, strict=True)
+            ]
+        )
 
 
 def parameters_of(stage: int, units: Iterable[Unit], sequence: LayerSequence) -> dict[int, Tensor]:

@@ -15,6 +15,7 @@ Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 Offload = Literal["none", "parameters", "full"]
 SequenceParallel = Literal["none", "keep", "regather"]
 ContextParallel = Literal["auto", "ring", "ulysses"]
+Compile = Literal["graphs", "where possible"]
 ContextLayout = Literal["zigzag", "striped", "contiguous"]
 Policy = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "auto"]
 
@@ -61,6 +62,12 @@ class Plan:
     (`selective`: all but matrix products and attention), or everything (`full`). A tuple has one entry for
     each layer of the model.
 
+    `compile`: whether each distinct layer is compiled, forward and backward, when it first runs in training.
+    True: with code by TorchInductor; "where possible": likewise, and layers that cannot be compiled run
+    eagerly; "graphs": as graphs of PyTorch's own operations, without code generation. Weight gradients that
+    are matrix products stay apart, for the schedule's `W` actions. A layer's forward must not depend on
+    anything that changes between steps but its tensors. Not with `cp`, or with "regather".
+
     `sequence_parallel` sets whether the operations outside of regions (norms, dropouts, residual connections)
     run on the whole sequence on every rank of `tp` (`none`), or on a piece of the sequence on each, so that
     all activations are partitioned (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). The gathered
@@ -96,6 +103,7 @@ class Plan:
     strategy: Strategy = "none"
     reduce: Reduce = "last"
     recompute: Recompute | tuple[Recompute, ...] = "none"
+    compile: bool | Compile = False
     sequence_parallel: SequenceParallel = "none"
     context_parallel: ContextParallel = "auto"
     context_layout: ContextLayout = "zigzag"
@@ -119,6 +127,7 @@ class Plan:
         for name, kind in _CHOICES.items():
             _require_choice(name, getattr(self, name), get_args(kind))
         self._require_recompute()
+        self._require_compile()
         for name in _PRECISIONS:
             if getattr(self, name) is not None:
                 _require_choice(name, getattr(self, name), get_args(Precision))
@@ -162,6 +171,20 @@ class Plan:
                 )
         for mode in modes if isinstance(modes, tuple | list) else (modes,):
             _require_choice("recompute", mode, get_args(Recompute))
+
+    def _require_compile(self) -> None:
+        if not isinstance(self.compile, bool):
+            _require_choice("compile", self.compile, ("True", "False", *get_args(Compile)))
+        if self.compile and self.cp > 1:
+            raise PlanError(
+                f"plan.compile is {self.compile!r} with plan.cp = {self.cp}, but layers under context "
+                "parallelism cannot be compiled yet: set one of them to False or 1."
+            )
+        if self.compile and self.cuts_sequence and self.sequence_parallel == "regather":
+            raise PlanError(
+                f"plan.compile is {self.compile!r} with plan.sequence_parallel 'regather', but compiled "
+                "layers keep the inputs of their weight gradients: choose 'keep', or compile False."
+            )
 
     @property
     def shard(self) -> int:

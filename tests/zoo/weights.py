@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +20,7 @@ from parity.tensor_defects import columns_learn_nothing, entrance_without_sum
 from plait.autograd import deferred_weight_gradients
 from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.comm.collectives import all_reduce
+from plait.compilation import compiled_layer
 from plait.pipeline.stage import Stage
 from plait.tensor import embedding
 from plait.verification.location import StepPhase
@@ -78,6 +80,29 @@ def biases_learn_nothing() -> Iterator[None]:
 
     with patch.object(deferred_weight_gradients._Linear, "backward", staticmethod(backward)):
         yield
+
+
+@contextmanager
+def _deferred_by_graphs(times: int) -> Iterator[None]:
+    """The head's weight product, which is taken out of its graph, is queued so many times."""
+    original = compiled_layer._LayerCall.defer
+
+    def defer(self: Any, term: Any, operands: Any) -> None:
+        for _ in range(times if self.layer.layer.path == "head" else 1):
+            original(self, term, operands)
+
+    with patch.object(compiled_layer._LayerCall, "defer", defer):
+        yield
+
+
+def product_of_a_graph_twice() -> Any:
+    """It is queued twice."""
+    return _deferred_by_graphs(2)
+
+
+def product_of_a_graph_left_out() -> Any:
+    """It is not queued."""
+    return _deferred_by_graphs(0)
 
 
 @contextmanager
@@ -235,6 +260,25 @@ WEIGHTS = (
         r"blocks.0.mlp.\w+.bias",
         ranks=(1,),
         cause="not added|zero",
+    ),
+    _row(
+        product_of_a_graph_twice,
+        cases.UNTIED,
+        replace(cases.ZERO_BUBBLE, compile="graphs"),
+        "head",
+        "head.output.weight",
+        ranks=(1,),
+        cause="twice|2 times",
+    ),
+    _row(
+        product_of_a_graph_left_out,
+        cases.UNTIED,
+        replace(cases.TWO_STAGES, compile="graphs"),
+        "head",
+        "head.output.weight",
+        ranks=(1,),
+        cause="not added|zero",
+        full=True,
     ),
     _row(
         only_the_heads_part_of_a_tie, cases.LLAMA, cases.TWO_COPIES, "embedding", TIED, cause="not added|zero"

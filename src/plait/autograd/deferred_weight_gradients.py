@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from plait.autograd.engine_calls import apply_function, reshaped_in_place
 from plait.autograd.kept_results import RECOMPUTED_RUN
+from plait.autograd.layer_trace import TRACE
 from plait.autograd.regather import Gather
 from plait.autograd.split_backward import SplitBackward, refuse_other_orders, require_static, run_split
 from plait.autograd.weight_gradient_queue import WeightGradientQueue
@@ -124,8 +125,12 @@ def embedding(
 
 
 def _defers(input: Tensor) -> bool:
-    """Return whether to defer the weight gradient; False under `torch.autocast`, which casts the weight."""
-    if not torch.is_grad_enabled():
+    """Return whether to defer the weight gradient.
+
+    Not under `torch.autocast`, which casts the weight, nor in a layer that is traced, whose compiled backward
+    defers it.
+    """
+    if not torch.is_grad_enabled() or TRACE.get() is not None:
         return False
     return input.is_meta or not torch.is_autocast_enabled(input.device.type)  # meta has no autocast
 
@@ -256,18 +261,21 @@ class _Embedding(torch.autograd.Function):
         (input,) = ctx.saved_tensors
         weight, padding, queue = ctx.weight, ctx.padding, ctx.queue
 
-        def work() -> None:
-            rows = gradient.reshape(-1, gradient.shape[-1])
-            tokens = input.reshape(-1)
-            if padding is not None:
-                rows = rows.masked_fill((tokens == padding).unsqueeze(-1), 0)
-            total = queue.buffer_of(weight)
-            rows = rows.to(total.dtype)
-            if is_accelerator(total):  # index_add_ adds atomically there, in varying order
-                total.index_put_((tokens,), rows, accumulate=True)
-            else:
-                total.index_add_(0, tokens, rows)
-
         if weight.requires_grad:
-            queue.add(work)
+            queue.add(lambda: add_rows(queue.buffer_of(weight), input, gradient, padding))
         return None, None, None, None
+
+
+def add_rows(total: Tensor, tokens: Tensor, gradient: Tensor, padding: int | None) -> None:
+    """Add rows of `gradient` `[..., width]` to the rows of `total` with the indexes `tokens` `[...]`.
+
+    Rows of the index `padding` are left out.
+    """
+    rows, tokens = _rows(gradient), tokens.reshape(-1)
+    if padding is not None:
+        rows = rows.masked_fill((tokens == padding).unsqueeze(-1), 0)
+    rows = rows.to(total.dtype)
+    if is_accelerator(total):  # index_add_ adds atomically there, in varying order
+        total.index_put_((tokens,), rows, accumulate=True)
+    else:
+        total.index_add_(0, tokens, rows)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from plait.autograd.dropout_mask import DimPiece, DimRanges, keep_mask_of_ranges
+from plait.autograd.layer_trace import TRACE
 from plait.autograd.node_tags import tag, tag_of
 from plait.autograd.running_sequence import running_sequence
 from plait.errors import ModelError
@@ -62,14 +63,30 @@ class Dropout(nn.Module):
         """
         if not self.training or self.p == 0.0:
             return input
-        key, pieces = self.next_mask(input.shape, input.device)
-        ranges = self._position_ranges(input.shape, pieces)
-        keep = keep_mask_of_ranges(key, input.shape, self.p, pieces, ranges, input.device)
+        trace = TRACE.get()
+        if trace is None:
+            keep = self.next_mask_maker(input.shape, input.device)()
+        else:
+            keep = trace.dropout_mask(self, input.shape, input.device)
         scale = 1.0 / (1.0 - self.p) if self.p < 1.0 else 1.0
         return tag_dropout(torch.where(keep, input, 0.0).mul_(scale), self)
 
+    def next_mask_maker(self, shape: Sequence[int], device: torch.device) -> Callable[[], Tensor]:
+        """Return a function that makes the mask of this call, bool `shape`, as often as it is called."""
+        key, pieces = self.next_mask(shape, device)
+        ranges = self._position_ranges(shape, pieces)
+        return partial(keep_mask_of_ranges, key, shape, self.p, pieces, ranges, device)
+
     def next_mask(self, shape: Sequence[int], device: torch.device) -> tuple[int, dict[int, DimPiece]]:
-        """Return the random key of this call's mask for a tensor of `shape`, and the rank's pieces by dim."""
+        """Return the random key of this call's mask for a tensor of `shape`, and the rank's pieces by dim.
+
+        ModelError in a layer that is traced, whose mask would then be the same in each step.
+        """
+        if TRACE.get() is not None:
+            raise ModelError(
+                "the weights of an attention in blocks (with a window, a softcap or documents) pass through "
+                "a dropout, whose random key changes with each step."
+            )
         pieces = {dim: locate(shape[dim]) for dim, locate in self.pieces.items()}
         key = 0
         if self.generator is not None:

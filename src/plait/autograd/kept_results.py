@@ -13,6 +13,15 @@ from typing import Protocol
 from torch import Tensor
 
 Tensors = tuple[Tensor | None, ...]
+KEPT_OPERATIONS = frozenset(
+    {
+        *("addmm", "baddbmm", "bmm", "convolution", "mm"),
+        *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_efficient_attention"),
+        *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+        "_scaled_dot_product_fused_attention_overrideable",
+    }
+)
+"""Names of ATen operations whose results selective recomputation keeps."""
 
 
 class RecomputedRun(Protocol):

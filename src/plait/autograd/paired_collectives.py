@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from plait.autograd.layer_trace import TRACE
 from plait.autograd.node_tags import tag, tag_of
 from plait.autograd.regather import Gather, GatherRegistry
 from plait.autograd.uneven_collectives import own_piece, start_piece_of_sum, start_whole
@@ -36,6 +37,7 @@ from plait.comm.collectives import all_reduce
 from plait.comm.group import Group
 from plait.comm.tensor_hash import require_same_bits
 from plait.errors import ModelError
+from plait.layout import divide
 
 Overlap = Callable[[], None]
 """Runs in the backward during a reduction."""
@@ -53,17 +55,18 @@ def copy(tensor: Tensor, group: Group, overlap: Overlap | None = None) -> Tensor
 
     `overlap` runs during that sum. Communication: backward, one all-reduce.
     """
+    backward = partial(_sum, group, overlap)
+    if TRACE.get() is not None:
+        return _paired("copy", tensor, group, partial(_compared, group) if group.guarded else None, backward)
     require_same_bits(tensor, group, _ENTERS)
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         return tensor
-    return _paired(
-        "copy", tensor, group, forward=lambda x: x.view_as(x), backward=partial(_sum, group, overlap)
-    )
+    return _paired("copy", tensor, group, None, backward)
 
 
 def reduce(tensor: Tensor, group: Group) -> Tensor:
     """Return the sum of the ranks' tensors, in the memory of `tensor`. Communication: one all-reduce."""
-    return _paired("reduce", tensor, group, forward=partial(_sum_in_place, group), backward=lambda g: g)
+    return _paired("reduce", tensor, group, partial(_sum_in_place, group), None, writes=True)
 
 
 def gather(
@@ -74,7 +77,7 @@ def gather(
     Communication: one all-gather, of pieces padded to the size of the largest.
     """
     whole, piece = partial(_whole, group, dim, size), partial(_piece, group, dim)
-    return _paired(collective, tensor, group, forward=whole, backward=piece)
+    return _paired(collective, tensor, group, whole, piece, dim, size)
 
 
 def split(tensor: Tensor, group: Group, dim: int, collective: PairedCollective = "split") -> Tensor:
@@ -82,9 +85,8 @@ def split(tensor: Tensor, group: Group, dim: int, collective: PairedCollective =
 
     Communication: backward, one all-gather.
     """
-    require_same_bits(tensor, group, _ENTERS)
-    whole, piece = partial(_whole, group, dim, tensor.shape[dim]), partial(_piece, group, dim)
-    return _paired(collective, tensor, group, forward=piece, backward=whole)
+    whole, piece = partial(_whole, group, dim, tensor.shape[dim]), partial(_compared_piece, group, dim)
+    return _paired(collective, tensor, group, piece, whole, dim, _own_size(tensor, group, dim))
 
 
 def gather_in(piece: Tensor, group: Group, dim: int, size: int, overlap: Overlap | None = None) -> Tensor:
@@ -93,7 +95,7 @@ def gather_in(piece: Tensor, group: Group, dim: int, size: int, overlap: Overlap
     `overlap` runs during the reduce-scatter. Communication: one all-gather; backward, one reduce-scatter.
     """
     whole, piece_of_sum = partial(_whole, group, dim, size), partial(_piece_of_sum, group, dim, overlap)
-    return _paired("gather_in", piece, group, forward=whole, backward=piece_of_sum)
+    return _paired("gather_in", piece, group, whole, piece_of_sum, dim, size)
 
 
 def scatter_out(tensor: Tensor, group: Group, dim: int, registry: GatherRegistry | None = None) -> Tensor:
@@ -104,7 +106,7 @@ def scatter_out(tensor: Tensor, group: Group, dim: int, registry: GatherRegistry
     """
     whole = partial(_registered_whole, Gather(group, dim, tensor.shape[dim]), registry)
     piece_of_sum = partial(_piece_of_sum, group, dim, None)
-    return _paired("scatter_out", tensor, group, forward=piece_of_sum, backward=whole)
+    return _paired("scatter_out", tensor, group, piece_of_sum, whole, dim, _own_size(tensor, group, dim))
 
 
 def to_pieces(whole: Tensor, group: Group, dim: int) -> Tensor:
@@ -162,19 +164,51 @@ def _piece_of_sum(group: Group, dim: int, overlap: Overlap | None, summand: Tens
     return pending()
 
 
+def _compared(group: Group, tensor: Tensor) -> Tensor:
+    require_same_bits(tensor, group, _ENTERS)
+    return tensor
+
+
+def _compared_piece(group: Group, dim: int, whole: Tensor) -> Tensor:
+    return _piece(group, dim, _compared(group, whole))
+
+
+def _own_size(whole: Tensor, group: Group, dim: int) -> int:
+    return len(divide(whole.shape[dim], group.size)[group.index])
+
+
 def _paired(
-    collective: PairedCollective, tensor: Tensor, group: Group, forward: Operation, backward: Operation
+    collective: PairedCollective,
+    tensor: Tensor,
+    group: Group,
+    forward: Operation | None,
+    backward: Operation | None,
+    dim: int = 0,
+    size: int | None = None,
+    *,
+    writes: bool = False,
 ) -> Tensor:
-    """Return `forward(tensor)`, whose gradient passes through `backward`; for one rank, `tensor` itself."""
+    """Return `forward(tensor)`, whose gradient passes through `backward`; for one rank, `tensor` itself.
+
+    None for one of the two: nothing. The result has `size` elements along `dim`, by default as many as
+    `tensor`. `writes`: `forward` may write to it.
+    """
     if group.size == 1:
         return tensor
+    trace = TRACE.get()
+    if trace is not None:
+        shape = list(tensor.shape)
+        shape[dim] = shape[dim] if size is None else size
+        return trace.record(tensor, shape, forward, backward, writes=writes)
     return tag(_Paired.apply(tensor, forward, backward), _TAG, collective)  # type: ignore[no-untyped-call]
 
 
 class _Paired(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, forward: Operation, backward: Operation) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, forward: Operation | None, backward: Operation | None) -> Tensor:
         ctx.gradient_of = backward
+        if forward is None:
+            return tensor.view_as(tensor)
         result = forward(tensor)
         if result is tensor:  # summed in place
             ctx.mark_dirty(tensor)
@@ -188,4 +222,4 @@ class _Paired(torch.autograd.Function):
                 "a tensor-parallel layer met a backward with create_graph: its collectives have no second "
                 "derivative, so take first-order gradients only."
             )
-        return ctx.gradient_of(gradient), None, None
+        return gradient if ctx.gradient_of is None else ctx.gradient_of(gradient), None, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -65,7 +66,8 @@ def heads_of(projected: Tensor, size: int) -> Tensor:
 
 def head_count(linear: nn.Module, size: int) -> int:
     """Return the number of heads of `size` features in a linear's output; with `tp`, on this rank."""
-    return linear.get_parameter("weight").shape[0] // size
+    # Not by get_parameter: while a layer is traced for plan.compile, its weights are plain tensors.
+    return cast(Tensor, linear.weight).shape[0] // size
 
 
 def block(attention: nn.Module, mlp: nn.Module) -> nn.Sequential:

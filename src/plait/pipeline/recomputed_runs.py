@@ -14,18 +14,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.autograd.kept_results import Tensors
+from plait.autograd.kept_results import KEPT_OPERATIONS, Tensors
 from plait.layers.nested import map_tensors, tensors_of
-
-_CACHED = frozenset(
-    {
-        *("addmm", "baddbmm", "bmm", "convolution", "mm"),
-        *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_efficient_attention"),
-        *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
-        "_scaled_dot_product_fused_attention_overrideable",
-    }
-)
-"""Names of aten operations."""
 
 
 class FirstRun:
@@ -169,7 +159,7 @@ def versions_of(tensors: Tensors) -> list[int]:
 
 
 def _is_cached(operation: Any) -> bool:
-    return operation.namespace == "aten" and operation.overloadpacket.__name__ in _CACHED
+    return operation.namespace == "aten" and operation.overloadpacket.__name__ in KEPT_OPERATIONS
 
 
 def _written(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:

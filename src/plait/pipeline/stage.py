@@ -25,11 +25,12 @@ from plait.autograd.dropout import DropoutGenerator, names_of
 from plait.autograd.engine_calls import run_backward
 from plait.autograd.running_sequence import LocalSequence, running
 from plait.autograd.weight_gradient_queue import WeightGradientQueue, WeightWork
-from plait.errors import ModelError
+from plait.compilation.compiled_layer import CompiledLayer
+from plait.errors import ModelError, PlanError
 from plait.layers.layer_sequence import NamedLayer
 from plait.layers.nested import Value, detached, list_of_tensors, map_tensors
 from plait.layers.shape_inference import LayerInfo
-from plait.pipeline.recompute import recomputing
+from plait.pipeline.recompute import Run, recomputing
 from plait.plan import Recompute
 
 Gradients = list[Tensor | None]
@@ -74,9 +75,14 @@ class Stage:
 
     def __post_init__(self) -> None:
         modes: Sequence[Recompute] = self.recompute or ["none"] * len(self.layers)
-        self._training_runs = [recomputing(mode, self._run) for mode in modes]
+        self._training_runs: list[Run] = [recomputing(mode, self._run) for mode in modes]
         self._parameters = [list(layer.module.parameters()) for layer in self.layers]
         self._dropouts = [names_of(layer.module) for layer in self.layers]
+
+    def run_compiled(self, layers: Sequence[CompiledLayer]) -> None:
+        """Run the stage's layers by their graphs in training; `layers` has each of them."""
+        pairs = zip(layers, self._training_runs, strict=True)
+        self._training_runs = [partial(self._run_compiled, *pair) for pair in pairs]
 
     def forward(self, microbatch: int, layer: int) -> None:
         """Run one layer on the micro-batch's current activation; store its detached output."""
@@ -154,6 +160,22 @@ class Stage:
         finally:
             queue.pending = outside
         return self._without_parameters(output, layer) if info.returns_parameter else output
+
+    def _run_compiled(
+        self, compiled: CompiledLayer, eager: Run, microbatch: int, layer: int, value: Value
+    ) -> Value:
+        """Run one layer by its graphs and return its output."""
+        sequence = self.sequences[microbatch] if self.sequences else None
+        if sequence is not None:
+            raise PlanError(
+                "a batch with document ids was given to compiled layers, which would use the first one's in "
+                "every step: set plan.compile to False."
+            )
+        info, run_eagerly = self.infos[microbatch][layer], partial(eager, microbatch, layer, value)
+        if not self._dropouts[layer]:  # the common case, kept cheap
+            return compiled(value, info, run_eagerly)
+        with self._forward_contexts(None, microbatch, layer):
+            return compiled(value, info, run_eagerly)
 
     def _forward_contexts(self, sequence: LocalSequence | None, microbatch: int, layer: int) -> ExitStack:
         """Return the contexts in which a layer runs: its dropout, and this rank's part of the sequences."""

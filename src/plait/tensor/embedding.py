@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.autograd.deferred_weight_gradients import embedding
+from plait.autograd.layer_trace import TRACE
 from plait.autograd.paired_collectives import reduce
 from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.comm.group import Group
@@ -65,7 +66,11 @@ class VocabParallelEmbedding(nn.Module):
         Raises DataError for tokens outside of the vocabulary, on the CPU only.
         """
         if tokens.device.type == "cpu" and tokens.numel():
-            self._require_known(tokens)
+            trace = TRACE.get()
+            if trace is None:
+                self._require_known(tokens)
+            else:  # reads values, which a trace does not have
+                tokens = trace.record(tokens, tokens.shape, self._require_known, None)
         first, count = self._own.start, len(self._own)
         local = tokens - first
         elsewhere = (local < 0) | (local >= count)
@@ -79,7 +84,8 @@ class VocabParallelEmbedding(nn.Module):
         """Return the sizes of the full table, and the number of ranks."""
         return f"{self.num_embeddings} / {self.group.size}, {self.embedding_dim}"
 
-    def _require_known(self, tokens: Tensor) -> None:
+    def _require_known(self, tokens: Tensor) -> Tensor:
+        """Return `tokens`."""
         # No rank holds the row of an unknown token: without this check its embedding would be zero.
         least, most = (int(bound) for bound in tokens.aminmax())
         if least < 0 or most >= self.num_embeddings:
@@ -87,3 +93,4 @@ class VocabParallelEmbedding(nn.Module):
                 f"tokens from {least} to {most} were looked up in a table of {self.num_embeddings} rows: "
                 "give tokens of the vocabulary."
             )
+        return tokens

@@ -107,8 +107,8 @@ class MetaLayers:
         sequence = running_sequence()
         modes = proves, torch.is_grad_enabled(), torch.get_default_dtype(), sequence and sequence.shape
         longest = 0 if sequence is None else sequence.longest
-        for number in range(len(self._structures)):
-            key = self._structures[number], modes, given.length, given.repeats, _described(given.value)
+        for number in range(len(self.structures)):
+            key = self.structures[number], modes, given.length, given.repeats, _described(given.value)
             # Documents change no shape, but a layer may refuse long ones: one that ran takes shorter ones.
             if key not in self._results or self._results[key][0] < longest:
                 self._results[key] = longest, self._run(number, given, proves=proves)
@@ -158,8 +158,11 @@ class MetaLayers:
         )
 
     @cached_property
-    def _structures(self) -> list[Hashable]:
-        """Per layer, a cache key of all that its runs on the meta device depend on, except the inputs."""
+    def structures(self) -> list[Hashable]:
+        """Per layer, a cache key of all that its runs on the meta device depend on, except the inputs.
+
+        Layers with equal keys have the same graphs, too.
+        """
         rules, group = self._rules, self._rules.group
         last = len(self._sequence.layers) - 1
         names = {id(parameter): name for name, parameter in self._sequence.parameters.items()}

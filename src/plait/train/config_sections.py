@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from plait.data.recorded_tokenizer import recorded_tokenizer
 from plait.errors import ConfigError
 from plait.plan import (
+    Compile,
     ContextLayout,
     ContextParallel,
     Offload,
@@ -254,6 +255,11 @@ class ParallelConfig(Section):
     recompute: Recompute = Field(
         default="none",
         description="what is recomputed for a layer's backward: nothing, what is cheap, or all but its input",
+    )
+    compile: bool | Compile = Field(
+        default=False,
+        description="whether each distinct layer is compiled when it first trains: true with generated code, "
+        "where possible likewise, others eagerly, or graphs, without generated code",
     )
     sequence_parallel: SequenceParallel = Field(
         default="none",

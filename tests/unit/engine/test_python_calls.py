@@ -27,9 +27,9 @@ class Residual(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-def calls_of_a_step(make_layer: Any, recompute: Recompute) -> float:
+def calls_of_a_step(make_layer: Any, recompute: Recompute, compile: Any = False) -> float:
     """Calls of Python functions per layer and micro-batch, forward and backward, of one rank's third step."""
-    plan = plait.Plan(microbatches=MICROBATCHES, recompute=recompute)
+    plan = plait.Plan(microbatches=MICROBATCHES, recompute=recompute, compile=compile)
     model = nn.Sequential(*(make_layer() for _ in range(LAYERS)))
     engine = plait.parallelize(model, plan, plait.Mesh(plan), nn.functional.mse_loss, broadcast=True)
     batch = torch.zeros(MICROBATCHES * 2, WIDTH)
@@ -62,3 +62,18 @@ def calls_of_a_step(make_layer: Any, recompute: Recompute) -> float:
 )
 def test_a_layer_calls_few_python_functions(make_layer: Any, recompute: Recompute, most: int) -> None:
     assert plait.launch(calls_of_a_step, make_layer, recompute, ranks=1, ranks_as="threads")[0] <= most
+
+
+@pytest.mark.parametrize(
+    ("make_layer", "recompute", "most"),
+    [
+        (lambda: nn.Linear(WIDTH, WIDTH), "none", 64),
+        (Residual, "none", 87),
+        (Residual, "selective", 88),
+    ],
+)
+def test_a_compiled_layer_calls_few_python_functions(
+    make_layer: Any, recompute: Recompute, most: int
+) -> None:
+    arguments = make_layer, recompute, "graphs"  # each operation of a graph is a call, without generated code
+    assert plait.launch(calls_of_a_step, *arguments, ranks=1, ranks_as="threads")[0] <= most

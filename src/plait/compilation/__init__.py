@@ -1,0 +1,1 @@
+"""Layers compiled to graphs, whose backward is split in the input's and the weights' gradients."""

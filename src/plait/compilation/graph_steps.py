@@ -1,0 +1,152 @@
+"""Part of a joint graph as steps that run.
+
+Each operation runs as early as the steps between graphs allow: a graph holds all that needs no result of a
+later one. So each rank runs the same collectives in the same order, and weight gradients are in the queue
+before a collective that overlaps them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from torch.fx import Graph, GraphModule, Node
+
+from plait.autograd.layer_trace import BETWEEN_GRAPHS, DROPOUT_MASK, LayerTrace
+from plait.compilation.steps import BetweenStep, DeferStep, GraphStep, MaskStep, Step, Steps
+from plait.compilation.weight_terms import Operand, WeightTerm
+
+
+def steps_of(
+    module: GraphModule,
+    nodes: Sequence[Node],
+    given: Sequence[Node],
+    results: Sequence[Node | None],
+    trace: LayerTrace,
+    terms: Sequence[WeightTerm] = (),
+    *,
+    generates: bool,
+) -> Steps:
+    """Return the steps that compute `results` of `nodes`, which are in order, from the values of `given`."""
+    slots = {node: number for number, node in enumerate([*given, *nodes])}
+    levels = _levels(nodes)
+    outside = {node for node in results if node is not None}
+    outside.update(operand.base for term in terms for operand in term.operands)
+    steps, waiting, known = list[Step](), list(terms), set(given)
+
+    def defer() -> None:
+        for term in [one for one in waiting if all(operand.base in known for operand in one.operands)]:
+            waiting.remove(term)
+            steps.append(DeferStep(term, [slots[operand.base] for operand in term.operands]))
+
+    defer()
+    for level, group in groupby(sorted(nodes, key=levels.__getitem__), key=levels.__getitem__):
+        members = list(group)
+        if level % 2:
+            steps += [_between(node, slots, trace, {*nodes, *outside}, outside) for node in members]
+        else:
+            read = outside.union(*(one.all_input_nodes for one in nodes if levels[one] != level))
+            steps.append(_graph_step(module, members, slots, read, generates=generates))
+        known.update(members)
+        defer()
+    returned = [None if node is None else slots[node] for node in results]
+    _set_last_uses(steps, {slot for slot in returned if slot is not None})
+    return Steps(steps, len(slots), returned)
+
+
+def _between(
+    node: Node, slots: Mapping[Node, int], trace: LayerTrace, readers: set[Node], outside: set[Node]
+) -> Step:
+    if node.target == DROPOUT_MASK:
+        mask, shape, device = node.args
+        names: Any = trace.masks
+        return MaskStep(mask, names[mask], shape, device, slots[node])  # type: ignore[arg-type]
+    argument, number, _ = node.args
+    assert isinstance(argument, Node)
+    assert isinstance(number, int)
+    copies = number in trace.writes and _is_read_elsewhere(argument, node, readers, outside)
+    return BetweenStep(trace.operations[number], slots[argument], slots[node], copies)
+
+
+def _is_read_elsewhere(node: Node, reader: Node, readers: set[Node], outside: set[Node]) -> bool:
+    """Return whether the memory of a value is an argument's, or is read by another than `reader`."""
+    base = Operand.of(node).base
+    waiting = [base]
+    while waiting:
+        one = waiting.pop()
+        if one in outside or one.op != "call_function":
+            return True
+        for user in one.users:
+            if user is reader or user not in readers:
+                continue
+            if Operand.of(user).base is not base:
+                return True
+            waiting.append(user)
+    return False
+
+
+def _graph_step(
+    module: GraphModule,
+    members: Sequence[Node],
+    slots: Mapping[Node, int],
+    read: set[Node],
+    *,
+    generates: bool,
+) -> GraphStep:
+    """Return the graph of `members`, which are in order; `read`: the nodes that are read outside of it."""
+    graph, copies = Graph(), dict[Node, Node]()
+    inside = set(members)
+    arguments = dict.fromkeys(
+        one for node in members for one in node.all_input_nodes if one not in inside and one.op != "get_attr"
+    )
+    for node in arguments:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta["val"] = node.meta.get("val")
+
+    def copy_of(node: Node) -> Node:
+        if node not in copies:  # a constant tensor of the layer
+            copies[node] = graph.node_copy(node)
+        return copies[node]
+
+    for node in members:
+        copies[node] = graph.node_copy(node, copy_of)
+    results = [node for node in members if node in read]
+    graph.output(tuple(copies[node] for node in results))
+    made = GraphModule(module, graph)
+    return GraphStep(made, [slots[node] for node in arguments], [slots[node] for node in results], generates)
+
+
+def _set_last_uses(steps: Sequence[Step], returned: set[int]) -> None:
+    """Set for each step which slots no later step reads."""
+    seen = set(returned)
+    for step in reversed(steps):
+        read = set(_read_by(step)) - seen
+        step.done = tuple(read)
+        seen |= read
+
+
+def _read_by(step: Step) -> Sequence[int]:
+    match step:
+        case GraphStep():
+            return step.arguments
+        case BetweenStep():
+            return [step.argument]
+        case DeferStep():
+            return step.operands
+        case MaskStep():
+            return []
+
+
+def _levels(nodes: Sequence[Node]) -> Mapping[Node, int]:
+    """Return when each node can run: even levels are graphs, odd ones what runs between them."""
+    levels: dict[Node, int] = {}
+    for node in nodes:
+        level = max((levels.get(one, 0) for one in node.all_input_nodes), default=0)
+        if node.target == DROPOUT_MASK:
+            levels[node] = -1
+        elif node.target == BETWEEN_GRAPHS:
+            levels[node] = level + 1 if level % 2 == 0 else level
+        else:
+            levels[node] = level + level % 2
+    return levels

@@ -1,0 +1,68 @@
+"""The private names of torch that compiled layers rely on, each in one function.
+
+`tests/unit/compilation/test_torch_compiler.py` shows what is relied on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from threading import RLock
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._functorch.aot_autograd import aot_export_joint_simple
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule, Node
+
+Call = Callable[..., Sequence[Tensor]]
+
+COMPILER_LOCK = RLock()
+"""Held while torch traces or generates code, which it does with state of the whole process."""
+
+
+def without_memory() -> FakeTensorMode:
+    """Return a context in which tensors have a shape, dtype and device, but no memory and no values."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def joint_graph(
+    function: Callable[..., tuple[Tensor, ...]], arguments: Sequence[Tensor], *, differentiates: bool
+) -> GraphModule:
+    """Return the graph of `function` and its backward, of ATen operations that write to no tensor.
+
+    Its placeholders are the arguments, then the gradients of the results that require one; its output is a
+    list of the results, then the gradient of each argument or None. Without `differentiates` it has no
+    gradients. `arguments` are of the context `without_memory`.
+    """
+    graph: Any = aot_export_joint_simple(function, tuple(arguments), trace_joint=differentiates)
+    return cast(GraphModule, graph)
+
+
+def example_of(node: Node) -> Tensor:
+    """Return a tensor without memory that is like the value of a node of `joint_graph`."""
+    return cast(Tensor, node.meta["val"])
+
+
+def is_view(node: Node) -> bool:
+    """Return whether a node's operation returns its first argument's memory in another shape."""
+    if node.target == torch.ops.aten._unsafe_view.default:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None or not schema.arguments:
+        return False
+    alias = schema.arguments[0].alias_info
+    return alias is not None and not alias.is_write and len(schema.returns) == 1
+
+
+def is_random(node: Node) -> bool:
+    """Return whether a node's operation draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def with_generated_code(graph: GraphModule, examples: Sequence[Tensor]) -> Call:
+    """Return `graph` compiled by TorchInductor, for arguments with the shapes and strides of `examples`."""
+    from torch import _inductor  # loads hundreds of modules
+
+    compiled: Any = _inductor.compile(graph, [one.detach() for one in examples])
+    return cast(Call, compiled)

@@ -1,0 +1,82 @@
+"""Compiled layers: the gradients, losses and updates of one rank in plain PyTorch, whatever the layout."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from parity import huggingface_cases, woven
+from parity.cases import USER_CASES, gpt2, llama
+from parity.dropping import DROPPING, TWICE, by_hand
+from parity.pairs import covering_rows, in_quick
+from parity.parity import TWO_STEPS, check_parity, compare
+from plait.plan import Plan
+
+BY_NAME = {case.name: case for case in USER_CASES}
+FACTORS = {
+    "model": ("gpt2", "llama"),
+    "degrees": ((1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2), (1, 1, 2), (1, 2, 2)),
+    "schedule": ("1f1b", "zb-h1", "zb-v"),
+    "strategy": ("none", "gradients", "full"),
+    "recompute": ("none", "selective", "full"),
+    "sequence_parallel": ("none", "keep"),
+}
+
+
+def possible(row):
+    pp, dp, tp = row.get("degrees", (2, 2, 2))
+    if row.get("schedule", "1f1b") != "1f1b" and pp == 1:
+        return False
+    if row.get("strategy", "none") != "none" and dp == 1:
+        return False
+    return row.get("sequence_parallel", "none") == "none" or tp == 2
+
+
+ROWS = covering_rows(FACTORS, possible)
+QUICK = (0, 5)
+
+
+def identify(row):
+    degrees = "x".join(map(str, row["degrees"]))
+    return "-".join([row["model"], degrees, *(str(row[name]) for name in list(FACTORS)[2:])])
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=identify(row), marks=[] if number in QUICK else pytest.mark.full)
+        for number, row in enumerate(ROWS)
+    ],
+)
+def test_layouts(thread_ranks, row):
+    pp, dp, tp = row["degrees"]
+    options = {name: row[name] for name in ("schedule", "strategy", "recompute", "sequence_parallel")}
+    plan = Plan(pp=pp, dp=dp, tp=tp, microbatches=3, precision="fp64", compile="graphs", **options)
+    check_parity(thread_ranks, {"gpt2": gpt2, "llama": llama}[row["model"]](), plan)
+
+
+@pytest.mark.parametrize("name", in_quick(BY_NAME, "skips", "frozen_first"))
+def test_users_models(thread_ranks, name):
+    plan = Plan(pp=2, schedule="zb-h1", microbatches=3, precision="fp64", compile="graphs")
+    check_parity(thread_ranks, BY_NAME[name], plan)
+
+
+@pytest.mark.parametrize(
+    "case", [DROPPING, pytest.param(TWICE, marks=pytest.mark.full)], ids=lambda one: one.name
+)
+@pytest.mark.parametrize("recompute", in_quick(("none", "selective", "full"), "full"))
+def test_dropout_draws_other_masks_in_each_step(thread_ranks, case, recompute):
+    plan = Plan(pp=2, tp=2, microbatches=2, precision="fp64", compile="graphs", recompute=recompute)
+    plan = replace(plan, tp=1) if case is TWICE else plan
+    ranks = thread_ranks.run(woven.train, case, plan, TWO_STEPS, ranks=plan.world)
+    compare(ranks, by_hand(case, plan, TWO_STEPS), torch.float64)
+
+
+@pytest.mark.full
+@pytest.mark.transformers
+@pytest.mark.parametrize("name", huggingface_cases.MODELS)
+def test_huggingface_models(thread_ranks, name):
+    plan = Plan(pp=2, schedule="zb-h1", microbatches=2, precision="fp64", compile="graphs")
+    # Some norms compute in float32, whose rounding depends on how they are divided into operations.
+    with huggingface_cases.norms_in_float64():
+        check_parity(thread_ranks, huggingface_cases.case(name), plan)

@@ -1,0 +1,81 @@
+"""What compiled layers rely on in torch: a graph of forward and backward, in which nothing is written to."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import Tensor
+
+from plait.compilation.torch_compiler import (
+    example_of,
+    is_random,
+    is_view,
+    joint_graph,
+    with_generated_code,
+    without_memory,
+)
+
+
+def function(input: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """Written to in place, in two results, of which one requires no gradient."""
+    product = (input @ weight.t()).mul_(2.0)
+    return product.relu_(), input.detach() + 1
+
+
+def arguments() -> list[Tensor]:
+    with without_memory():
+        return [torch.empty(3, 4), torch.empty(5, 4, requires_grad=True)]
+
+
+def test_the_graph_gives_results_and_gradients() -> None:
+    graph = joint_graph(function, arguments(), differentiates=True)
+    given = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    assert [tuple(example_of(node).shape) for node in given] == [(3, 4), (5, 4), (3, 5)]
+    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    assert len(output.args[0]) == 4
+    assert output.args[0][2] is None  # the input requires no gradient
+    input, weight, gradient = torch.randn(3, 4), torch.randn(5, 4, requires_grad=True), torch.randn(3, 5)
+    results = function(input, weight)
+    results[0].backward(gradient)
+    interpreted = torch.fx.Interpreter(graph)
+    made = interpreted.run(input, weight.detach(), gradient, enable_io_processing=False)
+    assert all(map(torch.equal, made[:2], results))
+    assert weight.grad is not None
+    assert torch.equal(made[3], weight.grad)
+
+
+def test_the_graph_writes_to_nothing() -> None:
+    graph = joint_graph(function, arguments(), differentiates=True)
+    called = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    assert called
+    assert not any(one._schema.is_mutable for one in called if one is not operator.getitem)
+
+
+def test_without_gradients_the_graph_is_the_forward() -> None:
+    with without_memory():
+        given = [torch.empty(3, 4), torch.empty(5, 4)]
+    graph = joint_graph(function, given, differentiates=False)
+    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    assert len(output.args[0]) == 2
+
+
+def test_views_and_random_operations_are_told() -> None:
+    def several(input: Tensor) -> tuple[Tensor, ...]:
+        return (torch.nn.functional.dropout(input.t().reshape(2, 6), 0.5).exp(),)
+
+    with without_memory():
+        graph = joint_graph(several, [torch.empty(3, 4, requires_grad=True)], differentiates=True)
+    nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
+    assert any(is_view(node) and node.target == torch.ops.aten.t.default for node in nodes)
+    assert any(is_random(node) for node in nodes)
+    assert not any(is_view(node) for node in nodes if node.target == torch.ops.aten.exp.default)
+
+
+def test_a_graph_runs_as_it_is_where_nothing_is_to_be_generated() -> None:
+    graph = torch.fx.Graph()
+    graph.output((graph.placeholder("x"),))
+    module = torch.fx.GraphModule({}, graph)
+    x = torch.ones(2)
+    (made,) = with_generated_code(module, [x])(x)
+    assert torch.equal(made, x)
