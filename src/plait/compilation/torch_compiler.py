@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 
@@ -35,6 +34,8 @@ def joint_graph(
     list of the results, then the gradient of each argument or None. Without `differentiates` it has no
     gradients. `arguments` are of the context `without_memory`.
     """
+    from torch._functorch.aot_autograd import aot_export_joint_simple  # loads hundreds of modules
+
     graph: Any = aot_export_joint_simple(function, tuple(arguments), trace_joint=differentiates)
     return cast(GraphModule, graph)
 
