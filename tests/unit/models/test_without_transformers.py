@@ -12,8 +12,12 @@ import plait
 from plait.errors import ModelError
 
 
-def test_plait_does_without_transformers() -> None:
-    code = "import sys, plait, plait.models, plait.cli.main; sys.exit('transformers' in sys.modules)"
+def test_plait_does_without_transformers_and_torchs_compiler() -> None:
+    """Both take seconds to load."""
+    slow = "{'transformers', 'torch._dynamo', 'torch._inductor'}"
+    code = (
+        f"import sys, plait.models, plait.composer, plait.cli.main; sys.exit(bool({slow} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
