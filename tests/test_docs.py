@@ -41,6 +41,16 @@ PROMISE = re.compile(
     r"|\bwill (be (added|supported)|come)\b"
 )
 SHORTENED = doctest.ELLIPSIS
+SLOW = {
+    "context-parallelism": "for layout in (",
+    "fine-tuning": "plait.lora(",
+    "guards": "guarded=True",
+    "huggingface": "LlamaForCausalLM",
+    "sharding": "layers=12",
+    "which-plan": "layers=32",
+    "your-own-loop": "warmup_cosine",
+}
+"""By page, what stands in its script that takes many seconds: the full run has it."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +99,11 @@ def commands() -> Iterator[tuple[Block, list[str]]]:
 def marks_of(script: Script) -> list[pytest.MarkDecorator]:
     """Concepts, and what other libraries call things, change less than guides: theirs are in the full run.
 
-    So is a script that predicts the memory of ten plans of a large model.
+    So are scripts of tutorials, as their commands are, and those that are slow.
     """
-    slow = script.code.page.stem == "which-plan" and "layers=32" in script.code.text
-    rarely = script.code.page.parent.name in ("concepts", "coming-from")
-    return [pytest.mark.full] if slow or rarely else []
+    page = script.code.page
+    slow = page.stem in SLOW and SLOW[page.stem] in script.code.text
+    return [pytest.mark.full] if slow or page.parent.name in ("concepts", "coming-from", "tutorials") else []
 
 
 @pytest.mark.parametrize(

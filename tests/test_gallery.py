@@ -26,10 +26,22 @@ def printed_by(name: str, capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("name", "claims"),
     [
-        ("vision_transformer", [r"(9\d|100)% of unseen images", r"holds 13,\d+ of 26,\d+ parameters"]),
-        ("encoder_decoder", [r"(9\d|100)% of unseen digits", r"rank 1 has layers 3, 4, 5"]),
+        pytest.param(
+            "vision_transformer",
+            [r"(9\d|100)% of unseen images", r"holds 13,\d+ of 26,\d+ parameters"],
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "encoder_decoder",
+            [r"(9\d|100)% of unseen digits", r"rank 1 has layers 3, 4, 5"],
+            marks=pytest.mark.full,
+        ),
         ("recurrent_model", [r"(9\d|100)% of unseen bits", r"rank 0: 0F0 0F1 0I0 0W0 "]),
-        pytest.param("packed_fine_tuning", ["8,192 of 28,832 parameters"], marks=pytest.mark.transformers),
+        pytest.param(
+            "packed_fine_tuning",
+            ["8,192 of 28,832 parameters"],
+            marks=[pytest.mark.transformers, pytest.mark.full],
+        ),
         ("own_loss", [r"(9\d|100)% of unseen objects", r"micro-batches of rank 0: 0, "]),
     ],
 )

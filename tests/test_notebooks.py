@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 import notebooks
+from parity.pairs import in_quick
 
 PATHS = sorted(notebooks.FOLDER.glob("*.ipynb"))
 AGAIN = "run .venv/bin/python tests/notebooks.py, and look at what has changed"
@@ -27,8 +27,9 @@ def kinds(output: dict[str, Any]) -> tuple[str, ...]:
     return (output["output_type"], *sorted(output.get("data", ())))
 
 
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
-def test_cells_give_what_is_saved(path: Path) -> None:
+@pytest.mark.parametrize("name", in_quick((path.stem for path in PATHS), "first_steps"))
+def test_cells_give_what_is_saved(name: str) -> None:
+    path = notebooks.FOLDER / f"{name}.ipynb"
     saved = notebooks.read(path)
     found = notebooks.run(saved)
     assert outputs_to_compare(found) == outputs_to_compare(saved), AGAIN

@@ -76,6 +76,7 @@ def test_pretraining(
     assert model.config.vocab_size == 256
 
 
+@pytest.mark.full
 @pytest.mark.transformers
 def test_fine_tuning(
     stand_ins: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any

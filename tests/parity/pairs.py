@@ -34,9 +34,15 @@ def in_turns(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Any]:
     ]
 
 
-def in_quick(names: Iterable[str], *quick: str) -> list[Any]:
-    """Parameters of all names; without the full products those of `quick` only."""
-    return [pytest.param(name, marks=[] if name in quick else pytest.mark.full) for name in names]
+def in_quick(values: Iterable[Any], *quick: Any) -> list[Any]:
+    """Parameters of all values, or rows of them; without the full products those of `quick` only."""
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)),
+            marks=[] if value in quick else pytest.mark.full,
+        )
+        for value in values
+    ]
 
 
 def covering_rows(

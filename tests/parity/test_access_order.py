@@ -15,13 +15,12 @@ from parity import woven
 from parity.access_order import AccessOrder, ComputeAccesses, OrderedRules, stand_for_gpus
 from parity.case import Case
 from parity.cases import gpt2
+from parity.pairs import in_quick
 from parity.stream_defects import (
     RACES,
     Defect,
     buffers_returned_too_early,
     offloaded_gradient_read_before_it_arrives,
-    parameters_not_awaited,
-    staging_not_awaited,
 )
 from plait.checkpoint.checkpoint_manager import CheckpointManager
 from plait.errors import PlaitError
@@ -36,12 +35,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "kept": {"cp": 2, "pp": 2, "context_parallel": "ring", "sequence_parallel": "keep"},
     "ulysses": {"cp": 2, "pp": 2, "context_parallel": "ulysses", "schedule": "zb-h1"},
 }
-QUICK_RACES = (
-    parameters_not_awaited,
-    buffers_returned_too_early,
-    staging_not_awaited,
-    offloaded_gradient_read_before_it_arrives,
-)
+QUICK_RACES = (buffers_returned_too_early, offloaded_gradient_read_before_it_arrives)
 
 
 def train_and_save(case: Case, plan: Plan, order: AccessOrder, folder: Path) -> None:
@@ -75,13 +69,7 @@ def run(
             ruled.run(train_and_save, gpt2(layers=4), plan, order, folder, ranks=plan.world)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("zb-v", "offload"),
-        *(pytest.param(n, marks=pytest.mark.full) for n in ("full", "regather", "ring", "kept", "ulysses")),
-    ],
-)
+@pytest.mark.parametrize("name", in_quick(PLANS, "offload"))
 def test_no_race(thread_ranks: Any, tmp_path: Path, name: str) -> None:
     order = AccessOrder()
     run(thread_ranks, tmp_path, PLANS[name], order)
@@ -89,11 +77,7 @@ def test_no_race(thread_ranks: Any, tmp_path: Path, name: str) -> None:
     assert order.count > 10_000
 
 
-@pytest.mark.parametrize(
-    "defect",
-    [each if each in QUICK_RACES else pytest.param(each, marks=pytest.mark.full) for each in RACES],
-    ids=lambda defect: defect.__name__,
-)
+@pytest.mark.parametrize("defect", in_quick(RACES, *QUICK_RACES), ids=lambda defect: defect.__name__)
 def test_a_race_is_found(thread_ranks: Any, tmp_path: Path, defect: Defect) -> None:
     fields, told = RACES[defect]
     order = AccessOrder()

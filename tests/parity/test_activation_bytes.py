@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import plait
 from parity.case import Case
 from parity.cases import gpt2, llama
 from parity.live_bytes import LiveBytes
+from parity.pairs import in_quick
 from parity.parity import check_parity
 from plait.plan import Plan
 from plait.schedules.action import Kind
@@ -78,13 +80,7 @@ def kept(rank_pool: Any) -> Kept:
     return most
 
 
-@pytest.mark.parametrize(
-    ("family", "tp"),
-    [
-        ("llama", 2),
-        *(pytest.param(*row, marks=pytest.mark.full) for row in (("gpt2", 2), ("gpt2", 4), ("llama", 4))),
-    ],
-)
+@pytest.mark.parametrize(("family", "tp"), in_quick(product(FAMILIES, (2, 4)), ("gpt2", 2)))
 def test_blocks_keep_their_share(kept: Kept, family: str, tp: int) -> None:
     """Of Llama besides what is the same on every rank: sines and cosines of the positions."""
     forward, waiting = kept(family, 1)

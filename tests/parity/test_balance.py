@@ -12,6 +12,7 @@ import plait
 from parity import woven
 from parity.case import Case
 from parity.cases import USER_CASES, gpt2, llama
+from parity.pairs import in_quick
 from parity.parity import check_parity
 from plait.blueprint import build_blueprint
 from plait.footprint.measured_balance import balance, measured_costs
@@ -59,8 +60,9 @@ def balanced(plan: Plan) -> tuple[Plan, Plan]:
     return found, plan
 
 
-@pytest.mark.parametrize("plan", [Plan(pp=2, microbatches=4), Plan(pp=2, microbatches=4, schedule="auto")])
-def test_a_layer_that_takes_long_gets_a_stage_for_itself(thread_ranks: Any, plan: Plan) -> None:
+@pytest.mark.parametrize("schedule", in_quick(("1f1b", "auto"), "1f1b"))
+def test_a_layer_that_takes_long_gets_a_stage_for_itself(thread_ranks: Any, schedule: str) -> None:
+    plan = Plan(pp=2, microbatches=4, schedule=schedule)
     assert build_blueprint(lopsided(), Plan(pp=2, microbatches=4)).layers_per_stage != (1, 5)
     (first, _), (second, _) = thread_ranks.run(balanced, plan, ranks=2)
     assert first == second  # although each rank has measured for itself

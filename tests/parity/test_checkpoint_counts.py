@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import plait
 from parity.checkpoints import run_of
 from parity.live_bytes import LiveBytes
+from parity.pairs import in_quick
 from plait.checkpoint.checkpoint_manager import CheckpointManager
 from plait.checkpoint.folders import resolve
 from plait.checkpoint.manifest import read_manifest
@@ -24,6 +26,8 @@ PLANS = {
     "full": Plan(dp=2, strategy="full", microbatches=2),
     "tp": Plan(tp=2, microbatches=4),
 }
+QUICK = (("none", "full"), ("full", "none"), ("full", "tp"), ("tp", "full"))
+"""Before and after: from and to each of them; the full run has all."""
 
 
 def save_it(plan: Plan, path: str) -> None:
@@ -45,8 +49,7 @@ def peak_of_load(plan: Plan, path: str) -> tuple[int, int]:
         return live.most - before, state
 
 
-@pytest.mark.parametrize("after", PLANS)
-@pytest.mark.parametrize("before", PLANS)
+@pytest.mark.parametrize(("before", "after"), in_quick(product(PLANS, repeat=2), *QUICK))
 def test_loading_takes_the_rank_s_part_and_one_tensor(
     thread_ranks: RankPool, tmp_path: Path, before: str, after: str
 ) -> None:

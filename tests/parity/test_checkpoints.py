@@ -63,8 +63,7 @@ FEW = ordered_pairs_of_values()
 
 def all_pairs() -> Iterator[object]:
     for pair in product(LAYOUTS, repeat=2):
-        to_itself = pair[0] == pair[1] and pair[0] in ("tp-3", "zb-v", "all")
-        marks = [] if pair in FEW[::4] or to_itself else [pytest.mark.full]
+        marks = [] if pair in (*FEW[::8], ("zb-v", "zb-v")) else [pytest.mark.full]
         yield pytest.param(*pair, marks=marks, id=f"{pair[0]} to {pair[1]}")
 
 

@@ -14,7 +14,7 @@ from parity import woven
 from parity.case import Recipe
 from parity.dropping import DROPPING, HEADS, IN_CONTEXTS, TWICE, by_hand
 from parity.norm import assert_close, assert_equal
-from parity.pairs import covering_rows
+from parity.pairs import covering_rows, in_quick
 from parity.parity import compare
 from parity.pieces import of_length
 from parity.rows import name_of
@@ -77,7 +77,7 @@ def fits(row: dict[str, Any]) -> bool:
     return divides and cp * tp * row.get("dp", 1) <= 8
 
 
-QUICK = {
+FEWER = {
     "cp": (2, 3),
     "context_parallel": ("ring", "ulysses"),
     "context_layout": ("zigzag", "striped", "contiguous"),
@@ -85,16 +85,12 @@ QUICK = {
     "tensor": ((1, "none"), (2, "keep")),
     "recompute": ("none", "selective"),
 }
+PAIRS = covering_rows(FEWER, fits)
+QUICK = {(row["context_parallel"], row["context_layout"]): row for row in PAIRS}.values()
+"""A row for each method and layout of positions, which have every value; the full run has all."""
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        *covering_rows(QUICK, fits),
-        *(pytest.param(row, marks=pytest.mark.full) for row in covering_rows(CONTEXTS, fits)),
-    ],
-    ids=name_of,
-)
+@pytest.mark.parametrize("row", in_quick(PAIRS + covering_rows(CONTEXTS, fits), *QUICK), ids=name_of)
 def test_parts_of_the_sequence_draw_the_same(thread_ranks: Any, row: dict[str, Any]) -> None:
     fields = dict(row)
     case, (tp, mode) = of_length(IN_CONTEXTS, fields.pop("length")), fields.pop("tensor")

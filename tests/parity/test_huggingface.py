@@ -85,10 +85,7 @@ QUICK = (
 """Each family and each plan once, and Llama with everything; the full run has all."""
 
 
-@pytest.mark.parametrize(
-    ("name", "plan"),
-    [pytest.param(*row, marks=[] if row in QUICK else pytest.mark.full) for row in product(FAMILIES, WOVEN)],
-)
+@pytest.mark.parametrize(("name", "plan"), in_quick(product(FAMILIES, WOVEN), *QUICK))
 def test_woven_runs_equal_one_rank(thread_ranks: RankPool, name: str, plan: str) -> None:
     check_parity(thread_ranks, cases.case(name), WOVEN[plan])
 
@@ -146,11 +143,7 @@ def test_verify_says_equal(thread_ranks: RankPool, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [
-        pytest.param(name, mode, marks=[] if number % 3 == turn else pytest.mark.full)
-        for number, name in enumerate(cases.DROPPING)
-        for turn, mode in enumerate(("none", "keep", "regather"))
-    ],
+    in_quick(product(cases.DROPPING, ("none", "keep", "regather")), ("gpt2", "none"), ("qwen2", "regather")),
 )
 def test_verify_says_equal_with_dropout(thread_ranks: RankPool, name: str, mode: Any) -> None:
     model = cases.DROPPING[name]()

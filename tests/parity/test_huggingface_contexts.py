@@ -15,7 +15,7 @@ from parity.case import Case
 from parity.dropping import by_hand
 from parity.huggingface_contexts import DROPPING, HEADS, MODELS, MORE, case, dropping_by_hand
 from parity.norm import assert_equal
-from parity.pairs import covering_rows, every_row, in_turns
+from parity.pairs import covering_rows, every_row, in_quick
 from parity.parity import TWO_STEPS, check_parity, compare
 from parity.rows import name_of
 from plait.errors import ModelError
@@ -90,13 +90,9 @@ MORE_PLANS = {
         cp=2, tp=2, pp=2, microbatches=2, sequence_parallel="keep", recompute="full", precision="fp64"
     ),
 }
-MORE_ROWS = [
-    pytest.param(*row, marks=[] if row == ("gemma2", "ring") else pytest.mark.full)
-    for row in product(MORE, MORE_PLANS)
-]
 
 
-@pytest.mark.parametrize(("name", "plan"), MORE_ROWS)
+@pytest.mark.parametrize(("name", "plan"), in_quick(product(MORE, MORE_PLANS), ("gemma2", "ring")))
 def test_declared_families_on_packed_documents(thread_ranks: Any, name: str, plan: str) -> None:
     with cases.norms_in_float64():
         check_parity(thread_ranks, case(name, 8, in_documents=True), MORE_PLANS[plan])
@@ -120,10 +116,13 @@ VERIFIED = {
 }
 
 
-@pytest.mark.parametrize(("make", "plan"), in_turns(DROPPING, VERIFIED))
-def test_verify_says_equal(thread_ranks: Any, make: Any, plan: Plan) -> None:
+@pytest.mark.parametrize(
+    ("name", "fields"), in_quick(product(DROPPING, VERIFIED), ("llama", "pieces"), ("mistral", "uneven"))
+)
+def test_verify_says_equal(thread_ranks: Any, name: str, fields: str) -> None:
+    plan = VERIFIED[fields]
     inputs, targets = cases.draw_contexts(cases.GPT2_VOCAB)(8, torch.Generator().manual_seed(3))
-    model = plait.models.from_huggingface(make())
+    model = plait.models.from_huggingface(DROPPING[name]())
     given = VerifyCase(model, plait.cross_entropy, [(inputs, targets)] * 2, VerifyOptions())
     report = build_report(thread_ranks.run(verify_rank, given, plan, ranks=plan.world), plan, given.options)
     assert report, report

@@ -16,6 +16,7 @@ from parity.case import Batch, Case
 from parity.cases import USER_CASES, with_values
 from parity.dropping import dropping
 from parity.live_bytes import LiveBytes
+from parity.pairs import in_quick
 from plait.context_attention.exchange_plan import remembered_plan
 from plait.footprint.estimate import MemoryEstimator
 from plait.footprint.memory_report import RankMemory
@@ -41,6 +42,18 @@ FEW = 512
 """Bytes, of models whose tensors have about as many: scalars of a step, and of the user's own model."""
 OTHERWISE = ("attention", "recurrent")
 """What PyTorch runs in another way on meta: attention inside of `nn.MultiheadAttention`, recurrent layers."""
+BY_NAME = {case.name: case for case in USER_CASES if case.name not in OTHERWISE}
+QUICK = (
+    *("in_place", "tuples", "frozen_first", "half_frozen", "crossing_ties", "tied_table"),
+    *("unused", "views", "recomputed"),
+)
+"""Of the users' models; the full run has all."""
+DROPPING: list[dict[str, Any]] = [
+    {},
+    {"pp": 2},
+    {"tp": 2, "recompute": "selective"},
+    {"tp": 2, "recompute": "selective", "sequence_parallel": "regather"},
+]
 SIZES = {"layers": 4, "hidden": 64, "heads": 4, "vocab": VOCAB, "context": CONTEXT}
 GPT2 = Case("gpt2", partial(plait.models.gpt2, **SIZES), draw)
 LLAMA = Case("llama", partial(plait.models.llama, **SIZES, kv_heads=2), draw)
@@ -55,17 +68,6 @@ SIX = {
     "full-zb-h1": make(pp=2, dp=2, strategy="full", schedule="zb-h1"),
 }
 """The configurations that the claim is about."""
-QUICK = (
-    "tied-in-a-v-each",
-    "sequence-halves",
-    "sequence-recomputed",
-    "hybrid",
-    "offload-full",
-    "mixed-full",
-    "context-ulysses",
-    "chunked-loss",
-)
-"""Of the others those in which most settings occur once; the full run has all."""
 OTHERS = {
     "alone": make(),
     "zb-h2": make(pp=4, schedule="zb-h2"),
@@ -189,18 +191,17 @@ def check(rank_pool: Any, case: Case, plan: Plan, *, momentum: bool = False) -> 
             assert held == pytest.approx(alive, abs=CLOSE * found.peak), f"rank {rank} after {name}"
 
 
-@pytest.mark.parametrize("name", SIX)
+@pytest.mark.parametrize("name", in_quick(SIX, "optimizer", "gradients", "full-zb-h1"))
 def test_six_configurations(rank_pool: Any, name: str) -> None:
     check(rank_pool, GPT2, SIX[name])
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in OTHERS]
-)
+@pytest.mark.parametrize("name", in_quick(OTHERS, "offload-full", "mixed-full", "chunked-loss"))
 def test_other_configurations(rank_pool: Any, name: str) -> None:
     check(rank_pool, GPT2, OTHERS[name])
 
 
+@pytest.mark.full
 def test_another_model_and_optimizer(rank_pool: Any) -> None:
     check(rank_pool, LLAMA, make(pp=2, dp=2, strategy="optimizer", schedule="zb-h1"), momentum=True)
 
@@ -212,25 +213,23 @@ def draw_packed(rows: int, generator: torch.Generator) -> Batch:
     return {"tokens": tokens, "document_ids": ids}, targets
 
 
-@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("cp", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_packed_documents(rank_pool: Any, cp: int) -> None:
     case = Case("packed", LLAMA.build, draw_packed)
     check(rank_pool, case, make(cp=cp, context_parallel="ring"))
 
 
-@pytest.mark.parametrize("settings", [{}, {"tp": 2, "recompute": "selective"}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("settings", in_quick(DROPPING, DROPPING[-1]), ids=str)
 def test_dropout(rank_pool: Any, settings: dict[str, Any]) -> None:
     """Its masks, and what it takes to make them."""
     case = Case("dropping", with_values(partial(dropping, hidden=64, vocab=VOCAB)), draw)
     check(rank_pool, case, make(**settings))
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in USER_CASES if case.name not in OTHERWISE], ids=lambda case: case.name
-)
-def test_users_models(case: Case) -> None:
+@pytest.mark.parametrize("name", in_quick(BY_NAME, *QUICK))
+def test_users_models(name: str) -> None:
     """Layers in place, of several tensors, frozen, tied, with views, recomputed: to a few numbers."""
-    plan = Plan(microbatches=2, precision="fp32", overlap=False)
+    case, plan = BY_NAME[name], Plan(microbatches=2, precision="fp32", overlap=False)
     counted = count_in_a_rank(case, plan, momentum=True, rows=4)
     ((foreseen,), (moments,)) = foretold(case, plan, 1, rows=4)
     assert foreseen.peak == pytest.approx(counted.peak, abs=FEW)

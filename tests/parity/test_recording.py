@@ -14,6 +14,7 @@ import plait
 from parity import woven
 from parity.case import Case
 from parity.cases import gpt2
+from parity.pairs import in_quick
 from plait.engine import Engine
 from plait.errors import DataError
 from plait.plan import Plan
@@ -51,7 +52,7 @@ def record(case: Case, plan: Plan) -> tuple[Schedule, Timeline, Costs, tuple[flo
     return engine.schedule, timeline, recording.costs(), recording.waits(), same
 
 
-@pytest.fixture(scope="module", params=PLANS)
+@pytest.fixture(scope="module", params=in_quick(PLANS, "1f1b", "zb-v", "overlap", "sharded"))
 def recorded(request: Any, rank_pool: Any) -> tuple[Plan, list[Any]]:
     plan = replace(PLANS[request.param], precision="fp64")
     return plan, rank_pool.run(record, gpt2(layers=4), plan, ranks=plan.world)

@@ -88,10 +88,16 @@ def test_users_models(thread_ranks: Any, case: Any, schedule: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("plan", "tied"),
     [
-        (Plan(pp=2, dp=2, schedule="auto", microbatches=3, strategy="full", precision="fp64"), False),
-        (Plan(pp=4, schedule="auto", microbatches=4, memory_limit=3, precision="fp64"), True),
+        pytest.param(
+            Plan(pp=2, dp=2, schedule="auto", microbatches=3, strategy="full", precision="fp64"),
+            False,
+            id="sharded",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            Plan(pp=4, schedule="auto", microbatches=4, memory_limit=3, precision="fp64"), True, id="limited"
+        ),
     ],
-    ids=["sharded", "limited"],
 )
 def test_an_order_that_was_searched(thread_ranks: Any, plan: Plan, tied: bool) -> None:
     check_parity(thread_ranks, gpt2(layers=3, tied=tied), plan)

@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import pytest
 
+from parity.pairs import in_quick
 from plait.plan import Plan
 from plait.sharding.flat_buffer import FlatBuffer
 from zoo import cases
@@ -15,11 +16,10 @@ from zoo.row import report_of
 USUAL = Plan(pp=2, tp=2, dp=2, microbatches=2, strategy="full", precision="bf16", master_precision="fp32")
 """How large models are trained."""
 TABLE = "embedding.token.weight"
-FEW = (
-    replace(MIXED, strategy="full", reduce="each", schedule="zb-h1", reduce_precision="bf16"),
-    replace(cases.TWO_PIECES, precision="fp16", master_precision="fp32", sequence_parallel="keep"),
-)
+FULL = replace(MIXED, strategy="full", reduce="each", schedule="zb-h1", reduce_precision="bf16")
 WAYS = (
+    FULL,
+    replace(cases.TWO_PIECES, precision="fp16", master_precision="fp32", sequence_parallel="keep"),
     replace(cases.TWO_STAGES, precision="bf16", master_precision="fp32", loss_scale=1000.0, schedule="zb-h1"),
     replace(cases.TWO_COPIES, precision="bf16", gradient_precision="fp32", strategy="gradients"),
     replace(cases.TWO_COPIES, precision="bf16", master_precision="fp32", gradient_precision="bf16"),
@@ -36,9 +36,7 @@ def named(plan):
     return "-".join([str(plan.world), plan.strategy, *(dtype or "same" for dtype in dtypes)])
 
 
-@pytest.mark.parametrize(
-    "plan", [*FEW, *(pytest.param(plan, marks=pytest.mark.full) for plan in WAYS)], ids=named
-)
+@pytest.mark.parametrize("plan", in_quick(WAYS, FULL), ids=named)
 def test_right_runs_are_equal(rank_pool, plan):
     for model in (cases.GPT2, cases.SHARING):
         report = report_of(rank_pool, model, plan, nullcontext, TWO_NATIVE_STEPS)

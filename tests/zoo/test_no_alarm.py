@@ -63,7 +63,7 @@ def verified(thread_ranks, model, plans, ranks):
     [
         ("gpt2", 1, 18),
         ("llama", 1, 18),
-        ("gpt2", 2, 75),
+        pytest.param("gpt2", 2, 75, marks=pytest.mark.full),
         pytest.param("llama", 2, 75, marks=pytest.mark.full),
     ],
 )

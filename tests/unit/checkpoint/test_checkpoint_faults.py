@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import pytest
 import torch
 from torch import nn
 
 import plait
+from parity.pairs import in_quick
 from plait.checkpoint import tensor_file
 from plait.checkpoint.checkpoint_manager import CheckpointManager
 from plait.checkpoint.disk import Disk
@@ -109,15 +111,21 @@ def operations(do: Callable[[Disk], None], folder: Path) -> list[str]:
     return counted.done
 
 
-def faults() -> Iterator[Any]:
-    for name, fault in (("killed", KilledError()), ("failed", OSError(28, "No space left on device"))):
-        for half in (False, True):
-            yield pytest.param(fault, half, id=f"{name}{'-midway' if half else ''}")
+FAULTS = {"killed": KilledError(), "failed": OSError(28, "No space left on device")}
+PLACES = ("beside", "in-place-of")
+QUICK = (
+    *(("beside", "killed", "before"), ("beside", "failed", "midway")),
+    *(("in-place-of", "killed", "midway"), ("in-place-of", "failed", "before")),
+)
+"""Every pair of values; the full run has all."""
 
 
-@pytest.mark.parametrize(("fault", "half"), list(faults()))
-@pytest.mark.parametrize("same_name", [False, True], ids=["beside", "in-place-of"])
-def test_a_fault_at_every_operation(tmp_path: Path, same_name: bool, fault: Any, half: bool) -> None:
+@pytest.mark.parametrize(
+    ("place", "fault", "moment"), in_quick(product(PLACES, FAULTS, ("before", "midway")), *QUICK)
+)
+def test_a_fault_at_every_operation(tmp_path: Path, place: str, fault: str, moment: str) -> None:
+    same_name, half = place == "in-place-of", moment == "midway"
+
     def before(folder: Path) -> Path:
         save(folder / "step-00000001", 1.0, Disk())
         return folder / ("step-00000001" if same_name else "step-00000002")
@@ -131,7 +139,7 @@ def test_a_fault_at_every_operation(tmp_path: Path, same_name: bool, fault: Any,
         folder = tmp_path / str(at)
         path = before(folder)
         with pytest.raises((KilledError, CheckpointError)):
-            save(path, 2.0, Faulty(at, fault, half=half))
+            save(path, 2.0, Faulty(at, FAULTS[fault], half=half))
         found = resolve(path) if same_name else resolve(folder)
         seen.add(check_sound(found))
         save(path, 3.0, Disk())  # what was left does not stand in the way

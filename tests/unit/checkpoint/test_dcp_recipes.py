@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.checkpoint.stateful import Stateful
 
 import plait
+from parity.pairs import in_quick
 from plait.checkpoint.box_reader import FullTensors
 from plait.checkpoint.dcp import export_dcp, import_dcp
 from plait.checkpoint.manifest import read_manifest
@@ -242,7 +244,7 @@ def own_name(full: str, names: dict[str, str]) -> str:
 
 @pytest.mark.transformers
 @pytest.mark.parametrize(
-    ("kind", "tied"), [("own", False), ("adapted", False), ("adapted", True), ("own", True)]
+    ("kind", "tied"), in_quick(product(("own", "adapted"), (False, True)), ("own", True), ("adapted", False))
 )
 def test_a_llama_of_transformers_brings_its_moments_and_goes_back(
     tmp_path: Path, kind: str, tied: bool

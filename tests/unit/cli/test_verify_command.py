@@ -316,10 +316,11 @@ def test_one_rank_against_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_schedule_of_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--all", "--ranks", "1", "--steps", "1", "--parallel.pp", "2", *TINY]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("EQUAL to one rank: all 18 plans on 1 rank, ")
-    rows = [line.partition("  m ")[0].split() for line in out.splitlines()[2:]]
+    assert out.startswith("EQUAL to one rank: all 19 plans on 1 rank, ")
+    *rows, chunked = [line.partition("  m ")[0].split() for line in out.splitlines()[2:]]
     assert [row[-1] for row in rows] == [name for name in POLICY_NAMES for _ in ("none", "full")]
     assert ["recompute" in row for row in rows] == [False, True] * len(POLICY_NAMES)
+    assert "loss" in chunked
 
 
 @pytest.mark.usefixtures("alone")
