@@ -72,7 +72,7 @@ PRIVATE_USES = {
     ): "a result of another shape that is no view",
     (
         "compilation/torch_compiler.py",
-        "",
+        "joint_graph",
         "torch._functorch.aot_autograd.aot_export_joint_simple",
     ): "the graph of a forward and its backward: no public way",
     (
