@@ -58,7 +58,7 @@ class LayerTrace:
         *,
         writes: bool = False,
     ) -> Tensor:
-        """Return what stands for `forward(input)`, of `shape`, whose gradient passes through `backward`.
+        """Record `forward`, and for the gradient `backward`; return a tensor of `shape` in place of the result.
 
         None returns the tensor as it is. `writes`: `forward` may write to its input.
         """
@@ -73,7 +73,7 @@ class LayerTrace:
         return recorded
 
     def dropout_mask(self, module: nn.Module, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Return what stands for the mask of a dropout's next call: bool, of `shape`."""
+        """Record a dropout's call, and return a tensor in place of its mask: bool, of `shape`."""
         self.masks.append(self.names[id(module)])
         mask: Tensor = DROPOUT_MASK(len(self.masks) - 1, shape, device)
         return mask

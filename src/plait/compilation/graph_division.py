@@ -38,7 +38,7 @@ class JointGraph:
 
     @staticmethod
     def of(module: GraphModule, arguments: int, results: int) -> JointGraph:
-        """Return the graph of a function with so many arguments and results, which are clones.
+        """Return the `JointGraph` of a traced function with so many arguments and results, which are clones.
 
         Only those of them stay clones that have the memory of an argument or of another result.
         """

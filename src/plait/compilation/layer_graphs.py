@@ -106,7 +106,7 @@ class _LayerFunction:
     """A layer as a function of tensors: its inputs, then its parameters, then its buffers."""
 
     def __init__(self, layer: NamedLayer, value: Value, info: LayerInfo) -> None:
-        """`value`: an input, whose tensors the arguments replace."""
+        """Run `layer` on inputs structured like `value`, with the tensors that are given."""
         self._run, self._value = _LayerRun(layer, info), value
         named = {**dict(self._run.named_parameters()), **dict(self._run.named_buffers())}
         self._names, self.tensors = list(named), list(named.values())

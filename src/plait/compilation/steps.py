@@ -18,7 +18,7 @@ Values = list[Tensor]
 
 
 class LayerCall(Protocol):
-    """One call of a layer: what its steps ask for besides their tensors."""
+    """Protocol of one call of a layer: gives its steps the masks of dropouts, and queues weight gradients."""
 
     inputs: int
     """The number of arguments that are tensors of the input."""
@@ -40,11 +40,10 @@ class GraphStep:
     generates: bool
     """Whether code is generated, at the first run."""
     done: Sequence[int] = ()
+    """Slots that no later step reads."""
 
     def __post_init__(self) -> None:
         self._call: Call | None = None if self.generates else self.graph.forward
-
-    """Slots that no later step reads."""
 
     def run(self, values: Values, call: LayerCall) -> None:
         """Run the graph."""

@@ -50,7 +50,7 @@ class Report(Callback):
     def __init__(
         self, folder: str | Path, *, step: int = 0, page: bool = True, metrics: bool = True, field: str = ""
     ) -> None:
-        """`step`: the one that is recorded, counted from 1; 0: the tenth from the start or resumption on.
+        """Write to `folder`, and record step `step`, counted from 1; 0: the tenth from the start or resumption.
 
         `page`: whether to record a step, and to write the page. `metrics`: whether to write `metrics.jsonl`;
         False where a `Log` does. `field`: the field of a configuration that names the folder, for messages.
@@ -165,7 +165,7 @@ class Report(Callback):
             self._show(f"{_WARNING}the report could not be written: {error}")
 
     def _listen(self, run: TrainingLoop) -> None:
-        """Write down the warnings among what the run tells; a progress bar has its own way to show lines."""
+        """Make the run's `tell` write warnings to the events, too; a progress bar replaces `tell`."""
         if run.tell != self._tell:
             run.tell = self.tell_through(run.tell)
 

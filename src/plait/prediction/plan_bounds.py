@@ -53,13 +53,13 @@ class Bounds:
     _parameters: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def timer(self, plan: Plan) -> LayerTimer:
-        """Return what times the layers of a plan; what it has timed is shared by plans with equal layers."""
+        """Return the `LayerTimer` of a plan; plans with equal layers share the times that it has computed."""
         shape = StepShape(self.model, plan, self.framework, self.batch / plan.dp / plan.microbatches)
         precision = self.framework.product_precision or plan.precision or "fp32"
         return LayerTimer(shape, self.hardware, precision, self._layers.setdefault(self._key(plan), {}))  # type: ignore[arg-type]
 
     def _key(self, plan: Plan) -> tuple[object, ...]:
-        """Return what the times of a plan's layers depend on, besides their recomputation."""
+        """Return a cache key of the times of a plan's layers, without their recomputation."""
         sharded = plan.strategy in ("gradients", "full")
         state = (plan.strategy, plan.reduce, plan.state_ranks) if sharded else ()
         rows = self.batch / plan.dp / plan.microbatches
