@@ -58,7 +58,7 @@ class LayerTrace:
         *,
         writes: bool = False,
     ) -> Tensor:
-        """Record `forward`, and for the gradient `backward`; return a tensor of `shape` in place of the result.
+        """Record `forward` and its `backward`; return a tensor of `shape` in place of the result.
 
         None returns the tensor as it is. `writes`: `forward` may write to its input.
         """

@@ -50,7 +50,7 @@ class Report(Callback):
     def __init__(
         self, folder: str | Path, *, step: int = 0, page: bool = True, metrics: bool = True, field: str = ""
     ) -> None:
-        """Write to `folder`, and record step `step`, counted from 1; 0: the tenth from the start or resumption.
+        """Write to `folder`; record step `step`, counted from 1; 0: the tenth since the start or resumption.
 
         `page`: whether to record a step, and to write the page. `metrics`: whether to write `metrics.jsonl`;
         False where a `Log` does. `field`: the field of a configuration that names the folder, for messages.
