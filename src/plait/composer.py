@@ -8,7 +8,7 @@ mesh  ─ groups ─────────────────────
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import chain
 
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ from plait.schedules.messages import channels_of
 from plait.sharding.owners import counted_parameters, reduction_axis, reduction_groups
 from plait.sharding.unit import Unit, UnitFactory
 from plait.tensor.feature_partition import is_sharded
+from plait.tensor.meta_device_runs import MetaLayers
 from plait.tensor.tensor_parallelism import TensorParallelism, named
 from plait.tensor.torch_losses import GivenLoss, as_loss
 
@@ -82,7 +83,7 @@ def parallelize(
     tensor_parallel = blueprint.tensor_parallel(mesh.group("tp"))
     stages = build_stages(blueprint, sequence, spans, units, tensor_parallel, mesh, source, dropout, queue)
     meta_layers = blueprint.meta_layers(tensor_parallel, mesh.coordinate, mesh.shared_results)
-    compile_layers(stages, blueprint, meta_layers.structures, queue)
+    compile_layers(stages, blueprint, meta_layers, queue)
     vocabulary = tensor_parallel.vocabulary_of(blueprint.sequence.layers[-1])
     stage = stages.get(len(blueprint.stage_layers) - 1)
     last = None if stage is None else stage.layers[-1]
@@ -200,13 +201,10 @@ def build_stages(
 def compile_layers(
     stages: Mapping[int, Stage],
     blueprint: Blueprint,
-    structures: Sequence[Hashable],
+    meta_layers: MetaLayers,
     queue: WeightGradientQueue,
 ) -> None:
-    """Let the layers of this rank's stages run as graphs in training, if the plan says so.
-
-    `structures`: of each layer of the model, equal for layers that have the same graphs.
-    """
+    """Replace the forward of this rank's layers in training by compiled graphs, if the plan has `compile`."""
     compiler = LayerCompiler.of(blueprint.plan, queue)
     if compiler is None:
         return
@@ -214,7 +212,7 @@ def compile_layers(
         numbers = blueprint.stage_layers[number]
         stage.run_compiled(
             [
-                compiler.compiled(layer, structures[index], blueprint.recompute[index])
+                compiler.compiled(layer, meta_layers.structures[index], blueprint.recompute[index])
                 for layer, index in zip(stage.layers, numbers, strict=True)
             ]
         )

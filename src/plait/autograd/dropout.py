@@ -72,7 +72,7 @@ class Dropout(nn.Module):
         return tag_dropout(torch.where(keep, input, 0.0).mul_(scale), self)
 
     def next_mask_maker(self, shape: Sequence[int], device: torch.device) -> Callable[[], Tensor]:
-        """Return a function that makes the mask of this call, bool `shape`, as often as it is called."""
+        """Draw this call's random key, and return a function that computes its mask, bool of `shape`."""
         key, pieces = self.next_mask(shape, device)
         ranges = self._position_ranges(shape, pieces)
         return partial(keep_mask_of_ranges, key, shape, self.p, pieces, ranges, device)

@@ -37,7 +37,7 @@ _TINY_PLAN = Plan(microbatches=4)
 
 @dataclass(frozen=True)
 class RankMeasurement:
-    """What a rank has measured, while all ranks of its host did the same."""
+    """Figures of one rank's device and links, measured while all ranks of its host measured theirs."""
 
     device: str
     accelerated: bool
@@ -123,7 +123,7 @@ def hardware_of(found: Sequence[RankMeasurement]) -> Hardware:
         attention=min(1.0, median(one.attention for one in rates) / middle[best]),
         attention_backward=min(1.0, median(one.attention_backward for one in rates) / middle[best]),
         memory=1.0,
-        kernel=median(one.operation for one in rates),
+        kernel=median(one.kernel for one in rates),
         host=median(one.launch for one in rates),
         inside=1.0,
         across=1.0,
@@ -135,7 +135,7 @@ def hardware_of(found: Sequence[RankMeasurement]) -> Hardware:
         reserved=2.5 * 2**30 if first.accelerated else 0.0,
         host_memory=first.host_memory,
         multiprocessors=first.multiprocessors,
-        memory_bandwidth=median(one.memory for one in rates),
+        memory_bandwidth=median(one.memory_bandwidth for one in rates),
         peak=middle,
         inside=near,
         across=_link(across) or near,
@@ -156,7 +156,7 @@ def _link(found: Sequence[LinkRates]) -> Link | None:
 
 
 def _with_kernel(hardware: Hardware, step: float) -> Hardware:
-    """Return `hardware` with the time of an operation with which the tiny model's step takes `step`."""
+    """Return `hardware` with `efficiency.kernel` set so that the tiny model's predicted step is `step`."""
 
     def predicted(kernel: float) -> float:
         part = replace(hardware.efficiency, kernel=kernel)

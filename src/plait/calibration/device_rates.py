@@ -37,12 +37,12 @@ class DeviceRates:
     attention: float
     """Of causal attention in one kernel, counting half of the scores; `attention_backward`: its backward."""
     attention_backward: float
-    memory: float
-    """Bytes that element-wise operations read and write."""
-    operation: float
-    """Time of an element-wise operation on few elements: on a GPU of its kernel."""
+    memory_bandwidth: float
+    """Of element-wise operations, which read and write."""
+    kernel: float
+    """Time of a GPU for an element-wise operation on few elements; on the CPU 0, see `calibrate`."""
     launch: float
-    """Time in which the host starts such an operation; on the CPU 0, where the two are one."""
+    """Time in which the host starts such an operation on a GPU; on the CPU 0."""
 
 
 def measure_device(device: torch.device, seconds: float = SECONDS) -> DeviceRates:
@@ -59,16 +59,16 @@ def measure_device(device: torch.device, seconds: float = SECONDS) -> DeviceRate
     forward, backward, operations = _attention(device, best, timed)
     elements = 1 << (26 if is_accelerator(device) else 23)
     one, other = (torch.zeros(elements, device=device) for _ in range(2))
-    memory = 3 * one.nbytes / timed(lambda: torch.add(one, other, out=one))
-    operation, launch = _small_operation(device)
+    bandwidth = 3 * one.nbytes / timed(lambda: torch.add(one, other, out=one))
+    kernel, launch = _small_operation(device) if is_accelerator(device) else (0.0, 0.0)
     return DeviceRates(
         products=rates,
         side=side,
         half_depth=max(shallow / slope - _DEPTHS[0], 0.0),
         attention=operations / forward,
         attention_backward=2.5 * operations / backward,
-        memory=memory,
-        operation=operation,
+        memory_bandwidth=bandwidth,
+        kernel=kernel,
         launch=launch,
     )
 
@@ -124,15 +124,13 @@ def _attention(
 
 
 def _small_operation(device: torch.device) -> tuple[float, float]:
-    """Return the device's and the host's time of a small operation."""
+    """Return a GPU's and its host's seconds of an element-wise operation on few elements."""
     few = torch.zeros(8, device=device)
 
     def several() -> None:
         for _ in range(_SMALL_OPERATIONS):
             few.add_(1.0)
 
-    if not is_accelerator(device):
-        return seconds_of(several, device=device, budget=0) / _SMALL_OPERATIONS, 0.0
     large = _product(device, "fp32", 1 << 13, 1 << 13)
     several()
     synchronize(device)

@@ -31,7 +31,7 @@ _HEAD = (
 
 
 def plan_table(found: Sequence[Prediction]) -> str:
-    """Return a line for each plan, fastest first, below the names of the columns."""
+    """Return predictions as a text table: column names, then a line for each plan, fastest first."""
     rows = [_HEAD, *map(_row, found)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     numbers = _HEAD.index("options")
@@ -63,7 +63,7 @@ def _row(found: Prediction) -> tuple[str, ...]:
 
 
 def bound_text(found: Prediction) -> str:
-    """Return the largest part of a step, and its share."""
+    """Return the name of the largest part of a predicted step, with its share of the time."""
     return f"{found.bound}, {found.breakdown[found.bound] / found.step_seconds:.0%} of the step"
 
 

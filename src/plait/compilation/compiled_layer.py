@@ -133,7 +133,7 @@ class _LayerCall:
         return self._makers[number]()
 
     def defer(self, term: WeightTerm, operands: Sequence[Tensor]) -> None:
-        """Queue a summand of a weight gradient."""
+        """Queue the computation of `term`, a part of a weight gradient, from `operands`."""
         weight, queue = self.layer.parameters[term.parameter - self.inputs], self.layer.queue
         queue.add(partial(_add, queue, weight, term, operands))
 

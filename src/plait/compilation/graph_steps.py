@@ -118,7 +118,7 @@ def _graph_step(
 
 
 def _set_last_uses(steps: Sequence[Step], returned: set[int]) -> None:
-    """Set for each step which slots no later step reads."""
+    """Set `done` of each step: the slots that it reads and no later step does."""
     seen = set(returned)
     for step in reversed(steps):
         read = set(_read_by(step)) - seen

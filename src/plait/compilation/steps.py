@@ -27,7 +27,7 @@ class LayerCall(Protocol):
         """Return the mask of a call of the dropout `name`, the same each time for a number."""
 
     def defer(self, term: WeightTerm, operands: Sequence[Tensor]) -> None:
-        """Queue a summand of a weight gradient."""
+        """Queue the computation of `term`, a part of a weight gradient, from `operands`."""
 
 
 @dataclass

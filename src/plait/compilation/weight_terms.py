@@ -66,7 +66,7 @@ class WeightTerm:
     """Adds the summand to a buffer, given that and the operands."""
 
     def add_to(self, buffer: Tensor, values: Sequence[Tensor]) -> None:
-        """Add the summand to `buffer`; `values` are those of the operands' bases."""
+        """Add this part of a weight gradient to `buffer`; the operands are views of `values`."""
         found = list(values)
         for number, operand in enumerate(self.operands):
             for operation, arguments in operand.views:

@@ -31,7 +31,7 @@ _MOST_NUMBERS = 1_000_000
 
 @dataclass
 class _RecordedStep:
-    """The step that is recorded: its timeline, and when it was submitted its waits and traffic."""
+    """A recorded step: the recording of its timeline, its waits for communication, and its traffic."""
 
     recording: Recording
     waits: list[Wait]
@@ -66,7 +66,7 @@ class Report(Callback):
         self._ranks = LoggerGroup([JsonLines(self._folder / RANKS_FILE)], self._folder, field)
 
     def describe(self, description: RunDescription, *, starts_over: bool) -> None:
-        """Write `run.json`; `starts_over`: remove what an earlier run has left. To be called on rank 0.
+        """Write `run.json`, on rank 0; `starts_over`: first remove the files that an earlier run has left.
 
         Raises `ConfigError` where the folder cannot be written to.
         """

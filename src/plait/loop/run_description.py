@@ -121,7 +121,7 @@ def _layers(blueprint: Blueprint) -> Iterator[PlannedLayer]:
 
 
 def _tensors(blueprint: Blueprint) -> Iterator[PlannedTensor]:
-    """Yield one parameter of each shape and layout, with the number of its like; the largest first."""
+    """Yield one parameter for each distinct shape and layout, largest first, with how many have the same."""
     alike: dict[Layout, list[str]] = {}
     for name, layout in blueprint.layouts.items():
         alike.setdefault(layout, []).append(name)

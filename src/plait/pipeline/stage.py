@@ -80,7 +80,7 @@ class Stage:
         self._dropouts = [names_of(layer.module) for layer in self.layers]
 
     def run_compiled(self, layers: Sequence[CompiledLayer]) -> None:
-        """Run the stage's layers by their graphs in training; `layers` has each of them."""
+        """Run the stage's layers as compiled graphs in training from now on; `layers` has one for each."""
         pairs = zip(layers, self._training_runs, strict=True)
         self._training_runs = [partial(self._run_compiled, *pair) for pair in pairs]
 

@@ -119,7 +119,7 @@ def _scores(shape: StepShape) -> float:
 
 
 class RankActivations(NamedTuple):
-    """What the memory of a rank depends on, besides the strategy by which state is sharded."""
+    """Activation memory and parameter counts of a rank, from which a strategy gives the whole memory."""
 
     parameters: float
     """Of the rank's stages, before sharding."""
@@ -131,7 +131,7 @@ class RankActivations(NamedTuple):
     """The largest temporary memory of a layer."""
 
     def with_state(self, shape: StepShape, reserved: float) -> PredictedMemory:
-        """Return the memory of the rank."""
+        """Return the rank's memory with parameters, gradients and optimizer state as the plan shards them."""
         parameters, gradients, optimizer, gathered = state_bytes(shape, self.parameters, self.largest)
         return PredictedMemory(parameters, gradients, optimizer, self.kept, self.running + gathered, reserved)
 

@@ -25,12 +25,12 @@ class PlanChange:
 
     @property
     def seconds(self) -> float:
-        """Seconds that the change adds to the step; negative: it saves them."""
+        """Difference of the step time in seconds; negative: the change is faster."""
         return self.after.step_seconds - self.before.step_seconds
 
     @property
     def memory(self) -> float:
-        """Bytes that the change adds to the largest memory of a rank; negative: it saves them."""
+        """Difference in bytes of the largest memory of any rank; negative: the change needs less."""
         return self.after.peak_memory - self.before.peak_memory
 
 

@@ -11,7 +11,7 @@ from plait.prediction.operations import AxisTransfer
 
 
 class RankWork(NamedTuple):
-    """What the time after a rank's last action depends on."""
+    """Sizes of a rank's stages on which its gradient sums and optimizer step depend."""
 
     parameters: float
     """Of the rank's stages, before sharding over data-parallel ranks."""

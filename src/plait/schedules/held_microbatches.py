@@ -30,7 +30,7 @@ class HeldMicrobatches:
 
     @cached_property
     def peaks(self) -> tuple[tuple[Held, ...], ...]:
-        """For each rank what it holds at a time, mostly without what is nowhere more than at another time."""
+        """Per rank, the counts of held micro-batches at which its memory may peak, whatever stages take."""
         stages = map(self.schedule.stages_of, range(self.schedule.ranks))
         return tuple(map(_most_held, self.schedule.actions, stages))
 

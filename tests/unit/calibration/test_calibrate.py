@@ -21,7 +21,7 @@ GPU = RankMeasurement(
 
 
 def test_figures_are_the_medians_of_the_ranks(tmp_path: Path) -> None:
-    slow = replace(GPU, rates=replace(RATES, memory=5e10), memory=79 << 30)
+    slow = replace(GPU, rates=replace(RATES, memory_bandwidth=5e10), memory=79 << 30)
     found = hardware_of([GPU, slow, GPU])
     assert (found.memory_bandwidth, found.memory, found.devices) == (1e11, 79 << 30, 8)
     assert (found.inside.latency, found.across.bandwidth) == (3e-6, 2e10)
