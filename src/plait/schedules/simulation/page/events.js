@@ -105,8 +105,7 @@ function fit() {
   const now = measure();
   if (Object.keys(now).every((length) => now[length] === layout[length])) return;
   Object.assign(layout, now);
-  hint.hidden = true;
-  redraw();
+  redraw();  // which also moves the tooltip
 }
 
 new ResizeObserver(fit).observe(chart);
