@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from plait.cli.arguments import CommandParser, count, number
+from plait.cli.plan_html import judged_page, search_page
 from plait.cli.plan_output import (
     bound_text,
     calibration_text,
@@ -24,8 +25,10 @@ from plait.plan import Plan
 from plait.prediction.goodput import Failures, Goodput, best_interval
 from plait.prediction.hardware import hardware_names, load_hardware
 from plait.prediction.plan_changes import best_changes
+from plait.prediction.plan_frontier import search_frontier
 from plait.prediction.plan_search import search
 from plait.prediction.step_prediction import Prediction, predict
+from plait.report.writing import write_page
 from plait.train.config import Config
 from plait.train.config_parser import config_from_arguments
 from plait.train.planned_config import SEARCHED, config_text, configured_decoder
@@ -43,6 +46,7 @@ _EXAMPLES = (
     ("plait plan --ranks 64 --hardware h100-sxm --config FILE.toml", ""),
     ("plait plan --ranks 8 --hardware a100-80 --write best.toml", "for plait train"),
     ("plait plan --hardware h100-sxm --config best.toml", "one plan"),
+    ("plait plan --ranks 8 --hardware h100-sxm --html plans.html", "a page to send"),
     ("plait plan --calibrate this.toml", "for --hardware"),
 )
 
@@ -62,6 +66,7 @@ def parser() -> CommandParser:
     add("--ranks", metavar="N", type=count, help="search the plans of N ranks")
     add("--most", metavar="K", type=count, default=10, help="plans that a search shows (default: 10)")
     add("--json", action="store_true", help="print one object with all of it")
+    add("--html", metavar="FILE", type=Path, help="write a page: plans by time and memory, the timeline")
     add("--mtbf", metavar="HOURS", type=number, help="between failures of a device: goodput")
     add("--checkpoint", metavar="SECONDS", type=number, default=30, help="that a save takes (30)")
     add("--restart", metavar="SECONDS", type=number, default=300, help="after a failure (300)")
@@ -97,7 +102,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _calibrate(options: Namespace, rest: Sequence[str]) -> None:
-    if rest or options.hardware or options.write or options.json:
+    if rest or options.hardware or options.write or options.json or options.html:
         raise ConfigError(
             "--calibrate goes with --ranks only: predict with the file that it writes afterwards."
         )
@@ -112,21 +117,22 @@ def _judge(config: Config, options: Namespace) -> None:
     rows = config.train.batch // plan.dp
     found = predict(configured_decoder(config), plan, options.hardware, rows=rows)
     changes, goodput = best_changes(found), _goodput(options, found)
+    if options.html is not None:
+        write_page(judged_page(config, found, changes, goodput), options.html, "--html")
     if options.json:
         print(json.dumps(plan_json(found, changes) | goodput_json(goodput)))
         return
     lines = [f"{found}\nbound by   {bound_text(found)}", "", *change_lines(changes, found.fits)]
     print("\n".join([*lines, *goodput_lines(goodput, found)]))
+    _tell_written(options.html)
 
 
 def _search(config: Config, options: Namespace) -> None:
     if config.parallel.memory_limit is not None:
         raise ConfigError("parallel.memory_limit does not go with --ranks: leave it out.")
     model, hardware = configured_decoder(config), load_hardware(options.hardware)
-    kept = {name: value for name, value in vars(config.plan()).items() if name not in SEARCHED}
-    result = search(
-        model, hardware, options.ranks, config.train.batch, base=Plan(**kept), most=max(2, options.most)
-    )
+    base = Plan(**{name: value for name, value in vars(config.plan()).items() if name not in SEARCHED})
+    result = search(model, hardware, options.ranks, config.train.batch, base=base, most=max(2, options.most))
     if not result.best:
         raise ConfigError(
             f"none of {result.plans:,} plans of {options.ranks} ranks fits the {hardware.memory / 2**30:.1f} "
@@ -135,13 +141,20 @@ def _search(config: Config, options: Namespace) -> None:
     if options.write is not None:
         options.write.write_text(config_text(config, result.best[0].plan), encoding="utf-8")
     goodput = _goodput(options, result.best[0])
+    if options.html is not None:
+        frontier = search_frontier(result, config.train.batch, base=base)
+        write_page(search_page(config, result, frontier, options.most, goodput), options.html, "--html")
     if options.json:
         print(json.dumps(search_json(result, options.most) | goodput_json(goodput)))
         return
     print(plan_table(result.best[: options.most]))
     print("\n".join(["", *notes(result), *goodput_lines(goodput, result.best[0])]))
-    if options.write is not None:
-        print(f"wrote {options.write}")
+    _tell_written(options.write, options.html)
+
+
+def _tell_written(*files: Path | None) -> None:
+    for file in filter(None, files):
+        print(f"wrote {file}")
 
 
 def _goodput(options: Namespace, found: Prediction) -> Goodput | None:

@@ -14,7 +14,7 @@ from plait.prediction.step_prediction import Prediction
 from plait.train.planned_config import SEARCHED
 
 GIB = 2**30
-_HEAD = (
+PLAN_COLUMNS = (
     "step",
     "tokens/s",
     "MFU",
@@ -32,9 +32,9 @@ _HEAD = (
 
 def plan_table(found: Sequence[Prediction]) -> str:
     """Return predictions as a text table: column names, then a line for each plan, fastest first."""
-    rows = [_HEAD, *map(_row, found)]
+    rows = [PLAN_COLUMNS, *map(plan_cells, found)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    numbers = _HEAD.index("options")
+    numbers = PLAN_COLUMNS.index("options")
     lines = []
     for row in rows:
         padded = [*map(str.rjust, row[:numbers], widths), *map(str.ljust, row[numbers:], widths[numbers:])]
@@ -42,7 +42,8 @@ def plan_table(found: Sequence[Prediction]) -> str:
     return "\n".join(lines)
 
 
-def _row(found: Prediction) -> tuple[str, ...]:
+def plan_cells(found: Prediction) -> tuple[str, ...]:
+    """Return the cells of a plan in the columns `PLAN_COLUMNS`."""
     plan = found.plan
     words = [plan.strategy if plan.reduce == "last" else f"{plan.strategy} ({plan.reduce})"]
     if plan.pp > 1:
@@ -77,11 +78,12 @@ def notes(result: PlanSearchResult) -> list[str]:
         divisions = "1 division of the ranks is" if count == 1 else f"{count:,} divisions of the ranks are"
         lines.append(f"{divisions} impossible: {reason}.")
     if len(result.best) > 1:
-        lines.append(f"The second is {_behind(result):.2%} slower than the first.")
+        lines.append(f"The second is {behind(result):.2%} slower than the first.")
     return lines
 
 
-def _behind(result: PlanSearchResult) -> float:
+def behind(result: PlanSearchResult) -> float:
+    """Return by which part the second plan is slower than the first."""
     return result.best[1].step_seconds / result.best[0].step_seconds - 1
 
 
@@ -89,21 +91,23 @@ def change_lines(changes: Sequence[PlanChange], fits: bool) -> list[str]:
     """Return a line for each change of one field; `fits`: whether the plan without them does."""
     if not changes:
         return [f"No change of one field makes it {'faster' if fits else 'fit'}."]
-    rows = [
-        (
-            f"{_section(one.field)}.{one.field} = {'none' if one.value is None else one.value}",
-            f"{_signed(one.seconds)} s",
-            f"{_signed(one.memory / GIB)} GiB",
-            "" if one.after.fits == fits else "fits",
-        )
-        for one in changes
-    ]
+    rows = [change_cells(one) for one in changes]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["Changes of one field that help most:"]
     for name, *numbers in rows:
         padded = [name.ljust(widths[0]), *map(str.rjust, numbers, widths[1:])]
         lines.append("  ".join(["", *padded]).rstrip())
     return lines
+
+
+def change_cells(one: PlanChange) -> tuple[str, str, str, str]:
+    """Return a change of one field, its seconds, its memory, and "fits" where only the changed plan does."""
+    return (
+        f"{_section(one.field)}.{one.field} = {'none' if one.value is None else one.value}",
+        f"{_signed(one.seconds)} s",
+        f"{_signed(one.memory / GIB)} GiB",
+        "" if one.after.fits == one.before.fits else "fits",
+    )
 
 
 def _signed(number: float) -> str:
@@ -166,7 +170,7 @@ def search_json(result: PlanSearchResult, most: int) -> dict[str, Any]:
         "too_large": result.too_large,
         "slower": result.slower,
         "impossible_divisions": dict(result.impossible),
-        "second_behind": _behind(result) if len(result.best) > 1 else None,
+        "second_behind": behind(result) if len(result.best) > 1 else None,
         "best": [_as_json(found) for found in result.best[:most]],
     }
 

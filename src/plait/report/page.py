@@ -1,4 +1,4 @@
-"""`draw_report`: the page of one run, or of several side by side, as one HTML document.
+"""`draw_report`: the page of one run, or of several side by side, as one HTML document; of a prediction.
 
 The folder `page` has the document, its style and scripts, and the plotting library uPlot with its licence.
 """
@@ -6,7 +6,7 @@ The folder `page` has the document, its style and scripts, and the plotting libr
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from html import escape
 from importlib import resources
@@ -52,6 +52,26 @@ def draw_report(runs: Sequence[RunRecord], policy: str = POLICY) -> str:
             f"<script>\n{_file(name)}</script>"
             for name in ("uplot/uPlot.iife.min.js", "charts.js", "ranks.js", "plan.js")
         ),
+    )
+
+
+def draw_prediction(
+    title: str, about: str, figures: Iterable[Figure], sections: Iterable[str], timeline: Mapping[str, object]
+) -> str:
+    """Return the page of a prediction as an HTML document that needs no other file.
+
+    `about`: sentences below the title. `sections`: as HTML; one has the element `timeline`, in which
+    `timeline` is drawn.
+    """
+    return Template(_file("prediction.html")).substitute(
+        title=escape(title),
+        policy=POLICY,
+        style=page_colours() + page_file("timeline.css") + _file("report.css"),
+        about=escape(about),
+        figures="\n".join(map(_figure, figures)),
+        sections="\n".join(sections),
+        data=embedded(timeline),
+        timeline_script=timeline_script(),
     )
 
 

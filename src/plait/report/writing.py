@@ -25,11 +25,16 @@ def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
     page = draw_report(read_runs(paths))
     if out is None:
         out = (paths[0] if paths[0].is_dir() else paths[0].parent) / REPORT_FILE
+    return write_page(page, out, "--out")
+
+
+def write_page(page: str, out: Path, option: str) -> Path:
+    """Write an HTML document to `out`, and return it. Raises `ConfigError`; `option` is what gives the file."""
     try:
         out.write_text(page, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"{out} cannot be written ({error.strerror}): give another file by --out."
+            f"{out} cannot be written ({error.strerror}): give another file by {option}."
         ) from None
     return out
 

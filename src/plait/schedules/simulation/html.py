@@ -38,7 +38,7 @@ def draw_html(timeline: Timeline, *, name: str | None = None) -> str:
             for label, value in _figures(timeline)
         ),
         timeline=timeline_markup(name, kinds_of(timeline)),
-        data=json.dumps(_data(timeline), separators=(",", ":")),
+        data=json.dumps(simulated_data(timeline), separators=(",", ":")),
         script=timeline_script(),
     )
 
@@ -60,8 +60,8 @@ def _figures(timeline: Timeline) -> Iterator[tuple[str, str]]:
         yield "lower bound of the search", f"{schedule.bound:g}"
 
 
-def _data(timeline: Timeline) -> dict[str, object]:
-    """Return the data for the page's script, with the memory of each rank."""
+def simulated_data(timeline: Timeline) -> dict[str, object]:
+    """Return the data for `drawTimeline`, with the memory of each rank."""
     schedule = timeline.schedule
     axis = TimeAxis(timeline.first, timeline.length, timeline.tick, timeline.unit)
 

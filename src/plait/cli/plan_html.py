@@ -1,0 +1,182 @@
+"""The page of `plait plan --html`: plans by step time and memory, and the chosen one with its timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from plait.cli.plan_output import (
+    GIB,
+    PLAN_COLUMNS,
+    behind,
+    bound_text,
+    change_cells,
+    change_lines,
+    goodput_lines,
+    notes,
+    plan_cells,
+)
+from plait.plan import Plan
+from plait.prediction.goodput import Goodput
+from plait.prediction.plan_changes import PlanChange
+from plait.prediction.plan_frontier import PlanFrontier
+from plait.prediction.plan_search import PlanSearchResult
+from plait.prediction.step_prediction import Prediction
+from plait.report.figures import Figure
+from plait.report.markup import bar, legend, section, table
+from plait.report.page import draw_prediction
+from plait.report.scatter_picture import ScatterPicture, ScatterPoint
+from plait.report.units import number_text, seconds_text
+from plait.schedules.simulation.html import simulated_data
+from plait.schedules.simulation.page_timeline import timeline_markup
+from plait.schedules.simulation.terminal import kinds_of
+from plait.train.config import Config
+
+_COLOURS = {"none": "series-0", "optimizer": "series-1", "gradients": "series-2", "full": "series-3"}
+"""Of the points, by the plan's strategy."""
+
+
+def search_page(
+    config: Config, result: PlanSearchResult, frontier: PlanFrontier, most: int, goodput: Goodput | None
+) -> str:
+    """Return the page of a search: its fastest plan among those of `frontier`; `most`: plans in its table."""
+    best = result.best[0]
+    told = "" if len(result.best) == 1 else f" The second plan is {behind(result):.2%} slower."
+    hidden = result.plans - len(frontier.plans)
+    line = (
+        f"Drawn are {len(frontier.plans)} plans, predicted exactly; {hidden:,} of {result.plans:,} are not drawn. "
+        "The search was repeated for less and less memory: a point on the line is the fastest plan of one "
+        "search, and no plan is both faster and smaller. Between two of them there can be plans faster than "
+        "the left one, none faster than the right one."
+    )
+    sections = [
+        section("The fastest plans", _plans(result.best[:most]), f"{_bound(best)}{told}", "plans"),
+        _picture(frontier.plans, {best.plan: "fastest"}, line, frontier.best),
+        *_step(best),
+        section("The other plans", _list([*notes(result)[:1], *_impossible(result)]), name="others"),
+    ]
+    return _page(config, best, sections, goodput)
+
+
+def judged_page(
+    config: Config, found: Prediction, changes: Sequence[PlanChange], goodput: Goodput | None
+) -> str:
+    """Return the page of one plan: its figures, its timeline, and the changes of one field that help."""
+    head, *_ = change_lines(changes, found.fits)
+    rows = [[escape(cell) for cell in change_cells(one)] for one in changes]
+    body = table(("change", "step", "memory", ""), rows) if rows else ""
+    names = {found.plan: "this plan"} | {one.after.plan: change_cells(one)[0] for one in changes}
+    sections = [
+        section("The plan", _plans([found]), _bound(found), "plans"),
+        section("Changes", body, escape(head)),
+        _picture([found, *(one.after for one in changes)], names, "The plan, and its changes of one field."),
+        *_step(found),
+    ]
+    return _page(config, found, sections, goodput)
+
+
+def _page(config: Config, found: Prediction, sections: list[str], goodput: Goodput | None) -> str:
+    plan, hardware, model = found.plan, found.hardware, found.decoder
+    about = (
+        f"{config.model.name} of {number_text(model.total_parameters / 1e9, 3)} billion parameters "
+        f"({model.layers} layers, hidden {model.hidden:,}, context {model.context:,}), a batch of "
+        f"{config.train.batch:,} sequences a step in {plan.precision or 'fp32'}, on {plan.world:,} × "
+        f"{hardware.name} with {hardware.memory / GIB:.1f} GiB each, {hardware.devices} a host."
+    )
+    if lines := goodput_lines(goodput, found):
+        sections.append(section("Failures", _list(lines[1:])))
+    timeline = simulated_data(found.timeline)
+    title = f"Plan of {plan.world:,} ranks" if plan.world > 1 else "Plan of one rank"
+    return draw_prediction(title, about, _figures(found), sections, timeline)
+
+
+def _figures(found: Prediction) -> Iterator[Figure]:
+    yield Figure("time of a step", seconds_text(found.step_seconds), "predicted")
+    yield Figure("tokens/s", f"{found.tokens_per_second:,.0f}", "of all ranks together")
+    yield Figure("MFU", f"{found.mfu:.1%}", "model FLOPs utilisation")
+    memory = f"{found.peak_memory / GIB:.1f} GiB"
+    yield Figure("memory", memory if found.fits else f"{memory}: does not fit", "of the rank with most")
+    yield Figure("pp × tp × cp × dp", " × ".join(map(str, _degrees(found.plan))))
+
+
+def _degrees(plan: Plan) -> tuple[int, int, int, int]:
+    return plan.pp, plan.tp, plan.cp, plan.dp
+
+
+def _bound(found: Prediction) -> str:
+    return escape(f"Bound by {bound_text(found)}.")
+
+
+def _plans(found: Sequence[Prediction]) -> str:
+    rows = [[escape(cell) for cell in plan_cells(one)] for one in found]
+    return f"<div class=scroll>{table(PLAN_COLUMNS, rows, marked=(0,) if len(rows) > 1 else ())}</div>"
+
+
+def _list(lines: Sequence[str]) -> str:
+    return f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>"
+
+
+def _impossible(result: PlanSearchResult) -> list[str]:
+    """Return the lines of `notes` on divisions of the ranks that are impossible."""
+    return notes(result)[1 : 1 + len(result.impossible)]
+
+
+def _picture(
+    found: Sequence[Prediction],
+    labels: dict[Plan, str],
+    about: str,
+    best: Sequence[Prediction] = (),
+) -> str:
+    """Return the section with the plans by memory and step time; `best`: those that the line joins."""
+    hardware = found[0].hardware
+    limit = (hardware.memory - hardware.reserved) / GIB
+    picture = ScatterPicture(
+        "memory of the rank with most, GiB",
+        "time of a step, s",
+        # The later is drawn over the earlier: the fastest last.
+        [_point(one, labels.get(one.plan, "")) for one in reversed(found)],
+        [(one.peak_memory / GIB, one.step_seconds) for one in best],
+        (limit, f"{limit:.1f} GiB of a device for tensors"),
+    )
+    used = {one.plan.strategy for one in found}
+    entries = [(f"strategy {name}", colour) for name, colour in _COLOURS.items() if name in used]
+    drawn = f"<div class=scroll>{picture.draw('Plans by memory and time of a step')}</div>"
+    return section(
+        "Time and memory", legend(entries) + drawn, f"{about} Point at a plan for its axes.", "picture"
+    )
+
+
+def _point(found: Prediction, label: str) -> ScatterPoint:
+    cells = zip(PLAN_COLUMNS, plan_cells(found), strict=True)
+    title = "\n".join(f"{name}: {cell}" for name, cell in cells)
+    return ScatterPoint(
+        found.peak_memory / GIB, found.step_seconds, _COLOURS[found.plan.strategy], title, label
+    )
+
+
+def _step(found: Prediction) -> Iterator[str]:
+    """Yield the breakdown of the step of a plan, and its timeline."""
+    whole = found.step_seconds
+    rows = [
+        [
+            escape(name),
+            bar([(name, seconds, "use-0")], whole),
+            seconds_text(seconds),
+            f"{seconds / whole:.1%}",
+        ]
+        for name, seconds in sorted(found.breakdown.items(), key=lambda one: -one[1])
+        if seconds >= 1e-6
+    ]
+    yield section(
+        "The step by use",
+        table(("", "", "time", "of the step"), rows, numbers=2),
+        "Of the rank that ends last.",
+        "breakdown",
+    )
+    timeline, plan = found.timeline, found.plan
+    about = (
+        f"The ranks of one pipeline: schedule {escape(plan.schedule)}, {plan.microbatches} "
+        f"micro-batch{'es' * (plan.microbatches > 1)}. The optimizer's step and the last sums of gradients come "
+        "after it."
+    )
+    yield section("Timeline", timeline_markup("the step", kinds_of(timeline)), about, "simulated")
