@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from html import escape
 
 from plait.cli.plan_output import (
@@ -42,12 +43,13 @@ def search_page(
     """Return the page of a search: its fastest plan among those of `frontier`; `most`: plans in its table."""
     best = result.best[0]
     told = "" if len(result.best) == 1 else f" The second plan is {behind(result):.2%} slower."
-    hidden = result.plans - len(frontier.plans)
+    drawn = len(frontier.plans)
     line = (
-        f"Drawn are {len(frontier.plans)} plans, predicted exactly; {hidden:,} of {result.plans:,} are not drawn. "
-        "The search was repeated for less and less memory: a point on the line is the fastest plan of one "
-        "search, and no plan is both faster and smaller. Between two of them there can be plans faster than "
-        "the left one, none faster than the right one."
+        f"{drawn:,} of {result.plans:,} plans are drawn, predicted exactly: the fastest for all the memory, "
+        f"and for less and less of it. The other {result.plans - drawn:,} were only bounded or came "
+        "later: they need more memory than a search allowed, or are slower than what it found. The "
+        "line joins plans than which none is both faster and smaller; between two of them there can be others, no faster "
+        "than the right one."
     )
     sections = [
         section("The fastest plans", _plans(result.best[:most]), f"{_bound(best)}{told}", "plans"),
@@ -63,13 +65,13 @@ def judged_page(
 ) -> str:
     """Return the page of one plan: its figures, its timeline, and the changes of one field that help."""
     head, *_ = change_lines(changes, found.fits)
-    rows = [[escape(cell) for cell in change_cells(one)] for one in changes]
-    body = table(("change", "step", "memory", ""), rows) if rows else ""
-    names = {found.plan: "this plan"} | {one.after.plan: change_cells(one)[0] for one in changes}
+    rows = [[str(number), *map(escape, change_cells(one))] for number, one in enumerate(changes, 1)]
+    body = table(("", "change", "step", "memory", ""), rows) if rows else ""
+    names = {found.plan: "this plan"} | {one.after.plan: str(n) for n, one in enumerate(changes, 1)}
     sections = [
         section("The plan", _plans([found]), _bound(found), "plans"),
         section("Changes", body, escape(head)),
-        _picture([found, *(one.after for one in changes)], names, "The plan, and its changes of one field."),
+        _picture([found, *(one.after for one in changes)], names, "The plan, and its changes by number."),
         *_step(found),
     ]
     return _page(config, found, sections, goodput)
@@ -85,8 +87,8 @@ def _page(config: Config, found: Prediction, sections: list[str], goodput: Goodp
     )
     if lines := goodput_lines(goodput, found):
         sections.append(section("Failures", _list(lines[1:])))
-    timeline = simulated_data(found.timeline)
-    title = f"Plan of {plan.world:,} ranks" if plan.world > 1 else "Plan of one rank"
+    timeline = simulated_data(replace(found.timeline, tick=found.timeline.tick / 10**6, unit="ms"))
+    title = f"{config.model.name} on {plan.world:,} × {hardware.name}"
     return draw_prediction(title, about, _figures(found), sections, timeline)
 
 
@@ -133,8 +135,7 @@ def _picture(
     picture = ScatterPicture(
         "memory of the rank with most, GiB",
         "time of a step, s",
-        # The later is drawn over the earlier: the fastest last.
-        [_point(one, labels.get(one.plan, "")) for one in reversed(found)],
+        [_point(one, labels.get(one.plan, "")) for one in found],
         [(one.peak_memory / GIB, one.step_seconds) for one in best],
         (limit, f"{limit:.1f} GiB of a device for tensors"),
     )
@@ -176,7 +177,7 @@ def _step(found: Prediction) -> Iterator[str]:
     timeline, plan = found.timeline, found.plan
     about = (
         f"The ranks of one pipeline: schedule {escape(plan.schedule)}, {plan.microbatches} "
-        f"micro-batch{'es' * (plan.microbatches > 1)}. The optimizer's step and the last sums of gradients come "
-        "after it."
+        f"micro-batch{'es' * (plan.microbatches > 1)}. The last sums of gradients and the optimizer's step "
+        "come after it."
     )
     yield section("Timeline", timeline_markup("the step", kinds_of(timeline)), about, "simulated")

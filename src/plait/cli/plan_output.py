@@ -47,7 +47,7 @@ def plan_cells(found: Prediction) -> tuple[str, ...]:
     plan = found.plan
     words = [plan.strategy if plan.reduce == "last" else f"{plan.strategy} ({plan.reduce})"]
     if plan.pp > 1:
-        words.append(plan.schedule if plan.chunks == 1 else f"{plan.schedule} × {plan.chunks}")
+        words.append(plan.schedule if plan.chunks in (None, 1) else f"{plan.schedule} × {plan.chunks}")
     words += [f"recompute {plan.recompute}"] if plan.recompute != "none" else []
     words += [f"sequence {plan.sequence_parallel}"] if plan.cuts_sequence else []
     return (

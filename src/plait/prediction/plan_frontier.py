@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from plait.plan import Plan
 from plait.prediction.framework import PLAIT, Framework
-from plait.prediction.plan_search import PlanSearchResult, search
+from plait.prediction.plan_search import PlanSearchResult, plan_rank, search
 from plait.prediction.step_prediction import Prediction
 
 SEARCHES = 8
@@ -19,33 +19,37 @@ OTHERS = 5
 
 @dataclass(frozen=True)
 class PlanFrontier:
-    """Plans of which none is both faster and smaller, with the others that the searches found."""
+    """Plans of which no plan is both faster and smaller, with the others that the searches found."""
 
     plans: tuple[Prediction, ...]
-    """All that were found, each once: first those of the search for all the memory."""
+    """All that were found, each once, in the order of `plan_rank`."""
     best: tuple[Prediction, ...]
-    """The fastest of each search, by falling memory: no plan of all those searched needs less and is faster."""
+    """Those for which every plan that was searched is slower or needs more memory, by rising time."""
 
 
 def search_frontier(
     first: PlanSearchResult, batch: int, *, base: Plan | None = None, framework: Framework = PLAIT
 ) -> PlanFrontier:
-    """Return the fastest plans for less and less memory, each as exact as `search`.
+    """Return the fastest plans for less and less memory, found by searches as exact as `search`.
 
     `first`: a search of all choices for the same `batch`, `base` and `framework` that found a plan. The next
-    search allows `STEP` of the memory that its
-    fastest plan needs, and so on, until no plan fits or `SEARCHES` are done.
+    search allows `STEP` of the memory that its fastest plan needs, and so on, until no plan fits or
+    `SEARCHES` are done. A plan that is faster and smaller than one that a search found would be found before
+    it, so that `best` needs only the plans that were found; between two of them there can be others.
     """
-    fastest = first.best[0]
+    fastest, found = first.best[0], {one.plan: one for one in first.best}
     hardware, decoder, ranks = fastest.hardware, fastest.decoder, fastest.plan.world
-    plans, best = {found.plan: found for found in first.best}, [fastest]
     for _ in range(SEARCHES):
-        less = replace(hardware, memory=hardware.reserved + STEP * best[-1].peak_memory)
+        less = replace(hardware, memory=hardware.reserved + STEP * fastest.peak_memory)
         result = search(decoder, less, ranks, batch, base=base, most=OTHERS, framework=framework)
         if not result.best:
             break
-        found = [replace(one, hardware=hardware) for one in result.best]
-        best.append(found[0])
-        for one in found:
-            plans.setdefault(one.plan, one)
-    return PlanFrontier(tuple(plans.values()), tuple(best))
+        fastest = result.best[0]
+        for one in result.best:
+            found.setdefault(one.plan, replace(one, hardware=hardware))
+    plans = sorted(found.values(), key=lambda one: plan_rank(one.step_seconds, one.peak_memory, one.plan))
+    best: list[Prediction] = []
+    for one in plans:
+        if not best or one.peak_memory < best[-1].peak_memory:
+            best.append(one)
+    return PlanFrontier(tuple(plans), tuple(best))

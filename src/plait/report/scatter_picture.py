@@ -14,6 +14,8 @@ from plait.schedules.simulation.terminal import round_times
 _WIDTH, _HEIGHT = 860, 400
 _LEFT, _TOP, _RIGHT, _BOTTOM = 62, 26, 24, 46
 _TICKS = 8
+_NEAR = 3
+"""Pixels within which points are at one place."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class ScatterPicture:
     across: str
     up: str
     points: Sequence[ScatterPoint]
+    """The first is drawn over the others; of those at one place with one colour, only the first is drawn."""
     line: Sequence[tuple[float, float]] = ()
     """Points that a line joins by steps: from each to the right until the next one's x."""
     limit: tuple[float, str] | None = None
@@ -41,7 +44,12 @@ class ScatterPicture:
 
     def draw(self, name: str) -> str:
         """Return the picture as an SVG element; `name` is its accessible name."""
-        return svg(name, _WIDTH, _HEIGHT, [*self._axes(), *self._lines(), *map(self._point, self.points)])
+        places: dict[tuple[int, int, str], list[ScatterPoint]] = {}
+        for point in self.points:
+            place = round(self._x(point.x) / _NEAR), round(self._y(point.y) / _NEAR), point.colour
+            places.setdefault(place, []).append(point)
+        points = [self._point(*at) for at in places.values()]
+        return svg(name, _WIDTH, _HEIGHT, [*self._axes(), *self._lines(), *reversed(points)])
 
     @property
     def _right(self) -> float:
@@ -84,12 +92,14 @@ class ScatterPicture:
             steps = "".join(f"H{self._x(x):.1f}V{self._y(y):.1f}" for x, y in others)
             yield f'<path class="frontier" d="M{self._x(x):.1f} {self._y(y):.1f}{steps}"/>'
 
-    def _point(self, point: ScatterPoint) -> str:
+    def _point(self, point: ScatterPoint, *hidden: ScatterPoint) -> str:
+        """Return a point; what it shows names the number of those that it hides."""
         x, y = self._x(point.x), self._y(point.y)
         ring = f'<circle class="ring" cx="{x:.1f}" cy="{y:.1f}" r="10"/>' if point.label else ""
         label = f'<text x="{x:.1f}" y="{y - 15:.1f}" text-anchor="middle">{escape(point.label)}</text>'
+        title = point.title + (f"\nand {len(hidden)} more here" if hidden else "")
         return (
-            f'<g class="point" tabindex="0"><title>{escape(point.title)}</title>{ring}'
+            f'<g class="point" tabindex="0"><title>{escape(title)}</title>{ring}'
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5.5" fill="var(--{point.colour})"/>'
             f"{label if point.label else ''}</g>"
         )

@@ -11,6 +11,7 @@ from plait.errors import PlanError
 from plait.plan import Plan
 from plait.prediction.decoder import Decoder
 from plait.prediction.hardware import Hardware, load_hardware
+from plait.prediction.plan_frontier import OTHERS, SEARCHES, search_frontier
 from plait.prediction.plan_search import plan_rank, search
 from plait.prediction.plan_space import PlanChoices, divisions
 from plait.prediction.step_prediction import Prediction, predict
@@ -110,6 +111,20 @@ def test_equal_times_are_ordered_by_memory_then_by_axes() -> None:
 def test_a_bound_saves_most_simulations() -> None:
     found = search(LLAMA, H100, 8, 8, base=MIXED, most=3)
     assert found.predicted < found.plans / 4
+
+
+def test_no_plan_is_both_faster_and_smaller_than_one_of_the_frontier() -> None:
+    model = replace(LLAMA, context=4096, vocab=500)
+    every = _every_plan(model, H100, 2, 2, PlanChoices())
+    first = search(model, H100, 2, 2, base=MIXED, most=2)
+    found = search_frontier(first, 2, base=MIXED)
+    assert {one.plan for one in found.best} < {one.plan for one in found.plans} <= {one.plan for one in every}
+    assert found.best[0].plan == first.best[0].plan
+    assert all(one.hardware == H100 for one in found.plans)
+    assert 2 < len(found.best) < len(found.plans) <= 2 + SEARCHES * OTHERS
+    for plan, memory, _ in map(_rank, found.best):
+        assert not [one for one in map(_rank, every) if one[0] < plan and one[1] <= memory]
+        assert not [one for one in map(_rank, every) if one[0] <= plan and one[1] < memory]
 
 
 def test_divisions_that_are_impossible_are_counted_by_reason() -> None:
