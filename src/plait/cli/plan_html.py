@@ -48,8 +48,8 @@ def search_page(
         f"{drawn:,} of {result.plans:,} plans are drawn, predicted exactly: the fastest for all the memory, "
         f"and for less and less of it. The other {result.plans - drawn:,} were only bounded or came "
         "later: they need more memory than a search allowed, or are slower than what it found. The "
-        "line joins plans than which none is both faster and smaller; between two of them there can be others, no faster "
-        "than the right one."
+        "line joins plans than which none is both faster and smaller; between two of them there can be "
+        "others, no faster than the right one."
     )
     sections = [
         section("The fastest plans", _plans(result.best[:most]), f"{_bound(best)}{told}", "plans"),

@@ -89,7 +89,7 @@ def test_the_page_uses_every_file_of_its_folder_with_the_licence_of_the_library(
     page = draw_report([read_run(tmp_path)])
     folder = resources.files("plait.report") / "page"
     for file in (*folder.iterdir(), *(folder / "uplot").iterdir()):
-        if file.is_file() and file.name not in ("report.html", "watch.js", "LICENSE"):
+        if file.is_file() and file.name not in ("report.html", "prediction.html", "watch.js", "LICENSE"):
             assert file.read_text(encoding="utf-8") in page, file.name
     assert "MIT License" in (folder / "uplot" / "LICENSE").read_text()
 
