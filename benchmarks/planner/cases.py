@@ -38,6 +38,8 @@ MEGATRON_CORE = Framework(
     overlaps_data_sums=False,
     blocking_messages=True,
     fused_loss=True,
+    fused_gate=True,
+    placeholder_gradients=True,
 )
 MIXED = {"precision": "fp16", "master_precision": "fp32", "gradient_precision": "fp16"}
 MIXED_32 = {"precision": "bf16", "master_precision": "fp32"}

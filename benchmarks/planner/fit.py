@@ -20,6 +20,7 @@ from cases import Case, cases, clusters
 from layer_cases import layer_ratios
 
 from plait.prediction.hardware import Hardware
+from plait.prediction.step_end import gradient_sum_seconds, optimizer_seconds
 from plait.prediction.step_times import StepTimes
 
 GROUPS = {
@@ -61,8 +62,8 @@ class Linearised:
         self.case = case
         self.setup = min(case.setups, key=lambda one: one.step_seconds(machines))
         step = self.setup.step(machines)
-        ranks = range(len(step.ends))
-        self.rank = max(ranks, key=lambda rank: step.ends[rank] + step.gradient_sum(rank))
+        sums = [gradient_sum_seconds(step.timer, work) for work in step.work]
+        self.rank = max(range(len(step.ends)), key=lambda rank: step.ends[rank] + sums[rank])
         self.kinds = Counter(
             pair
             for stage in step.schedule.stages_of(self.rank)
@@ -78,7 +79,9 @@ class Linearised:
     def seconds(self, machines: Mapping[str, Hardware]) -> float:
         """Return the step time."""
         step = self.setup.step(machines)
-        return self.ratio * self.work(step) + step.gradient_sum(self.rank) + sum(step.optimizer(self.rank))
+        own = step.work[self.rank]
+        after = sum(optimizer_seconds(step.timer, own.parameters))
+        return self.ratio * self.work(step) + gradient_sum_seconds(step.timer, own) + after
 
 
 def errors(

@@ -64,13 +64,28 @@ class Network:
             single = bandwidth / here if here < ranks else bandwidth
             return latency * (ranks - 1) + transfer.nbytes / ranks * away / single
         rounds = 2 if transfer.collective == "all-reduce" else 1
-        return rounds * (self._start(here, ranks) + transfer.nbytes * (ranks - 1) / ranks / bandwidth)
+        start = self._start(here, ranks, tree=transfer.collective == "all-reduce")
+        return rounds * (start + transfer.nbytes * (ranks - 1) / ranks / bandwidth)
 
-    def _start(self, here: int, ranks: int) -> float:
-        """Return the latency of a collective: a ring inside a host, and a tree over the hosts."""
-        hosts = ranks // here
-        across = 2 * (hosts - 1).bit_length() * self.hardware.across.latency if hosts > 1 else 0.0
-        return (here - 1) * self.hardware.inside.latency + across
+    def _start(self, here: int, ranks: int, *, tree: bool) -> float:
+        """Return the latency of a reduce-scatter, a gather, or one half of an all-reduce, of `here` ranks a host.
+
+        A ring takes n − 1 steps one after another, one across hosts for each other host, so that its latency
+        grows with the ranks. NCCL has trees over the hosts for all-reduces only (Jeaugey 2025,
+        arXiv:2506.20252, which is about the ring's latency at scale), and takes what is shorter.
+        """
+        hosts = -(-ranks // here)
+        inside, across = self.hardware.inside.latency, self.hardware.across.latency
+        ring = (ranks - hosts) * inside + (hosts - 1) * across
+        if not tree or hosts == 1:
+            return ring
+        return min(ring, (here - 1) * inside + 2 * (hosts - 1).bit_length() * across)
+
+    def share_links(self, first: Axis, second: Axis) -> bool:
+        """Return whether two axes of several ranks use the same links: both inside hosts, or both across them."""
+        groups = self.groups[first], self.groups[second]
+        within = [group.on_host(self.hardware.devices) == group.size for group in groups]
+        return min(group.size for group in groups) > 1 and within[0] == within[1]
 
     def _link(self, here: int, *, inside: bool) -> tuple[float, float]:
         hardware, part = self.hardware, self.hardware.efficiency

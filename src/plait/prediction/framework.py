@@ -54,6 +54,11 @@ class Framework:
     """Memory traffic of the optimizer's step, as a multiple of one read and write of all its state."""
     fused_loss: bool = False
     """Whether the loss works on the logits in place, without copies in fp32."""
+    fused_gate: bool = False
+    """Whether activation and product of a gated MLP are one operation, of which only the inputs are kept."""
+    placeholder_gradients: bool = False
+    """Whether every size of linear keeps an unused gradient in the compute precision, which stands for the
+    accumulated one in autograd, as Transformer Engine does (its `get_dummy_wgrad`)."""
 
 
 PLAIT = Framework()

@@ -132,10 +132,11 @@ class LayerTimer:
             self._exposed_ring(work.forward_ring, forward),
             self._exposed_ring(work.backward_ring, backward),
         ]
-        gathers = self._exposed_gather(kind, forward.total + tp_forward, backward=False)
-        gathers_backward = self._exposed_gather(
-            kind, backward.total + weights.total + recomputed + tp_backward, backward=True
-        )
+        free = self._free_of_sums(forward.total + tp_forward, work.forward_transfers)
+        gathers = self._exposed_gather(kind, free, backward=False)
+        transfers = work.backward_transfers + (work.forward_transfers if recompute == "full" else ())
+        free = self._free_of_sums(backward.total + weights.total + recomputed + tp_backward, transfers)
+        gathers_backward = self._exposed_gather(kind, free, backward=True)
         again = rings[0] if recompute == "full" else 0.0
         return PassTimes(
             self._with_host(forward + Parts(tp=tp_forward, cp=rings[0], dp=gathers), work.forward),
@@ -175,6 +176,12 @@ class LayerTimer:
         if not self.shape.framework.overlaps_context:
             return seconds
         return max(seconds - computed.attention * (ranks - 1) / ranks, 0.0)
+
+    def _free_of_sums(self, seconds: float, transfers: Iterable[AxisTransfer]) -> float:
+        """Return the part of a layer's `seconds` in which its transfers over `tp` leave the links to `shard`."""
+        if not self.network.share_links("tp", "shard"):
+            return seconds
+        return max(seconds - self._transfers(transfers), 0.0)
 
     def _exposed_gather(self, kind: LayerKind, computed: float, *, backward: bool) -> float:
         """Return the seconds of parameter gathers and gradient sums that no computation overlaps.

@@ -102,8 +102,10 @@ def _kept(kind: LayerKind, shape: StepShape) -> tuple[float, float, float]:
         saved = unit * (2 * own + 2 * keys) + statistics + _scores(shape)
         return saved, unit * own, unit * (own + 2 * keys) + shape.outside
     inner = decoder.inside / tp
+    # Gate, its activation, the other half, and their product.
+    gated = 3 if shape.framework.fused_gate else 4
     return (
-        unit * inner * (4 if decoder.gated else 2),
+        unit * inner * (gated if decoder.gated else 2),
         unit * inner,
         unit * inner * (2 if decoder.gated else 1) + shape.outside,
     )
@@ -162,15 +164,19 @@ def rank_activations(
     known, decoder, tp = _LayerMemories(shape), shape.decoder, shape.plan.tp
     layers = [known.of_stage(kinds, modes) for kinds, modes in zip(stages, recompute, strict=True)]
     peaks = activation_peaks(held, layers, at_once)
-    sizes: dict[tuple[Sequence[LayerKind], ...], tuple[float, float]] = {}
+    sizes: dict[tuple[Sequence[LayerKind], ...], tuple[float, float, float]] = {}
     found = []
     for rank in range(held.schedule.ranks):
         own = held.schedule.stages_of(rank)
         kinds = tuple(stages[stage] for stage in own)
         if kinds not in sizes:
-            largest = max(decoder.parameters(kind, tp) for kind in {*chain(*kinds)})
-            sizes[kinds] = decoder.parameters_of([*chain(*kinds)], tp), largest
-        found.append(RankActivations(*sizes[kinds], peaks[rank], max(layers[stage].running for stage in own)))
+            each = {kind: decoder.parameters(kind, tp) for kind in {*chain(*kinds)}}
+            linears = sum(count for kind, count in each.items() if kind != "embedding")
+            placeholders = linears * shape.item if shape.framework.placeholder_gradients else 0.0
+            sizes[kinds] = decoder.parameters_of([*chain(*kinds)], tp), max(each.values()), placeholders
+        parameters, largest, placeholders = sizes[kinds]
+        running = max(layers[stage].running for stage in own) + placeholders
+        found.append(RankActivations(parameters, largest, peaks[rank], running))
     return tuple(found)
 
 
