@@ -2,181 +2,36 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from plait.plan import Plan
+from frameworks import (
+    DEEPSPEED,
+    DEEPSPEED_BF16,
+    FSDP,
+    LLAMA_3_FSDP,
+    MEGATRON_2021,
+    MEGATRON_2022,
+    MEGATRON_CORE,
+    MIXED,
+    MIXED_32,
+)
+from runs import Case, Setup, even_blocks, gpt, records
+
+from plait.plan import Plan, Recompute
 from plait.prediction.decoder import Decoder
-from plait.prediction.framework import Framework
-from plait.prediction.hardware import Hardware, load_hardware
-from plait.prediction.memory_by_size import predicted_memory
-from plait.prediction.quick_step import quick_step
-from plait.prediction.step_prediction import Prediction, predict
-from plait.prediction.step_times import StepTimes
-from plait.schedules.search.api import schedule
 from plait.schedules.stage_cuts.balance import balance
-
-FOLDER = Path(__file__).parent
-MEGATRON_2021 = Framework(
-    fused_attention=False,
-    attention_dropout=True,
-    layer_by_layer=True,
-    overlaps_tensor_sums=False,
-    overlaps_data_sums=False,
-    blocking_messages=True,
-    messages_divided=True,
-)
-"""Megatron-LM of 2021 and 2022, and DeepSpeed's pipelines around it: no flash attention, no overlap."""
-DEEPSPEED = MEGATRON_2021
-FSDP = Framework(layer_by_layer=True, overlaps_tensor_sums=False)
-MEGATRON_CORE = Framework(
-    layer_by_layer=True,
-    overlaps_tensor_sums=False,
-    overlaps_data_sums=False,
-    blocking_messages=True,
-    fused_loss=True,
-    fused_gate=True,
-    placeholder_gradients=True,
-)
-MIXED = {"precision": "fp16", "master_precision": "fp32", "gradient_precision": "fp16"}
-MIXED_32 = {"precision": "bf16", "master_precision": "fp32"}
-
-
-HOST, INSIDE = 76e-6, 0.21
-"""Seconds to start an operation and efficiency of links of vTrain's single hosts: fitted by fit.py."""
-TRITON = {"attention": 0.205, "attention_backward": 0.164}
-"""Efficiency of attention in llm-foundry on H100: fitted likewise."""
-JEAN_ZAY = 0.22
-"""Efficiency of Jean Zay's network: fitted likewise."""
-
-
-@dataclass(frozen=True)
-class Setup:
-    """A model and a plan as a published run had them."""
-
-    model: Decoder
-    plan: Plan
-    rows: int
-    cluster: str
-    framework: Framework
-
-    def predict(self, machines: Mapping[str, Hardware]) -> Prediction:
-        """Return the prediction of all actions."""
-        return predict(
-            self.model, self.plan, machines[self.cluster], rows=self.rows, framework=self.framework
-        )
-
-    def step_seconds(self, machines: Mapping[str, Hardware]) -> float:
-        """Return the step time alone, as the search for plans computes it."""
-        return self.step(machines).seconds
-
-    def step(self, machines: Mapping[str, Hardware]) -> StepTimes:
-        """Return the times of which the step consists."""
-        cut = self.plan.layers_per_stage or (len(self.model.kinds),)
-        return quick_step(self.model, self.plan, cut, self.rows, self.framework, machines[self.cluster])
-
-
-@dataclass(frozen=True)
-class Case:
-    """One published run: what is predicted, and what was measured."""
-
-    table: str
-    measured: float
-    """Step seconds."""
-    setups: tuple[Setup, ...]
-    """The fastest counts, where the micro-batch size is not published: the authors took the best."""
-    bytes: float | None = None
-    """Measured peak bytes of a device."""
-
-    def predict(self, machines: Mapping[str, Hardware]) -> Prediction:
-        """Return the prediction of the fastest setup."""
-        return min((one.predict(machines) for one in self.setups), key=lambda found: found.step_seconds)
-
-    def allocated(self, machines: Mapping[str, Hardware]) -> float:
-        """Return the largest allocated bytes of a rank."""
-        setup = self.setups[0]
-        step = setup.step(machines)
-        order = schedule(
-            setup.plan.schedule,
-            ranks=setup.plan.pp,
-            microbatches=min(setup.plan.microbatches, 4 * setup.plan.pp),
-            chunks=setup.plan.chunks,
-        )
-        found = predicted_memory(step.timer.shape, order, step.stages, step.modes, 0.0)
-        return max(rank.allocated for rank in found)
-
-    def step_seconds(self, machines: Mapping[str, Hardware]) -> float:
-        """Return the step time of the fastest setup."""
-        return min(one.step_seconds(machines) for one in self.setups)
-
-
-def tables() -> dict[str, Any]:
-    """Return the published tables by name."""
-    return json.loads((FOLDER / "published.json").read_text())
-
-
-def records(table: str, part: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a part, `fit` or `judge`, of a table."""
-    found = tables()[table]
-    for row in found[part]:
-        yield dict(zip(found["columns"], row, strict=True))
-
-
-def clusters() -> dict[str, Hardware]:
-    """Return the hardware of the published runs: bundled files, and what differs from them in a cluster."""
-    a100 = load_hardware("a100-80")
-    h100 = load_hardware("h100-sxm")
-    slow = replace(a100.across, bandwidth=a100.across.bandwidth / 2)
-    return {
-        "a100-80": a100,
-        "a100-40": load_hardware("a100-40"),
-        "h100-sxm": load_hardware("h100-sxm"),
-        "b200-sxm": load_hardware("b200-sxm"),
-        # llm-foundry's attention of 2023, written in Triton, is slow on this device.
-        "h100-triton": replace(h100, efficiency=replace(h100.efficiency, **TRITON)),
-        # H100 of 96 GB: torchtitan's benchmark page.
-        "h100-96": replace(
-            load_hardware("h100-sxm"), name="h100-96", memory=95.0 * 2**30, memory_bandwidth=2.4e12
-        ),
-        # Jean Zay: four adapters of 100 Gb/s for eight devices.
-        "jean-zay": replace(
-            a100,
-            name="jean-zay",
-            across=replace(a100.across, bandwidth=6.25e9),
-            efficiency=replace(a100.efficiency, across=JEAN_ZAY),
-        ),
-        # vTrain's configuration: 800 Gb/s a host; its single hosts are slow at starting operations.
-        "vtrain": replace(a100, name="vtrain", across=slow),
-        "vtrain-host": replace(a100, efficiency=replace(a100.efficiency, host=HOST, inside=INSIDE)),
-    }
 
 
 def cases(part: str) -> list[Case]:
-    """Return the runs of a part, `fit` or `judge`, whose step time is predicted."""
-    return [
-        maker(table, row)
-        for table, maker in MAKERS.items()
-        for row in records(table, part)
-        if row.get("step_seconds", 1) is not None
-    ]
+    """Return the runs of a part, `fit` or `judge`, that did not run out of memory."""
+    return [case for case in attempts(part) if case.measured is not None]
 
 
-def gpt(row: Mapping[str, Any], **more: Any) -> Decoder:
-    """Return the sizes of a GPT."""
-    sizes = {name: row[name] for name in ("hidden", "layers", "heads", "context")}
-    return Decoder(vocab=row.get("vocab") or 51200, biases=True, positions=True, tied=True, **sizes, **more)
-
-
-def even_blocks(model: Decoder, stages: int) -> tuple[int, ...]:
-    """Return layers per stage: whole blocks divided evenly, the embedding first and the head last."""
-    counts = balance([1.0] * model.layers, stages)
-    layers = [2 * count for count in counts]
-    layers[0] += 1
-    layers[-1] += 1
-    return tuple(layers)
+def attempts(part: str) -> list[Case]:
+    """Return the runs of a part, `fit` or `judge`."""
+    return [maker(table, row) for table, maker in MAKERS.items() for row in records(table, part)]
 
 
 def megatron(table: str, row: Mapping[str, Any]) -> Case:
@@ -224,6 +79,24 @@ def _zero3(model: Decoder, row: Mapping[str, Any], size: int) -> Setup:
     return Setup(model, plan, per_rank, "a100-80", DEEPSPEED)
 
 
+def selective(table: str, row: Mapping[str, Any]) -> Case:
+    """Table 5 of Korthikanti et al. 2022: full recomputation, or selective with sequence parallelism."""
+    model, chunks = gpt(row), row["chunks"]
+    pieces = row["variant"] == "selective+sp"
+    plan = Plan(
+        tp=row["tp"],
+        pp=row["pp"],
+        microbatches=row["batch"] // row["rows"],
+        schedule="interleaved" if chunks > 1 else "1f1b",
+        chunks=chunks,
+        recompute="selective" if pieces else "full",
+        sequence_parallel="regather" if pieces else "none",
+        layers_per_stage=even_blocks(model, row["pp"] * chunks),
+        **MIXED,
+    )
+    return Case(table, row["step_seconds"], (Setup(model, plan, row["batch"], "a100-80", MEGATRON_2022),))
+
+
 def megascale(table: str, row: Mapping[str, Any]) -> Case:
     """Rows of Megatron-LM in table 2 of Jiang et al. 2024; flash attention, ZeRO-2, micro-batches of one."""
     model = gpt(row)
@@ -250,26 +123,34 @@ def megascale(table: str, row: Mapping[str, Any]) -> Case:
 
 def deepspeed(table: str, row: Mapping[str, Any]) -> Case:
     """BigScience's and vTrain's runs: Megatron-DeepSpeed with 1F1B and full recomputation."""
-    model = gpt(row)
+    model, zero = gpt(row), table == "bigscience"
     per_rank = row["batch"] // row["dp"]
-    zero = table == "bigscience"
+    bf16 = row.get("era", "").startswith("bf16")
+    cut = even_blocks(model, row["pp"])
+    several = table == "vtrain, several hosts" and row["pp"] > 1
     plan = Plan(
         tp=row["tp"],
         pp=row["pp"],
         dp=row["dp"],
         microbatches=per_rank // row["rows"],
         strategy="optimizer" if zero else "none",
-        recompute="full",
-        layers_per_stage=even_blocks(model, row["pp"]),
-        **(MIXED_32 if row.get("era", "").startswith("bf16") else MIXED),
+        recompute=_all_but_last(cut) if several else "full",
+        layers_per_stage=cut,
+        **(MIXED_32 if bf16 else MIXED),
     )
     cluster = "jean-zay" if zero else "vtrain" if "several" in table else "vtrain-host"
     return Case(
         table,
         row["step_seconds"] if zero else row["step_ms"] / 1e3,
-        (Setup(model, plan, per_rank, cluster, DEEPSPEED),),
+        (Setup(model, plan, per_rank, cluster, DEEPSPEED_BF16 if bf16 else DEEPSPEED),),
         row["gigabytes"] * 2.0**30 if row.get("gigabytes") else None,
     )
+
+
+def _all_but_last(cut: tuple[int, ...]) -> tuple[Recompute, ...]:
+    """Return the recomputation of vTrain's pipelines, whose last stage "doesn't perform recomputation"
+    (VIA-Research/vTrain, src/predictor.py): its backward follows its forward."""
+    return ("full",) * sum(cut[:-1]) + ("none",) * cut[-1]
 
 
 def zero_bubble(table: str, row: Mapping[str, Any]) -> Case:
@@ -384,6 +265,33 @@ LLAMA_3 = {
 """Llama 3 as SimuMax configures it: 405B with 16 key heads."""
 
 
+def llama_3(table: str, row: Mapping[str, Any]) -> Case:
+    """Table 4 of Grattafiori et al. 2024: 405B, gradients and optimizer state sharded, 8 chunks a rank.
+
+    A layer less on the first and on the last stage leaves 128 chunks of one block, the embedding, or the
+    head (section 3.3.2). The operations behind the printed rates are taken as six for each parameter, and
+    attention's for the half that the mask leaves.
+    """
+    model = replace(LLAMA_3["llama3_405b"], context=row["context"], kv_heads=8)
+    plan = Plan(
+        tp=row["tp"],
+        pp=row["pp"],
+        cp=row["cp"],
+        dp=row["dp"],
+        microbatches=row["rows"],
+        schedule="interleaved",
+        chunks=8,
+        strategy="gradients",
+        sequence_parallel="regather",
+        layers_per_stage=(1, *(2,) * model.layers, 1),
+        **MIXED_32,
+    )
+    attention = 6 * model.layers * model.hidden * model.context
+    needed = (6 * model.total_parameters + attention) * row["rows"] * model.context
+    seconds = needed * row["dp"] / plan.world / row["teraflops"] / 1e12
+    return Case(table, seconds, (Setup(model, plan, row["rows"], "h100-sxm", LLAMA_3_FSDP),))
+
+
 def simumax(table: str, row: Mapping[str, Any]) -> Case:
     """SimuMax's runs of Megatron-LM on a host of B200: some layers of Llama 3."""
     model = replace(LLAMA_3[row["model"]], layers=row["layers"], context=row["context"])
@@ -410,8 +318,10 @@ MAKERS: dict[str, Callable[[str, Mapping[str, Any]], Case]] = {
     "megatron 2021, table 1": megatron,
     "megatron 2021, table 2": megatron,
     "torchtitan": torchtitan,
+    "llama 3": llama_3,
     "zero bubble, table 4": zero_bubble,
     "zero bubble, table 12": zero_bubble,
+    "megatron 2022, table 5": selective,
     "megascale": megascale,
     "llm-foundry": llm_foundry,
     "bigscience": deepspeed,

@@ -2,10 +2,11 @@
 
     .venv/bin/python benchmarks/planner/fit.py [a100|h100|b200]
 
-No row of `judge` is read. Pipelines are simulated once a round; within a round, the ratio of a step to
-the work of the rank that ends last is kept, so that a step is as cheap as its layers. The loss is the mean
-over tables of the mean |log(predicted / measured)|, which a few odd runs do not dominate; Nelder and Mead's
-method finds its minimum.
+No row of `judge` is read. Every fit starts from `START`, whatever the files hold, and takes the same steps, so that
+it prints the same figures each time; a test compares them with the files. Pipelines are simulated once a round;
+within a round, the ratio of a step to the work of the rank that ends last is kept, so that a step is as cheap as
+its layers. The loss is the mean over tables of the mean |log(predicted / measured)|, which a few odd runs do not
+dominate; Nelder and Mead's method finds a minimum, whose figures are rounded to three digits.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import exp, log
 
-from cases import Case, cases, clusters
+from cases import cases
 from layer_cases import layer_ratios
+from machines import clusters
+from runs import Case
 
 from plait.prediction.hardware import Hardware
 from plait.prediction.step_end import gradient_sum_seconds, optimizer_seconds
@@ -36,6 +39,18 @@ GROUPS = {
     "b200": (("b200-sxm",), ("product", "half_depth", "attention", "inside")),
 }
 """Clusters that share a device, and the figures that are fitted; `cluster:figure` is one cluster's own."""
+START = {
+    "product": 0.7,
+    "half_depth": 100.0,
+    "attention": 0.4,
+    "memory": 0.75,
+    "kernel": 4e-6,
+    "inside": 0.6,
+    "across": 0.3,
+    "host": 5e-5,
+}
+"""Where each fit starts."""
+ROUNDS, STEPS, DIGITS = 2, 120, 3
 RANGES = {"kernel": (2e-6, 5e-6), "host": (2e-6, 80e-6), "half_depth": (30.0, 400.0), "memory": (0.5, 0.95)}
 """What is physically possible; other figures are fractions from 0.2 to 0.98."""
 FRACTIONS = 0.2, 0.98
@@ -61,6 +76,8 @@ class Linearised:
     def __init__(self, case: Case, machines: Mapping[str, Hardware]) -> None:
         self.case = case
         self.setup = min(case.setups, key=lambda one: one.step_seconds(machines))
+        assert case.measured is not None
+        self.measured = case.measured
         step = self.setup.step(machines)
         sums = [gradient_sum_seconds(step.timer, work) for work in step.work]
         self.rank = max(range(len(step.ends)), key=lambda rank: step.ends[rank] + sums[rank])
@@ -90,7 +107,7 @@ def errors(
     """Return log(predicted / measured) of each case, by table."""
     found = defaultdict(list)
     for one in chosen:
-        found[one.case.table].append(log(one.seconds(machines) / one.case.measured))
+        found[one.case.table].append(log(one.seconds(machines) / one.measured))
     if device == "a100":
         for table, predicted, measured in layer_ratios("fit", machines["a100-80"]):
             found[table].append(log(predicted / measured))
@@ -138,30 +155,27 @@ def minimum(function: Callable[[list[float]], float], start: list[float], steps:
     return ranked[0][1]
 
 
-def fit(device: str, rounds: int, steps: int) -> None:
-    """Fit one device and print its figures and errors."""
+def fit(device: str) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Return the figures of a device by name, with three digits, and the errors of each table with them."""
     names, figures = GROUPS[device]
     machines = clusters()
     chosen = [case for case in cases("fit") if case.setups[0].cluster in names]
 
-    def values(point: Sequence[float]) -> dict[str, float]:
+    def values(point: Sequence[float], digits: int = 16) -> dict[str, float]:
         found = {}
         for name, raw in zip(figures, point, strict=True):
-            least, most = RANGES.get(name.split(":")[-1], FRACTIONS)
-            found[name] = least + (most - least) / (1 + exp(-raw))
+            least, most = _range(name)
+            found[name] = _rounded(least + (most - least) / (1 + exp(-raw)), digits)
             if name.endswith("attention"):
-                found[f"{name}_backward"] = BACKWARD * found[name]
+                found[f"{name}_backward"] = _rounded(BACKWARD * found[name], digits)
         return found
 
-    def start(name: str) -> float:
-        cluster, _, figure = name.rpartition(":")
-        value = getattr(machines[cluster or names[0]].efficiency, figure)
-        least, most = RANGES.get(figure, FRACTIONS)
-        part = min(max((value - least) / (most - least), 0.01), 0.99)
-        return log(part / (1 - part))
-
-    point = [start(name) for name in figures]
-    for _ in range(rounds):
+    point = []
+    for name in figures:
+        least, most = _range(name)
+        part = (START[name.split(":")[-1]] - least) / (most - least)
+        point.append(log(part / (1 - part)))
+    for _ in range(ROUNDS):
         current = changed(machines, names, values(point))
         linear = [Linearised(case, current) for case in chosen]
         point = minimum(
@@ -169,14 +183,41 @@ def fit(device: str, rounds: int, steps: int) -> None:
                 errors(changed(machines, names, values(tried)), linear, device)
             ),
             point,
-            steps,
+            STEPS,
         )
-        print(device, {name: float(f"{value:.3g}") for name, value in values(point).items()}, flush=True)
-    for table, found in errors(changed(machines, names, values(point)), linear, device).items():
-        mean, bias = sum(map(abs, found)) / len(found), sum(found) / len(found)
-        print(f"  {table:<26} {len(found):>3} rows, mean |log| {mean:.1%}, bias {bias:+.1%}")
+    found = values(point, DIGITS)
+    return found, errors(changed(machines, names, found), linear, device)
+
+
+def frozen(device: str) -> dict[str, float]:
+    """Return the figures that `fit` gives, as the files and `machines.FITTED` hold them."""
+    names, figures = GROUPS[device]
+    machines, found = clusters(), {}
+    for name in figures:
+        cluster, _, figure = name.rpartition(":")
+        part = machines[cluster or names[0]].efficiency
+        for suffix in ("", "_backward") if figure == "attention" else ("",):
+            found[name + suffix] = getattr(part, figure + suffix)
+    return found
+
+
+def _range(name: str) -> tuple[float, float]:
+    return RANGES.get(name.split(":")[-1], FRACTIONS)
+
+
+def _rounded(value: float, digits: int) -> float:
+    return float(f"{value:.{digits}g}")
+
+
+def main(devices: Sequence[str]) -> None:
+    """Fit devices and print their figures and errors."""
+    for device in devices:
+        found, tables = fit(device)
+        print(device, found, "as frozen" if found == frozen(device) else f"frozen: {frozen(device)}")
+        for table, ratios in tables.items():
+            mean, bias = sum(map(abs, ratios)) / len(ratios), sum(ratios) / len(ratios)
+            print(f"  {table:<26} {len(ratios):>3} rows, mean |log| {mean:.1%}, bias {bias:+.1%}", flush=True)
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:2] or GROUPS:
-        fit(name, rounds=2, steps=120)
+    main(sys.argv[1:] or [*GROUPS])

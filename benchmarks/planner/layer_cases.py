@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
-from cases import MEGATRON_2021, MIXED, gpt, records
+from frameworks import MEGATRON_2021, MEGATRON_2022, MIXED
+from runs import gpt, records
 
 from plait.plan import Plan, Recompute
 from plait.prediction.hardware import Hardware
@@ -38,8 +38,7 @@ def _layer(variant: str, machine: Hardware) -> PassTimes:
         "full" if variant == "full_recompute" else "selective" if "selective" in variant else "none"
     )
     plan = Plan(tp=8, recompute=recompute, sequence_parallel="regather" if pieces else "none", **MIXED)
-    framework = replace(MEGATRON_2021, recomputes_attention_only=True)
-    timer = LayerTimer(StepShape(gpt(MODEL_22B), plan, framework, 4), machine, "fp16")
+    timer = LayerTimer(StepShape(gpt(MODEL_22B), plan, MEGATRON_2022, 4), machine, "fp16")
     return timer.times("attention", recompute) + timer.times("mlp", recompute)
 
 

@@ -11,7 +11,9 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from cases import Case, cases, clusters, records
+from cases import cases
+from machines import clusters
+from runs import Case, records
 
 from plait.schedules.search.api import schedule
 from plait.schedules.simulation.costs import Costs

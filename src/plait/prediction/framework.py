@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +57,12 @@ class Framework:
     """Whether the loss works on the logits in place, without copies in fp32."""
     fused_gate: bool = False
     """Whether activation and product of a gated MLP are one operation, of which only the inputs are kept."""
-    placeholder_gradients: bool = False
-    """Whether every size of linear keeps an unused gradient in the compute precision, which stands for the
-    accumulated one in autograd, as Transformer Engine does (its `get_dummy_wgrad`)."""
+    placeholder_gradients: Literal["none", "sizes", "all"] = "none"
+    """Which gradients in the compute precision are kept beside the accumulated ones: for every size of
+    linear one that stands for it in autograd, as Transformer Engine's `get_dummy_wgrad` does; or those of
+    all parameters, as DeepSpeed's optimizer for bf16."""
+    recomputes_blocks: bool = False
+    """Whether `full` keeps only the input of a block, attention and MLP, and runs both again; False: layers."""
 
 
 PLAIT = Framework()

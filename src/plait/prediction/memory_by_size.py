@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
@@ -66,6 +66,10 @@ def layer_memory(kind: LayerKind, recompute: Recompute, shape: StepShape) -> Lay
     dropped = shape.outside / shape.item if shape.dropout else 0.0
     whole = shape.outside + _norm(shape) + _region_input(shape) + saved + dropped
     later = _region_input(shape) + products + gradients
+    if recompute == "full" and shape.framework.recomputes_blocks:
+        attention = layer_memory("attention", "none", shape).until_inputs
+        kept = shape.outside if kind == "attention" else 0.0
+        return LayerMemory(kept, later, whole + gradients + (attention if kind == "mlp" else 0.0))
     if recompute == "full":
         return LayerMemory(shape.outside, later, whole + gradients)
     if recompute == "selective":
@@ -171,13 +175,21 @@ def rank_activations(
         kinds = tuple(stages[stage] for stage in own)
         if kinds not in sizes:
             each = {kind: decoder.parameters(kind, tp) for kind in {*chain(*kinds)}}
-            linears = sum(count for kind, count in each.items() if kind != "embedding")
-            placeholders = linears * shape.item if shape.framework.placeholder_gradients else 0.0
-            sizes[kinds] = decoder.parameters_of([*chain(*kinds)], tp), max(each.values()), placeholders
-        parameters, largest, placeholders = sizes[kinds]
+            count = decoder.parameters_of([*chain(*kinds)], tp)
+            sizes[kinds] = count, max(each.values()), _placeholders(shape, count, each)
+        count, largest, placeholders = sizes[kinds]
         running = max(layers[stage].running for stage in own) + placeholders
-        found.append(RankActivations(parameters, largest, peaks[rank], running))
+        found.append(RankActivations(count, largest, peaks[rank], running))
     return tuple(found)
+
+
+def _placeholders(shape: StepShape, count: float, each: Mapping[LayerKind, float]) -> float:
+    """Return the bytes of `Framework.placeholder_gradients`, of `count` parameters; `each`: those of a layer."""
+    kept = shape.framework.placeholder_gradients
+    if kept == "none":
+        return 0.0
+    sizes = sum(parameters for kind, parameters in each.items() if kind != "embedding")
+    return shape.item * (count if kept == "all" else sizes)
 
 
 @dataclass(frozen=True)

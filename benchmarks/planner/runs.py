@@ -1,0 +1,103 @@
+"""`Case`: a published run, with what is predicted of it; and the rows of `published.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plait.plan import Plan
+from plait.prediction.decoder import Decoder
+from plait.prediction.framework import Framework
+from plait.prediction.hardware import Hardware
+from plait.prediction.memory_by_size import predicted_memory
+from plait.prediction.quick_step import quick_step
+from plait.prediction.step_times import StepTimes
+from plait.schedules.search.api import schedule
+from plait.schedules.stage_cuts.balance import balance
+
+FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model and a plan as a published run had them."""
+
+    model: Decoder
+    plan: Plan
+    rows: int
+    cluster: str
+    framework: Framework
+
+    def step_seconds(self, machines: Mapping[str, Hardware]) -> float:
+        """Return the step time, as the search for plans computes it."""
+        return self.step(machines).seconds
+
+    def step(self, machines: Mapping[str, Hardware]) -> StepTimes:
+        """Return the times of which the step consists."""
+        cut = self.plan.layers_per_stage or (len(self.model.kinds),)
+        return quick_step(self.model, self.plan, cut, self.rows, self.framework, machines[self.cluster])
+
+
+@dataclass(frozen=True)
+class Case:
+    """One published run: what is predicted, and what was measured."""
+
+    table: str
+    measured: float | None
+    """Step seconds; None: out of memory."""
+    setups: tuple[Setup, ...]
+    """The fastest counts, where the micro-batch size is not published: the authors took the best."""
+    bytes: float | None = None
+    """Measured peak bytes of a device."""
+
+    def allocated(self, machines: Mapping[str, Hardware]) -> float:
+        """Return the largest allocated bytes of a rank."""
+        setup = self.setups[0]
+        step = setup.step(machines)
+        order = schedule(
+            setup.plan.schedule,
+            ranks=setup.plan.pp,
+            microbatches=min(setup.plan.microbatches, 4 * setup.plan.pp),
+            chunks=setup.plan.chunks,
+        )
+        found = predicted_memory(step.timer.shape, order, step.stages, step.modes, 0.0)
+        return max(rank.allocated for rank in found)
+
+    def fits(self, machines: Mapping[str, Hardware]) -> bool:
+        """Return whether the run is predicted to fit."""
+        machine = machines[self.setups[0].cluster]
+        return self.allocated(machines) + machine.reserved <= machine.memory
+
+    def step_seconds(self, machines: Mapping[str, Hardware]) -> float:
+        """Return the step time of the fastest setup."""
+        return min(one.step_seconds(machines) for one in self.setups)
+
+
+def tables() -> dict[str, Any]:
+    """Return the published tables by name."""
+    return json.loads((FOLDER / "published.json").read_text())
+
+
+def records(table: str, part: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a part, `fit` or `judge`, of a table."""
+    found = tables()[table]
+    for row in found[part]:
+        yield dict(zip(found["columns"], row, strict=True))
+
+
+def gpt(row: Mapping[str, Any], **more: Any) -> Decoder:
+    """Return the sizes of a GPT."""
+    sizes = {name: row[name] for name in ("hidden", "layers", "heads", "context")}
+    return Decoder(vocab=row.get("vocab") or 51200, biases=True, positions=True, tied=True, **sizes, **more)
+
+
+def even_blocks(model: Decoder, stages: int) -> tuple[int, ...]:
+    """Return layers per stage: whole blocks divided evenly, the embedding first and the head last."""
+    counts = balance([1.0] * model.layers, stages)
+    layers = [2 * count for count in counts]
+    layers[0] += 1
+    layers[-1] += 1
+    return tuple(layers)
