@@ -197,7 +197,7 @@ def frozen(device: str) -> dict[str, float]:
         cluster, _, figure = name.rpartition(":")
         part = machines[cluster or names[0]].efficiency
         for suffix in ("", "_backward") if figure == "attention" else ("",):
-            found[name + suffix] = getattr(part, figure + suffix)
+            found[name + suffix] = _rounded(getattr(part, figure + suffix), DIGITS)
     return found
 
 
