@@ -144,6 +144,7 @@ def deepspeed(table: str, row: Mapping[str, Any]) -> Case:
         row["step_seconds"] if zero else row["step_ms"] / 1e3,
         (Setup(model, plan, per_rank, cluster, DEEPSPEED_BF16 if bf16 else DEEPSPEED),),
         row["gigabytes"] * 2.0**30 if row.get("gigabytes") else None,
+        counts_reserved=zero,
     )
 
 

@@ -16,10 +16,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import exp, log
+from statistics import median
 
 from cases import cases
 from layer_cases import layer_ratios
-from machines import clusters
+from machines import JEAN_ZAY_RESERVED, clusters
 from runs import Case
 
 from plait.prediction.hardware import Hardware
@@ -189,6 +190,17 @@ def fit(device: str) -> tuple[dict[str, float], dict[str, list[float]]]:
     return found, errors(changed(machines, names, found), linear, device)
 
 
+def reserved() -> float:
+    """Return the median of the bytes of BigScience's processes that are not predicted as allocated."""
+    machines = clusters()
+    found = [
+        case.bytes - case.allocated(machines)
+        for case in cases("fit")
+        if case.counts_reserved and case.bytes is not None
+    ]
+    return _rounded(median(found) / 2**30, DIGITS) * 2**30
+
+
 def frozen(device: str) -> dict[str, float]:
     """Return the figures that `fit` gives, as the files and `machines.FITTED` hold them."""
     names, figures = GROUPS[device]
@@ -217,6 +229,7 @@ def main(devices: Sequence[str]) -> None:
         for table, ratios in tables.items():
             mean, bias = sum(map(abs, ratios)) / len(ratios), sum(ratios) / len(ratios)
             print(f"  {table:<26} {len(ratios):>3} rows, mean |log| {mean:.1%}, bias {bias:+.1%}", flush=True)
+    print(f"jean-zay: {reserved() / 2**30:g} GiB reserved, frozen: {JEAN_ZAY_RESERVED / 2**30:g}")
 
 
 if __name__ == "__main__":

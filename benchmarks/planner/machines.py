@@ -13,6 +13,9 @@ FITTED = {
 }
 """Efficiencies of single clusters, frozen as `fit.py` printed them; the others are in the bundled files."""
 
+JEAN_ZAY_RESERVED = 12.2 * 2**30
+"""Bytes of Jean Zay's processes that no tensor allocates at the peak, frozen as `fit.py` printed them."""
+
 
 def clusters() -> dict[str, Hardware]:
     """Return the hardware of each cluster by name."""
@@ -27,7 +30,12 @@ def clusters() -> dict[str, Hardware]:
         # H100 of 96 GB: torchtitan's benchmark page.
         "h100-96": replace(h100, name="h100-96", memory=95.0 * 2**30, memory_bandwidth=2.4e12),
         # Jean Zay: four adapters of 100 Gb/s for eight devices.
-        "jean-zay": replace(a100, name="jean-zay", across=replace(a100.across, bandwidth=6.25e9)),
+        "jean-zay": replace(
+            a100,
+            name="jean-zay",
+            reserved=JEAN_ZAY_RESERVED,
+            across=replace(a100.across, bandwidth=6.25e9),
+        ),
         # vTrain's configuration: 800 Gb/s a host.
         "vtrain": replace(
             a100, name="vtrain", across=replace(a100.across, bandwidth=a100.across.bandwidth / 2)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from cases import cases
 from machines import clusters
 from runs import Case, records
+from survey import survey
 
 from plait.schedules.search.api import schedule
 from plait.schedules.simulation.costs import Costs
@@ -72,14 +73,17 @@ def main(part: str) -> None:
         times[case.table].append((seconds, case.measured))
         worst.append((abs(seconds / case.measured - 1), case))
         if case.bytes is not None:
-            memory[case.table].append((case.allocated(machines), case.bytes))
+            memory[case.table].append((case.memory(machines), case.bytes))
     print("| table | runs | mean error of time | bias | largest | Spearman | memory: mean (bias), largest |")
     print("|---|---|---|---|---|---|---|")
     for name, found in times.items():
         print(row_of(name, found, memory[name]))
     found = list(bubbles(part))
     print(f"\nBubbles of {len(found)} schedules: largest difference {max(abs(a - b) for a, b in found):.2%}.")
-    print("\nLargest errors:")
+    print("\nBigScience's survey:\n")
+    for sentence in survey(machines):
+        print(f"- {sentence}")
+    print("\nLargest errors:\n")
     for error, case in sorted(worst, key=lambda pair: -pair[0])[:8]:
         plan, model = case.setups[0].plan, case.setups[0].model
         print(

@@ -52,6 +52,8 @@ class Case:
     """The fastest counts, where the micro-batch size is not published: the authors took the best."""
     bytes: float | None = None
     """Measured peak bytes of a device."""
+    counts_reserved: bool = False
+    """Whether the bytes are those of the whole process, with all libraries, as nvidia-smi shows them."""
 
     def allocated(self, machines: Mapping[str, Hardware]) -> float:
         """Return the largest allocated bytes of a rank."""
@@ -65,6 +67,11 @@ class Case:
         )
         found = predicted_memory(step.timer.shape, order, step.stages, step.modes, 0.0)
         return max(rank.allocated for rank in found)
+
+    def memory(self, machines: Mapping[str, Hardware]) -> float:
+        """Return what is comparable with the measured bytes."""
+        reserved = machines[self.setups[0].cluster].reserved
+        return self.allocated(machines) + (reserved if self.counts_reserved else 0.0)
 
     def fits(self, machines: Mapping[str, Hardware]) -> bool:
         """Return whether the run is predicted to fit."""
