@@ -2,11 +2,11 @@
 
     .venv/bin/python benchmarks/planner/fit.py [a100|h100|b200]
 
-No row of `judge` is read. Every fit starts from `START`, whatever the files hold, and takes the same steps, so that
-it prints the same figures each time; a test compares them with the files. Pipelines are simulated once a round;
-within a round, the ratio of a step to the work of the rank that ends last is kept, so that a step is as cheap as
-its layers. The loss is the mean over tables of the mean |log(predicted / measured)|, which a few odd runs do not
-dominate; Nelder and Mead's method finds a minimum, whose figures are rounded to three digits.
+No row of `judge` is read. Every fit starts from `START`, whatever the files hold, and takes the same steps,
+so that it prints the same figures each time; a test compares them with the files. Pipelines are simulated
+once a round; within a round, the ratio of a step to the work of the rank that ends last is kept, so that a
+step is as cheap as its layers. The loss is the mean over tables of the mean |log(predicted / measured)|,
+which a few odd runs do not dominate; Nelder and Mead's method finds a minimum, and figures have three digits.
 """
 
 from __future__ import annotations

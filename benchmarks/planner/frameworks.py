@@ -18,8 +18,8 @@ MEGATRON_2021 = Framework(
 )
 """Megatron-LM of 2021: no flash attention, no overlap; blocks are recomputed whole."""
 MEGATRON_2022 = replace(MEGATRON_2021, recomputes_attention_only=True, overlaps_tensor_sums=True)
-"""Megatron-LM with sequence parallelism: selective recomputation leaves out the linears; a backward's gathers and
-sums over `tp` run during products (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2)."""
+"""Megatron-LM with sequence parallelism: selective recomputation leaves out the linears; sums over `tp` of a
+backward, and gathers of inputs, run during products (Korthikanti et al. 2022, arXiv:2205.05198, 4.2.2)."""
 DEEPSPEED = MEGATRON_2021
 """DeepSpeed's pipelines around Megatron-LM."""
 DEEPSPEED_BF16 = replace(DEEPSPEED, placeholder_gradients="all")
@@ -27,8 +27,8 @@ DEEPSPEED_BF16 = replace(DEEPSPEED, placeholder_gradients="all")
 (deepspeed/runtime/bf16_optimizer.py)."""
 FSDP = Framework(layer_by_layer=True, overlaps_tensor_sums=False, recomputes_blocks=True)
 LLAMA_3_FSDP = replace(FSDP, fused_gate=True, overlaps_tensor_sums=True)
-"""Llama 3's training (arXiv:2407.21783, section 3.3.2): FSDP that gathers once a step, messages that do not block,
-tensor parallelism as Korthikanti et al.'s."""
+"""Llama 3's training (arXiv:2407.21783, section 3.3.2): FSDP that gathers once a step, messages that do not
+block, tensor parallelism as Korthikanti et al.'s."""
 MEGATRON_CORE = Framework(
     layer_by_layer=True,
     overlaps_data_sums=False,

@@ -14,7 +14,7 @@ TABLE = "bigscience"
 
 
 def survey(machines: Mapping[str, Hardware]) -> Iterator[str]:
-    """Yield sentences about all rows of the survey: layouts out of memory, those that fit, the choice of each model.
+    """Yield sentences about the survey: layouts that failed, layouts that ran, the choice for each model.
 
     The choice is the layout that is predicted as the fastest of those that are predicted to fit; it is
     compared with the best that was measured for the same model and optimizer, in seconds for a sequence.

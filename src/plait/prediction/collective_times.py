@@ -68,7 +68,7 @@ class Network:
         return rounds * (start + transfer.nbytes * (ranks - 1) / ranks / bandwidth)
 
     def _start(self, here: int, ranks: int, *, tree: bool) -> float:
-        """Return the latency of a reduce-scatter, a gather, or one half of an all-reduce, of `here` ranks a host.
+        """Return the latency of a reduce-scatter, a gather, or half an all-reduce; `here`: ranks of a host.
 
         A ring takes n − 1 steps one after another, one across hosts for each other host, so that its latency
         grows with the ranks. NCCL has trees over the hosts for all-reduces only (Jeaugey 2025,
@@ -82,7 +82,7 @@ class Network:
         return min(ring, (here - 1) * inside + 2 * (hosts - 1).bit_length() * across)
 
     def share_links(self, first: Axis, second: Axis) -> bool:
-        """Return whether two axes of several ranks use the same links: both inside hosts, or both across them."""
+        """Return whether two axes use the same links: both those inside hosts, or both those across them."""
         groups = self.groups[first], self.groups[second]
         within = [group.on_host(self.hardware.devices) == group.size for group in groups]
         return min(group.size for group in groups) > 1 and within[0] == within[1]

@@ -62,7 +62,7 @@ class Framework:
     linear one that stands for it in autograd, as Transformer Engine's `get_dummy_wgrad` does; or those of
     all parameters, as DeepSpeed's optimizer for bf16."""
     recomputes_blocks: bool = False
-    """Whether `full` keeps only the input of a block, attention and MLP, and runs both again; False: layers."""
+    """Whether `full` keeps only the input of a block, attention and MLP, and not those of both."""
 
 
 PLAIT = Framework()

@@ -27,7 +27,10 @@ class LayerWork:
     recomputed: tuple[DeviceOperation, ...] = ()
     """The part of the forward that the backward runs again under `selective`."""
     forward_transfers: tuple[AxisTransfer, ...] = ()
+    backward_gathers: tuple[AxisTransfer, ...] = ()
+    """Of the output's gradient, which all products of the backward need."""
     backward_transfers: tuple[AxisTransfer, ...] = ()
+    """Sums of the input's gradient and gathers of the input, during which products can run."""
     forward_ring: AxisTransfer | None = None
     """The exchange of keys and values between the ranks of `cp`."""
     backward_ring: AxisTransfer | None = None
@@ -126,11 +129,11 @@ def layer_work(kind: LayerKind, shape: StepShape) -> LayerWork:
 
 def _embedding(shape: StepShape) -> LayerWork:
     tables = 3 if shape.decoder.positions else 1
-    sums = _region_end(shape) if shape.plan.tp > 1 else ()
     return LayerWork(
         forward=(shape.elementwise((tables + 1) * shape.activation, tables),),
         backward=(shape.elementwise(3 * tables * shape.activation, 2 * tables),),
-        forward_transfers=sums,
+        forward_transfers=_region_end(shape),
+        backward_gathers=_region_start(shape),
     )
 
 
@@ -160,6 +163,7 @@ def _attention(shape: StepShape) -> LayerWork:
         weights=(*outward.weights, *inward.weights),
         recomputed=core if shape.framework.recomputes_attention_only else (*before.forward, *turn),
         forward_transfers=_region_start(shape) + _region_end(shape),
+        backward_gathers=_region_start(shape),
         backward_transfers=_gradient_transfers(shape),
         forward_ring=AxisTransfer("ring", "cp", exchange) if rings else None,
         backward_ring=AxisTransfer("ring", "cp", 2 * exchange) if rings else None,
@@ -211,6 +215,7 @@ def _mlp(shape: StepShape) -> LayerWork:
         weights=(*outward.weights, *inward.weights),
         recomputed=() if shape.framework.recomputes_attention_only else (*before.forward, activation),
         forward_transfers=_region_start(shape) + _region_end(shape),
+        backward_gathers=_region_start(shape),
         backward_transfers=_gradient_transfers(shape),
     )
 
@@ -228,7 +233,7 @@ def _head(shape: StepShape) -> LayerWork:
         backward=(loss_backward, *linear.backward, *before.backward),
         weights=linear.weights,
         forward_transfers=_region_start(shape),
-        backward_transfers=_region_end(shape) if tp > 1 else (),
+        backward_transfers=_gradient_transfers(shape),
     )
     if shape.plan.loss_rows is None:
         return work
@@ -264,6 +269,6 @@ def _region_end(shape: StepShape) -> tuple[AxisTransfer, ...]:
 
 
 def _gradient_transfers(shape: StepShape) -> tuple[AxisTransfer, ...]:
-    """Return the transfers of a region's backward: the mirror image, and inputs that are gathered again."""
-    again = shape.plan.sequence_parallel == "regather"
-    return _region_start(shape) * (2 if again else 1) + _region_end(shape)
+    """Return the sum of the gradient of a region's input, and the input's gather, where it is not kept."""
+    again = _region_start(shape) if shape.plan.sequence_parallel == "regather" else ()
+    return again + _region_end(shape)

@@ -114,7 +114,6 @@ class LayerTimer:
 
     def _times(self, kind: LayerKind, recompute: Recompute) -> PassTimes:
         work = layer_work(kind, self.shape)
-        framework = self.shape.framework
         forward = self._parts(work.forward)
         backward, weights = self._parts(work.backward), self._parts(work.weights)
         tp_forward = self._exposed_forward(work, forward)
@@ -123,18 +122,15 @@ class LayerTimer:
             recomputed = forward.total + tp_forward
         elif recompute == "selective":
             recomputed = self._parts(work.recomputed).total
-        tp_backward = self._transfers(work.backward_transfers)
-        if framework.overlaps_tensor_products:
-            tp_backward *= 1 - OVERLAP_SHARE
-        elif framework.overlaps_tensor_sums:
-            tp_backward = max(tp_backward - weights.total, 0.0)
+        tp_backward = self._exposed_backward(work, weights)
         rings = [
             self._exposed_ring(work.forward_ring, forward),
             self._exposed_ring(work.backward_ring, backward),
         ]
         free = self._free_of_sums(forward.total + tp_forward, work.forward_transfers)
         gathers = self._exposed_gather(kind, free, backward=False)
-        transfers = work.backward_transfers + (work.forward_transfers if recompute == "full" else ())
+        transfers = work.backward_gathers + work.backward_transfers
+        transfers += work.forward_transfers if recompute == "full" else ()
         free = self._free_of_sums(backward.total + weights.total + recomputed + tp_backward, transfers)
         gathers_backward = self._exposed_gather(kind, free, backward=True)
         again = rings[0] if recompute == "full" else 0.0
@@ -169,6 +165,13 @@ class LayerTimer:
             return seconds * (1 - OVERLAP_SHARE)
         return seconds
 
+    def _exposed_backward(self, work: LayerWork, weights: Parts) -> float:
+        gathers, others = self._transfers(work.backward_gathers), self._transfers(work.backward_transfers)
+        framework = self.shape.framework
+        if framework.overlaps_tensor_products:
+            return (gathers + others) * (1 - OVERLAP_SHARE)
+        return gathers + (max(others - weights.total, 0.0) if framework.overlaps_tensor_sums else others)
+
     def _exposed_ring(self, ring: AxisTransfer | None, computed: Parts) -> float:
         if ring is None:
             return 0.0
@@ -178,7 +181,7 @@ class LayerTimer:
         return max(seconds - computed.attention * (ranks - 1) / ranks, 0.0)
 
     def _free_of_sums(self, seconds: float, transfers: Iterable[AxisTransfer]) -> float:
-        """Return the part of a layer's `seconds` in which its transfers over `tp` leave the links to `shard`."""
+        """Return the part of `seconds` in which a layer's `transfers` over `tp` leave `shard` the links."""
         if not self.network.share_links("tp", "shard"):
             return seconds
         return max(seconds - self._transfers(transfers), 0.0)

@@ -184,7 +184,7 @@ def rank_activations(
 
 
 def _placeholders(shape: StepShape, count: float, each: Mapping[LayerKind, float]) -> float:
-    """Return the bytes of `Framework.placeholder_gradients`, of `count` parameters; `each`: those of a layer."""
+    """Return the bytes of `Framework.placeholder_gradients` of `count` parameters; `each`: of one layer."""
     kept = shape.framework.placeholder_gradients
     if kept == "none":
         return 0.0

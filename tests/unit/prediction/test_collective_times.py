@@ -50,3 +50,25 @@ def test_an_axis_of_one_rank_costs_nothing_and_small_messages_cost_latency() -> 
     assert seconds(Plan(), "all-reduce", "shard") == 0
     small = Network(Plan(dp=16), HARDWARE).seconds(AxisTransfer("all-reduce", "shard", 1.0))
     assert small > 2 * HARDWARE.across.latency
+
+
+def test_the_latency_of_gathers_grows_with_the_ranks_and_that_of_all_reduces_with_their_logarithm() -> None:
+    def latency(collective: Collective, hosts: int) -> float:
+        return Network(Plan(dp=8 * hosts), HARDWARE).seconds(AxisTransfer(collective, "shard", 1.0))
+
+    inside, across = HARDWARE.inside.latency, HARDWARE.across.latency
+    assert latency("all-gather", 512) == pytest.approx(7 * 512 * inside + 511 * across)
+    assert latency("reduce-scatter", 512) == pytest.approx(latency("all-gather", 512))
+    assert latency("all-reduce", 512) == pytest.approx(2 * (7 * inside + 2 * 9 * across))
+    assert latency("all-gather", 1) == pytest.approx(7 * inside)
+
+
+def test_axes_share_links_that_are_both_inside_hosts_or_both_across_them() -> None:
+    def shared(plan: Plan) -> bool:
+        return Network(plan, HARDWARE).share_links("tp", "shard")
+
+    assert shared(Plan(tp=2, dp=4))  # both inside a host
+    assert not shared(Plan(tp=8, dp=4))
+    assert not shared(Plan(tp=2, dp=8))
+    assert shared(Plan(tp=16, dp=4))  # both across
+    assert not shared(Plan(dp=4))

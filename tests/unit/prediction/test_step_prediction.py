@@ -4,9 +4,10 @@ import pytest
 
 import plait
 from plait.errors import ModelError, PlanError
-from plait.plan import Plan
+from plait.plan import Plan, SequenceParallel
 from plait.prediction.decoder import Decoder
 from plait.prediction.framework import PLAIT
+from plait.prediction.hardware import load_hardware
 from plait.prediction.quick_step import quick_step
 from plait.prediction.step_prediction import predict
 
@@ -77,6 +78,27 @@ def test_overlap_hides_communication() -> None:
     hidden, plain = (predict(SMALL, plan, "h100-sxm", framework=one) for one in (PLAIT, shown))
     for kind in ("tp communication", "dp communication"):
         assert hidden.breakdown[kind] < plain.breakdown[kind]
+
+
+def test_gathers_are_not_hidden_while_sums_over_tp_use_their_links() -> None:
+    plan = Plan(tp=16, dp=64, strategy="full", reduce="each", microbatches=2, **MIXED)
+
+    def exposed(devices: int) -> float:
+        hardware = replace(load_hardware("h100-sxm"), oversubscription=2.0, devices=devices)
+        return predict(LLAMA_405B, plan, hardware, rows=8).breakdown["dp communication"]
+
+    assert exposed(8) > 5 * exposed(16)
+
+
+def test_gathers_of_output_gradients_are_never_hidden() -> None:
+    def exposed(kind: SequenceParallel) -> float:
+        found = predict(LLAMA_405B, Plan(tp=8, sequence_parallel=kind, **MIXED), "h100-sxm")
+        return found.breakdown["tp communication"]
+
+    none, keep, regather = exposed("none"), exposed("keep"), exposed("regather")
+    # The forward sends as many bytes with sequence parallelism as without; its backward gathers besides.
+    assert keep == pytest.approx(1.5 * none, rel=0.02)
+    assert regather == pytest.approx(keep, rel=1e-6)
 
 
 def test_small_layers_are_limited_by_the_host() -> None:
