@@ -53,10 +53,10 @@ def test_within_five_percent_of_the_simulated_step(name: str, options: str) -> N
         assert predicted.allocated == pytest.approx(rank.most, rel=0.05)
 
 
-def _memory(**framework: Any) -> PredictedMemory:
+def _memory(pp: int = 1, **framework: Any) -> PredictedMemory:
     sizes = Decoder(layers=6, hidden=512, heads=8, vocab=1000, context=256, gated=True, rotary=True)
     recompute = "full" if "recomputes_blocks" in framework else "none"
-    plan = Plan(precision="bf16", recompute=recompute)
+    plan = Plan(pp=pp, precision="bf16", recompute=recompute)
     return predict(sizes, plan, "h100-sxm", framework=replace(PLAIT, **framework)).memory[0]
 
 
@@ -73,6 +73,10 @@ def test_placeholder_gradients_are_one_of_each_size_or_all() -> None:
     assert sizes - without == pytest.approx(2 * matrices, rel=1e-3)
     total = matrices + 5 * (4 * 512 * 512 + 3 * 512 * default_inner(512)) + 1000 * 512
     assert all_ - without == pytest.approx(2 * total, rel=1e-3)
+    first = _memory(2, placeholder_gradients="sizes").temporary - _memory(2).temporary
+    assert first == pytest.approx(
+        2 * (matrices - 1000 * 512), rel=1e-3
+    )  # the embedding's gradient has no other
 
 
 def test_recomputed_blocks_keep_one_input_for_attention_and_mlp() -> None:
