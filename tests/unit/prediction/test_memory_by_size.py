@@ -74,9 +74,7 @@ def test_placeholder_gradients_are_one_of_each_size_or_all() -> None:
     total = matrices + 5 * (4 * 512 * 512 + 3 * 512 * default_inner(512)) + 1000 * 512
     assert all_ - without == pytest.approx(2 * total, rel=1e-3)
     first = _memory(2, placeholder_gradients="sizes").temporary - _memory(2).temporary
-    assert first == pytest.approx(
-        2 * (matrices - 1000 * 512), rel=1e-3
-    )  # the embedding's gradient has no other
+    assert first == pytest.approx(2 * (matrices - 1000 * 512), rel=1e-3)  # without a head
 
 
 def test_recomputed_blocks_keep_one_input_for_attention_and_mlp() -> None:
