@@ -167,7 +167,7 @@ class _Linear(torch.autograd.Function):
         refuse_other_orders(ctx, "a linear")
         (saved,) = ctx.saved_tensors
         weight, queue, transposed = ctx.weight, ctx.queue, ctx.transposed
-        rows = gradient.reshape(-1, gradient.shape[-1])  # at most one copy, shared by all uses below
+        rows = _rows(gradient)  # at most one copy, shared by all uses below
         if saved is not None:
             if ctx.gather is None and not queue.gathered.is_used:
                 # Detached, so that pending work does not hold the layer's graph.
@@ -181,7 +181,8 @@ class _Linear(torch.autograd.Function):
         of_input = None
         if needs_input:
             of_input = rows @ (weight.t() if transposed else weight)
-            of_input = of_input.view(*gradient.shape[:-1], of_input.shape[1])
+            if gradient.dim() != 2:
+                of_input = of_input.view(*gradient.shape[:-1], of_input.shape[1])
         return of_input, None, rows.sum(0) if needs_bias else None, None, None, None
 
 
@@ -219,11 +220,11 @@ def _add_weight_gradient(
 ) -> None:
     """Add the gradient of a linear's weight to its buffer: from `gradient`, `[rows, out]`, and the input."""
     total = queue.buffer_of(weight)
-    add_product(total.t() if transposed else total, gradient.t(), input.reshape(-1, input.shape[-1]))
+    add_product(total.t() if transposed else total, gradient.t(), _rows(input))
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1, tensor.shape[-1])
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
 def _rows_out(weight: Tensor, transposed: bool) -> Tensor:

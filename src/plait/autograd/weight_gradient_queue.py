@@ -20,14 +20,19 @@ class WeightGradientQueue:
     pending: list[WeightWork] = field(default_factory=list)
     overlaps: bool = False
     """Whether `overlap` runs the queue: set where the weight gradients of a backward follow at once."""
+    defers: bool = True
+    """Whether `add` appends to the queue; else it computes at once."""
     buffers: dict[int, Tensor] = field(default_factory=dict)
     """By the id of a weight, the buffer of its gradient while its `.grad` is set aside."""
     gathered: GatherRegistry = field(default_factory=GatherRegistry)
     """The linears' inputs and output gradients that are gathered again for their weight gradients."""
 
     def add(self, work: WeightWork) -> None:
-        """Append the computation of one weight gradient."""
-        self.pending.append(work)
+        """Append the computation of one weight gradient, or compute it."""
+        if self.defers:
+            self.pending.append(work)
+        else:
+            work()
 
     def buffer_of(self, weight: Tensor) -> Tensor:
         """Return the buffer to which gradients of `weight` are added: by default its `.grad`."""

@@ -97,7 +97,9 @@ class Runner:
         handlers = [self.pipeline.handlers(), self.gatherer.handlers(), self.reducer.handlers()]
         if observer is not None:
             handlers.append(dict.fromkeys(INSTRUCTION_TYPES, lambda one: observer(one, self.runtime)))
-        self._executor = Executor(*handlers, bind_layer=self.pipeline.bind_layer)
+        # Under tp the products of weights overlap the sums of the layer's own backward.
+        joins, bind = self.plan.tp == 1, self.pipeline.bind_layers
+        self._executor = Executor(*handlers, bind_layers=bind, joins_layers=joins)
 
     @property
     def is_last(self) -> bool:

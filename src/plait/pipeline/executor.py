@@ -18,13 +18,14 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 
 from plait.errors import CommunicationError
+from plait.schedules.joined_layers import in_groups, joined_layers
 from plait.schedules.program import ComputeLoss, Instruction, Program, RunLayer, SeedGradient
 from plait.schedules.program_segments import Segment, segments_of
 
 Handlers = Mapping[type, Callable[[Any], None]]
 """For each type of instruction the function that carries one out."""
-BindLayer = Callable[[RunLayer], Callable[[], None]]
-"""Returns the call that runs a layer."""
+BindLayers = Callable[[Sequence[RunLayer]], Callable[[], None]]
+"""Returns the call that runs layers of one action, in one autograd graph."""
 AroundSegment = Callable[[Segment], AbstractContextManager[object]]
 """Returns the context in which a segment of a program runs."""
 
@@ -46,17 +47,21 @@ class _BoundSegment(NamedTuple):
 class Executor:
     """Runs programs by calling a handler for each instruction."""
 
-    def __init__(self, *handlers: Handlers, bind_layer: BindLayer | None = None) -> None:
+    def __init__(
+        self, *handlers: Handlers, bind_layers: BindLayers | None = None, joins_layers: bool = False
+    ) -> None:
         """`handlers`: functions by instruction type; if several handle a type, all are called, in order.
 
-        `bind_layer` returns the call that runs a layer, once per program; `RunLayer` handlers run after it.
+        `bind_layers` returns the call that runs layers, once per program; `RunLayer` handlers run after it.
+        `joins_layers`: run layers together that have nothing between them, unless `RunLayer` has a handler.
         """
         merged: dict[type, list[Callable[[Any], None]]] = {}
         for supplier in handlers:
             for kind, handler in supplier.items():
                 merged.setdefault(kind, []).append(handler)
         self._handlers = merged
-        self._bind_layer = bind_layer
+        self._bind_layers = bind_layers
+        self._joins_layers = joins_layers and RunLayer not in merged
         self._known: list[tuple[Program, list[_BoundSegment]]] = []
 
     def run(self, program: Program, around: AroundSegment | None = None) -> None:
@@ -78,25 +83,29 @@ class Executor:
         for known, bound in self._known:
             if known is program:
                 return bound
+        joined = joined_layers(program) if self._joins_layers else frozenset()
         bound = [
             _BoundSegment(
                 segment,
                 _named(segment.name),
-                [call for instruction in segment.instructions for call in self._calls(instruction)],
+                [call for group in in_groups(segment.instructions, joined) for call in self._calls(group)],
             )
             for segment in segments_of(program)
         ]
         self._known = [*self._known[1 - REMEMBERED_PROGRAMS :], (program, bound)]
         return bound
 
-    def _calls(self, instruction: Instruction) -> _Calls:
-        if isinstance(instruction, RunLayer) and self._bind_layer is not None:
+    def _calls(self, group: Program) -> _Calls:
+        """Return the calls that carry out an instruction, or several that run layers together."""
+        first = group[0]
+        calls: list[Callable[[], None]] = []
+        if isinstance(first, RunLayer) and self._bind_layers is not None:
             handlers = self._handlers.get(RunLayer, [])
-            calls = [self._bind_layer(instruction)]
+            calls.append(self._bind_layers(cast(Sequence[RunLayer], group)))
         else:
-            handlers, calls = self._handlers[type(instruction)], []
-        calls += (partial(handler, instruction) for handler in handlers)
-        return [(call, instruction) for call in calls]
+            handlers = self._handlers[type(first)]
+        calls += (partial(handler, first) for handler in handlers)
+        return [(call, first) for call in calls]
 
 
 def profiling() -> bool:

@@ -52,7 +52,7 @@ class PipelineRank:
         """Per stage of the model, then per micro-batch."""
 
     def handlers(self) -> Handlers:
-        """Return the function for each type of pipeline instruction; for `RunLayer` see `bind_layer`."""
+        """Return the function for each type of pipeline instruction; for `RunLayer` see `bind_layers`."""
         return {
             TakeBatch: self._take_batch,
             PostReceive: lambda i: self.exchange.post(i.action, i.peer),
@@ -66,17 +66,15 @@ class PipelineRank:
             Finish: lambda i: self.exchange.finish(),
         }
 
-    def bind_layer(self, instruction: RunLayer) -> Callable[[], None]:
-        """Return a function without arguments that runs the layer and micro-batch of `instruction`."""
-        (number, kind, microbatch), layer = instruction.action, instruction.layer
-        stage = self.stages[number]
-        run = {
-            Kind.F: stage.forward,
-            Kind.I: stage.backward_input,
-            Kind.W: stage.backward_weight,
-            Kind.B: stage.backward,
-        }
-        return partial(run[kind], microbatch, layer)
+    def bind_layers(self, instructions: Sequence[RunLayer]) -> Callable[[], None]:
+        """Return a function that runs the layers of `instructions`, all of one action, in one graph."""
+        number, kind, microbatch = instructions[0].action
+        layers = [instruction.layer for instruction in instructions]
+        stage, first = self.stages[number], min(layers)
+        if kind is Kind.F:
+            return partial(stage.forward, microbatch, first, max(layers))
+        run = {Kind.I: stage.backward_input, Kind.W: stage.backward_weight, Kind.B: stage.backward}
+        return partial(run[kind], microbatch, first)
 
     def begin(
         self,

@@ -1,13 +1,14 @@
-"""A stage: consecutive layers, run one at a time, forward and backward.
+"""A stage: consecutive layers, run one or several at a time, forward and backward.
 
-The autograd graph is cut at each layer boundary. Per micro-batch and layer a stage holds a `LayerRun`: the
-layer's input (a leaf), its output (the root of a small graph) and, between `I` and `W`, its weight gradients
-that are still to be computed.
+The autograd graph is cut between layers that run one at a time: there parameters may be gathered, freed and
+reduced. Layers that run together share a graph, which costs the host less. Per micro-batch and graph a stage
+holds a `LayerRun`: the first layer's input (a leaf), the last one's output (the root of the graph) and,
+between `I` and `W`, the weight gradients that are still to be computed.
 
-    forward:   leaf → layer → root, detached → next leaf
+    forward:   leaf → layers → root, detached → next leaf
     I:         gradient of the root → gradient of the leaf = gradient of the previous root
     W:         the weight gradients that I left
-    B:         both, layer by layer
+    B:         both, graph by graph
 """
 
 from __future__ import annotations
@@ -39,10 +40,12 @@ Gradients = list[Tensor | None]
 
 @dataclass
 class LayerRun:
-    """Tensors of one layer's forward of one micro-batch, kept until its backward has run."""
+    """Tensors of a micro-batch's forward through layers that share a graph, kept until their backward has run."""
 
     inputs: list[Tensor]
     outputs: list[Tensor]
+    last: int
+    """The number of the last layer."""
     work: list[WeightWork] = field(default_factory=list)
 
 
@@ -71,7 +74,7 @@ class Stage:
     gradients: dict[int, Gradients] = field(default_factory=dict)
     """Per micro-batch: the gradients of the activation that the backward has reached."""
     runs: dict[tuple[int, int], LayerRun] = field(default_factory=dict)
-    """Per (micro-batch, layer)."""
+    """Per (micro-batch, first layer)."""
 
     def __post_init__(self) -> None:
         modes: Sequence[Recompute] = self.recompute or ["none"] * len(self.layers)
@@ -84,22 +87,30 @@ class Stage:
         pairs = zip(layers, self._training_runs, strict=True)
         self._training_runs = [partial(self._run_compiled, *pair) for pair in pairs]
 
-    def forward(self, microbatch: int, layer: int) -> None:
-        """Run one layer on the micro-batch's current activation; store its detached output."""
-        value = self.values.pop(microbatch)
+    def forward(self, microbatch: int, layer: int, last: int | None = None) -> None:
+        """Run one layer on the micro-batch's current activation, or those up to `last`, in one graph.
+
+        Stores the detached output.
+        """
+        value, last = self.values.pop(microbatch), layer if last is None else last
         trains = torch.is_grad_enabled()
-        try:
-            output = (self._training_runs[layer] if trains else self._run)(microbatch, layer, value)
-            self.infos[microbatch][layer].check(output, self.layers[layer].path)
-        except Exception as error:
-            self._add_note(error, microbatch, layer)
-            raise
+        inputs = list_of_tensors(value) if trains else []
+        for number in range(layer, last + 1):
+            try:
+                value = (self._training_runs[number] if trains else self._run)(microbatch, number, value)
+                self.infos[microbatch][number].check(value, self.layers[number].path)
+            except Exception as error:
+                self._add_note(error, microbatch, number, number)
+                raise
         if trains:
-            self.runs[microbatch, layer] = LayerRun(list_of_tensors(value), list_of_tensors(output))
-        self.values[microbatch] = detached(output)
+            self.runs[microbatch, layer] = LayerRun(inputs, list_of_tensors(value), last)
+        self.values[microbatch] = detached(value)
 
     def backward_input(self, microbatch: int, layer: int) -> None:
-        """Compute the gradient of the layer's input from that of its output; defer its weight gradients."""
+        """Compute the gradient of a layer's input from that of its output; defer its weight gradients.
+
+        `layer`: the first of those that ran together, here and in `backward_weight` and `backward`.
+        """
         run, queue = self.runs[microbatch, layer], self.queue
         roots, seeds = _with_gradient(run.outputs, self.gradients.pop(microbatch))
         computed: list[WeightWork] = []
@@ -109,10 +120,10 @@ class Stage:
                 if sequence is None and not self.adds_late:  # the common case, kept cheap
                     run_backward(roots, seeds)
                 else:
-                    with self._backward_contexts(sequence, layer, computed):
+                    with self._backward_contexts(sequence, range(layer, run.last + 1), computed):
                         run_backward(roots, seeds)
             except Exception as error:
-                self._add_note(error, microbatch, layer)
+                self._add_note(error, microbatch, layer, run.last)
                 raise
         run.work = [*computed, *queue.take()]
         self.gradients[microbatch] = [tensor.grad for tensor in run.inputs]
@@ -125,18 +136,24 @@ class Stage:
             work()
 
     def backward(self, microbatch: int, layer: int) -> None:
-        """Compute input and weight gradients; the latter may overlap the former's reduction over `tp`."""
-        self.queue.overlaps = True
+        """Compute input and weight gradients; the latter may overlap the former's reduction over `tp`.
+
+        Of layers that ran together weight gradients are computed as they come: else what all of them need
+        would stay until the last one.
+        """
+        queue = self.queue
+        queue.overlaps, queue.defers = True, self.runs[microbatch, layer].last == layer
         try:
             self.backward_input(microbatch, layer)
         finally:
-            self.queue.overlaps = False
+            queue.overlaps, queue.defers = False, True
         self.backward_weight(microbatch, layer)
 
     def output_is_read(self, microbatch: int) -> bool:
         """Return whether the last layer's backward may read its output, which must then not be written to."""
-        run = self.runs.get((microbatch, len(self.layers) - 1))
-        return run is not None and not all(made_by_linear(output) for output in run.outputs)
+        last = len(self.layers) - 1
+        runs = [run for (number, _), run in self.runs.items() if number == microbatch and run.last == last]
+        return any(not made_by_linear(output) for run in runs for output in run.outputs)
 
     def clear(self) -> None:
         """Discard every unfinished micro-batch, after an exception within a step."""
@@ -149,7 +166,8 @@ class Stage:
         named, info, queue = self.layers[layer], self.infos[microbatch][layer], self.queue
         given = map_tensors(torch.clone, value) if info.writes_input else value
         # A layer that runs backwards of its own asks for no weight gradient.
-        outside, queue.pending = queue.pending, []
+        outside, defers = queue.pending, queue.defers
+        queue.pending, queue.defers = [], True
         try:
             sequence = self.sequences[microbatch] if self.sequences else None
             if sequence is None and named.run_on_pieces is None and not self._dropouts[layer]:
@@ -158,7 +176,7 @@ class Stage:
                 with self._forward_contexts(sequence, microbatch, layer):
                     output = named.run(given, info.length)[0]
         finally:
-            queue.pending = outside
+            queue.pending, queue.defers = outside, defers
         return self._without_parameters(output, layer) if info.returns_parameter else output
 
     def _run_compiled(
@@ -187,15 +205,16 @@ class Stage:
         return stack
 
     def _backward_contexts(
-        self, sequence: LocalSequence | None, layer: int, computed: list[WeightWork]
+        self, sequence: LocalSequence | None, layers: Iterable[int], computed: list[WeightWork]
     ) -> ExitStack:
-        """Return the contexts of a layer's backward, in which recomputation may run it again.
+        """Return the contexts of the backward of layers, in which recomputation may run them again.
 
         `computed` gets the addition of gradients that come with the backward, where `W` adds them.
         """
         stack = ExitStack()
         if self.adds_late:
-            stack.enter_context(_without_buffers(self._parameters[layer], computed, self.queue))
+            parameters = dict.fromkeys(one for layer in layers for one in self._parameters[layer])
+            stack.enter_context(_without_buffers(parameters, computed, self.queue))
         if sequence is not None:
             stack.enter_context(running(sequence))
         return stack
@@ -207,9 +226,10 @@ class Stage:
             lambda tensor: tensor.clone() if tensor.untyped_storage().data_ptr() in own else tensor, output
         )
 
-    def _add_note(self, error: Exception, microbatch: int, layer: int) -> None:
-        path = self.layers[layer].path
-        error.add_note(f"in stage {self.number}, micro-batch {microbatch}, layer {path!r}")
+    def _add_note(self, error: Exception, microbatch: int, first: int, last: int) -> None:
+        path, other = self.layers[first].path, self.layers[last].path
+        where = f"layer {path!r}" if first == last else f"layers {path!r} to {other!r}"
+        error.add_note(f"in stage {self.number}, micro-batch {microbatch}, {where}")
 
 
 def _with_gradient(outputs: list[Tensor], gradients: Gradients) -> tuple[list[Tensor], list[Tensor]]:

@@ -61,7 +61,7 @@ def gradients_by(order: str) -> tuple[Tensor, list[Tensor]]:
     infos = infer(private_copy(sequence_of(skeleton).layers, {}), batch[0], input_gradients=False)
     pipeline.begin(batch, [infos] * 2)
     pipeline.loss_stage.begin(targets, torch.tensor(1 / 5, dtype=torch.float64))
-    Executor(pipeline.handlers(), bind_layer=pipeline.bind_layer).run(
+    Executor(pipeline.handlers(), bind_layers=pipeline.bind_layers).run(
         lower(made, LoweringSpec(COUNTS, {}))[0]
     )
     for stage in pipeline.stages.values():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -54,11 +54,11 @@ def test_a_traceback_names_the_action() -> None:
 def test_a_layer_is_bound_once_and_handlers_follow_it() -> None:
     seen: list[str] = []
 
-    def bind(instruction: RunLayer) -> Callable[[], None]:
+    def bind(instructions: Sequence[RunLayer]) -> Callable[[], None]:
         seen.append("bound")
-        return lambda: seen.append(f"layer {instruction.layer}")
+        return lambda: seen.append(f"layer {instructions[0].layer}")
 
-    executor = Executor({RunLayer: lambda i: seen.append("handler")}, bind_layer=bind)
+    executor = Executor({RunLayer: lambda i: seen.append("handler")}, bind_layers=bind)
     executor.run(PROGRAM[:1])
     executor.run(program := PROGRAM[:1])
     executor.run(program)
