@@ -85,6 +85,7 @@ class Blueprint:
             users,
             self.plan.overlap,
             sharding_of(self.plan),
+            replicated=self.plan.world > self.plan.pp,
             loss_computes_logits=self.output_linear is not None,
         )
 

@@ -98,8 +98,8 @@ class Runner:
         if observer is not None:
             handlers.append(dict.fromkeys(INSTRUCTION_TYPES, lambda one: observer(one, self.runtime)))
         # Under tp the products of weights overlap the sums of the layer's own backward.
-        joins, bind = self.plan.tp == 1, self.pipeline.bind_layers
-        self._executor = Executor(*handlers, bind_layers=bind, joins_layers=joins)
+        may_join = self.pipeline.may_join if self.plan.tp == 1 else None
+        self._executor = Executor(*handlers, bind_layers=self.pipeline.bind_layers, may_join=may_join)
 
     @property
     def is_last(self) -> bool:

@@ -48,12 +48,16 @@ class Executor:
     """Runs programs by calling a handler for each instruction."""
 
     def __init__(
-        self, *handlers: Handlers, bind_layers: BindLayers | None = None, joins_layers: bool = False
+        self,
+        *handlers: Handlers,
+        bind_layers: BindLayers | None = None,
+        may_join: Callable[[RunLayer], bool] | None = None,
     ) -> None:
         """`handlers`: functions by instruction type; if several handle a type, all are called, in order.
 
         `bind_layers` returns the call that runs layers, once per program; `RunLayer` handlers run after it.
-        `joins_layers`: run layers together that have nothing between them, unless `RunLayer` has a handler.
+        `may_join`: whether a layer may run together with its neighbours, where nothing is between them and
+        `RunLayer` has no handler. None: each layer runs alone.
         """
         merged: dict[type, list[Callable[[Any], None]]] = {}
         for supplier in handlers:
@@ -61,7 +65,7 @@ class Executor:
                 merged.setdefault(kind, []).append(handler)
         self._handlers = merged
         self._bind_layers = bind_layers
-        self._joins_layers = joins_layers and RunLayer not in merged
+        self._may_join = None if RunLayer in merged else may_join
         self._known: list[tuple[Program, list[_BoundSegment]]] = []
 
     def run(self, program: Program, around: AroundSegment | None = None) -> None:
@@ -83,7 +87,7 @@ class Executor:
         for known, bound in self._known:
             if known is program:
                 return bound
-        joined = joined_layers(program) if self._joins_layers else frozenset()
+        joined = joined_layers(program, self._may_join) if self._may_join else frozenset()
         bound = [
             _BoundSegment(
                 segment,

@@ -66,6 +66,13 @@ class PipelineRank:
             Finish: lambda i: self.exchange.finish(),
         }
 
+    def may_join(self, instruction: RunLayer) -> bool:
+        """Return whether a layer may share an autograd graph with others: if they share no parameter.
+
+        Else autograd would add up the parameter's gradients in another order than layer by layer.
+        """
+        return instruction.layer not in self.stages[instruction.action.stage].sharing
+
     def bind_layers(self, instructions: Sequence[RunLayer]) -> Callable[[], None]:
         """Return a function that runs the layers of `instructions`, all of one action, in one graph."""
         number, kind, microbatch = instructions[0].action

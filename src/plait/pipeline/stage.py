@@ -13,6 +13,7 @@ between `I` and `W`, the weight gradients that are still to be computed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ Gradients = list[Tensor | None]
 
 @dataclass
 class LayerRun:
-    """Tensors of a micro-batch's forward through layers that share a graph, kept until their backward has run."""
+    """Tensors of one graph's forward of one micro-batch, kept until its backward has run."""
 
     inputs: list[Tensor]
     outputs: list[Tensor]
@@ -80,6 +81,13 @@ class Stage:
         modes: Sequence[Recompute] = self.recompute or ["none"] * len(self.layers)
         self._training_runs: list[Run] = [recomputing(mode, self._run) for mode in modes]
         self._parameters = [list(layer.module.parameters()) for layer in self.layers]
+        users = Counter(id(parameter) for each in self._parameters for parameter in each)
+        self.sharing = {
+            number
+            for number, each in enumerate(self._parameters)
+            if any(users[id(parameter)] > 1 for parameter in each)
+        }
+        """The layers that share parameters with others of the stage."""
         self._dropouts = [names_of(layer.module) for layer in self.layers]
 
     def run_compiled(self, layers: Sequence[CompiledLayer]) -> None:

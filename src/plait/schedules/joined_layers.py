@@ -1,9 +1,9 @@
-"""Which layers of a program can run together, in one autograd graph: those with nothing to do between them."""
+"""Which layers of a program can run together, in one autograd graph: those with nothing between them."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from itertools import pairwise, starmap
 from typing import TypeAlias
 
@@ -14,22 +14,29 @@ Place: TypeAlias = tuple[int, int, int]
 """Stage, micro-batch and layer."""
 
 
-def joined_layers(program: Program) -> Set[Place]:
-    """Return the place of each layer that can run together with the next one.
+def joined_layers(program: Program, may_join: Callable[[RunLayer], bool]) -> Set[Place]:
+    """Return the place of each layer that can run together with the next one, as `may_join` allows both.
 
     That is where the two follow each other in every action that runs them: a graph made in `F` is the one
     that `I` and `W` go through.
     """
     actions: dict[tuple[int, int], set[Action]] = {}
+    alone = set[tuple[int, int]]()
     for one in program:
         if isinstance(one, RunLayer):
             actions.setdefault((one.action.stage, one.action.microbatch), set()).add(one.action)
+            if not may_join(one):
+                alone.add((one.action.stage, one.layer))
     adjacent = Counter(filter(None, starmap(_place, pairwise(program))))
-    return {place for place, count in adjacent.items() if count == len(actions[place[:2]])}
+    return {
+        (stage, microbatch, layer)
+        for (stage, microbatch, layer), count in adjacent.items()
+        if count == len(actions[stage, microbatch]) and alone.isdisjoint([(stage, layer), (stage, layer + 1)])
+    }
 
 
 def in_groups(instructions: Program, joined: Set[Place]) -> Iterator[Program]:
-    """Yield consecutive `instructions` of a program: layers that run together as one group, all else alone."""
+    """Yield consecutive `instructions` in groups: layers that run together, each other instruction alone."""
     group: list[Instruction] = []
     for one in instructions:
         if group and _place(group[-1], one) not in joined:

@@ -62,7 +62,8 @@ class LoweringSpec:
     sharding: Sharding = WHOLE
     posts_late: bool = False
     """Whether receives are posted one action ahead, for NCCL; else as early as rendezvous sends need it."""
-
+    replicated: bool = True
+    """Whether other ranks than those of `pp` may add to the same gradients."""
     loss_computes_logits: bool = False
     """Whether the loss uses the last layer's parameters, and adds to their gradients."""
 

@@ -125,7 +125,7 @@ def insert_reductions(program: Program, spec: LoweringSpec, tied: Collection[str
     """
     units = spec.units_of_layers()
     ends = _ends(program, units, each=spec.sharding.scatters == "each")
-    builder = _ReductionBuilder(spec.sharding, tied)
+    builder = _ReductionBuilder(spec.sharding, tied, spec.replicated)
     for position, instruction in enumerate(program):
         layer, action = _layer_of(instruction, spec)
         if layer in units and action is not None and _accumulates(action.kind, spec.sharding):
@@ -134,7 +134,7 @@ def insert_reductions(program: Program, spec: LoweringSpec, tied: Collection[str
         for unit, final in ends.get(position, ()):
             builder.end(unit, final=final)
     builder.await_scatters()
-    builder.program += (ReduceGradient(unit) for unit in tied)
+    builder.program += map(ReduceGradient, [*builder.late, *tied])
     return tuple(builder.program)
 
 
@@ -142,10 +142,13 @@ def insert_reductions(program: Program, spec: LoweringSpec, tied: Collection[str
 class _ReductionBuilder:
     sharding: Sharding
     tied: Collection[str]
+    replicated: bool
     program: list[Instruction] = field(default_factory=list)
     allocated: set[str] = field(default_factory=set)
     in_flight: dict[str, bool] = field(default_factory=dict)
     """The units whose scatter has started, and whether it is the step's last."""
+    late: list[str] = field(default_factory=list)
+    """The units whose reduction sends nothing, so it need not start early: layers may then run together."""
 
     def allocate(self, units: Collection[str]) -> None:
         """Append allocations of the gradients of `units` that are not allocated yet."""
@@ -161,7 +164,9 @@ class _ReductionBuilder:
     def end(self, unit: str, *, final: bool) -> None:
         """Append the reduction of a unit's gradient, complete for a micro-batch or (`final`) for the step."""
         if self.sharding.scatters == "never":
-            if unit not in self.tied:
+            if not self.replicated and unit not in self.tied:
+                self.late.append(unit)
+            elif unit not in self.tied:
                 self.program.append(ReduceGradient(unit))
             return
         self.program.append(ScatterGradient(unit))

@@ -19,11 +19,12 @@ def program(text: str) -> Program:
     return (*instructions, Finish())
 
 
-def groups(text: str) -> list[str]:
+def groups(text: str, alone: int = -1) -> list[str]:
     instructions = program(text)
+    joined = joined_layers(instructions, lambda one: one.layer != alone)
     return [
         f"{group[0].action}:{''.join(str(one.layer) for one in group if isinstance(one, RunLayer))}"
-        for group in in_groups(instructions, joined_layers(instructions))
+        for group in in_groups(instructions, joined)
         if isinstance(group[0], RunLayer)
     ]
 
@@ -46,3 +47,7 @@ def test_micro_batches_stages_and_evaluations_are_apart() -> None:
         *("0F0:01", "0F1:0", "0F1:1", "1F0:01", "0B0:10", "0B1:1", "0B1:0", "1B0:10")
     ]
     assert groups("0F0:01 r 0F1:01") == ["0F0:01", "0F1:01"]
+
+
+def test_a_layer_may_be_left_alone() -> None:
+    assert groups("0F0:0123 0B0:3210", alone=1) == ["0F0:0", "0F0:1", "0F0:23", "0B0:32", "0B0:1", "0B0:0"]
