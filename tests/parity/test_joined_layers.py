@@ -78,7 +78,6 @@ def test_users_models(thread_ranks: Any, case: Case) -> None:
         Plan(pp=2, dp=2, microbatches=2, strategy="optimizer"),
         pytest.param(Plan(dp=2, microbatches=2, strategy="gradients"), marks=pytest.mark.full),
         pytest.param(Plan(dp=2, microbatches=2, strategy="full", reduce="each"), marks=pytest.mark.full),
-        pytest.param(Plan(cp=2, microbatches=2, recompute="selective"), marks=pytest.mark.full),
     ],
     ids=lambda plan: f"pp{plan.pp}-dp{plan.dp}-cp{plan.cp}-{plan.schedule}-{plan.strategy}-{plan.recompute}",
 )

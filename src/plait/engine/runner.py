@@ -97,8 +97,8 @@ class Runner:
         handlers = [self.pipeline.handlers(), self.gatherer.handlers(), self.reducer.handlers()]
         if observer is not None:
             handlers.append(dict.fromkeys(INSTRUCTION_TYPES, lambda one: observer(one, self.runtime)))
-        # Under tp the products of weights overlap the sums of the layer's own backward.
-        may_join = self.pipeline.may_join if self.plan.tp == 1 else None
+        # Under tp and cp weight gradients wait for what a layer's backward sends, to overlap with it.
+        may_join = self.pipeline.may_join if self.plan.tp == self.plan.cp == 1 else None
         self._executor = Executor(*handlers, bind_layers=self.pipeline.bind_layers, may_join=may_join)
 
     @property
