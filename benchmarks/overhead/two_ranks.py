@@ -1,7 +1,7 @@
-"""What does the host spend on a small layer where two ranks work together? Prints the second table of README.md.
+"""What does the host spend on a small layer where two ranks work together? The second table of README.md.
 
-The layers, widths and micro-batches of run.py. Each way runs in two processes of its own, one thread each; the
-figures are rank 0's, for each layer and micro-batch that it computes.
+The layers, widths and micro-batches of run.py. Each way runs in two processes of its own, one thread each;
+the figures are of rank 0, for each layer and micro-batch that it computes.
 """
 
 from __future__ import annotations
