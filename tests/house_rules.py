@@ -84,7 +84,17 @@ PRIVATE_USES = {
     (
         "compilation/torch_compiler.py",
         "with_generated_code",
-        "torch._inductor",
+        "torch._inductor.compile_fx.compile_fx",
+    ): "compiles a graph; `torch._inductor.compile` is this without `inner_compile`",
+    (
+        "compilation/torch_compiler.py",
+        "with_generated_code",
+        "torch._inductor.compile_fx.compile_fx_inner",
+    ): "what generates the code: its result is called without the wrappers around it",
+    (
+        "compilation/torch_compiler.py",
+        "with_generated_code",
+        "torch._functorch.config",
     ): "documented, private by its path",
     (
         "context_attention/fused_kernels.py",

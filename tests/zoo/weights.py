@@ -85,13 +85,13 @@ def biases_learn_nothing() -> Iterator[None]:
 @contextmanager
 def _deferred_by_graphs(times: int) -> Iterator[None]:
     """The head's weight product, which is taken out of its graph, is queued so many times."""
-    original = compiled_layer._LayerCall.defer
+    original = compiled_layer.CompiledRun.defer
 
     def defer(self: Any, term: Any, operands: Any) -> None:
         for _ in range(times if self.layer.layer.path == "head" else 1):
             original(self, term, operands)
 
-    with patch.object(compiled_layer._LayerCall, "defer", defer):
+    with patch.object(compiled_layer.CompiledRun, "defer", defer):
         yield
 
 

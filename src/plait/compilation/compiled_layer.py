@@ -7,18 +7,16 @@ W    the products of these operands, which the weight gradient queue adds to the
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from textwrap import shorten
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from plait.autograd.dropout import Dropout
-from plait.autograd.engine_calls import apply_function
-from plait.autograd.split_backward import refuse_other_orders
 from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.compilation.layer_graphs import LayerGraphs, trace_layer
 from plait.compilation.weight_terms import WeightTerm
@@ -41,8 +39,8 @@ class LayerCompiler:
     """Whether TorchInductor generates code; else the graphs run as they are."""
     falls_back: bool
     """Whether a layer that cannot be compiled runs eagerly."""
-    graphs: dict[Hashable, LayerGraphs] = field(default_factory=dict)
-    """By structure, recompute mode and shapes of the input."""
+    graphs: dict[Hashable, LayerGraphs | None] = field(default_factory=dict)
+    """By structure, recompute mode and shapes of the input; None: such layers run eagerly."""
 
     @staticmethod
     def of(plan: Plan, queue: WeightGradientQueue) -> LayerCompiler | None:
@@ -57,7 +55,7 @@ class LayerCompiler:
 
 
 class CompiledLayer:
-    """A layer of a stage, run by its graphs. Call it with gradients enabled."""
+    """A layer of a stage, run by its graphs."""
 
     def __init__(
         self, compiler: LayerCompiler, layer: NamedLayer, structure: Hashable, recompute: Recompute
@@ -72,31 +70,38 @@ class CompiledLayer:
         self._graphs: dict[Hashable, LayerGraphs | None] = {}
         """By the input's shapes; None: the layer runs eagerly."""
 
-    def __call__(self, value: Value, info: LayerInfo, eagerly: Callable[[], Value]) -> Value:
-        """Return the layer's output for `value`; `eagerly` runs the layer, if it cannot be compiled.
+    def forward(self, value: Value, info: LayerInfo) -> tuple[Value, CompiledRun] | None:
+        """Return the layer's output for `value`, whose tensors are leaves, and the run; None: run it eagerly.
 
         The first call for a shape traces the layer. Raises ModelError with torch's reason where that fails.
         """
-        if isinstance(value, Tensor):
-            inputs, around = [value], ""
+        if isinstance(value, Tensor):  # the common case, kept cheap
+            inputs = [value]
+            key: Hashable = (info.length, value.shape, value.stride(), value.dtype, value.requires_grad)
         else:  # what else the value holds goes into the graphs
-            inputs, around = list_of_tensors(value), repr(map_tensors(lambda _: None, value))
-        shapes = [(one.shape, one.stride(), one.dtype, one.requires_grad) for one in inputs]
-        key: Hashable = (info.length, around, *shapes)
+            inputs = list_of_tensors(value)
+            shapes = [(one.shape, one.stride(), one.dtype, one.requires_grad) for one in inputs]
+            key = (info.length, repr(map_tensors(lambda _: None, value)), *shapes)
         graphs = self._graphs.get(key)
         if graphs is None:
             if key not in self._graphs:
                 self._graphs[key] = self._found(key, value, info)
             graphs = self._graphs[key]
             if graphs is None:
-                return eagerly()
-        call, arguments = _LayerCall(self, len(inputs)), (*inputs, *self._tensors)
-        if graphs.learns:
-            outputs = apply_function(_CompiledRun, graphs, call, *arguments)
-        else:
-            with torch.no_grad():
-                outputs, _ = graphs.run_forward(arguments, call)
-        return outputs[0] if graphs.returns_tensor else with_tensors(graphs.output, outputs)
+                return None
+        run = CompiledRun(self, graphs)
+        torch.set_grad_enabled(False)
+        try:
+            # Inputs and outputs are detached, since what is saved is to hold no gradient and need none.
+            given = [one.detach() for one in inputs]
+            outputs, run.saved = graphs.run_forward([*given, *self._tensors], run)
+            leaves = [
+                one.detach().requires_grad_() if learns else one
+                for one, learns in zip(outputs, graphs.requires_grad, strict=True)
+            ]
+        finally:
+            torch.set_grad_enabled(True)
+        return leaves[0] if graphs.returns_tensor else with_tensors(graphs.output, leaves), run
 
     def _found(self, key: Hashable, value: Value, info: LayerInfo) -> LayerGraphs | None:
         """Return the graphs of the structure for these shapes: of an equal layer, or newly traced."""
@@ -108,23 +113,51 @@ class CompiledLayer:
                     self.layer, value, info, self._recompute, generates=compiler.generates
                 )
             except Exception as error:
-                if compiler.falls_back:
-                    return None
                 reason = shorten(str(error), REASON_LENGTH) or type(error).__name__
-                raise ModelError(
-                    f"the layer {self.layer.path!r} cannot be compiled, for torch says: {reason} Set "
-                    "plan.compile to 'where possible', and such layers run eagerly, or to False."
-                ) from error
+                cannot = f"the layer {self.layer.path!r} cannot be compiled, for torch says: {reason}"
+                if not compiler.falls_back:
+                    raise ModelError(
+                        f"{cannot} Set plan.compile to 'where possible', and such layers run eagerly, or to "
+                        "False."
+                    ) from error
+                compiler.graphs[whole_key] = None
+                warnings.warn(f"{cannot} It runs eagerly, and so do layers like it.", stacklevel=1)
         return compiler.graphs[whole_key]
 
 
-class _LayerCall:
-    """One call of a compiled layer."""
+class CompiledRun:
+    """One micro-batch's run of a compiled layer, from its forward to its backward."""
 
-    def __init__(self, layer: CompiledLayer, inputs: int) -> None:
-        self.layer, self.inputs = layer, inputs
+    def __init__(self, layer: CompiledLayer, graphs: LayerGraphs) -> None:
+        self.layer, self.graphs = layer, graphs
+        self.saved: list[Tensor] = []
+        """What the backward reads."""
         self._makers: dict[int, Callable[[], Tensor]] = {}
         """Of masks, by number: they make the same mask again."""
+
+    def backward(self, gradients: Sequence[Tensor | None], *, adds_late: bool) -> list[Tensor | None]:
+        """Return the gradients of the input's tensors from those of the output's.
+
+        Queues what weight gradients are taken out of the backward. The others are added to their buffers, or
+        their addition is queued, too, where `adds_late`.
+        """
+        graphs, queue = self.graphs, self.layer.queue
+        if all(gradients[one.number] is None for one in graphs.output_gradients):
+            return [None] * graphs.inputs
+        saved, self.saved = self.saved, []
+        torch.set_grad_enabled(False)
+        try:
+            found = graphs.run_backward(saved, gradients, self)
+            for number, gradient in zip(graphs.parameters, found[graphs.inputs :], strict=True):
+                assert gradient is not None
+                weight = self.layer.parameters[number]
+                if adds_late:
+                    queue.add(partial(_add, queue, weight, gradient))
+                else:
+                    queue.buffer_of(weight).add_(gradient)
+        finally:
+            torch.set_grad_enabled(True)
+        return found[: graphs.inputs]
 
     def mask(self, number: int, name: str, shape: Sequence[int], device: torch.device) -> Tensor:
         """Return the mask of a call of the dropout `name`: the next one, or the same again."""
@@ -134,28 +167,9 @@ class _LayerCall:
 
     def defer(self, term: WeightTerm, operands: Sequence[Tensor]) -> None:
         """Queue the computation of `term`, a part of a weight gradient, from `operands`."""
-        weight, queue = self.layer.parameters[term.parameter - self.inputs], self.layer.queue
-        queue.add(partial(_add, queue, weight, term, operands))
+        weight, queue = self.layer.parameters[term.parameter - self.graphs.inputs], self.layer.queue
+        queue.add(partial(term.add_to, queue, weight, operands))
 
 
-def _add(queue: WeightGradientQueue, weight: Tensor, term: WeightTerm, operands: Sequence[Tensor]) -> None:
-    term.add_to(queue.buffer_of(weight), operands)
-
-
-class _CompiledRun(torch.autograd.Function):
-    """Autograd function of a layer's graphs; queues what is taken out of the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, graphs: LayerGraphs, call: _LayerCall, *arguments: Tensor) -> tuple[Tensor, ...]:
-        outputs, ctx.saved = graphs.run_forward(arguments, call)
-        ctx.graphs, ctx.call, ctx.ran = graphs, call, False
-        if not all(graphs.requires_grad):
-            pairs = zip(outputs, graphs.requires_grad, strict=True)
-            ctx.mark_non_differentiable(*(one for one, learns in pairs if not learns))
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_other_orders(ctx, "a compiled layer")
-        saved, ctx.saved = ctx.saved, None
-        return None, None, *ctx.graphs.run_backward(saved, gradients, ctx.call)
+def _add(queue: WeightGradientQueue, weight: Tensor, gradient: Tensor) -> None:
+    queue.buffer_of(weight).add_(gradient)

@@ -37,10 +37,11 @@ class JointGraph:
     """Of each argument."""
 
     @staticmethod
-    def of(module: GraphModule, arguments: int, results: int) -> JointGraph:
+    def of(module: GraphModule, arguments: int, results: int, inputs: int) -> JointGraph:
         """Return the `JointGraph` of a traced function with so many arguments and results, which are clones.
 
-        Only those of them stay clones that have the memory of an argument or of another result.
+        Only those of them stay clones that have the memory of an argument or of another result. The gradients
+        of the first `inputs` arguments become clones if they have the memory of anything else.
         """
         given = [node for node in module.graph.nodes if node.op == "placeholder"]
         (output,) = (node for node in module.graph.nodes if node.op == "output")
@@ -52,6 +53,11 @@ class JointGraph:
             base = Operand.of(original).base
             returned.append(clone if base in memory or base.op != "call_function" else original)
             memory.add(base)
+        for number, gradient in enumerate(gradients[:inputs]):
+            if gradient is not None:
+                base = Operand.of(gradient).base
+                gradients[number] = _clone_of(module, gradient) if base in memory else gradient
+                memory.add(base)
         return JointGraph(module, given[:arguments], given[arguments:], returned, gradients)
 
     def in_order(self, nodes: Iterable[Node]) -> list[Node]:
@@ -100,6 +106,13 @@ def divided(joint: JointGraph, parameters: Sequence[int], mode: Recompute) -> Di
     forward = joint.in_order(_before([*joint.results, *made], lambda node: True))
     kept = [node for node in saved if node not in set(joint.tangents)]
     return DividedGraph(forward, backward, kept, gradients, terms)
+
+
+def _clone_of(module: GraphModule, node: Node) -> Node:
+    with module.graph.inserting_after(node):
+        clone = module.graph.call_function(torch.ops.aten.clone.default, (node,))
+    clone.meta["val"] = node.meta["val"]
+    return clone
 
 
 def _sum_of(joint: JointGraph, summands: Sequence[Node]) -> Node | None:

@@ -8,13 +8,16 @@ before a collective that overlaps them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from plait.autograd.layer_trace import BETWEEN_GRAPHS, DROPOUT_MASK, LayerTrace
 from plait.compilation.steps import BetweenStep, DeferStep, GraphStep, MaskStep, Step, Steps
+from plait.compilation.torch_compiler import example_of, with_generated_code
 from plait.compilation.weight_terms import Operand, WeightTerm
 
 
@@ -50,8 +53,8 @@ def steps_of(
             steps.append(_graph_step(module, members, slots, read, generates=generates))
         known.update(members)
         defer()
-    returned = [None if node is None else slots[node] for node in results]
-    _set_last_uses(steps, {slot for slot in returned if slot is not None})
+    returned = [len(slots) if node is None else slots[node] for node in results]
+    _set_last_uses(steps, set(returned))
     return Steps(steps, len(slots), returned)
 
 
@@ -66,7 +69,8 @@ def _between(
     assert isinstance(argument, Node)
     assert isinstance(number, int)
     copies = number in trace.writes and _is_read_elsewhere(argument, node, readers, outside)
-    return BetweenStep(trace.operations[number], slots[argument], slots[node], copies)
+    stride = example_of(node).stride()
+    return BetweenStep(trace.operations[number], slots[argument], slots[node], copies, stride)
 
 
 def _is_read_elsewhere(node: Node, reader: Node, readers: set[Node], outside: set[Node]) -> bool:
@@ -114,7 +118,13 @@ def _graph_step(
     results = [node for node in members if node in read]
     graph.output(tuple(copies[node] for node in results))
     made = GraphModule(module, graph)
-    return GraphStep(made, [slots[node] for node in arguments], [slots[node] for node in results], generates)
+    call = with_generated_code(made) if generates else partial(_run_operations, made)
+    return GraphStep(call, [slots[node] for node in arguments], [slots[node] for node in results])
+
+
+def _run_operations(graph: GraphModule, arguments: Sequence[Tensor]) -> Sequence[Tensor]:
+    results: Sequence[Tensor] = graph.forward(*arguments)
+    return results
 
 
 def _set_last_uses(steps: Sequence[Step], returned: set[int]) -> None:

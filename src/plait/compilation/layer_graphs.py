@@ -5,21 +5,44 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Node
 
 from plait.autograd.dropout import names_of
 from plait.autograd.layer_trace import TRACE, LayerTrace
 from plait.compilation.graph_division import JointGraph, divided
 from plait.compilation.graph_steps import steps_of
-from plait.compilation.steps import LayerCall, Steps
+from plait.compilation.steps import LayerCall, Steps, with_strides
 from plait.compilation.torch_compiler import COMPILER_LOCK, example_of, joint_graph, without_memory
 from plait.layers.layer_sequence import NamedLayer
 from plait.layers.nested import Value, list_of_tensors, map_tensors, with_tensors
-from plait.layers.shape_inference import LayerInfo
+from plait.layers.shape_inference import LayerInfo, wrong_gradient_shape
 from plait.plan import Recompute
+
+
+@dataclass(frozen=True)
+class OutputGradient:
+    """The gradient of an output's tensor, as the backward was traced for it."""
+
+    number: int
+    """Of the tensor in the output."""
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def of(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """Return the gradient among those of the outputs, with the strides of the trace; zeros for None."""
+        found = gradients[self.number]
+        if found is not None and found.shape == self.shape and found.stride() == self.stride:
+            return found  # the common case, kept cheap
+        if found is None:
+            device = next(one.device for one in gradients if one is not None)
+            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device).zero_()
+        if found.shape != self.shape:
+            raise wrong_gradient_shape(found, self.shape)
+        return with_strides(found, self.stride)
 
 
 @dataclass(frozen=True)
@@ -29,47 +52,48 @@ class LayerGraphs:
     forward: Steps
     """Returns the output's tensors, then what is saved; but what is saved of the arguments."""
     backward: Steps
-    """From what is saved and the gradients of the outputs that have one: the gradient of each argument."""
+    """From what is saved and the gradients of the outputs that have one: the gradient of each input, then of
+    the parameters in `parameters`."""
     saved_arguments: Sequence[int]
     """The numbers of the arguments that are saved."""
     output: Value
     """The layer's output, with other tensors."""
     requires_grad: Sequence[bool]
     """Of each tensor of the output."""
-    strides: Sequence[tuple[int, tuple[int, ...]]]
-    """The number of each output that has a gradient, and the strides of that."""
-
+    output_gradients: Sequence[OutputGradient]
+    """Of the output's tensors that have one."""
+    inputs: int
+    """The number of arguments that are tensors of the input."""
+    parameters: Sequence[int]
+    """The numbers of the layer's parameters whose gradients the backward returns, wholly or in part."""
     returns_tensor: bool
     """Whether the output is one tensor."""
-    learns: bool
-    """Whether any of the output's tensors requires a gradient."""
 
-    def run_forward(self, arguments: Sequence[Tensor], call: LayerCall) -> tuple[list[Tensor], list[Tensor]]:
+    def run_forward(self, arguments: list[Tensor], call: LayerCall) -> tuple[list[Tensor], list[Tensor]]:
         """Return the output's tensors and what the backward reads; gradients are disabled."""
-        # Detached, so that what is saved holds neither a gradient nor a graph.
-        given = [*[one.detach() for one in arguments[: call.inputs]], *arguments[call.inputs :]]
-        made: list[Any] = self.forward.run(given, call)
+        saved = [arguments[number] for number in self.saved_arguments]
+        made = self.forward.run(arguments, call)
         count = len(self.requires_grad)
-        outputs = [one.detach() for one in made[:count]]
-        return outputs, [given[number] for number in self.saved_arguments] + made[count:]
+        return made[:count], saved + made[count:]
 
     def run_backward(
-        self, saved: Sequence[Tensor], gradients: Sequence[Tensor], call: LayerCall
+        self, saved: list[Tensor], gradients: Sequence[Tensor | None], call: LayerCall
     ) -> list[Tensor | None]:
-        """Return the gradient of each argument but what is deferred; `gradients`: those of the outputs."""
-        laid = []
-        for number, stride in self.strides:
-            one = gradients[number]
-            laid.append(one if one.stride() == stride else _with_strides(one, stride))
-        return self.backward.run([*saved, *laid], call)
+        """Return the gradients of the inputs, then of `parameters`; `gradients`: those of the outputs.
+
+        Empties `saved`, so that a tensor's memory is free after its last use; gradients are disabled.
+        """
+        for one in self.output_gradients:
+            saved.append(one.of(gradients))
+        return self.backward.run(saved, call)
 
 
 def trace_layer(
     layer: NamedLayer, value: Value, info: LayerInfo, mode: Recompute, *, generates: bool
 ) -> LayerGraphs:
-    """Return the graphs of `layer` for inputs like `value`; raises what torch raises where it cannot trace.
+    """Return the graphs of `layer` for inputs like `value`; raises what torch raises where it cannot.
 
-    Nothing is computed, and nothing is communicated.
+    `generates`: with generated code. Nothing is computed, and nothing is communicated.
     """
     inputs, parameters = list_of_tensors(value), list(layer.module.parameters())
     function = _LayerFunction(layer, value, info)
@@ -80,26 +104,35 @@ def trace_layer(
                 requires_grad = [one.requires_grad for one in function.outputs(arguments)]
         with _tracing(layer) as trace:
             graph = joint_graph(function, arguments, differentiates=any(requires_grad))
-        joint = JointGraph.of(graph, len(arguments), len(requires_grad))
-        parts = divided(joint, range(len(inputs), len(inputs) + len(parameters)), mode)
+        joint = JointGraph.of(graph, len(arguments), len(requires_grad), len(inputs))
+        numbers = range(len(inputs), len(inputs) + len(parameters))
+        parts = divided(joint, numbers, mode)
         given = list(joint.arguments)
         computed = [node for node in parts.saved if node not in given]
         saved = [node for node in parts.saved if node in given]
-        learning = [number for number, learns in enumerate(requires_grad) if learns]
+        returning = [number for number in numbers if parts.gradients[number] is not None]
+        gradients = [*parts.gradients[: len(inputs)], *(parts.gradients[number] for number in returning)]
         results, begun = [*joint.results, *computed], [*saved, *computed, *joint.tangents]
         return LayerGraphs(
             steps_of(graph, parts.forward, given, results, trace, generates=generates),
-            steps_of(graph, parts.backward, begun, parts.gradients, trace, parts.terms, generates=generates),
+            steps_of(graph, parts.backward, begun, gradients, trace, parts.terms, generates=generates),
             [given.index(node) for node in saved],
             map_tensors(lambda _: torch.empty(0), function.output),
             requires_grad,
-            [
-                (number, example_of(node).stride())
-                for number, node in zip(learning, joint.tangents, strict=True)
-            ],
+            _output_gradients(requires_grad, joint.tangents),
+            len(inputs),
+            [number - len(inputs) for number in returning],
             isinstance(function.output, Tensor),
-            bool(learning),
         )
+
+
+def _output_gradients(requires_grad: Sequence[bool], tangents: Sequence[Node]) -> list[OutputGradient]:
+    learning = [number for number, learns in enumerate(requires_grad) if learns]
+    examples = map(example_of, tangents)
+    return [
+        OutputGradient(number, one.shape, one.stride(), one.dtype)
+        for number, one in zip(learning, examples, strict=True)
+    ]
 
 
 class _LayerFunction:
@@ -154,8 +187,3 @@ def _like(tensor: Tensor) -> Tensor:
     """Return a new tensor like `tensor`, a leaf, in the current context."""
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return made.requires_grad_(tensor.requires_grad)
-
-
-def _with_strides(gradient: Tensor, stride: tuple[int, ...]) -> Tensor:
-    laid = torch.empty_strided(gradient.shape, stride, dtype=gradient.dtype, device=gradient.device)
-    return laid.copy_(gradient)

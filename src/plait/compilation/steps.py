@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 
-from plait.compilation.torch_compiler import COMPILER_LOCK, Call, with_generated_code
+from plait.compilation.torch_compiler import GraphCall
 from plait.compilation.weight_terms import WeightTerm
 
-Values = list[Tensor]
-"""By slot. A slot without a value, before it is computed and after its last use, holds nothing of use."""
+Values = list[Any]
+"""Tensors by slot. A slot without a value, before it is computed and after its last use, holds None."""
 
 
 class LayerCall(Protocol):
     """Protocol of one call of a layer: gives its steps the masks of dropouts, and queues weight gradients."""
-
-    inputs: int
-    """The number of arguments that are tensors of the input."""
 
     def mask(self, number: int, name: str, shape: Sequence[int], device: torch.device) -> Tensor:
         """Return the mask of a call of the dropout `name`, the same each time for a number."""
@@ -34,29 +30,17 @@ class LayerCall(Protocol):
 class GraphStep:
     """A graph of consecutive operations."""
 
-    graph: GraphModule
+    graph: GraphCall
     arguments: Sequence[int]
     results: Sequence[int]
-    generates: bool
-    """Whether code is generated, at the first run."""
     done: Sequence[int] = ()
     """Slots that no later step reads."""
 
-    def __post_init__(self) -> None:
-        self._call: Call | None = None if self.generates else self.graph.forward
-
     def run(self, values: Values, call: LayerCall) -> None:
         """Run the graph."""
-        arguments = [values[slot] for slot in self.arguments]
-        run = self._call or self._generated(arguments)
-        for slot, value in zip(self.results, run(*arguments), strict=True):
+        made = self.graph(_taken(values, self.arguments, self.done))
+        for slot, value in zip(self.results, made, strict=True):
             values[slot] = value
-
-    def _generated(self, arguments: Sequence[Tensor]) -> Call:
-        with COMPILER_LOCK:
-            if self._call is None:
-                self._call = with_generated_code(self.graph, arguments)
-            return self._call
 
 
 @dataclass
@@ -68,12 +52,15 @@ class BetweenStep:
     result: int
     copies: bool
     """Whether the operation writes to its argument, which others read, too."""
+    stride: tuple[int, ...]
+    """Of the result, for which later graphs are made."""
     done: Sequence[int] = ()
 
     def run(self, values: Values, call: LayerCall) -> None:
         """Run the operation."""
-        argument = values[self.argument]
-        values[self.result] = self.operation(argument.clone() if self.copies else argument)
+        (argument,) = _taken(values, (self.argument,), self.done)
+        made = self.operation(argument.clone() if self.copies else argument)
+        values[self.result] = made if made.stride() == self.stride else with_strides(made, self.stride)
 
 
 @dataclass
@@ -103,7 +90,21 @@ class DeferStep:
 
     def run(self, values: Values, call: LayerCall) -> None:
         """Queue the summand."""
-        call.defer(self.term, [values[slot] for slot in self.operands])
+        call.defer(self.term, _taken(values, self.operands, self.done))
+
+
+def with_strides(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """Return a copy of `tensor` with the strides `stride`."""
+    made = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)
+
+
+def _taken(values: Values, slots: Sequence[int], done: Sequence[int]) -> list[Tensor]:
+    """Return the values of `slots`, and let go of those of `done`, so that a graph can free them early."""
+    taken = list(map(values.__getitem__, slots))
+    for slot in done:
+        values[slot] = None
+    return taken
 
 
 Step = DeferStep | GraphStep | BetweenStep | MaskStep
@@ -115,16 +116,12 @@ class Steps:
 
     steps: Sequence[Step]
     slots: int
-    results: Sequence[int | None]
-    nothing: Tensor = field(default_factory=lambda: torch.empty(0))
+    results: Sequence[int]
+    """A slot beyond the last: no result."""
 
-    def run(self, given: Iterable[Tensor], call: LayerCall) -> list[Tensor | None]:
-        """Return the results of the steps for `given`; None where there is no result."""
-        nothing = self.nothing
-        values = [*given]
-        values += [nothing] * (self.slots - len(values))
+    def run(self, given: Values, call: LayerCall) -> list[Any]:
+        """Return the results of the steps for `given`, which it empties; None where there is no result."""
+        given += [None] * (self.slots + 1 - len(given))
         for step in self.steps:
-            step.run(values, call)
-            for slot in step.done:
-                values[slot] = nothing
-        return [None if slot is None else values[slot] for slot in self.results]
+            step.run(given, call)
+        return list(map(given.__getitem__, self.results))

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 
-Call = Callable[..., Sequence[Tensor]]
+GraphCall = Callable[[list[Tensor]], Sequence[Tensor]]
+"""Returns the results of a graph for a list of its arguments, which it may empty."""
 
 COMPILER_LOCK = RLock()
 """Held while torch traces or generates code, which it does with state of the whole process."""
@@ -61,9 +62,29 @@ def is_random(node: Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
-def with_generated_code(graph: GraphModule, examples: Sequence[Tensor]) -> Call:
-    """Return `graph` compiled by TorchInductor, for arguments with the shapes and strides of `examples`."""
-    from torch import _inductor  # loads hundreds of modules
+def with_generated_code(graph: GraphModule) -> GraphCall:
+    """Return `graph` compiled by TorchInductor, for arguments like the examples of its placeholders.
 
-    compiled: Any = _inductor.compile(graph, [one.detach() for one in examples])
-    return cast(Call, compiled)
+    `graph` writes to no argument. The result is the generated function itself: around it torch puts wrappers
+    for subclasses, mutations and the profiler, which take as long as a small layer.
+    """
+    from torch._functorch import config  # these load hundreds of modules
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    found: list[Any] = []
+
+    def compile_and_note(*arguments: Any, **named: Any) -> Any:
+        found.append(compile_fx_inner(*arguments, **named))
+        return found[-1]
+
+    given = [example_of(node) for node in graph.graph.nodes if node.op == "placeholder"]
+    # Without a ShapeEnv torch leaves its cache on the disk alone.
+    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True):
+        examples = [
+            torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device) for one in given
+        ]
+    with torch.no_grad(), config.patch(enable_autograd_cache=False):  # a hit would not come here
+        compile_fx(graph, examples, inner_compile=compile_and_note)
+    (compiled,) = found
+    return cast(GraphCall, getattr(compiled, "current_callable", compiled))  # itself, if nothing is computed

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from plait.autograd.deferred_weight_gradients import add_product, add_rows
+from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.compilation.torch_compiler import example_of, is_view
 
 _ATEN = torch.ops.aten
@@ -65,13 +66,13 @@ class WeightTerm:
     add: Callable[..., None]
     """Adds the summand to a buffer, given that and the operands."""
 
-    def add_to(self, buffer: Tensor, values: Sequence[Tensor]) -> None:
-        """Add this part of a weight gradient to `buffer`; the operands are views of `values`."""
+    def add_to(self, queue: WeightGradientQueue, weight: Tensor, values: Sequence[Tensor]) -> None:
+        """Add this part of the gradient of `weight` to its buffer; the operands are views of `values`."""
         found = list(values)
         for number, operand in enumerate(self.operands):
             for operation, arguments in operand.views:
                 found[number] = operation(found[number], *arguments)
-        self.add(buffer, *found)
+        self.add(queue.buffer_of(weight), *found)
 
 
 def viewed(tensor: Tensor, views: Sequence[View]) -> Tensor:
@@ -124,7 +125,7 @@ def _product(gradient: Node, parameter: Node, number: int) -> WeightTerm | None:
         viewed(example_of(parameter), views)
     except RuntimeError:  # a buffer with the parameter's strides has no such view
         return None
-    return WeightTerm(number, (a, b), partial(_add_product, tuple(views)))
+    return WeightTerm(number, (a, b), partial(_add_product, tuple(views)) if views else add_product)
 
 
 def _is_transpose(node: Node, dims: int) -> bool:
@@ -139,7 +140,7 @@ def _is_transpose(node: Node, dims: int) -> bool:
 
 
 def _add_product(views: Sequence[View], buffer: Tensor, a: Tensor, b: Tensor) -> None:
-    add_product(viewed(buffer, views) if views else buffer, a, b)
+    add_product(viewed(buffer, views), a, b)
 
 
 def _scatter(gradient: Node, number: int) -> WeightTerm | None:

@@ -74,6 +74,11 @@ class LayerInfo:
         return map_leaves(lambda leaf: isinstance(leaf, TensorInfo), make, self.output)
 
 
+def wrong_gradient_shape(gradient: Tensor, shape: torch.Size) -> ModelError:
+    """Return the error for a gradient that has not the `shape` of its output."""
+    return ModelError(f"a gradient of shape {list(gradient.shape)} came back for an output of {list(shape)}.")
+
+
 def _listed(tensors: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:
     return ", ".join(f"{dtype} {list(shape)}" for shape, dtype in tensors)
 

@@ -69,9 +69,11 @@ class PipelineRank:
     def may_join(self, instruction: RunLayer) -> bool:
         """Return whether a layer may share an autograd graph with others: if they share no parameter.
 
-        Else autograd would add up the parameter's gradients in another order than layer by layer.
+        Else autograd would add up the parameter's gradients in another order than layer by layer. Compiled
+        layers have no autograd graph.
         """
-        return instruction.layer not in self.stages[instruction.action.stage].sharing
+        stage = self.stages[instruction.action.stage]
+        return not stage.compiled and instruction.layer not in stage.sharing
 
     def bind_layers(self, instructions: Sequence[RunLayer]) -> Callable[[], None]:
         """Return a function that runs the layers of `instructions`, all of one action, in one graph."""

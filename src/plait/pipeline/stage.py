@@ -27,11 +27,11 @@ from plait.autograd.dropout import DropoutGenerator, names_of
 from plait.autograd.engine_calls import run_backward
 from plait.autograd.running_sequence import LocalSequence, running
 from plait.autograd.weight_gradient_queue import WeightGradientQueue, WeightWork
-from plait.compilation.compiled_layer import CompiledLayer
-from plait.errors import ModelError, PlanError
+from plait.compilation.compiled_layer import CompiledLayer, CompiledRun
+from plait.errors import PlanError
 from plait.layers.layer_sequence import NamedLayer
 from plait.layers.nested import Value, detached, list_of_tensors, map_tensors
-from plait.layers.shape_inference import LayerInfo
+from plait.layers.shape_inference import LayerInfo, wrong_gradient_shape
 from plait.pipeline.recompute import Run, recomputing
 from plait.plan import Recompute
 
@@ -47,6 +47,8 @@ class LayerRun:
     outputs: list[Tensor]
     last: int
     """The number of the last layer."""
+    compiled: CompiledRun | None = None
+    """Runs the backward of a compiled layer, whose inputs and outputs are not needed."""
     work: list[WeightWork] = field(default_factory=list)
 
 
@@ -80,6 +82,8 @@ class Stage:
     def __post_init__(self) -> None:
         modes: Sequence[Recompute] = self.recompute or ["none"] * len(self.layers)
         self._training_runs: list[Run] = [recomputing(mode, self._run) for mode in modes]
+        self.compiled: Sequence[CompiledLayer] = ()
+        """For each layer, if layers are compiled."""
         self._parameters = [list(layer.module.parameters()) for layer in self.layers]
         users = Counter(id(parameter) for each in self._parameters for parameter in each)
         self.sharing = {
@@ -92,8 +96,7 @@ class Stage:
 
     def run_compiled(self, layers: Sequence[CompiledLayer]) -> None:
         """Run the stage's layers as compiled graphs in training from now on; `layers` has one for each."""
-        pairs = zip(layers, self._training_runs, strict=True)
-        self._training_runs = [partial(self._run_compiled, *pair) for pair in pairs]
+        self.compiled = layers
 
     def forward(self, microbatch: int, layer: int, last: int | None = None) -> None:
         """Run one layer on the micro-batch's current activation, or those up to `last`, in one graph.
@@ -105,6 +108,8 @@ class Stage:
         inputs = list_of_tensors(value) if trains else []
         for number in range(layer, last + 1):
             try:
+                if trains and self.compiled and self._run_compiled(microbatch, number, value):
+                    return  # compiled layers run one at a time
                 value = (self._training_runs[number] if trains else self._run)(microbatch, number, value)
                 self.infos[microbatch][number].check(value, self.layers[number].path)
             except Exception as error:
@@ -119,24 +124,27 @@ class Stage:
 
         `layer`: the first of those that ran together, here and in `backward_weight` and `backward`.
         """
-        run, queue = self.runs[microbatch, layer], self.queue
-        roots, seeds = _with_gradient(run.outputs, self.gradients.pop(microbatch))
+        run, given = self.runs[microbatch, layer], self.gradients.pop(microbatch)
         computed: list[WeightWork] = []
-        if roots:
-            try:
+        try:
+            if run.compiled is not None:
+                gradients = run.compiled.backward(given, adds_late=self.adds_late)
+            else:
+                roots, seeds = _with_gradient(run.outputs, given)
                 sequence = self.sequences[microbatch] if self.sequences else None
-                if sequence is None and not self.adds_late:  # the common case, kept cheap
+                if roots and sequence is None and not self.adds_late:  # the common case, kept cheap
                     run_backward(roots, seeds)
-                else:
+                elif roots:
                     with self._backward_contexts(sequence, range(layer, run.last + 1), computed):
                         run_backward(roots, seeds)
-            except Exception as error:
-                self._add_note(error, microbatch, layer, run.last)
-                raise
-        run.work = [*computed, *queue.take()]
-        self.gradients[microbatch] = [tensor.grad for tensor in run.inputs]
+                gradients = [tensor.grad for tensor in run.inputs]
+        except Exception as error:
+            self._add_note(error, microbatch, layer, run.last)
+            raise
         # From here on only what the weight work itself holds stays alive.
-        run.inputs, run.outputs = [], []
+        run.inputs, run.outputs, run.compiled = [], [], None
+        run.work = [*computed, *self.queue.take()]
+        self.gradients[microbatch] = gradients
 
     def backward_weight(self, microbatch: int, layer: int) -> None:
         """Compute the layer's deferred weight gradients and add them to `.grad`; discard its `LayerRun`."""
@@ -161,7 +169,10 @@ class Stage:
         """Return whether the last layer's backward may read its output, which must then not be written to."""
         last = len(self.layers) - 1
         runs = [run for (number, _), run in self.runs.items() if number == microbatch and run.last == last]
-        return any(not made_by_linear(output) for run in runs for output in run.outputs)
+        return any(
+            run.compiled is not None or not all(made_by_linear(output) for output in run.outputs)
+            for run in runs
+        )
 
     def clear(self) -> None:
         """Discard every unfinished micro-batch, after an exception within a step."""
@@ -187,21 +198,25 @@ class Stage:
             queue.pending, queue.defers = outside, defers
         return self._without_parameters(output, layer) if info.returns_parameter else output
 
-    def _run_compiled(
-        self, compiled: CompiledLayer, eager: Run, microbatch: int, layer: int, value: Value
-    ) -> Value:
-        """Run one layer by its graphs and return its output."""
-        sequence = self.sequences[microbatch] if self.sequences else None
-        if sequence is not None:
+    def _run_compiled(self, microbatch: int, layer: int, value: Value) -> bool:
+        """Run one layer by its graphs, and return whether it has any; else it is to run eagerly."""
+        if self.sequences and self.sequences[microbatch] is not None:
             raise PlanError(
                 "a batch with document ids was given to compiled layers, which would use the first one's in "
                 "every step: set plan.compile to False."
             )
-        info, run_eagerly = self.infos[microbatch][layer], partial(eager, microbatch, layer, value)
+        compiled, info = self.compiled[layer], self.infos[microbatch][layer]
         if not self._dropouts[layer]:  # the common case, kept cheap
-            return compiled(value, info, run_eagerly)
-        with self._forward_contexts(None, microbatch, layer):
-            return compiled(value, info, run_eagerly)
+            made = compiled.forward(value, info)
+        else:
+            with self._forward_contexts(None, microbatch, layer):
+                made = compiled.forward(value, info)
+        if made is None:
+            return False
+        self.values[microbatch], run = made
+        info.check(self.values[microbatch], self.layers[layer].path)
+        self.runs[microbatch, layer] = LayerRun([], [], layer, run)
+        return True
 
     def _forward_contexts(self, sequence: LocalSequence | None, microbatch: int, layer: int) -> ExitStack:
         """Return the contexts in which a layer runs: its dropout, and this rank's part of the sequences."""
@@ -247,9 +262,7 @@ def _with_gradient(outputs: list[Tensor], gradients: Gradients) -> tuple[list[Te
         if gradient is None or not output.requires_grad:
             continue
         if gradient.shape != output.shape:
-            raise ModelError(
-                f"a gradient of shape {list(gradient.shape)} came back for an output of {list(output.shape)}."
-            )
+            raise wrong_gradient_shape(gradient, output.shape)
         roots.append(output)
         seeds.append(gradient)
     return roots, seeds

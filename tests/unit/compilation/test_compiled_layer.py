@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import plait
 from plait.compilation import layer_graphs
 from plait.errors import ModelError, PlanError
+from plait.layers.nested import Microbatches
+from plait.rules import column, row
 
 WIDTH, INNER = 6, 10
 MICROBATCHES = 2
@@ -50,9 +53,9 @@ def model_of(*kinds: type[nn.Module]) -> nn.Sequential:
     return nn.Sequential(*(kind() for kind in kinds)).double()
 
 
-def engine_of(model: nn.Module, **options: Any) -> Any:
+def engine_of(model: nn.Module, rules: Any = None, **options: Any) -> Any:
     plan = plait.Plan(microbatches=MICROBATCHES, **options)
-    return plait.parallelize(model, plan, plait.Mesh(plan), nn.functional.mse_loss)
+    return plait.parallelize(model, plan, plait.Mesh(plan), nn.functional.mse_loss, rules=rules)
 
 
 def batch_of(rows: int) -> Tensor:
@@ -107,6 +110,54 @@ def test_each_structure_is_traced_once_for_each_shape(traced: list[str]) -> None
     assert traced == ["0", "1", "2", "0", "1", "2"]
 
 
+def run_operations(graph: Any) -> Any:
+    return lambda arguments: graph.forward(*arguments)
+
+
+@pytest.fixture
+def generated(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The graphs for which code is generated from here on; in place of it their operations run."""
+    graphs: list[Any] = []
+
+    def noting(graph: Any) -> Any:
+        graphs.append(graph)
+        return run_operations(graph)
+
+    monkeypatch.setattr("plait.compilation.graph_steps.with_generated_code", noting)
+    return graphs
+
+
+class Dropping(Residual):
+    """With a dropout, whose masks differ in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(super().forward(x))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_nothing_is_compiled_after_the_first_step(
+    traced: list[str], generated: list[Any], recompute: str
+) -> None:
+    """With dropout, and micro-batches of two shapes that take turns."""
+
+    def run() -> list[int]:
+        engine, counts = engine_of(model_of(Dropping, Dropping), compile=True, recompute=recompute), []
+        for _ in range(50):
+            batch = Microbatches([batch_of(1), batch_of(2)])
+            engine.forward_backward(batch, batch)
+            counts.append(len(traced) + len(generated))
+        return counts
+
+    first, *others = on_one_rank(run)
+    # Two layers, of which the first gives no input gradient, two shapes; forward and backward of each.
+    assert first == 4 + 8
+    assert set(others) == {first}
+
+
 class NewMemory(TorchDispatchMode):
     """Counts the tensors of some shapes that operations make in memory of their own."""
 
@@ -122,24 +173,41 @@ class NewMemory(TorchDispatchMode):
         return result
 
 
-SHAPES = (INNER, WIDTH), (WIDTH, INNER)
+LAYOUTS = {
+    "alone": ({}, "none"),
+    "selective": ({}, "selective"),
+    "full": ({}, "full"),
+    "zb-h1": ({"pp": 2, "schedule": "zb-h1"}, "none"),
+    "tp": ({"tp": 2}, "selective"),
+}
+"""Options of a plan, and `recompute`."""
+RULES = {"*.up": column, "*.down": row}
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_no_gradient_of_a_weight_has_memory_of_its_own(recompute: str) -> None:
-    def run() -> int:
-        engine = engine_of(model_of(Residual, Residual), compile="graphs", recompute=recompute)
-        batch = batch_of(3)
-        engine.forward_backward(batch, batch)  # makes the buffers
-        with NewMemory(*SHAPES) as counted:
-            engine.forward_backward(batch, batch)
-        return counted.found
+def weights_made(model: nn.Module, **options: Any) -> int:
+    """How many tensors of a weight's shape a step makes on this rank, in memory of their own."""
+    engine = engine_of(model, rules=RULES, **options)
+    inner = INNER // options.get("tp", 1)
+    batch = batch_of(3)
+    engine.forward_backward(batch, batch)  # makes the buffers
+    with NewMemory((inner, WIDTH), (WIDTH, inner)) as counted:
+        engine.forward_backward(batch, batch)
+    return counted.found
 
-    assert on_one_rank(run) == 0
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_no_gradient_of_a_weight_has_memory_of_its_own(name: str) -> None:
+    options, recompute = LAYOUTS[name]
+    run = partial(weights_made, model_of(*[Residual] * 4), compile="graphs", recompute=recompute, **options)
+    ranks = 2 if options else 1
+    assert plait.launch(run, ranks=ranks, ranks_as="threads") == [0] * ranks
+
+
+def test_the_count_finds_the_gradients_of_plain_pytorch() -> None:
     batch, model = batch_of(3), model_of(Residual, Residual)
-    with NewMemory(*SHAPES) as counted:
+    with NewMemory((INNER, WIDTH), (WIDTH, INNER)) as counted:
         nn.functional.mse_loss(model(batch), batch).backward()
-    assert counted.found >= 4, "the count finds the gradients of plain PyTorch"
+    assert counted.found >= 4
 
 
 def test_a_weight_that_a_layer_uses_twice_and_one_that_is_no_product() -> None:
@@ -164,7 +232,31 @@ def test_a_layer_that_cannot_be_compiled_is_named_with_the_reason() -> None:
         gradients_of(model, compile="graphs")
     # Of this layer alone, since code is generated for others, which takes seconds.
     only = model_of(Counting)
-    assert_same_bits(gradients_of(only, compile="where possible"), gradients_of(only))
+    with pytest.warns(UserWarning, match=r"layer '0' cannot be compiled.* mutations.*runs eagerly"):
+        found = gradients_of(only, compile="where possible")
+    assert_same_bits(found, gradients_of(only))
+
+
+def test_a_layer_for_which_no_code_can_be_generated_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of other layers' code their operations run."""
+    asked: list[Any] = []
+
+    def refusing(graph: Any) -> Any:
+        asked.append(graph)
+        if any(node.target == torch.ops.aten.tanh.default for node in graph.graph.nodes):
+            raise RuntimeError("no kernel for tanh")
+        return run_operations(graph)
+
+    monkeypatch.setattr("plait.compilation.graph_steps.with_generated_code", refusing)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()).double()
+    with pytest.raises(ModelError, match=r"layer '1' cannot be compiled, for torch says: no kernel for tanh"):
+        gradients_of(model, compile=True)
+    asked.clear()
+    with pytest.warns(UserWarning, match=r"layer '1' cannot .*no kernel for tanh It runs eagerly") as told:
+        found = gradients_of(model, compile="where possible")
+    assert_same_bits(found, gradients_of(model))
+    assert len(told) == 1
+    assert len(asked) == 2 + 1 + 2, "the tanhs are tried once, and the linears are compiled"
 
 
 def test_documents_and_plans_that_do_not_fit_are_refused() -> None:

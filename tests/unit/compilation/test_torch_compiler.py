@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import operator
+import sys
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from plait.compilation.torch_compiler import (
     example_of,
@@ -73,9 +77,45 @@ def test_views_and_random_operations_are_told() -> None:
 
 
 def test_a_graph_runs_as_it_is_where_nothing_is_to_be_generated() -> None:
-    graph = torch.fx.Graph()
+    graph, x = torch.fx.Graph(), torch.ones(2)
     graph.output((graph.placeholder("x"),))
-    module = torch.fx.GraphModule({}, graph)
-    x = torch.ones(2)
-    (made,) = with_generated_code(module, [x])(x)
+    (node, _) = graph.nodes
+    with without_memory():
+        node.meta["val"] = torch.empty(2)
+    (made,) = with_generated_code(torch.fx.GraphModule({}, graph))([x])
     assert torch.equal(made, x)
+
+
+def calls_of_functions(run: Callable[[], object]) -> int:
+    """How many Python functions `run` calls."""
+    events: list[str] = []
+    sys.setprofile(lambda frame, event, _: events.append(event))
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return events.count("call")
+
+
+def product_of(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """Only a product, for which no kernel has to be built."""
+    product = x @ weight
+    return product, product.t()
+
+
+@torch.no_grad()
+def test_generated_code_is_called_without_the_wrappers_around_it() -> None:
+    """Also when torch's caches know the graph, and with arguments that require gradients."""
+    x, weight = torch.randn(3, 4), torch.randn(4, 5, requires_grad=True)
+    for _ in range(2):
+        hits = counters["inductor"]["fxgraph_cache_hit"]
+        with without_memory():
+            examples = [torch.empty(3, 4), torch.empty(4, 5, requires_grad=True)]
+        run = with_generated_code(joint_graph(product_of, examples, differentiates=False))
+        arguments = [x, weight]
+        made, transposed = run(arguments)
+        assert torch.equal(made, x @ weight)
+        assert torch.equal(transposed, made.t())
+        assert arguments == [], "the code lets go of what it has read"
+        assert calls_of_functions(partial(run, [x, weight])) == 1
+    assert counters["inductor"]["fxgraph_cache_hit"] == hits + 1, "torch keeps the code on the disk"
