@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import combinations, product
+from itertools import combinations, count, product
 from typing import Any
 
 import pytest
@@ -52,6 +52,12 @@ def mostly_in_quick(rows: Sequence[Row]) -> list[Any]:
     """
     first = -(-3 * len(rows) // 5)
     return [pytest.param(row, marks=[] if at < first else pytest.mark.full) for at, row in enumerate(rows)]
+
+
+def a_third_compiled(rows: Iterable[Row], can: Allowed = anything) -> list[Row]:
+    """The rows with `compile` for a plan: "graphs" in every third of those that can be compiled."""
+    turns = count()
+    return [{**row, "compile": "graphs" if can(row) and next(turns) % 3 == 0 else False} for row in rows]
 
 
 def covering_rows(

@@ -9,7 +9,7 @@ import pytest
 
 from parity.case import Recipe
 from parity.cases import USER_CASES, gpt2, llama
-from parity.pairs import covering_rows, every_row, in_turns, mostly_in_quick
+from parity.pairs import a_third_compiled, covering_rows, every_row, in_turns, mostly_in_quick
 from parity.parity import THREE_STEPS, TWO_STEPS, check_parity
 from parity.rows import name_of, plan_of
 from parity.woven import layer_count
@@ -68,7 +68,7 @@ def test_every_pair(thread_ranks: Any, row: dict[str, Any]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("row", PRODUCT, ids=name_of)
+@pytest.mark.parametrize("row", a_third_compiled(PRODUCT), ids=name_of)
 def test_the_product(thread_ranks: Any, row: dict[str, Any]) -> None:
     check(thread_ranks, row, THREE_STEPS)
 

@@ -13,7 +13,7 @@ from parity import pieces, woven
 from parity.case import Case, Recipe
 from parity.cases import gpt2, llama
 from parity.norm import TOLERANCE, assert_close, assert_equal
-from parity.pairs import covering_rows, every_row, mostly_in_quick
+from parity.pairs import a_third_compiled, covering_rows, every_row, mostly_in_quick
 from parity.parity import THREE_STEPS, TWO_STEPS, check_parity
 from parity.pieces import of_length
 from parity.reference import materialise
@@ -65,7 +65,9 @@ def test_every_pair_of_factors(thread_ranks: Any, row: dict[str, Any]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("row", REST, ids=name_of)
+@pytest.mark.parametrize(
+    "row", a_third_compiled(REST, lambda row: row["sequence_parallel"] == "keep"), ids=name_of
+)
 def test_every_plan(thread_ranks: Any, row: dict[str, Any]) -> None:
     check(thread_ranks, row, THREE_STEPS)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parity.case import Recipe
 from parity.cases import USER_CASES, gpt2, llama
-from parity.pairs import covering_rows, every_row, in_turns, mostly_in_quick
+from parity.pairs import a_third_compiled, covering_rows, every_row, in_turns, mostly_in_quick
 from parity.parity import check_parity
 from parity.rows import name_of, plan_of
 from plait.plan import Plan
@@ -46,7 +46,7 @@ def test_every_pair(thread_ranks: Any, row: dict[str, Any]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("row", every_row(FACTORS, allowed), ids=name_of)
+@pytest.mark.parametrize("row", a_third_compiled(every_row(FACTORS, allowed)), ids=name_of)
 def test_the_product(thread_ranks: Any, row: dict[str, Any]) -> None:
     check(thread_ranks, row, steps=3)
 

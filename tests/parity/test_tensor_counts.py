@@ -1,6 +1,8 @@
 """What tensor parallelism sends, counted exactly, in float64."""
 
+from collections import defaultdict
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 
@@ -8,6 +10,7 @@ from parity import woven
 from parity.case import ROWS
 from parity.cases import GPT2_CONTEXT, gpt2, llama
 from parity.pairs import covering_rows, every_row
+from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.comm.traffic import Count
 from plait.plan import Plan
 
@@ -74,3 +77,26 @@ def test_stages_send_what_their_own_layers_sum(thread_ranks):
     assert last == Count(3 * 7, 3 * (5 * activation + 3 * TOKENS * ITEM))  # both ways, the head, the loss
     assert ranks[1] == ranks[0]
     assert ranks[3] == ranks[2]
+
+
+def waiting_at_each_sum(thread_ranks, **options):
+    """Per rank, how many weight gradients each sum over `tp` in a backward finds, to compute meanwhile."""
+    waiting, overlap = defaultdict(list), WeightGradientQueue.overlap
+
+    def note(queue):
+        if queue.overlaps:
+            waiting[id(queue)].append(len(queue.pending))
+        overlap(queue)
+
+    plan = Plan(tp=2, microbatches=2, precision="fp64", **options)
+    with patch.object(WeightGradientQueue, "overlap", note):
+        thread_ranks.run(traffic_in_a_rank, gpt2(layers=BLOCKS), plan, ranks=2)
+    return list(waiting.values())
+
+
+@pytest.mark.parametrize("options", [{}, {"sequence_parallel": "keep"}], ids=["whole", "keep"])
+def test_the_same_products_overlap_a_sum_in_compiled_layers(thread_ranks, options):
+    eager = waiting_at_each_sum(thread_ranks, **options)
+    assert waiting_at_each_sum(thread_ranks, compile="graphs", **options) == eager
+    assert len(eager) == 2
+    assert sum(eager[0]) > 0

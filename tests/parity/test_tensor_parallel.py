@@ -11,7 +11,7 @@ import pytest
 from parity import data
 from parity.case import Case
 from parity.cases import ONE_STAGE, SMOOTHED, gpt2, llama
-from parity.pairs import covering_rows, every_row, mostly_in_quick
+from parity.pairs import a_third_compiled, covering_rows, every_row, mostly_in_quick
 from parity.parity import THREE_STEPS, TWO_STEPS, check_parity
 from plait.plan import Plan
 from plait.tensor.losses import CrossEntropy
@@ -51,8 +51,8 @@ REST = [row for row in covering_rows(FACTORS, fits, PLANS) if row not in COVERIN
 
 def identify(row):
     degrees, tied = f"pp{row['pp']}-dp{row['dp']}-tp{row['tp']}", "tied" if row["tied"] else "untied"
-    overlap = "overlap" if row["overlap"] else "defer"
-    return f"{degrees}-{row['family']}-{row['schedule']}-m{row['microbatches']}-{tied}-{overlap}"
+    overlap, compiled = "overlap" if row["overlap"] else "defer", "-compiled" * bool(row.get("compile"))
+    return f"{degrees}-{row['family']}-{row['schedule']}-m{row['microbatches']}-{tied}-{overlap}{compiled}"
 
 
 def check(thread_ranks, row, recipe):
@@ -68,7 +68,7 @@ def test_every_pair_of_factors(thread_ranks, row):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("row", REST, ids=identify)
+@pytest.mark.parametrize("row", a_third_compiled(REST), ids=identify)
 def test_every_plan(thread_ranks, row):
     check(thread_ranks, row, THREE_STEPS)
 
