@@ -9,7 +9,7 @@ import pytest
 from parity import woven
 from parity.case import ROWS
 from parity.cases import GPT2_CONTEXT, gpt2, llama
-from parity.pairs import covering_rows, every_row, in_quick
+from parity.pairs import covering_rows, every_row
 from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.comm.traffic import Count
 from plait.plan import Plan
@@ -94,7 +94,8 @@ def waiting_at_each_sum(thread_ranks, **options):
     return list(waiting.values())
 
 
-@pytest.mark.parametrize("mode", in_quick(("none", "keep"), "keep"))
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["none", "keep"])
 def test_the_same_products_overlap_a_sum_in_compiled_layers(thread_ranks, mode):
     options = {"sequence_parallel": mode}
     eager = waiting_at_each_sum(thread_ranks, **options)

@@ -138,7 +138,7 @@ class Dropping(Residual):
         return x + self.dropout(super().forward(x))
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.full)])
 def test_nothing_is_compiled_after_the_first_step(
     traced: list[str], generated: list[Any], recompute: str
 ) -> None:
