@@ -183,11 +183,12 @@ def surround(engine: Engine, doom: Doom) -> None:
     executor = engine._runner._executor
     original_calls = executor._calls
 
-    def calls(instruction: Instruction) -> list[Any]:
+    def calls(group: Program) -> list[Any]:
         before, after = (partial(doom.reach, when=when) for when in ("before", "after"))
-        return [(before, instruction), *original_calls(instruction), (after, instruction)]
+        return [(before, group[0]), *original_calls(group), (after, group[0])]
 
     patch.object(executor, "_calls", calls).start()
+    patch.object(executor, "_may_join", None).start()  # each instruction by itself
     original = deferred_weight_gradients.add_product
 
     def add_product(*arguments: Tensor) -> None:

@@ -211,8 +211,11 @@ def test_a_second_step_adds_to_the_first() -> None:
         assert_gradients(engine, gradients, times)
 
 
-@pytest.mark.parametrize(("where", "kind"), [("forward", "F"), ("backward", "B")])
-def test_after_an_exception_in_a_layer_the_next_step_is_right(where: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("where", "kind", "layers"),
+    [("forward", "F", "layer '1'"), ("backward", "B", "layers '1' to '2'")],  # which share a graph
+)
+def test_after_an_exception_in_a_layer_the_next_step_is_right(where: str, kind: str, layers: str) -> None:
     model = small_model()
     _, gradients = reference(model)
     getattr(model[1], f"{where}_mood").fails = True  # the engine's private copy has the same mood
@@ -220,7 +223,7 @@ def test_after_an_exception_in_a_layer_the_next_step_is_right(where: str, kind: 
     with pytest.raises(ZeroDivisionError) as caught:
         engine.forward_backward(INPUTS, TARGETS)
     place, instruction = caught.value.__notes__
-    assert place == "in stage 0, micro-batch 1, layer '1'"
+    assert place == f"in stage 0, micro-batch 1, {layers}"
     assert instruction.startswith(f"while running RunLayer(action=Action(stage=0, kind=<Kind.{kind}: ")
     (stage,) = engine._pipeline.stages.values()
     assert not any((stage.values, stage.gradients, stage.runs, stage.queue.pending)), "memory is given back"

@@ -17,7 +17,7 @@ from plait.pipeline.stage import Stage
 from plait.plan import Plan
 from zoo import cases
 from zoo.diagnosed import Mistake
-from zoo.patching import during
+from zoo.patching import during, each_alone
 
 LLAMA, GPT2 = (import_module(f"plait.models.{name}") for name in ("llama", "gpt2"))
 """The package has functions of these names."""
@@ -58,7 +58,7 @@ def _given(change: Callable[[Tensor, Tensor], Tensor], layer: str) -> Any:
             after: Any = self.values[microbatch]
             after.data = change(before.detach(), after.detach())
 
-    return patch.object(Stage, "forward", forward)
+    return patch.object(Stage, "forward", each_alone(forward))
 
 
 def _rounded(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

@@ -37,8 +37,18 @@ def during(
         with defect() if meant else nullcontext():
             original(self, microbatch, number)
 
-    with patch.object(Stage, method, run):
+    with patch.object(Stage, method, each_alone(run)):
         yield
+
+
+def each_alone(run: Callable[[Stage, int, int], None]) -> Callable[..., None]:
+    """`run`, for each layer of those that an evaluation runs together: it makes no graph."""
+
+    def run_all(self: Stage, microbatch: int, first: int, last: int | None = None) -> None:
+        for number in range(first, (first if last is None else last) + 1):
+            run(self, microbatch, number)
+
+    return run_all
 
 
 def replaced_all_reduce(module: Any, group_name: str, change: Callable[[Tensor, Any], Tensor]) -> Any:

@@ -25,7 +25,7 @@ from plait.pipeline.stage import Stage
 from plait.tensor import embedding
 from plait.verification.location import StepPhase
 from zoo import cases, models
-from zoo.patching import in_single
+from zoo.patching import each_alone, in_single
 from zoo.row import TWO_STEPS, Named, Row
 
 MICROBATCHES = 2
@@ -179,7 +179,7 @@ def input_overwritten() -> Iterator[None]:
             before, now = self.runs[0, 0].inputs[0], self.runs[1, 0].inputs[0]
             before.data.copy_(now)
 
-    with patch.object(Stage, "forward", forward):
+    with patch.object(Stage, "forward", each_alone(forward)):
         yield
 
 

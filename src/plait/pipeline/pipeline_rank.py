@@ -80,10 +80,14 @@ class PipelineRank:
         number, kind, microbatch = instructions[0].action
         layers = [instruction.layer for instruction in instructions]
         stage, first = self.stages[number], min(layers)
-        if kind is Kind.F:
-            return partial(stage.forward, microbatch, first, max(layers))
-        run = {Kind.I: stage.backward_input, Kind.W: stage.backward_weight, Kind.B: stage.backward}
-        return partial(run[kind], microbatch, first)
+        run: dict[Kind, Callable[..., None]] = {
+            Kind.F: stage.forward,
+            Kind.I: stage.backward_input,
+            Kind.W: stage.backward_weight,
+            Kind.B: stage.backward,
+        }
+        others = [max(layers)] if kind is Kind.F and len(layers) > 1 else []
+        return partial(run[kind], microbatch, first, *others)
 
     def begin(
         self,
