@@ -12,10 +12,21 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from run import LAYER_KINDS, LAYERS, MICROBATCHES, ROWS, WIDTH, Step, layers_of, processor_time, python_calls
+from run import (
+    LAYER_KINDS,
+    LAYERS,
+    MICROBATCHES,
+    ROWS,
+    WIDTH,
+    Step,
+    accumulate,
+    fsdp2,
+    layers_of,
+    processor_time,
+    python_calls,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -49,30 +60,12 @@ def torch_pipeline(kind: str) -> Step:
     return lambda: schedule.step(batch) if rank == 0 else schedule.step(target=batch)
 
 
-def accumulated(model: nn.Module) -> Step:
-    batch = torch.zeros(MICROBATCHES, ROWS, WIDTH)
-
-    def step() -> None:
-        for rows in batch:
-            nn.functional.mse_loss(model(rows), rows).backward()
-
-    return step
-
-
 def torch_tensor(kind: str) -> Step:
     model = layers_of(kind)
     mesh = init_device_mesh("cpu", (RANKS,))
     for layer in model:
         parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    return accumulated(model)
-
-
-def fsdp2(kind: str) -> Step:
-    model = layers_of(kind)
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
-    return accumulated(model)
+    return accumulate(model)
 
 
 CASES: dict[str, tuple[Make, int]] = {

@@ -28,7 +28,7 @@ class WeightGradientQueue:
     """The linears' inputs and output gradients that are gathered again for their weight gradients."""
 
     def add(self, work: WeightWork) -> None:
-        """Append the computation of one weight gradient, or compute it."""
+        """Append the computation of one weight gradient to the queue; unless `defers`, compute it at once."""
         if self.defers:
             self.pending.append(work)
         else:

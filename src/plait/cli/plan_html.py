@@ -119,7 +119,7 @@ def _list(lines: Sequence[str]) -> str:
 
 
 def _impossible(result: PlanSearchResult) -> list[str]:
-    """Return the lines of `notes` on divisions of the ranks that are impossible."""
+    """Return a line for each reason why divisions of the ranks into axes are impossible."""
     return notes(result)[1 : 1 + len(result.impossible)]
 
 

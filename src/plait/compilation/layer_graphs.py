@@ -24,7 +24,7 @@ from plait.plan import Recompute
 
 @dataclass(frozen=True)
 class OutputGradient:
-    """The gradient of an output's tensor, as the backward was traced for it."""
+    """What the traced backward expects of the gradient of one output tensor."""
 
     number: int
     """Of the tensor in the output."""

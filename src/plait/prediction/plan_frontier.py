@@ -1,4 +1,4 @@
-"""`search_frontier`: the fastest plans for less and less memory."""
+"""`search_frontier`: the trade of step time against memory among the plans of a search."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OTHERS = 5
 
 @dataclass(frozen=True)
 class PlanFrontier:
-    """Plans of which no plan is both faster and smaller, with the others that the searches found."""
+    """The Pareto frontier of step time and peak memory, and the other plans that the searches found."""
 
     plans: tuple[Prediction, ...]
     """All that were found, each once, in the order of `plan_rank`."""
@@ -30,7 +30,7 @@ class PlanFrontier:
 def search_frontier(
     first: PlanSearchResult, batch: int, *, base: Plan | None = None, framework: Framework = PLAIT
 ) -> PlanFrontier:
-    """Return the fastest plans for less and less memory, found by searches as exact as `search`.
+    """Return the fastest plans for each of several memory limits, every limit below the one before.
 
     `first`: a search of all choices for the same `batch`, `base` and `framework` that found a plan. The next
     search allows `STEP` of the memory that its fastest plan needs, and so on, until no plan fits or

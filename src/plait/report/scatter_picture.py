@@ -106,7 +106,7 @@ class ScatterPicture:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Return round values from `low` to `high`."""
+    """Return the values of an axis, round numbers from `low` to `high`, that are labelled."""
     step = round_times(high - low, _TICKS)[1]
     return [step * number for number in range(ceil(low / step), floor(high / step) + 1)]
 

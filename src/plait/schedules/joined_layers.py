@@ -15,10 +15,10 @@ Place: TypeAlias = tuple[int, int, int]
 
 
 def joined_layers(program: Program, may_join: Callable[[RunLayer], bool]) -> Set[Place]:
-    """Return the place of each layer that can run together with the next one, as `may_join` allows both.
+    """Return the place of each layer that can share an autograd graph with the next one.
 
-    That is where the two follow each other in every action that runs them: a graph made in `F` is the one
-    that `I` and `W` go through.
+    `may_join`: whether a layer may share one at all. Two layers can where they follow each other in every
+    action that runs them: a graph made in `F` is the one that `I` and `W` go through.
     """
     actions: dict[tuple[int, int], set[Action]] = {}
     alone = set[tuple[int, int]]()
