@@ -128,8 +128,6 @@ class _SplitModule(torch.autograd.Function):
         saved = [other if one is None else one.detach() for one, other in pairs]
         wanted = dict(zip(call.names, ctx.trains, strict=True))
         wanted = {name: weight for name, weight in wanted.items() if weight.requires_grad}
-        if wanted:
-            call.queue.add(lambda: _add(call, wanted, gradient, saved))
         needs = ctx.needs_input_grad[1 : 1 + call.inputs]
         given = call.module.input_gradient(gradient, *saved) if any(needs) else None
         gradients = given if isinstance(given, tuple) else (given, *[None] * (call.inputs - 1))
@@ -138,6 +136,8 @@ class _SplitModule(torch.autograd.Function):
                 f"{call.kind}.input_gradient gave {len(gradients)} gradients for {call.inputs} inputs: give "
                 "one for each, or None."
             )
+        if wanted:  # last, so that I is before W also where the queue computes at once
+            call.queue.add(lambda: _add(call, wanted, gradient, saved))
         return None, *gradients, *[None] * len(call.names)
 
 
