@@ -35,7 +35,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("schedules",),
     ("layout",),
     ("device",),
-    ("plan", "rules", "model_size_rules", "huggingface_files", "data"),
+    ("plan", "rules", "attention_heads", "model_size_rules", "huggingface_files", "data"),
     ("errors",),
 )
 """Each room imports rooms of lower floors, and itself. The last three lines are the ground."""
@@ -48,6 +48,7 @@ WITHOUT_TORCH = {
     "prediction",
     "plan",
     "rules",
+    "attention_heads",
     "model_size_rules",
     "huggingface_files",
     "report",

@@ -68,12 +68,27 @@ def torch_tensor(kind: str) -> Step:
     return accumulate(model)
 
 
+def collectives_alone(kind: str) -> Step:
+    """The collectives of `full` alone: two gathers for each layer and micro-batch, one sum a layer."""
+    size = sum(parameter.numel() for parameter in layers_of(kind)[0].parameters())
+    whole, part = torch.zeros(RANKS * -(-size // RANKS)), torch.zeros(-(-size // RANKS))
+
+    def step() -> None:
+        for _ in range(LAYERS):
+            for _ in range(2 * MICROBATCHES):
+                dist.all_gather_into_tensor(whole, part)
+            dist.reduce_scatter_tensor(part, whole)
+
+    return step
+
+
 CASES: dict[str, tuple[Make, int]] = {
     "plait, pp 2": (with_plait(pp=2), LAYERS // RANKS),
     "plait, pp 2, zero-bubble": (with_plait(pp=2, schedule="zb-h1"), LAYERS // RANKS),
     "torch.distributed.pipelining, 1F1B": (torch_pipeline, LAYERS // RANKS),
     "plait, dp 2, full": (with_plait(dp=2, strategy="full"), LAYERS),
     "plait, dp 2, full, reduced each micro-batch": (with_plait(dp=2, strategy="full", reduce="each"), LAYERS),
+    "its collectives alone": (collectives_alone, LAYERS),
     "FSDP2": (fsdp2, LAYERS),
     "plait, tp 2": (with_plait(tp=2), LAYERS),
     "DTensor": (torch_tensor, LAYERS),

@@ -1,6 +1,8 @@
 """How well are the steps of this machine predicted? Calibrates it, then runs every plan of two ranks.
 
-Prints the table of README.md, section "This machine". On a machine that does nothing else.
+Prints the table of README.md, section "This machine". On a machine that does nothing else. Even there its
+speed changes by a factor of up to two within minutes: steps of a plan take turns with steps of one reference,
+and their ratio is multiplied by the reference's seconds right after the calibration.
 """
 
 from __future__ import annotations
@@ -8,6 +10,8 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from collections.abc import Callable, Sequence
+from math import sqrt
 from pathlib import Path
 from statistics import fmean, median
 
@@ -15,6 +19,7 @@ import torch
 
 import plait
 from plait.calibration.calibrate import calibrate
+from plait.comm.collectives import barrier
 from plait.errors import PlaitError
 from plait.plan import Plan
 from plait.verification.sweep import plans_on
@@ -23,35 +28,65 @@ MODELS = {
     "gpt2": {"layers": 4, "hidden": 256, "heads": 8, "vocab": 1024, "context": 128},
     "llama": {"layers": 6, "hidden": 192, "heads": 6, "vocab": 512, "context": 256},
 }
-ROWS, MICROBATCHES = 8, 4
+ROWS, MICROBATCHES, WARM_UP = 8, 4, 2
+
+
+Pairs = list[tuple[float, float]]
+"""Seconds of a step of a plan, and of a step of the reference right after it."""
 
 
 def model_of(name: str) -> torch.nn.Sequential:
     return getattr(plait.models, name)(**MODELS[name])  # type: ignore[no-any-return]
 
 
-def measured(name: str, plans: list[Plan], steps: int) -> list[float | None]:
-    """Return the median seconds of a step of each plan, on this rank; None where it cannot run."""
-    found: list[float | None] = []
+def step_of(name: str, plan: Plan, mesh: plait.Mesh) -> Callable[[], float]:
+    """Return a function that takes a step and returns its seconds, from where all ranks are ready."""
+    engine = plait.parallelize(model_of(name), plan, mesh, loss=plait.cross_entropy)
+    optimizer = torch.optim.AdamW(engine.parameter_groups(weight_decay=0.1), lr=1e-3)
+    tokens = torch.zeros(ROWS // plan.dp, MODELS[name]["context"], dtype=torch.int64)
+
+    def step() -> float:
+        barrier(mesh.group("world")).wait()
+        start = time.perf_counter()
+        engine.forward_backward(tokens, tokens)
+        engine.step(optimizer, 1.0)
+        optimizer.zero_grad()
+        return time.perf_counter() - start
+
+    return step
+
+
+def measured(name: str, plans: list[Plan], reference: Plan, steps: int) -> list[Pairs | None]:
+    """Return for each plan this rank's steps beside those of the reference; None where it cannot run."""
+    compared = step_of(name, reference, plait.Mesh(reference))
+    found: list[Pairs | None] = []
     for plan in plans:
         try:
             mesh = plait.Mesh(plan)
-            engine = plait.parallelize(model_of(name), plan, mesh, loss=plait.cross_entropy)
+            step = step_of(name, plan, mesh)
         except PlaitError:
             found.append(None)
             continue
-        optimizer = torch.optim.AdamW(engine.parameter_groups(weight_decay=0.1), lr=1e-3)
-        rows, context = ROWS // plan.dp, MODELS[name]["context"]
-        tokens = torch.zeros(rows, context, dtype=torch.int64)
-        times = []
-        for _ in range(steps + 2):
-            start = time.perf_counter()
-            engine.forward_backward(tokens, tokens)
-            engine.step(optimizer, 1.0)
-            optimizer.zero_grad()
-            times.append(time.perf_counter() - start)
-        found.append(median(times[2:]))
+        pairs = [(step(), compared()) for _ in range(steps + WARM_UP)]
+        found.append(pairs[WARM_UP:])
+        mesh.close()
     return found
+
+
+def beside_reference(of_ranks: Sequence[Pairs | None]) -> float | None:
+    """Return the median of a plan's steps divided by the reference's, each as long as its slowest rank's."""
+    pairs = [one for one in of_ranks if one is not None]
+    if len(pairs) < len(of_ranks):
+        return None
+    return median(
+        max(step for step, _ in turn) / max(other for _, other in turn) for turn in zip(*pairs, strict=True)
+    )
+
+
+def reference_seconds(name: str, plan: Plan, steps: int) -> list[float]:
+    """Return seconds of steps of the reference on this rank."""
+    step = step_of(name, plan, plait.Mesh(plan))
+    return [step() for _ in range(steps + WARM_UP)][WARM_UP:]
 
 
 def predicted(name: str, plan: Plan, hardware: Path) -> float | None:
@@ -62,18 +97,15 @@ def predicted(name: str, plan: Plan, hardware: Path) -> float | None:
 
 
 def ranks_of(values: list[float]) -> list[float]:
-    order = sorted(range(len(values)), key=values.__getitem__)
-    places = [0.0] * len(values)
-    for place, number in enumerate(order):
-        places[number] = place
-    return places
+    """Return the place of each value in their order; equal values share the middle of their places."""
+    return [sum(other < one for other in values) + (values.count(one) - 1) / 2 for one in values]
 
 
 def spearman(one: list[float], other: list[float]) -> float:
     a, b = ranks_of(one), ranks_of(other)
     middle = fmean(a)
     top = sum((x - middle) * (y - middle) for x, y in zip(a, b, strict=True))
-    return top / sum((x - middle) ** 2 for x in a)
+    return top / sqrt(sum((x - middle) ** 2 for x in a) * sum((y - middle) ** 2 for y in b))
 
 
 def plans_for(ranks: int) -> list[Plan]:
@@ -83,13 +115,16 @@ def plans_for(ranks: int) -> list[Plan]:
 
 def report(name: str, ranks: int, hardware: Path, steps: int, *, shown: bool) -> None:
     plans = plans_for(ranks)
-    every = plait.launch(measured, name, plans, steps, ranks=ranks, threads=1)
-    times = [max(one) if all(one) else None for one in zip(*every, strict=True)]
+    reference = Plan(dp=ranks, microbatches=2)
+    beside = plait.launch(reference_seconds, name, reference, 4 * steps, ranks=ranks, threads=1)
+    unit = median(map(max, zip(*beside, strict=True)))
+    every = plait.launch(measured, name, plans, reference, steps, ranks=ranks, threads=1)
+    times = [beside_reference(one) for one in zip(*every, strict=True)]
     rows = []
-    for plan, seconds in zip(plans, times, strict=True):
+    for plan, ratio in zip(plans, times, strict=True):
         guess = predicted(name, plan, hardware)
-        if seconds is not None and guess is not None:
-            rows.append((seconds, guess, plan))
+        if ratio is not None and guess is not None:
+            rows.append((ratio * unit, guess, plan))
     real, guessed = [row[0] for row in rows], [row[1] for row in rows]
     errors = [guess / seconds - 1 for seconds, guess, _ in rows]
     best = min(rows, key=lambda row: row[1])
@@ -113,11 +148,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--plans", action="store_true", help="print each plan")
+    parser.add_argument("--hardware", type=Path, help="a file that was calibrated before")
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     options = parser.parse_args()
-    hardware = Path(tempfile.mkdtemp()) / "this.toml"
-    calibrate(hardware)
-    print(hardware.read_text())
+    hardware = options.hardware or Path(tempfile.mkdtemp()) / "this.toml"
+    if options.hardware is None:
+        calibrate(hardware)
+        print(hardware.read_text())
     print("| model | ranks | plans | mean error | bias | largest | Spearman | first beside best |")
     print("|---|---|---|---|---|---|---|---|")
     for name in options.models:

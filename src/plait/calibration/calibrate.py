@@ -117,12 +117,15 @@ def hardware_of(found: Sequence[RankMeasurement]) -> Hardware:
     across = [one.across for one in found if one.across]
     near = _link(inside) or Link(1e12, 1e-7)
     middle = {name: median(one.products[name] for one in rates) for name in rates[0].products}
+    bandwidth = median(one.memory_bandwidth for one in rates)
     efficiency = Efficiency(
         product=1.0,
         half_depth=median(one.half_depth for one in rates),
         attention=min(1.0, median(one.attention for one in rates) / middle[best]),
         attention_backward=min(1.0, median(one.attention_backward for one in rates) / middle[best]),
         memory=1.0,
+        elementwise=min(1.0, median(one.elementwise for one in rates) / bandwidth),
+        optimizer=min(1.0, median(one.optimizer for one in rates) / bandwidth),
         kernel=median(one.kernel for one in rates),
         host=median(one.launch for one in rates),
         inside=1.0,
@@ -135,7 +138,7 @@ def hardware_of(found: Sequence[RankMeasurement]) -> Hardware:
         reserved=2.5 * 2**30 if first.accelerated else 0.0,
         host_memory=first.host_memory,
         multiprocessors=first.multiprocessors,
-        memory_bandwidth=median(one.memory_bandwidth for one in rates),
+        memory_bandwidth=bandwidth,
         peak=middle,
         inside=near,
         across=_link(across) or near,

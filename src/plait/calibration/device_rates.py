@@ -10,12 +10,15 @@ from statistics import median
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn import functional
+from torch.optim import AdamW
 
 from plait.device import StreamEvent, is_accelerator, synchronize
 from plait.layers.precision import DTYPES
 from plait.plan import Precision
 
+Timed = Callable[[Callable[[], object]], float]
+"""Returns the seconds of a function."""
 SECONDS = 0.4
 """Time spent on each figure."""
 _LONG = 0.02
@@ -38,7 +41,11 @@ class DeviceRates:
     """Of causal attention in one kernel, counting half of the scores; `attention_backward`: its backward."""
     attention_backward: float
     memory_bandwidth: float
-    """Of element-wise operations, which read and write."""
+    """Of additions, which read and write."""
+    optimizer: float
+    """Of a step of AdamW, in bytes as predictions count them."""
+    elementwise: float
+    """Of a norm, an activation and a residual connection, forward and backward, in bytes likewise."""
     kernel: float
     """Time of a GPU for an element-wise operation on few elements; on the CPU 0, see `calibrate`."""
     launch: float
@@ -68,6 +75,8 @@ def measure_device(device: torch.device, seconds: float = SECONDS) -> DeviceRate
         attention=operations / forward,
         attention_backward=2.5 * operations / backward,
         memory_bandwidth=bandwidth,
+        optimizer=_optimizer(device, timed),
+        elementwise=_elementwise(device, best, timed),
         kernel=kernel,
         launch=launch,
     )
@@ -102,25 +111,50 @@ def _side(device: torch.device, precision: Precision) -> int:
     return side
 
 
-def _attention(
-    device: torch.device, precision: Precision, timed: Callable[[Callable[[], object]], float]
-) -> tuple[float, float, float]:
+def _attention(device: torch.device, precision: Precision, timed: Timed) -> tuple[float, float, float]:
     """Return the seconds of forward and backward of causal attention, and the operations of the forward."""
     rows, heads, length, width = (8, 16, 2048, 64) if is_accelerator(device) else (1, 4, 512, 64)
     given = torch.ones(3, rows, heads, length, width, dtype=DTYPES[precision], device=device)
     q, k, v = (one.clone().requires_grad_() for one in given)
 
     def run() -> Tensor:
-        return scaled_dot_product_attention(q, k, v, is_causal=True)
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     def both() -> None:
         output = run()
         torch.autograd.grad(output, (q, k, v), output)
 
     forward = timed(run)
-
     backward = max(timed(both) - forward, forward / 2)
     return forward, backward, 2 * 2 * rows * heads * length**2 * width / 2
+
+
+def _optimizer(device: torch.device, timed: Timed) -> float:
+    """Return the bytes a second of a step of AdamW: it reads gradients, and updates all that it keeps."""
+    elements = 1 << (26 if is_accelerator(device) else 22)
+    parameter = torch.zeros(elements, device=device, requires_grad=True)
+    parameter.grad = torch.zeros_like(parameter)
+    return 7 * parameter.nbytes / timed(AdamW([parameter]).step)
+
+
+def _elementwise(device: torch.device, precision: Precision, timed: Timed) -> float:
+    """Return the bytes a second of a block's norm, activation and residual connection, forward and backward.
+
+    Of `n` bytes, a norm reads and writes 2 n and 4 n in its backward, a residual connection 3 n and 2 n; the
+    activation, four times as wide, 8 n and 12 n: as `plait.prediction.layer_operations` counts them.
+    """
+    tokens, width = (16384, 4096) if is_accelerator(device) else (512, 512)
+    few, many = (
+        torch.rand(tokens, features, dtype=DTYPES[precision], device=device, requires_grad=True)
+        for features in (width, 4 * width)
+    )
+    gradients = torch.ones_like(few), torch.ones_like(many)
+
+    def run() -> None:
+        results = few + functional.layer_norm(few, [width]), functional.gelu(many)
+        torch.autograd.grad(results, (few, many), gradients)
+
+    return 31 * few.nbytes / timed(run)
 
 
 def _small_operation(device: torch.device) -> tuple[float, float]:

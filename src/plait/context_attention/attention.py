@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 from torch.nn import functional
 
+from plait.attention_heads import heads_of_ranks
 from plait.autograd.dropout import Dropout, tag_dropout
 from plait.autograd.position_marks import positions_may_mix
 from plait.autograd.running_sequence import (
@@ -28,7 +29,7 @@ from plait.context_attention.kernels import Scaling
 from plait.context_attention.key_exchange import KeyExchange
 from plait.context_attention.method_choice import method_choice
 from plait.context_attention.ring import attend_to_all, share
-from plait.context_attention.ulysses import attend_by_heads, evenly_shared, heads_of_ranks, to_heads
+from plait.context_attention.ulysses import attend_by_heads, evenly_shared, to_heads
 from plait.context_attention.visibility import document_bounds
 from plait.context_attention.weight_dropout import (
     AnyDropout,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from plait.attention_heads import sending_less, vectors_sent
 from plait.autograd.running_sequence import ContextParallelism, LocalSequence
-from plait.context_attention.ulysses import heads_of_ranks
 from plait.errors import PlanError
 
 
@@ -38,25 +38,6 @@ class MethodChoice:
         )
 
 
-def vectors_sent(
-    query_heads: int, kv_heads: int, ranks: int, *, keeps_keys: bool
-) -> tuple[float, float | None]:
-    """Return how many vectors of a head a rank sends for each of its positions, with "ring" and "ulysses".
-
-    Forward and backward, on average over the ranks, without a mask. "ring": a key and a value of each head
-    go to every other rank and their gradients return, `4 · kv_heads · (ranks - 1)`; half as much again where
-    keys are not kept for the backward. "ulysses": queries, outputs, keys and values, and their gradients,
-    `4 · (query_heads + kv_heads) · (ranks - 1) / ranks`, and more where ranks share a head of keys; outputs
-    once more where they are not kept. None where the ranks do not divide the query heads.
-    """
-    ring = float((4 if keeps_keys else 6) * kv_heads * (ranks - 1))
-    if query_heads % ranks:
-        return ring, None
-    held = query_heads + sum(map(len, heads_of_ranks(query_heads, kv_heads, ranks)))
-    again = 0 if keeps_keys else query_heads
-    return ring, (4 * held + again) * (ranks - 1) / ranks
-
-
 def method_choice(sequence: LocalSequence, query_heads: int, kv_heads: int) -> MethodChoice:
     """Return the method of an attention whose sequence is divided over `cp`, as its plan asks.
 
@@ -78,6 +59,5 @@ def choose_method(parallelism: ContextParallelism, query_heads: int, kv_heads: i
             f"plan.context_parallel is 'ulysses', but {query_heads} heads do not divide over plan.cp = "
             f"{ranks} ranks: choose 'ring', or a divisor for cp."
         )
-    less: Literal["ring", "ulysses"] = "ulysses" if ulysses is not None and ulysses < ring else "ring"
-    method = less if asked == "auto" else asked
+    method = sending_less(ring, ulysses) if asked == "auto" else asked
     return MethodChoice(query_heads, kv_heads, method, asked != "auto", ring, ulysses)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.attention_heads import Heads
 from plait.autograd.kept_results import kept
 from plait.autograd.running_sequence import LocalSequence
 from plait.comm.collectives import all_to_all_uneven
@@ -24,18 +25,6 @@ from plait.context_attention.blocks import SavedAttention, attend_blocks, attent
 from plait.context_attention.kernels import Scaling
 from plait.context_attention.key_exchange import KeyExchange
 from plait.context_attention.weight_dropout import WeightDropoutMask
-
-Heads = Sequence[tuple[int, ...]]
-"""Indices of the heads that each rank gets."""
-
-
-def heads_of_ranks(query_heads: int, kv_heads: int, ranks: int) -> Heads:
-    """Return for each rank the heads, of `kv_heads` of keys and values, that its query heads read.
-
-    `query_heads` is a multiple of `ranks` and of `kv_heads`.
-    """
-    own, shared = query_heads // ranks, query_heads // kv_heads
-    return [tuple(range(rank * own // shared, ((rank + 1) * own - 1) // shared + 1)) for rank in range(ranks)]
 
 
 def evenly_shared(tensor: Tensor, query_heads: int, kv_heads: int, ranks: int, rank: int) -> Tensor:

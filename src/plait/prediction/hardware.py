@@ -40,7 +40,11 @@ class Efficiency:
     attention_backward: float
     """Largest fraction of the peak rate that its backward reaches."""
     memory: float
-    """Fraction of the memory bandwidth that element-wise operations reach."""
+    """Fraction of the memory bandwidth that operations reach."""
+    elementwise: float
+    """Fraction of that which norms, activations and residuals reach, where arithmetic slows them."""
+    optimizer: float
+    """Fraction of that which the optimizer's step reaches: below 1 where it is not one kernel."""
     kernel: float
     """Seconds that a device takes for an operation besides its arithmetic and its bytes."""
     host: float
@@ -107,6 +111,8 @@ _NUMBERS: Mapping[str, Mapping[str, tuple[float, float, float]]] = {
         "attention": (1, 0.001, 1),
         "attention_backward": (1, 0.001, 1),
         "memory": (1, 0.001, 1),
+        "elementwise": (1, 0.001, 1),
+        "optimizer": (1, 0.001, 1),
         "kernel_us": (MICRO, 0, 1e6),
         "host_us": (MICRO, 0, 1e6),
         "inside": (1, 0.001, 1),

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from plait.attention_heads import sending_less, vectors_sent
 from plait.plan import Plan
 from plait.prediction.decoder import Decoder, LayerKind
 from plait.prediction.framework import Framework
@@ -31,9 +32,9 @@ class LayerWork:
     """Of the output's gradient, which all products of the backward need."""
     backward_transfers: tuple[AxisTransfer, ...] = ()
     """Sums of the input's gradient and gathers of the input, during which products can run."""
-    forward_ring: AxisTransfer | None = None
-    """The exchange of keys and values between the ranks of `cp`."""
-    backward_ring: AxisTransfer | None = None
+    forward_exchanges: tuple[AxisTransfer, ...] = ()
+    """Of keys and values between the ranks of `cp`, or of heads: a ring, or all-to-alls."""
+    backward_exchanges: tuple[AxisTransfer, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -148,8 +149,7 @@ def _attention(shape: StepShape) -> LayerWork:
     turned = 2 * shape.tokens * (own + keys) * shape.item if decoder.rotary else 0.0
     turn = (shape.elementwise(turned, 2),) if turned else ()
     before, after = _norm_and_residual(shape)
-    exchange = 2 * shape.tokens * keys * shape.item
-    rings = shape.plan.cp > 1
+    exchanges, exchanges_backward = _exchanges(shape, own, keys)
     return LayerWork(
         forward=(*before.forward, *inward.forward, *turn, *core, *outward.forward, *after.forward),
         backward=(
@@ -165,9 +165,40 @@ def _attention(shape: StepShape) -> LayerWork:
         forward_transfers=_region_start(shape) + _region_end(shape),
         backward_gathers=_region_start(shape),
         backward_transfers=_gradient_transfers(shape),
-        forward_ring=AxisTransfer("ring", "cp", exchange) if rings else None,
-        backward_ring=AxisTransfer("ring", "cp", 2 * exchange) if rings else None,
+        forward_exchanges=exchanges,
+        backward_exchanges=exchanges_backward,
     )
+
+
+def _exchanges(
+    shape: StepShape, own: float, keys: float
+) -> tuple[tuple[AxisTransfer, ...], tuple[AxisTransfer, ...]]:
+    """Return what attention sends over `cp`, forward and backward; `own` and `keys`: features on this rank.
+
+    "ring": keys and values go round, in the backward with their gradients. "ulysses": queries, keys, values
+    and outputs change from positions to heads or back, as their gradients do, one after another; so do
+    outputs once more where they are not kept.
+    """
+    plan, size = shape.plan, shape.tokens * shape.item
+    if plan.cp == 1:
+        return (), ()
+    if _context_method(shape, own, keys) == "ring":
+        ring = AxisTransfer("ring", "cp", 2 * size * keys)
+        return (ring,), (replace(ring, nbytes=2 * ring.nbytes),)
+    shared = max(keys, plan.cp * shape.decoder.head_size)  # ranks that share a head of keys each get it
+    each = tuple(
+        AxisTransfer("all-to-all", "cp", plan.cp * size * features) for features in (shared, shared, own, own)
+    )
+    return each, each if plan.sequence_parallel == "keep" else (*each, each[-1])
+
+
+def _context_method(shape: StepShape, own: float, keys: float) -> str:
+    plan, width = shape.plan, shape.decoder.head_size
+    if plan.context_parallel != "auto":
+        return plan.context_parallel
+    kept = plan.sequence_parallel == "keep"
+    ring, ulysses = vectors_sent(round(own / width), round(keys / width), plan.cp, keeps_keys=kept)
+    return sending_less(ring, ulysses)
 
 
 def _core(

@@ -123,24 +123,23 @@ class LayerTimer:
         elif recompute == "selective":
             recomputed = self._parts(work.recomputed).total
         tp_backward = self._exposed_backward(work, weights)
-        rings = [
-            self._exposed_ring(work.forward_ring, forward),
-            self._exposed_ring(work.backward_ring, backward),
-        ]
+        exchanges = self._exposed_exchanges(work.forward_exchanges, forward)
+        exchanges_backward = self._exposed_exchanges(work.backward_exchanges, backward)
         free = self._free_of_sums(forward.total + tp_forward, work.forward_transfers)
         gathers = self._exposed_gather(kind, free, backward=False)
         transfers = work.backward_gathers + work.backward_transfers
         transfers += work.forward_transfers if recompute == "full" else ()
         free = self._free_of_sums(backward.total + weights.total + recomputed + tp_backward, transfers)
         gathers_backward = self._exposed_gather(kind, free, backward=True)
-        again = rings[0] if recompute == "full" else 0.0
+        again = exchanges if recompute == "full" else 0.0
+        waits = Parts(tp=tp_forward, cp=exchanges, dp=gathers)
+        waits_backward = Parts(
+            recomputation=recomputed, tp=tp_backward, cp=exchanges_backward + again, dp=gathers_backward
+        )
+        again_operations = work.forward if recompute == "full" else ()
         return PassTimes(
-            self._with_host(forward + Parts(tp=tp_forward, cp=rings[0], dp=gathers), work.forward),
-            self._with_host(
-                backward
-                + Parts(recomputation=recomputed, tp=tp_backward, cp=rings[1] + again, dp=gathers_backward),
-                work.backward + (work.forward if recompute == "full" else ()),
-            ),
+            self._with_host(forward + waits, work.forward),
+            self._with_host(backward + waits_backward, work.backward + again_operations),
             weights,
         )
 
@@ -172,11 +171,11 @@ class LayerTimer:
             return (gathers + others) * (1 - OVERLAP_SHARE)
         return gathers + (max(others - weights.total, 0.0) if framework.overlaps_tensor_sums else others)
 
-    def _exposed_ring(self, ring: AxisTransfer | None, computed: Parts) -> float:
-        if ring is None:
-            return 0.0
-        seconds, ranks = self.network.seconds(ring), self.shape.plan.cp
-        if not self.shape.framework.overlaps_context:
+    def _exposed_exchanges(self, exchanges: tuple[AxisTransfer, ...], computed: Parts) -> float:
+        """Return the seconds of exchanges over `cp` that attention to own positions does not hide."""
+        seconds, ranks = self._transfers(exchanges), self.shape.plan.cp
+        in_ring = all(one.collective == "ring" for one in exchanges)
+        if not in_ring or not self.shape.framework.overlaps_context:
             return seconds
         return max(seconds - computed.attention * (ranks - 1) / ranks, 0.0)
 

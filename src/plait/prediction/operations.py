@@ -46,7 +46,7 @@ class Elementwise:
 
 @dataclass(frozen=True)
 class AxisTransfer:
-    """A collective over an axis: `nbytes` is the whole result of a gather, the whole input of the others."""
+    """A collective. `nbytes`: of a gather's result, of all inputs of an all-to-all, else of an input."""
 
     collective: Collective
     axis: Axis

@@ -16,7 +16,7 @@ def operation_seconds(operation: DeviceOperation, hardware: Hardware, precision:
     part, fixed = hardware.efficiency, hardware.efficiency.kernel
     memory = hardware.memory_bandwidth * part.memory
     if isinstance(operation, Elementwise):
-        return operation.nbytes / memory + fixed * operation.kernels
+        return operation.nbytes / (memory * part.elementwise) + fixed * operation.kernels
     if isinstance(operation, FusedAttention):
         return attention_flops(operation) / (
             hardware.peak_of(attention_precision(precision))

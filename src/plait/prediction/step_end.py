@@ -69,7 +69,8 @@ def optimizer_seconds(timer: LayerTimer, count: float) -> tuple[float, float]:
     moments = shape.framework.moment_bytes or 2 * master
     # Gradients are read for the norm and for the step; master and moments read and written.
     nbytes = 2 * shape.gradient_item + 2 * (master + moments) + (shape.item if plan.has_master else 0)
-    bandwidth = hardware.memory_bandwidth * hardware.efficiency.memory
+    part = hardware.efficiency
+    bandwidth = hardware.memory_bandwidth * part.memory * part.optimizer
     seconds = count / ranks * nbytes * shape.framework.optimizer_passes / bandwidth
     if plan.strategy not in ("optimizer", "gradients"):
         return seconds, 0.0

@@ -14,7 +14,7 @@ from plait.calibration.link_rates import LinkRates
 from plait.errors import ConfigError
 from plait.prediction.hardware import load_hardware
 
-RATES = DeviceRates({"fp32": 2e12, "bf16": 8e12}, 4096, 100.0, 4e12, 3e12, 1e11, 2e-6, 5e-6)
+RATES = DeviceRates({"fp32": 2e12, "bf16": 8e12}, 4096, 100.0, 4e12, 3e12, 1e11, 8e10, 4e10, 2e-6, 5e-6)
 GPU = RankMeasurement(
     "GPU", True, 80 << 30, 1 << 40, 8, 108, RATES, 0.0, LinkRates(3e-6, 2e11), LinkRates(8e-6, 2e10)
 )
@@ -26,6 +26,7 @@ def test_figures_are_the_medians_of_the_ranks(tmp_path: Path) -> None:
     assert (found.memory_bandwidth, found.memory, found.devices) == (1e11, 79 << 30, 8)
     assert (found.inside.latency, found.across.bandwidth) == (3e-6, 2e10)
     assert found.efficiency.attention == 0.5
+    assert (found.efficiency.optimizer, found.efficiency.elementwise) == (0.8, 0.4)
     assert found.peak["bf16"] == pytest.approx(8e12, rel=0.3)  # less what tiles lose at that size
     (tmp_path / "file.toml").write_text(hardware_text(found))
     assert hardware_text(load_hardware(tmp_path / "file.toml")) == hardware_text(found)

@@ -8,11 +8,12 @@ import torch
 import plait
 from parity import woven
 from parity.contexts import WIDTH, mixing
+from plait.attention_heads import vectors_sent
 from plait.autograd.running_sequence import ContextParallelism
 from plait.comm import Count
 from plait.comm.group import Group
 from plait.comm.traffic import Traffic
-from plait.context_attention.method_choice import choose_method, vectors_sent
+from plait.context_attention.method_choice import choose_method
 from plait.errors import PlanError
 from plait.plan import Plan
 

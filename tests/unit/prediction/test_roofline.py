@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from plait.prediction.hardware import load_hardware
@@ -40,6 +42,13 @@ def test_a_thin_product_takes_the_time_of_its_bytes() -> None:
 def test_elementwise_work_takes_the_time_of_its_bytes_and_kernels() -> None:
     rate = HARDWARE.memory_bandwidth * PART.memory
     assert seconds(Elementwise(1e9, 2)) == pytest.approx(1e9 / rate + 2 * PART.kernel)
+
+
+def test_layers_may_reach_less_of_the_bandwidth_than_the_optimizer() -> None:
+    half = replace(HARDWARE, efficiency=replace(PART, elementwise=0.5, kernel=0.0))
+    whole = replace(half, efficiency=replace(PART, kernel=0.0))
+    slow, quick = (operation_seconds(Elementwise(1e9), one, "bf16", 2) for one in (half, whole))
+    assert slow == pytest.approx(2 * quick)
 
 
 def test_attention_backward_does_two_and_a_half_times_the_work() -> None:

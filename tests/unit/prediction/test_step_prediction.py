@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -99,6 +100,24 @@ def test_gathers_of_output_gradients_are_never_hidden() -> None:
     # The forward sends as many bytes with sequence parallelism as without; its backward gathers besides.
     assert keep == pytest.approx(1.5 * none, rel=0.02)
     assert regather == pytest.approx(keep, rel=1e-6)
+
+
+LONG = replace(SMALL, context=1 << 16)
+
+
+def test_a_ring_hides_behind_attention_and_the_exchanges_of_ulysses_do_not() -> None:
+    def communication(**fields: Any) -> float:
+        return predict(LONG, Plan(cp=4, **fields, **MIXED), "h100-sxm").breakdown["cp communication"]
+
+    assert communication(context_parallel="ring") == 0.0
+    again, kept = (
+        communication(context_parallel="ulysses", sequence_parallel=one) for one in ("none", "keep")
+    )
+    # Eight exchanges of each layer; where they are not kept, outputs are sent once more.
+    assert again == pytest.approx(kept * 9 / 8)
+    few_keys = replace(LONG, kv_heads=1)
+    assert communication() == again, "auto sends less by heads"
+    assert predict(few_keys, Plan(cp=2, **MIXED), "h100-sxm").breakdown["cp communication"] == 0.0
 
 
 def test_small_layers_are_limited_by_the_host() -> None:
