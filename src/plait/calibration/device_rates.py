@@ -131,10 +131,11 @@ def _attention(device: torch.device, precision: Precision, timed: Timed) -> tupl
 
 def _optimizer(device: torch.device, timed: Timed) -> float:
     """Return the bytes a second of a step of AdamW: it reads gradients, and updates all that it keeps."""
-    elements = 1 << (26 if is_accelerator(device) else 22)
-    parameter = torch.zeros(elements, device=device, requires_grad=True)
-    parameter.grad = torch.zeros_like(parameter)
-    return 7 * parameter.nbytes / timed(AdamW([parameter]).step)
+    count, elements = (16, 1 << 22) if is_accelerator(device) else (8, 1 << 18)  # as large as a layer's
+    parameters = [torch.zeros(elements, device=device, requires_grad=True) for _ in range(count)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    return 7 * 4 * count * elements / timed(AdamW(parameters).step)
 
 
 def _elementwise(device: torch.device, precision: Precision, timed: Timed) -> float:
