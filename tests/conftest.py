@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Without the full products, examples are few and the same each time: what fails was broken by a change,
     # not drawn by bad luck. `make test-all` explores. No deadline: times are noisy, and no test asserts one.
     fixed = "not full" in config.option.markexpr
-    profile = {"derandomize": True, "max_examples": 50} if fixed else {"max_examples": 100}
+    profile = {"derandomize": True, "max_examples": 20} if fixed else {"max_examples": 100}
     hypothesis.settings.register_profile("plait", deadline=None, **profile)
     hypothesis.settings.load_profile("plait")
 

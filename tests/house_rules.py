@@ -36,7 +36,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("layout",),
     ("device",),
     ("plan", "rules", "attention_heads", "model_size_rules", "huggingface_files", "data"),
-    ("errors",),
+    ("errors", "file_lock"),
 )
 """Each room imports rooms of lower floors, and itself. The last three lines are the ground."""
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -53,6 +53,7 @@ WITHOUT_TORCH = {
     "huggingface_files",
     "report",
     "errors",
+    "file_lock",
 }
 WITH_DISTRIBUTED = {"comm", "checkpoint", "device", "tensor/torch_parallelize_plan.py"}
 """Rooms and files that import torch.distributed."""
@@ -97,6 +98,11 @@ PRIVATE_USES = {
         "with_generated_code",
         "torch._functorch.config",
     ): "documented, private by its path",
+    (
+        "compilation/torch_compiler.py",
+        "code_cache",
+        "torch._inductor.runtime.cache_dir_utils.cache_dir",
+    ): "the folder of generated code, wherever the environment puts it: no public way to ask",
     (
         "context_attention/fused_kernels.py",
         "_chosen_backend",

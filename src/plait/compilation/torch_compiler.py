@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from threading import RLock
 from typing import Any, cast
 
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
+
+from plait.compilation.generation_lock import generating_alone
 
 GraphCall = Callable[[list[Tensor]], Sequence[Tensor]]
 """Returns the results of a graph for a list of its arguments, which it may empty."""
@@ -66,7 +69,8 @@ def with_generated_code(graph: GraphModule) -> GraphCall:
     """Return `graph` compiled by TorchInductor, for arguments like the examples of its placeholders.
 
     `graph` writes to no argument. The result is the generated function itself: around it torch puts wrappers
-    for subclasses, mutations and the profiler, which take as long as a small layer.
+    for subclasses, mutations and the profiler, which take as long as a small layer. One of the processes of a
+    host that ask for the same code generates it; the others find it in torch's cache on the disk.
     """
     from torch._functorch import config  # these load hundreds of modules
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -84,7 +88,19 @@ def with_generated_code(graph: GraphModule) -> GraphCall:
         examples = [
             torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device) for one in given
         ]
-    with torch.no_grad(), config.patch(enable_autograd_cache=False):  # a hit would not come here
+    shapes = [(one.shape, one.stride(), one.dtype, one.device) for one in given]
+    with (
+        torch.no_grad(),
+        config.patch(enable_autograd_cache=False),  # a hit would not come here
+        generating_alone(f"{graph.code} {shapes}", code_cache()),
+    ):
         compile_fx(graph, examples, inner_compile=compile_and_note)
     (compiled,) = found
     return cast(GraphCall, getattr(compiled, "current_callable", compiled))  # itself, if nothing is computed
+
+
+def code_cache() -> Path:
+    """Return the folder on the disk in which torch keeps generated code; it exists."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from plait.errors import DataError
+from plait.file_lock import owner_of, try_lock, unlock
 
 LOCK = "preparation.lock"
 """Names the process that prepares a corpus in the folder."""
@@ -37,46 +36,23 @@ def locked_folder(folder: Path, patience: float) -> Iterator[None]:
         if time.monotonic() - since >= patience:
             waited = f", and has written nothing for {patience:g} seconds" if patience else ""
             raise DataError(
-                f"{folder} is being prepared by {_owner(path)}{waited}: wait until it has finished, or end "
+                f"{folder} is being prepared by {owner_of(path)}{waited}: wait until it has finished, or end "
                 "it and repeat the command, which goes on from there."
             )
         time.sleep(min(_SECONDS_BETWEEN_TRIES, patience))
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
-        file.close()
+        unlock(path, file)
 
 
 def _acquired(path: Path) -> BinaryIO | None:
-    """Return the locked file, with this process's name in it; None where another process holds it."""
-    while True:
-        try:
-            file = path.open("a+b")
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if path.stat().st_ino == os.fstat(file.fileno()).st_ino:
-                break
-        except BlockingIOError:
-            file.close()
-            return None
-        except FileNotFoundError:  # its former owner has removed it meanwhile
-            pass
-        except OSError as error:
-            raise DataError(
-                f"{path.parent} cannot be locked ({error.strerror}): choose another folder."
-            ) from None
-        file.close()
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
-    file.flush()
-    return file
-
-
-def _owner(path: Path) -> str:
     try:
-        return path.read_text() or "another process"
-    except OSError:
-        return "another process"
+        return try_lock(path)
+    except OSError as error:
+        raise DataError(
+            f"{path.parent} cannot be locked ({error.strerror}): choose another folder."
+        ) from None
 
 
 def _state(folder: Path) -> list[tuple[str, int]]:

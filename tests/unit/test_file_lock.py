@@ -1,0 +1,53 @@
+"""A lock of a file: one process has it, by name, until it releases it or ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from plait.file_lock import owner_of, try_lock, unlock
+
+HOLDING = """
+import sys, time
+from pathlib import Path
+from plait.file_lock import try_lock
+file = try_lock(Path(sys.argv[1]))
+print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+def test_one_has_it_until_it_is_released(tmp_path: Path) -> None:
+    path = tmp_path / "a.lock"
+    file = try_lock(path)
+    assert file is not None
+    assert try_lock(path) is None
+    assert owner_of(path).startswith(f"process {os.getpid()} on ")
+    unlock(path, file)
+    assert not path.exists()
+    assert owner_of(path) == "another process"
+    again = try_lock(path)
+    assert again is not None
+    unlock(path, again)
+
+
+def test_a_process_that_is_killed_has_none(tmp_path: Path) -> None:
+    path = tmp_path / "a.lock"
+    with subprocess.Popen([sys.executable, "-c", HOLDING, path], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"locked\n"
+        assert try_lock(path) is None
+        assert owner_of(path).startswith(f"process {process.pid} on ")
+        process.kill()
+    file = try_lock(path)
+    assert file is not None
+    unlock(path, file)
+
+
+def test_a_folder_that_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        try_lock(tmp_path / "missing" / "a.lock")
