@@ -1,4 +1,4 @@
-"""Heads of attention over the ranks of `cp`: which rank reads which, and what is sent; without torch."""
+"""Attention heads under context parallelism: which heads each rank needs, and how much is sent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Heads = Sequence[tuple[int, ...]]
 
 
 def heads_of_ranks(query_heads: int, kv_heads: int, ranks: int) -> Heads:
-    """Return for each rank the heads, of `kv_heads` of keys and values, that its query heads read.
+    """Return for each rank the indices of the key and value heads that its query heads attend to.
 
     `query_heads` is a multiple of `ranks` and of `kv_heads`.
     """
@@ -21,7 +21,7 @@ def heads_of_ranks(query_heads: int, kv_heads: int, ranks: int) -> Heads:
 def vectors_sent(
     query_heads: int, kv_heads: int, ranks: int, *, keeps_keys: bool
 ) -> tuple[float, float | None]:
-    """Return how many vectors of a head a rank sends for each of its positions, with "ring" and "ulysses".
+    """Return the head-sized vectors that a rank sends for each position, with "ring" and with "ulysses".
 
     Forward and backward, on average over the ranks, without a mask. "ring": a key and a value of each head
     go to every other rank and their gradients return, `4 · kv_heads · (ranks - 1)`; half as much again where
@@ -38,5 +38,5 @@ def vectors_sent(
 
 
 def sending_less(ring: float, ulysses: float | None) -> Literal["ring", "ulysses"]:
-    """Return the method that "auto" chooses, for the vectors that each sends."""
+    """Return "ring" or "ulysses", whichever sends fewer vectors; what `context_parallel="auto"` chooses."""
     return "ulysses" if ulysses is not None and ulysses < ring else "ring"

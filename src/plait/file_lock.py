@@ -1,4 +1,4 @@
-"""Locks between processes of a host, each a file: a process that ends, or is killed, releases its locks."""
+"""Exclusive file locks (flock) between processes of a host, released when their process ends."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import BinaryIO
 
 
 def try_lock(path: Path) -> BinaryIO | None:
-    """Return the file `path`, locked, with this process's name in it; None where another process holds it.
+    """Lock the file `path` without waiting, and return it open; None if another process holds the lock.
 
-    Raises OSError where the folder of `path` takes no files or locks.
+    The file then contains this process's id and host. Raises OSError where the folder of `path` takes no
+    files or locks.
     """
     while True:
         file = path.open("a+b")
@@ -42,7 +43,7 @@ def unlock(path: Path, file: BinaryIO) -> None:
 
 
 def owner_of(path: Path) -> str:
-    """Return the name of the process that holds a lock."""
+    """Return the id and host of the process that holds the lock of the file `path`, from its content."""
     try:
         return path.read_text() or "another process"
     except OSError:

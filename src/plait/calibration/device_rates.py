@@ -130,7 +130,7 @@ def _attention(device: torch.device, precision: Precision, timed: Timed) -> tupl
 
 
 def _optimizer(device: torch.device, timed: Timed) -> float:
-    """Return the bytes a second of a step of AdamW: it reads gradients, and updates all that it keeps."""
+    """Return the memory traffic of an AdamW step, in bytes a second: gradients, parameters and moments."""
     count, elements = (16, 1 << 22) if is_accelerator(device) else (8, 1 << 18)  # as large as a layer's
     parameters = [torch.zeros(elements, device=device, requires_grad=True) for _ in range(count)]
     for parameter in parameters:
@@ -139,7 +139,7 @@ def _optimizer(device: torch.device, timed: Timed) -> float:
 
 
 def _elementwise(device: torch.device, precision: Precision, timed: Timed) -> float:
-    """Return the bytes a second of a block's norm, activation and residual connection, forward and backward.
+    """Return the memory traffic, in bytes a second, of layer norm, GELU and a residual add with backward.
 
     Of `n` bytes, a norm reads and writes 2 n and 4 n in its backward, a residual connection 3 n and 2 n; the
     activation, four times as wide, 8 n and 12 n: as `plait.prediction.layer_operations` counts them.

@@ -1,4 +1,4 @@
-"""A lock between processes of a host that generate the same code: one generates it, the others read it."""
+"""A lock by which one process of a host compiles a graph, and the others then read torch's cache."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _SECONDS_BETWEEN_TRIES = 0.02
 
 @contextmanager
 def generating_alone(graph: str, cache: Path, patience: float = PATIENCE) -> Iterator[None]:
-    """Context in which no other process generates the code of `graph`, a text of it, for torch's `cache`.
+    """Context manager that holds the lock of a graph in torch's cache folder, while its code is generated.
 
-    A process that does so is waited for, at most `patience` seconds; then a warning names it. Where `cache`
-    cannot be locked, nobody is waited for.
+    `graph`: a text that identifies it. Another process that holds the lock is waited for, at most `patience`
+    seconds; then a warning names it. Where no file can be locked in `cache`, nobody is waited for.
     """
     path = cache / f"plait-{sha256(graph.encode()).hexdigest()[:32]}.lock"
     file = _acquired(path, patience)

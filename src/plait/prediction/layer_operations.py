@@ -173,7 +173,9 @@ def _attention(shape: StepShape) -> LayerWork:
 def _exchanges(
     shape: StepShape, own: float, keys: float
 ) -> tuple[tuple[AxisTransfer, ...], tuple[AxisTransfer, ...]]:
-    """Return what attention sends over `cp`, forward and backward; `own` and `keys`: features on this rank.
+    """Return the `cp` transfers of an attention layer, of its forward and of its backward.
+
+    `own` and `keys`: query and key features on this rank.
 
     "ring": keys and values go round, in the backward with their gradients. "ulysses": queries, keys, values
     and outputs change from positions to heads or back, as their gradients do, one after another; so do

@@ -172,7 +172,7 @@ class LayerTimer:
         return gathers + (max(others - weights.total, 0.0) if framework.overlaps_tensor_sums else others)
 
     def _exposed_exchanges(self, exchanges: tuple[AxisTransfer, ...], computed: Parts) -> float:
-        """Return the seconds of exchanges over `cp` that attention to own positions does not hide."""
+        """Return the time of `cp` communication that does not overlap with computing attention."""
         seconds, ranks = self._transfers(exchanges), self.shape.plan.cp
         in_ring = all(one.collective == "ring" for one in exchanges)
         if not in_ring or not self.shape.framework.overlaps_context:

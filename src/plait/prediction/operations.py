@@ -46,7 +46,10 @@ class Elementwise:
 
 @dataclass(frozen=True)
 class AxisTransfer:
-    """A collective. `nbytes`: of a gather's result, of all inputs of an all-to-all, else of an input."""
+    """A collective over an axis, and its size.
+
+    `nbytes`: of an all-gather its result, of an all-to-all the inputs of all ranks, else a rank's input.
+    """
 
     collective: Collective
     axis: Axis
