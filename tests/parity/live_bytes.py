@@ -61,7 +61,8 @@ class LiveBytes(TorchDispatchMode):
     def _see(self, tensor: Tensor) -> bool:
         storage = tensor.untyped_storage()
         # Shared memory is mapped from a file.
-        return not tensor.is_meta and storage.filename is None and self._add(storage)
+        is_real = storage.device.type != "meta"  # not one that torch traces with
+        return is_real and storage.filename is None and self._add(storage)
 
     def _add(self, storage: torch.UntypedStorage) -> bool:
         """Whether it was not known."""

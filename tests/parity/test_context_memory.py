@@ -15,7 +15,7 @@ import plait
 from parity.live_bytes import LiveBytes
 from plait.blueprint import build_blueprint
 from plait.context_attention.exchange_plan import remembered_plan
-from plait.footprint.traces import trace_model
+from plait.footprint.model_traces import trace_model
 from plait.plan import Plan
 from plait.schedules.action import Kind
 from plait.schedules.program import RunLayer

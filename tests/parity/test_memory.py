@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 from unittest.mock import patch
 
@@ -201,6 +201,25 @@ def test_other_configurations(rank_pool: Any, name: str) -> None:
     check(rank_pool, GPT2, OTHERS[name])
 
 
+COMPILED: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "zb-h1": {"pp": 2, "schedule": "zb-h1", "dp": 2, "strategy": "full"},
+    "each": {"dp": 2, "strategy": "full", "reduce": "each"},
+    "selective": {"recompute": "selective"},
+    "recomputed": {"pp": 2, "schedule": "zb-h1", "recompute": "full"},
+    "tp-selective": {"tp": 2, "recompute": "selective"},
+    "sequence-recomputed": {"tp": 2, "sequence_parallel": "keep", "recompute": "full"},
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [GPT2, LLAMA], ids=lambda one: one.name)
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_layers(rank_pool: Any, case: Case, name: str) -> None:
+    """What their graphs save and allocate; without generated code, whose allocations cannot be counted."""
+    check(rank_pool, case, make(compile="graphs", **COMPILED[name]))
+
+
 @pytest.mark.full
 def test_another_model_and_optimizer(rank_pool: Any) -> None:
     check(rank_pool, LLAMA, make(pp=2, dp=2, strategy="optimizer", schedule="zb-h1"), momentum=True)
@@ -226,10 +245,20 @@ def test_dropout(rank_pool: Any, settings: dict[str, Any]) -> None:
     check(rank_pool, case, make(**settings))
 
 
-@pytest.mark.parametrize("name", in_quick(BY_NAME, *QUICK))
-def test_users_models(name: str) -> None:
+@pytest.mark.full
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_dropout_of_compiled_layers(rank_pool: Any, recompute: Any) -> None:
+    case = Case("dropping", with_values(partial(dropping, hidden=64, vocab=VOCAB)), draw)
+    check(rank_pool, case, make(tp=2, recompute=recompute, compile="graphs"))
+
+
+@pytest.mark.parametrize(
+    ("name", "compile"),
+    in_quick(product(BY_NAME, (False, "graphs")), *product(QUICK, (False,)), ("frozen_first", "graphs")),
+)
+def test_users_models(name: str, compile: Any) -> None:
     """Layers in place, of several tensors, frozen, tied, with views, recomputed: to a few numbers."""
-    case, plan = BY_NAME[name], Plan(microbatches=2, precision="fp32", overlap=False)
+    case, plan = BY_NAME[name], Plan(microbatches=2, precision="fp32", overlap=False, compile=compile)
     counted = count_in_a_rank(case, plan, momentum=True, rows=4)
     ((foreseen,), (moments,)) = foretold(case, plan, 1, rows=4)
     assert foreseen.peak == pytest.approx(counted.peak, abs=FEW)

@@ -39,6 +39,8 @@ class LayerCompiler:
     """Whether TorchInductor generates code; else the graphs run as they are."""
     falls_back: bool
     """Whether a layer that cannot be compiled runs eagerly."""
+    on_meta: bool = False
+    """Whether the graphs, those of a CPU, run on the meta device."""
     graphs: dict[Hashable, LayerGraphs | None] = field(default_factory=dict)
     """By structure, recompute mode and shapes of the input; None: such layers run eagerly."""
 
@@ -48,6 +50,11 @@ class LayerCompiler:
         if not plan.compile:
             return None
         return LayerCompiler(queue, plan.compile != "graphs", plan.compile == "where possible")
+
+    @staticmethod
+    def for_estimates(queue: WeightGradientQueue) -> LayerCompiler:
+        """Return a compiler of layers on the meta device: graphs of a CPU, without generated code."""
+        return LayerCompiler(queue, generates=False, falls_back=False, on_meta=True)
 
     def compiled(self, layer: NamedLayer, structure: Hashable, recompute: Recompute) -> CompiledLayer:
         """Return a layer of a stage as a compiled one; equal `structure`s have the same graphs."""
@@ -110,7 +117,12 @@ class CompiledLayer:
         if whole_key not in compiler.graphs:
             try:
                 compiler.graphs[whole_key] = trace_layer(
-                    self.layer, value, info, self._recompute, generates=compiler.generates
+                    self.layer,
+                    value,
+                    info,
+                    self._recompute,
+                    generates=compiler.generates,
+                    on_meta=compiler.on_meta,
                 )
             except Exception as error:
                 reason = shorten(str(error), REASON_LENGTH) or type(error).__name__

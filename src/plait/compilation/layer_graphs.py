@@ -15,7 +15,13 @@ from plait.autograd.layer_trace import TRACE, LayerTrace
 from plait.compilation.graph_division import JointGraph, divided
 from plait.compilation.graph_steps import steps_of
 from plait.compilation.steps import LayerCall, Steps, with_strides
-from plait.compilation.torch_compiler import COMPILER_LOCK, example_of, joint_graph, without_memory
+from plait.compilation.torch_compiler import (
+    COMPILER_LOCK,
+    example_of,
+    joint_graph,
+    move_to_meta,
+    without_memory,
+)
 from plait.layers.layer_sequence import NamedLayer
 from plait.layers.nested import Value, list_of_tensors, map_tensors, with_tensors
 from plait.layers.shape_inference import LayerInfo, wrong_gradient_shape
@@ -89,21 +95,30 @@ class LayerGraphs:
 
 
 def trace_layer(
-    layer: NamedLayer, value: Value, info: LayerInfo, mode: Recompute, *, generates: bool
+    layer: NamedLayer,
+    value: Value,
+    info: LayerInfo,
+    mode: Recompute,
+    *,
+    generates: bool,
+    on_meta: bool = False,
 ) -> LayerGraphs:
     """Return the graphs of `layer` for inputs like `value`; raises what torch raises where it cannot.
 
-    `generates`: with generated code. Nothing is computed, and nothing is communicated.
+    `generates`: with generated code. `on_meta`: the graphs are those of a CPU, for tensors on the meta
+    device. Nothing is computed, and nothing is communicated.
     """
     inputs, parameters = list_of_tensors(value), list(layer.module.parameters())
     function = _LayerFunction(layer, value, info)
     with COMPILER_LOCK, torch.enable_grad():
         with without_memory():
-            arguments = [_like(one) for one in (*inputs, *function.tensors)]
+            arguments = [_like(one, "cpu" if on_meta else one.device) for one in (*inputs, *function.tensors)]
             with _tracing(layer):
                 requires_grad = [one.requires_grad for one in function.outputs(arguments)]
         with _tracing(layer) as trace:
             graph = joint_graph(function, arguments, differentiates=any(requires_grad))
+        if on_meta:
+            move_to_meta(graph)
         joint = JointGraph.of(graph, len(arguments), len(requires_grad), len(inputs))
         numbers = range(len(inputs), len(inputs) + len(parameters))
         parts = divided(joint, numbers, mode)
@@ -183,7 +198,7 @@ def _tracing(layer: NamedLayer) -> Iterator[LayerTrace]:
         TRACE.reset(token)
 
 
-def _like(tensor: Tensor) -> Tensor:
-    """Return a new tensor like `tensor`, a leaf, in the current context."""
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+def _like(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Return a new tensor on `device` that is else like `tensor`, a leaf, in the current context."""
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return made.requires_grad_(tensor.requires_grad)

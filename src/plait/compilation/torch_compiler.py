@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
 
 from plait.compilation.generation_lock import generating_alone
 
@@ -47,6 +48,16 @@ def joint_graph(
 def example_of(node: Node) -> Tensor:
     """Return a tensor without memory that is like the value of a node of `joint_graph`."""
     return cast(Tensor, node.meta["val"])
+
+
+def move_to_meta(graph: GraphModule) -> None:
+    """Make operations of `graph` that name a device name the meta device."""
+
+    def moved(argument: Any) -> Any:
+        return torch.device("meta") if isinstance(argument, torch.device) else argument
+
+    for node in graph.graph.nodes:
+        node.args, node.kwargs = map_aggregate(node.args, moved), map_aggregate(node.kwargs, moved)
 
 
 def is_view(node: Node) -> bool:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from plait.footprint.memory_ledger import Category, MemoryBlock, MemoryLedger
-from plait.footprint.traces import ModelTraces, PhaseTrace, Trace
+from plait.footprint.model_traces import ModelTraces
+from plait.footprint.traces import PhaseTrace, Trace
 from plait.pipeline.exchange import Crossing, buffer_sizes, receive_buffers
 from plait.schedules.action import Action, Kind
 from plait.schedules.messages import SENDS_IN_FLIGHT

@@ -20,8 +20,8 @@ from plait.footprint.activations import ActivationAccount, ReceiveBufferAccount
 from plait.footprint.context_share import as_input_batch
 from plait.footprint.memory_ledger import Category, MemoryBlock, MemoryLedger, MemorySnapshot
 from plait.footprint.memory_report import Memory, RankMemory
+from plait.footprint.model_traces import ModelTraces, trace_model
 from plait.footprint.parameters import ParameterAccount, rank_buffers
-from plait.footprint.traces import ModelTraces, trace_model
 from plait.layers.nested import Value, signature, split, tensors_of
 from plait.layers.precision import DTYPES
 from plait.pipeline.executor import Executor
@@ -61,8 +61,9 @@ def memory(
     optimizer's step, memory of communication backends, and fragmentation. Gradients of an earlier step are
     gone, as after `zero_grad()`. A loss that does not run on meta is assumed to copy its input; attention
     inside `nn.MultiheadAttention` counts with its matrix of weights, and recurrent layers as PyTorch composes
-    them. Raises PlanError, ModelError, DataError
-    or ScheduleError, as `parallelize` and the first step would.
+    them. Compiled layers count as their graphs do without generated code, which allocates less within a
+    graph; one whose graphs do not run on meta counts as an eager layer. Raises PlanError, ModelError,
+    DataError or ScheduleError, as `parallelize` and the first step would.
     """
     return MemoryEstimator(model, inputs, targets, as_loss(loss), rules, rows, moments, device).estimate(plan)
 
@@ -143,7 +144,15 @@ class MemoryEstimator:
         precisions = plan.precision, plan.master_precision, plan.gradient_precision
         late = blueprint.lowering_spec.sharding.scatters == "each"
         degrees = plan.tp, plan.sequence_parallel, plan.cp, plan.context_parallel, plan.context_layout
-        key = degrees, signature(microbatch), precisions, late, blueprint.recompute, plan.loss_rows
+        key = (
+            degrees,
+            signature(microbatch),
+            precisions,
+            late,
+            blueprint.recompute,
+            plan.loss_rows,
+            bool(plan.compile),
+        )
         if key not in self.traces:
             targets = None
             if self.targets is not None:

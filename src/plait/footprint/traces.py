@@ -1,4 +1,4 @@
-"""Traces of the memory that a layer, the loss or a model allocates and saves, recorded on the meta device.
+"""Traces of the memory that a layer or the loss allocates and saves, recorded on the meta device.
 
 Storages are numbered, so that a trace also shows what shares memory: an output that is saved for the
 backward, or an output gradient that is passed on and saved for the weight gradient.
@@ -6,41 +6,19 @@ backward, or an output gradient that is passed on and saved for the weight gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from plait.autograd.deferred_weight_gradients import defer_weight_gradients
-from plait.autograd.running_sequence import running
 from plait.autograd.weight_gradient_queue import WeightGradientQueue
-from plait.blueprint import Blueprint, storage_policy
-from plait.comm.group import Group
-from plait.comm.traffic import Traffic
-from plait.context_attention.method_choice import MethodChoice
-from plait.engine.loss_stages import build_loss_stage
-from plait.footprint.context_share import (
-    as_input,
-    as_input_batch,
-    context_share,
-    lasting_bytes,
-    method_choices,
-    result_bytes,
-)
 from plait.footprint.storage_tracker import StorageTracker
-from plait.layers.layer_sequence import NamedLayer, on_meta, private_copy
 from plait.layers.nested import Value, leaf_of, map_tensors, tensors_of
-from plait.layers.precision import DTYPES
-from plait.layers.result_cache import result_caches
-from plait.layers.shape_inference import LayerInfo, infer
 from plait.pipeline.chunked_loss_stage import ChunkedLossStage
 from plait.pipeline.loss_stage import LossLike, LossStage
 from plait.pipeline.stage import Gradients, Stage
-from plait.tensor.losses import Loss
-from plait.tensor.tensor_parallelism import TensorParallelism
 
 StorageNumbers = tuple[int | None, ...]
 """The storage numbers of several tensors; None for a missing tensor."""
@@ -82,7 +60,7 @@ def trace_layer(stage: Stage, given: Value) -> tuple[Trace, Value]:
     """
     tracker = StorageTracker()
     with tracker.tracking():
-        value = map_tensors(_meta_leaf, given)
+        value = map_tensors(meta_leaf, given)
         inputs = _numbers(tracker, tensors_of(value))
         stage.values[0] = value
         del value
@@ -91,7 +69,7 @@ def trace_layer(stage: Stage, given: Value) -> tuple[Trace, Value]:
         output_is_read = stage.output_is_read(0)
         output = stage.values.pop(0)
         forward.end(tensors_of(output))
-        following = map_tensors(_meta_leaf, output)
+        following = map_tensors(meta_leaf, output)
         seeds: Gradients = [
             torch.empty_like(t, device="meta") if t.requires_grad else None for t in tensors_of(output)
         ]
@@ -165,7 +143,7 @@ def _trace_loss(
     tracker = StorageTracker()
     end = make(tracker)
     with tracker.tracking():
-        output = map_tensors(_meta_leaf, given)
+        output = map_tensors(meta_leaf, given)
         inputs = _numbers(tracker, tensors_of(output))
         end.begin([targets], torch.ones((), dtype=torch.float64))
         forward = _PhaseRecorder(tracker)
@@ -243,107 +221,10 @@ class _TrackedLoss:
         return total
 
 
-def _meta_leaf(tensor: Tensor) -> Tensor:
+def meta_leaf(tensor: Tensor) -> Tensor:
+    """Return a new leaf on the meta device, else like `tensor`."""
     return leaf_of(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
 
 
 def _numbers(tracker: StorageTracker, tensors: Iterable[Tensor | None]) -> StorageNumbers:
     return tuple(None if tensor is None else tracker.number(tensor) for tensor in tensors)
-
-
-@dataclass(frozen=True)
-class ModelTraces:
-    """Memory that each layer of a model, in order, and its loss allocate and save for one micro-batch."""
-
-    layers: Sequence[Trace]
-    infos: Sequence[LayerInfo]
-    loss: Trace
-    output_copy: int
-    """Bytes of a copy of the output for the loss; 0 where it is not copied."""
-    inputs: Sequence[int]
-    """Bytes of each tensor of the input."""
-    targets: Sequence[int]
-    caches: Sequence[Mapping[Hashable, int]]
-    """Of each layer the bytes that its `ResultCache`s hold, by a number of the cache."""
-    lasting: Sequence[Mapping[Hashable, int]]
-    """Of each layer the bytes of what all layers of a rank share for all micro-batches, by key."""
-    shared: Sequence[Mapping[Hashable, int]]
-    """Of each layer the bytes of the results that layers share for a micro-batch's sequences, by key."""
-    uncut: int
-    """Bytes of the given tensors of which `inputs` and `targets` are copies, or which are neither."""
-    attention: frozenset[MethodChoice]
-    """The methods that attention layers choose under context parallelism."""
-
-
-def trace_model(blueprint: Blueprint, microbatch: Value, targets: Value | None, loss: Loss) -> ModelTraces:
-    """Return the memory that each layer and the loss allocate and save on the first rank of `tp`.
-
-    That rank has the largest shards; which rank of `cp` it is, see `context_share`. Errors as for `infer`.
-    Without `targets` there is a class for each row of the output.
-    """
-    queue = WeightGradientQueue()
-    tensor_parallel = blueprint.tensor_parallel(
-        Group("tp", tuple(range(blueprint.plan.tp)), 0, None, Traffic(), 0.0)
-    )
-    layers = _layers_on_meta(blueprint, tensor_parallel, queue)
-    vocabulary = tensor_parallel.vocabulary_of(blueprint.sequence.layers[-1])
-    end = build_loss_stage(blueprint, loss, vocabulary, layers[-1], queue)
-    share = context_share(
-        blueprint.plan, as_input_batch(microbatch, DTYPES[blueprint.plan.precision]), targets
-    )
-    value = share.inputs
-    with running(share.sequence):
-        infos = infer(layers, value, input_gradients=False)
-    adds_late = blueprint.lowering_spec.sharding.scatters == "each"
-    traces, sequences = [], [share.new_sequence() for _ in layers]
-    for layer, info, recompute, sequence in zip(layers, infos, blueprint.recompute, sequences, strict=True):
-        stage = Stage(0, [layer], queue, [[info]], adds_late, [recompute], sequences=[sequence])
-        if recompute == "selective":
-            trace_layer(stage, value)  # what to keep is known from the first backward
-        trace, value = trace_layer(stage, value)
-        traces.append(trace)
-    copies = end.writes_output and traces[-1].output_is_read
-    classes = share.targets
-    if classes is None:
-        classes = map_tensors(lambda one: one.new_empty(one.shape[:-1], dtype=torch.int64), value)
-    classes = map_tensors(lambda tensor: as_input(tensor, None), classes)
-    if isinstance(end, ChunkedLossStage):
-        of_loss = trace_chunked_loss(end, queue, value, classes)
-    else:
-        of_loss = trace_loss(end.loss, value, classes)
-    return ModelTraces(
-        traces,
-        infos,
-        of_loss,
-        sum(_bytes(value)) if copies else 0,
-        _bytes(share.inputs),
-        _bytes(classes),
-        [{id(cache): cache.nbytes for cache in result_caches(layer.module)} for layer in layers],
-        [lasting_bytes(sequence) for sequence in sequences],
-        [result_bytes(sequence) for sequence in sequences],
-        share.uncut_beside(classes),
-        frozenset(chain.from_iterable(map(method_choices, sequences))),
-    )
-
-
-def _layers_on_meta(
-    blueprint: Blueprint, tensor_parallel: TensorParallelism, queue: WeightGradientQueue
-) -> list[NamedLayer]:
-    """Return all layers on the meta device, as a rank runs them, with allocated gradients."""
-    coordinate = {"replicate": 0, "shard": 0, "cp": 0, "tp": 0}
-    shapes = {name: layout.local_shape(coordinate) for name, layout in blueprint.whole_layouts.items()}
-    empty = on_meta(blueprint.sequence, DTYPES[blueprint.plan.precision], shapes)
-    layers = tensor_parallel.apply(private_copy(blueprint.sequence.layers, empty), queue)
-    policy = storage_policy(blueprint.plan)
-    for layer in layers:
-        defer_weight_gradients(layer.module, queue)
-    for parameter in blueprint.sequence.parameters.values():
-        if parameter.requires_grad:
-            meta, dtype = empty[id(parameter)], policy.gradient_of(parameter)
-            meta.grad_dtype = dtype
-            meta.grad = torch.empty_like(meta, dtype=dtype)
-    return layers
-
-
-def _bytes(value: Value) -> list[int]:
-    return [tensor.nbytes for tensor in tensors_of(value)]

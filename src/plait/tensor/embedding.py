@@ -85,7 +85,9 @@ class VocabParallelEmbedding(nn.Module):
         return f"{self.num_embeddings} / {self.group.size}, {self.embedding_dim}"
 
     def _require_known(self, tokens: Tensor) -> Tensor:
-        """Return `tokens`."""
+        """Return `tokens`; on the meta device they have no values to check."""
+        if tokens.is_meta:
+            return tokens
         # No rank holds the row of an unknown token: without this check its embedding would be zero.
         least, most = (int(bound) for bound in tokens.aminmax())
         if least < 0 or most >= self.num_embeddings:

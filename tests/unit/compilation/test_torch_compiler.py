@@ -16,6 +16,7 @@ from plait.compilation.torch_compiler import (
     is_random,
     is_view,
     joint_graph,
+    move_to_meta,
     with_generated_code,
     without_memory,
 )
@@ -74,6 +75,17 @@ def test_views_and_random_operations_are_told() -> None:
     assert any(is_view(node) and node.target == torch.ops.aten.t.default for node in nodes)
     assert any(is_random(node) for node in nodes)
     assert not any(is_view(node) for node in nodes if node.target == torch.ops.aten.exp.default)
+
+
+def test_a_graph_moved_to_meta_makes_its_tensors_there() -> None:
+    def several(input: Tensor) -> tuple[Tensor, ...]:
+        return (input + torch.arange(4, device=input.device, dtype=torch.float32),)
+
+    with without_memory():
+        graph = joint_graph(several, [torch.empty(3, 4)], differentiates=False)
+    move_to_meta(graph)
+    (made,) = torch.fx.Interpreter(graph).run(torch.empty(3, 4, device="meta"), enable_io_processing=False)
+    assert made.is_meta
 
 
 def test_a_graph_runs_as_it_is_where_nothing_is_to_be_generated() -> None:

@@ -138,6 +138,29 @@ def test_refusals_are_those_of_parallelize() -> None:
         plait.memory(nn.Sequential(nn.Linear(8, 8)), Plan(), torch.empty(4, 9), device="cpu")
 
 
+class Counting(nn.Module):
+    """Writes to a buffer, which no graph may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        return torch.tanh(self.linear(x)) * 2
+
+
+def test_a_layer_without_graphs_counts_as_an_eager_one() -> None:
+    model, batch = nn.Sequential(Counting(), Counting()), torch.zeros(4, 4)
+
+    def ranks(**options: Any) -> Any:
+        plan = Plan(microbatches=2, **options)
+        return plait.memory(model, plan, batch, batch, loss=nn.functional.mse_loss, device="cpu").ranks
+
+    assert ranks(compile="where possible") == ranks()
+
+
 def test_the_table_fits_a_terminal() -> None:
     sizes = {"layers": 4, "hidden": 8192, "heads": 64, "vocab": 50257, "context": 2048}
     for factor, model in ((1, gpt2()), (64, plait.models.gpt2(**sizes))):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import plait
 from plait.blueprint import build_blueprint
-from plait.footprint.traces import ModelTraces, trace_model
+from plait.footprint.model_traces import ModelTraces, trace_model
 from plait.plan import Plan
 
 ROWS = 3

@@ -1,0 +1,181 @@
+"""`trace_model`: the memory that each layer of a model and its loss allocate and save, on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+
+from plait.autograd.deferred_weight_gradients import defer_weight_gradients
+from plait.autograd.running_sequence import running
+from plait.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.blueprint import Blueprint, storage_policy
+from plait.comm.group import Group
+from plait.comm.traffic import Traffic
+from plait.compilation.compiled_layer import CompiledLayer, LayerCompiler
+from plait.context_attention.method_choice import MethodChoice
+from plait.engine.loss_stages import build_loss_stage
+from plait.errors import PlanError
+from plait.footprint.context_share import (
+    as_input,
+    as_input_batch,
+    context_share,
+    lasting_bytes,
+    method_choices,
+    result_bytes,
+)
+from plait.footprint.traces import Trace, meta_leaf, trace_chunked_loss, trace_layer, trace_loss
+from plait.layers.layer_sequence import NamedLayer, on_meta, private_copy
+from plait.layers.nested import Value, map_tensors, tensors_of
+from plait.layers.precision import DTYPES
+from plait.layers.result_cache import result_caches
+from plait.layers.shape_inference import LayerInfo, infer
+from plait.pipeline.chunked_loss_stage import ChunkedLossStage
+from plait.pipeline.stage import Stage
+from plait.tensor.losses import Loss
+from plait.tensor.tensor_parallelism import TensorParallelism
+
+FIRST = {"replicate": 0, "shard": 0, "cp": 0, "tp": 0}
+"""The coordinate of the rank that is traced."""
+
+
+@dataclass(frozen=True)
+class ModelTraces:
+    """Memory that each layer of a model, in order, and its loss allocate and save for one micro-batch."""
+
+    layers: Sequence[Trace]
+    infos: Sequence[LayerInfo]
+    loss: Trace
+    output_copy: int
+    """Bytes of a copy of the output for the loss; 0 where it is not copied."""
+    inputs: Sequence[int]
+    """Bytes of each tensor of the input."""
+    targets: Sequence[int]
+    caches: Sequence[Mapping[Hashable, int]]
+    """Of each layer the bytes that its `ResultCache`s hold, by a number of the cache."""
+    lasting: Sequence[Mapping[Hashable, int]]
+    """Of each layer the bytes of what all layers of a rank share for all micro-batches, by key."""
+    shared: Sequence[Mapping[Hashable, int]]
+    """Of each layer the bytes of the results that layers share for a micro-batch's sequences, by key."""
+    uncut: int
+    """Bytes of the given tensors of which `inputs` and `targets` are copies, or which are neither."""
+    attention: frozenset[MethodChoice]
+    """The methods that attention layers choose under context parallelism."""
+
+
+def trace_model(blueprint: Blueprint, microbatch: Value, targets: Value | None, loss: Loss) -> ModelTraces:
+    """Return the memory that each layer and the loss allocate and save on the first rank of `tp`.
+
+    That rank has the largest shards; which rank of `cp` it is, see `context_share`. Errors as for `infer`.
+    Without `targets` there is a class for each row of the output.
+    """
+    queue = WeightGradientQueue()
+    tensor_parallel = blueprint.tensor_parallel(
+        Group("tp", tuple(range(blueprint.plan.tp)), 0, None, Traffic(), 0.0)
+    )
+    layers = _layers_on_meta(blueprint, tensor_parallel, queue)
+    vocabulary = tensor_parallel.vocabulary_of(blueprint.sequence.layers[-1])
+    end = build_loss_stage(blueprint, loss, vocabulary, layers[-1], queue)
+    share = context_share(
+        blueprint.plan, as_input_batch(microbatch, DTYPES[blueprint.plan.precision]), targets
+    )
+    value = share.inputs
+    with running(share.sequence):
+        infos = infer(layers, value, input_gradients=False)
+    adds_late = blueprint.lowering_spec.sharding.scatters == "each"
+    compiled = _compiled_layers(blueprint, tensor_parallel, layers, queue)
+    sequences = [share.new_sequence() for _ in layers]
+    traces: list[Trace] = []
+    caches: list[Mapping[Hashable, int]] = []
+    for number, (layer, info, sequence) in enumerate(zip(layers, infos, sequences, strict=True)):
+        recompute = blueprint.recompute[number]
+        stage = Stage(0, [layer], queue, [[info]], adds_late, [recompute], sequences=[sequence])
+        by_graphs = bool(compiled) and _run_compiled(stage, compiled[number], value)
+        if recompute == "selective" and not by_graphs:
+            trace_layer(stage, value)  # what to keep is known from the first backward
+        trace, value = trace_layer(stage, value)
+        traces.append(trace)
+        # Graphs compute what eager layers cache.
+        cached = () if by_graphs else result_caches(layer.module)
+        caches.append({id(cache): cache.nbytes for cache in cached})
+    copies = end.writes_output and traces[-1].output_is_read
+    classes = share.targets
+    if classes is None:
+        classes = map_tensors(lambda one: one.new_empty(one.shape[:-1], dtype=torch.int64), value)
+    classes = map_tensors(lambda tensor: as_input(tensor, None), classes)
+    if isinstance(end, ChunkedLossStage):
+        of_loss = trace_chunked_loss(end, queue, value, classes)
+    else:
+        of_loss = trace_loss(end.loss, value, classes)
+    return ModelTraces(
+        traces,
+        infos,
+        of_loss,
+        sum(_bytes(value)) if copies else 0,
+        _bytes(share.inputs),
+        _bytes(classes),
+        caches,
+        [lasting_bytes(sequence) for sequence in sequences],
+        [result_bytes(sequence) for sequence in sequences],
+        share.uncut_beside(classes),
+        frozenset(chain.from_iterable(map(method_choices, sequences))),
+    )
+
+
+def _compiled_layers(
+    blueprint: Blueprint,
+    tensor_parallel: TensorParallelism,
+    layers: Sequence[NamedLayer],
+    queue: WeightGradientQueue,
+) -> list[CompiledLayer]:
+    """Return the layers as compiled ones; none where the plan compiles nothing."""
+    if not blueprint.plan.compile:
+        return []
+    compiler = LayerCompiler.for_estimates(queue)
+    structures = blueprint.meta_layers(tensor_parallel, FIRST, {}).structures
+    return [
+        compiler.compiled(layer, structure, recompute)
+        for layer, structure, recompute in zip(layers, structures, blueprint.recompute, strict=True)
+    ]
+
+
+def _run_compiled(stage: Stage, compiled: CompiledLayer, given: Value) -> bool:
+    """Let graphs run a one-layer stage from now on; return False, and leave it eager, if they cannot on meta.
+
+    Traces the layer for inputs like `given`, which must not happen while storages are tracked.
+    """
+    stage.run_compiled([compiled])
+    stage.values[0] = map_tensors(meta_leaf, given)
+    try:
+        with torch.enable_grad():
+            stage.forward(0, 0)
+    except PlanError:
+        raise
+    except Exception:
+        stage.run_compiled([])
+    stage.clear()
+    return bool(stage.compiled)
+
+
+def _layers_on_meta(
+    blueprint: Blueprint, tensor_parallel: TensorParallelism, queue: WeightGradientQueue
+) -> list[NamedLayer]:
+    """Return all layers on the meta device, as a rank runs them, with allocated gradients."""
+    shapes = {name: layout.local_shape(FIRST) for name, layout in blueprint.whole_layouts.items()}
+    empty = on_meta(blueprint.sequence, DTYPES[blueprint.plan.precision], shapes)
+    layers = tensor_parallel.apply(private_copy(blueprint.sequence.layers, empty), queue)
+    policy = storage_policy(blueprint.plan)
+    for layer in layers:
+        defer_weight_gradients(layer.module, queue)
+    for parameter in blueprint.sequence.parameters.values():
+        if parameter.requires_grad:
+            meta, dtype = empty[id(parameter)], policy.gradient_of(parameter)
+            meta.grad_dtype = dtype
+            meta.grad = torch.empty_like(meta, dtype=dtype)
+    return layers
+
+
+def _bytes(value: Value) -> list[int]:
+    return [tensor.nbytes for tensor in tensors_of(value)]
