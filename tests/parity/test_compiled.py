@@ -1,6 +1,7 @@
 """Compiled layers: the gradients, losses and updates of one rank in plain PyTorch, whatever the layout."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from parity.cases import USER_CASES, gpt2, llama
 from parity.dropping import DROPPING, TWICE, by_hand
 from parity.pairs import covering_rows, in_quick
 from parity.parity import TWO_STEPS, check_parity, compare
+from plait.compilation.compiled_layer import CompiledRun
 from plait.plan import Plan
 
 BY_NAME = {case.name: case for case in USER_CASES}
+MODELS = {"gpt2": gpt2, "llama": llama}
 FACTORS = {
     "model": ("gpt2", "llama"),
     "degrees": ((1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2), (1, 1, 2), (1, 2, 2)),
@@ -49,10 +52,47 @@ def identify(row):
     ],
 )
 def test_layouts(thread_ranks, row):
+    check_row(thread_ranks, row, "graphs")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", ROWS[::3], ids=identify)
+def test_layouts_with_generated_code(thread_ranks, row):
+    check_row(thread_ranks, row, True)
+
+
+def check_row(thread_ranks, row, compile):
     pp, dp, tp = row["degrees"]
     options = {name: row[name] for name in ("schedule", "strategy", "recompute", "sequence_parallel")}
-    plan = Plan(pp=pp, dp=dp, tp=tp, microbatches=3, precision="fp64", compile="graphs", **options)
-    check_parity(thread_ranks, {"gpt2": gpt2, "llama": llama}[row["model"]](), plan)
+    plan = Plan(pp=pp, dp=dp, tp=tp, microbatches=3, precision="fp64", compile=compile, **options)
+    check_parity(thread_ranks, MODELS[row["model"]](), plan)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_generated_code_saves_the_bytes_that_graphs_save(thread_ranks, name, recompute):
+    case, found = MODELS[name](), []
+    for compile in ("graphs", True):
+        plan = Plan(precision="fp64", compile=compile, recompute=recompute)
+        found += thread_ranks.run(saved_bytes, case, plan, ranks=1)
+    graphs, generated = found
+    assert sum(graphs) > 0
+    assert generated == graphs
+
+
+def saved_bytes(case, plan):
+    """Return the bytes that each layer's backward reads, in the order of the backwards."""
+    found, backward = [], CompiledRun.backward
+
+    def noting(run, gradients, *, adds_late):
+        storages = [tensor.untyped_storage() for tensor in run.saved]
+        found.append(sum({one.data_ptr(): one.nbytes() for one in storages}.values()))
+        return backward(run, gradients, adds_late=adds_late)
+
+    with patch.object(CompiledRun, "backward", noting):
+        woven.train(case, plan, TWO_STEPS)
+    return found
 
 
 @pytest.mark.parametrize("name", in_quick(BY_NAME, "skips", "frozen_first"))
