@@ -1,7 +1,8 @@
 """Results of a layer's forward that recomputation keeps, so that the second forward does not compute them.
 
 While a layer runs under recomputation, `RECOMPUTED_RUN` holds the run. A function whose result should not be
-computed, or sent, a second time passes through `kept`.
+computed, or sent, a second time passes through `kept`. A function of torch that saves tensors for a backward
+of its own passes through `with_kept_operations`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ class RecomputedRun(Protocol):
     def result(self, compute: Callable[[], Tensors]) -> Tensors:
         """Return `compute()` and keep it; in the second run, return what the first one kept."""
 
+    def with_operations(self, compute: Callable[[], Tensor]) -> Tensor:
+        """Return `compute()`, and keep, or in the second run reuse, results of the operations within."""
+
 
 RECOMPUTED_RUN: ContextVar[RecomputedRun | None] = ContextVar("plait_recomputed_run", default=None)
 """The run in progress; None without recomputation, and in a first run that keeps no results."""
@@ -47,6 +51,12 @@ def kept(compute: Callable[[], Tensors]) -> Tensors:
     """Return `compute()`, or what it returned in the layer's first run."""
     run = RECOMPUTED_RUN.get()
     return compute() if run is None else run.result(compute)
+
+
+def with_kept_operations(compute: Callable[[], Tensor]) -> Tensor:
+    """Return `compute()`, where results of `KEPT_OPERATIONS` are those of the layer's first run."""
+    run = RECOMPUTED_RUN.get()
+    return compute() if run is None else run.with_operations(compute)
 
 
 def next_result_is_kept() -> bool:

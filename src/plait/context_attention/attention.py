@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from plait.attention_heads import heads_of_ranks
 from plait.autograd.dropout import Dropout, tag_dropout
+from plait.autograd.kept_results import with_kept_operations
 from plait.autograd.position_marks import positions_may_mix
 from plait.autograd.running_sequence import (
     ContextParallelism,
@@ -140,15 +141,18 @@ def attend(
     dropout = dropout if is_active(dropout) else None
     sequence, heads, scaling = keys.sequence, query.shape[1], Scaling(scale, softcap)
     if sequence is None and dropout is not None:
-        return attention_with_dropout(query, keys.key, keys.value, keys.mask.causal, scale, dropout)
+        given = query, keys.key, keys.value, keys.mask.causal, scale, dropout
+        return with_kept_operations(lambda: attention_with_dropout(*given))
     if sequence is None:
-        return functional.scaled_dot_product_attention(
-            query,
-            keys.key,
-            keys.value,
-            is_causal=keys.mask.causal,
-            scale=scale,
-            enable_gqa=heads != keys.key.shape[1],
+        return with_kept_operations(
+            lambda: functional.scaled_dot_product_attention(
+                query,
+                keys.key,
+                keys.value,
+                is_causal=keys.mask.causal,
+                scale=scale,
+                enable_gqa=heads != keys.key.shape[1],
+            )
         )
     rows = keys.key.shape[0]
     if query.shape[:3] != (rows, keys.query_heads, sequence.size):

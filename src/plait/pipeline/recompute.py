@@ -51,6 +51,8 @@ class RecomputingLayer:
         """Results of `kept` that a second run has used; None before the first one."""
         self.most_operations: int | None = None if keeps_results else 0
         """Results of other operations that a second run has used, likewise."""
+        self.sees_all = keeps_results
+        """Whether other operations are seen in the whole layer, or only within `with_kept_operations`."""
 
     def __call__(self, *arguments: Any) -> Value:
         """Return `run(*arguments)`, whose autograd graph keeps the arguments instead of saved tensors."""
@@ -61,6 +63,7 @@ class RecomputingLayer:
     def note(self, second: SecondRun) -> None:
         """Note how many results a second run has used."""
         if self.keeps_results:
+            self.sees_all = second.needs_all or (self.sees_all and self.most_operations is not None)
             self.most_results = max(self.most_results or 0, second.used_results)
             self.most_operations = max(self.most_operations or 0, second.used_operations)
 
@@ -79,7 +82,7 @@ class _RecomputingCall:
         self._kinds: list[tuple[torch.Size, torch.dtype]] = []
         """Of the tensors that the first run has saved."""
         self._random_state = random_state()
-        self._first = FirstRun(layer.most_results, layer.most_operations)
+        self._first = FirstRun(layer.most_results, layer.most_operations, sees_all=layer.sees_all)
 
     def pack(self, tensor: Tensor) -> int:
         """Return an index, which autograd stores in place of a saved tensor."""
@@ -104,7 +107,7 @@ class _RecomputingCall:
         first = self._first
         # Plait's own linears and attention keep their results by themselves.
         first.active = True
-        others = nullcontext() if first.most_operations == 0 else RecordOperations(first)
+        others = RecordOperations(first) if first.sees_all else nullcontext()
         token = RECOMPUTED_RUN.set(first)
         try:
             with others:
@@ -116,7 +119,7 @@ class _RecomputingCall:
     def _run_again(self) -> None:
         """Run the layer with the first run's random numbers, up to the last tensor that was saved there."""
         layer, second, before = self._layer, SecondRun(self._first), random_state()
-        others = ReplayOperations(second) if self._first.operations else nullcontext()
+        others = ReplayOperations(second) if second.sees_all else nullcontext()
         saved: list[Tensor] = []
 
         def save(tensor: Tensor) -> Tensor:

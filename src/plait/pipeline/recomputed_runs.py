@@ -1,14 +1,16 @@
 """The first run of a layer under recomputation, which keeps results, and the second, which reuses them.
 
-Plait's linears and attention pass their results through `FirstRun.result` and `SecondRun.result`. Products of
-others are seen by a `TorchDispatchMode`, which is slow. (Private by its path, it is documented in "Extending
-PyTorch".) PyTorch's own selective checkpoints also keep the last result, which no backward needs, and return
-results that were written to after the operation; here a result that is written to is not kept.
+Plait's linears pass their results through `FirstRun.result` and `SecondRun.result`. Products of others, and
+attention in one call of torch, are seen by a `TorchDispatchMode`, which is slow: once a second run has used
+none but those of attention, the mode is active for that call only. (Private by its path, it is documented in
+"Extending PyTorch".) PyTorch's own selective checkpoints also keep the last result, which no backward needs,
+and return results that were written to after the operation; here a result that is written to is not kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -24,10 +26,16 @@ class FirstRun:
     is_second = False
     has_results = False
 
-    def __init__(self, most_results: int | None, most_operations: int | None) -> None:
-        """`most_results`, `most_operations`: the maximum numbers of results to keep; None: all."""
+    def __init__(self, most_results: int | None, most_operations: int | None, *, sees_all: bool) -> None:
+        """`most_results`, `most_operations`: the maximum numbers of results to keep; None: all.
+
+        `sees_all`: whether operations are seen in the whole layer, or only within `with_operations`.
+        """
         self.most_results = most_results
         self.most_operations = most_operations
+        self.sees_all = sees_all and most_operations != 0
+        self.overwrites = False
+        """Whether the layer has written to a kept result of an operation."""
         self.results: list[tuple[Tensors, list[int]] | None] = []
         """The results of `result`, and their versions: an in-place write increases them."""
         self.operations: list[Any] = []
@@ -50,6 +58,13 @@ class FirstRun:
             tensors = tuple([None if one is None else one.detach() for one in made])
             self.results.append((tensors, versions_of(tensors)))
         return made
+
+    def with_operations(self, compute: Callable[[], Tensor]) -> Tensor:
+        """Return `compute()`, and keep the results of operations within."""
+        if self.paused or self.sees_all or self.most_operations == 0:
+            return compute()
+        with RecordOperations(self):
+            return compute()
 
     def finish(self) -> None:
         """End the run, and free kept results that an in-place operation has overwritten since."""
@@ -74,7 +89,12 @@ class SecondRun:
         self._first = first
         self.used_results = 0
         self.used_operations = 0
+        self.needs_all = first.overwrites
+        """Whether kept operations outside of `with_operations` are used, or written to."""
+        self.sees_all = first.sees_all and bool(first.operations)
+        """Whether operations are seen in the whole layer."""
         self.paused = False
+        self._within = False
         if first.active:  # the layer runs again within its first run: results cannot be numbered
             first.keep_nothing()
 
@@ -104,12 +124,24 @@ class SecondRun:
         finally:
             self.paused = False
 
+    def with_operations(self, compute: Callable[[], Tensor]) -> Tensor:
+        """Return `compute()`, and reuse the results of operations within."""
+        if self.paused or not self._first.operations:
+            return compute()
+        self._within = True
+        try:
+            with nullcontext() if self.sees_all else ReplayOperations(self):
+                return compute()
+        finally:
+            self._within = False
+
     def operation(self, compute: Callable[[], Any]) -> Any:
         """Return the next kept result of an operation, and forget it; compute it if there is none."""
         operations, found = self._first.operations, None
         if self.used_operations < len(operations):
             found, operations[self.used_operations] = operations[self.used_operations], None
         self.used_operations += 1
+        self.needs_all |= not self._within
         return compute() if found is None else found
 
 
@@ -137,6 +169,7 @@ class RecordOperations(TorchDispatchMode):
         for number, result in enumerate(self._run.operations):
             if any(tensor.untyped_storage() is storage for tensor in tensors_of(result)):
                 self._run.operations[number] = None
+                self._run.overwrites = True
 
 
 class ReplayOperations(TorchDispatchMode):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from plait.autograd.deferred_weight_gradients import linear
+from plait.autograd.kept_results import with_kept_operations
 from plait.autograd.paired_collectives import copy
 from plait.comm.group import Group
 from plait.errors import PlanError
@@ -127,8 +128,10 @@ class TensorParallelAttention(nn.Module):
         key, value = (self._heads(self._shared(one, entered)) for one in (self.key, self.value))
         if self.rotate is not None:
             query, key = self.rotate(query, key)
-        mixed = functional.scaled_dot_product_attention(
-            query, key, value, is_causal=self.causal, enable_gqa=query.shape[1] != key.shape[1]
+        mixed = with_kept_operations(
+            lambda: functional.scaled_dot_product_attention(
+                query, key, value, is_causal=self.causal, enable_gqa=query.shape[1] != key.shape[1]
+            )
         )
         output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return output

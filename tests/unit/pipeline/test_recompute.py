@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 from weakref import ref
 
 import pytest
@@ -14,8 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.autograd.deferred_weight_gradients import defer_weight_gradients
 from plait.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.context_attention import attention
 from plait.errors import ModelError
 from plait.pipeline.recompute import RecomputingLayer, recomputing
+from plait.pipeline.recomputed_runs import RecordOperations
 from plait.plan import Recompute
 
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -199,7 +202,7 @@ def test_products_of_others_are_kept_and_own_ones_need_no_dispatch_mode() -> Non
     other = recomputing("selective", lambda value: (value @ value.transpose(-1, -2)).sin())
     other(value).sum().backward()
     assert isinstance(other, RecomputingLayer)
-    assert (other.most_results, other.most_operations) == (0, 1)
+    assert (other.most_results, other.most_operations, other.sees_all) == (0, 1, True)
 
 
 def test_a_saved_tensor_that_is_read_twice_is_computed_twice() -> None:
@@ -243,3 +246,62 @@ def test_a_layer_that_computes_a_gradient_within_its_forward() -> None:
         _, gradient = there_and_back(run, mode, WeightGradientQueue())
         expected = there_and_back(run, "none", WeightGradientQueue())[1]
         assert torch.equal(gradient, expected)
+
+
+def attentive(value: Tensor) -> Tensor:
+    """Attention between operations that are computed again."""
+    query = (value.sin() * 2).unsqueeze(1)
+    return attention(query, query.cos(), query.exp()).sin()
+
+
+def overwritten(value: Tensor) -> Tensor:
+    """Attention whose result is written to."""
+    query = value.sin().unsqueeze(1)
+    with torch.no_grad():
+        mixed = attention(query, query, query).mul_(3)
+    return (query * mixed).sin()
+
+
+class Attentions(Products):
+    """Counts calls of fused attention; not its backward."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.count += name.startswith("_scaled_dot_product") and "backward" not in name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("run", "sees_all"), [(attentive, False), (overwritten, True)])
+@pytest.mark.parametrize("mode", MODES)
+def test_attention_is_kept_unless_it_is_written_to(
+    run: Callable[[Tensor], Tensor], sees_all: bool, mode: Recompute
+) -> None:
+    layer = recomputing(mode, run)
+    kept = mode == "none" or (mode == "selective" and run is attentive)
+    for _ in range(2):
+        value, alike = (torch.linspace(0, 1, 24).double().reshape(2, 3, 4).requires_grad_() for _ in range(2))
+        with Attentions() as counted:
+            layer(value).sum().backward()
+        assert counted.count == (1 if kept else 2)
+        run(alike).sum().backward()
+        assert value.grad is not None
+        assert alike.grad is not None
+        assert torch.equal(value.grad, alike.grad)
+        if mode == "selective":
+            assert isinstance(layer, RecomputingLayer)
+            assert (layer.most_operations, layer.sees_all) == (1, sees_all)
+
+
+def test_operations_are_seen_in_attention_only_once_no_other_has_been_used() -> None:
+    layer, value = recomputing("selective", attentive), torch.ones(2, 3, 4).requires_grad_()
+    seen = []
+    for _ in range(2):
+        with patch.object(RecordOperations, "__torch_dispatch__", autospec=True) as record:
+            record.side_effect = lambda mode, func, types, args=(), kwargs=None: func(*args, **(kwargs or {}))
+            layer(value)
+        seen.append({call.args[1].overloadpacket.__name__ for call in record.call_args_list})
+        layer(value).sum().backward()
+    before, after = seen
+    assert "sin" in before
+    assert "sin" not in after
+    assert any(name.startswith("_scaled_dot_product") for name in after)
