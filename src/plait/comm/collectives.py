@@ -302,8 +302,7 @@ def _check_and_count(
 
 
 def _start(kind: str, group: Group, launch: Callable[[], Pending], finish: Callable[[], T]) -> Handle[T]:
-    others = ", ".join(str(rank) for rank in group.ranks if rank != group.rank)
-    return Handle(launch, finish, f"{kind} over {group.name} with {others}", group)
+    return Handle(launch, finish, f"{kind} over {group.with_others}", group)
 
 
 def _copy_to(result: Tensor, out: Tensor | None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -46,6 +47,16 @@ class Group:
     def rank(self) -> int:
         """This rank's global number."""
         return self.ranks[self.index]
+
+    @cached_property
+    def others(self) -> tuple[int, ...]:
+        """The other members' global numbers."""
+        return tuple(rank for rank in self.ranks if rank != self.rank)
+
+    @cached_property
+    def with_others(self) -> str:
+        """The group and its other members, for errors; made once, since a group may have hundreds."""
+        return f"{self.name} with {', '.join(map(str, self.others))}"
 
     @property
     def on_one_host(self) -> bool:

@@ -38,9 +38,7 @@ class Handle(Generic[T]):
         self._group = group
         self._awaited = awaited
         self._about = ""
-        self._suspects = (
-            tuple(rank for rank in group.ranks if rank != group.rank) if peer is None else (peer,)
-        )
+        self._suspects = group.others if peer is None else (peer,)
         self._cause: Exception | None = None
         self._finish: Callable[[], T] | None = finish
         self._work: Pending | None = None
