@@ -97,8 +97,7 @@ def share_keys(
     """Start to send keys and values to the ranks of `cp` that need them; arguments as for `attention`.
 
     `query_heads`: the number of heads of the query. The result is to be passed to `attend`, once.
-    Communication over `cp`: with "ring" one all-to-all, and one of gradients in the backward; with "ulysses"
-    two each.
+    Communication over `cp`: one all-to-all, and one of gradients in the backward.
     """
     mask = Mask(causal, window)
     sequence = _sequence_of(key, documents, mask)
@@ -109,10 +108,8 @@ def share_keys(
     if ranks > 1 and method_choice(sequence, query_heads, kv_heads).method == "ulysses":
         of_ranks = heads_of_ranks(query_heads, kv_heads, ranks)
         key, value = (
-            evenly_shared(
-                to_heads(one, sequence, of_ranks), query_heads, kv_heads, ranks, sequence.group.index
-            )
-            for one in (key, value)
+            evenly_shared(one, query_heads, kv_heads, ranks, sequence.group.index)
+            for one in to_heads(sequence, of_ranks, key, value)
         )
         return SharedKeys(key, value, mask, sequence, None, query_heads)
     exchange = KeyExchange(exchange_plan(sequence, mask, key.device), sequence.parallelism)
@@ -173,7 +170,7 @@ def attend(
     exchange = KeyExchange(exchange_plan(whole, keys.mask, query.device), whole.parallelism)
     if dropout_mask is not None:
         dropout_mask = dropout_mask.from_head(of_ranks[sequence.group.index][0])
-    mine = to_heads(query, sequence, of_ranks)
+    (mine,) = to_heads(sequence, of_ranks, query)
     arguments = exchange, scaling, dropout_mask, sequence, of_ranks
     return _tagged(attend_by_heads(mine, keys.key, keys.value, *arguments), dropout)
 

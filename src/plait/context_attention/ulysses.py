@@ -1,7 +1,8 @@
 """Attention with heads in place of positions: each rank of `cp` computes some heads for all positions.
 
-    queries, keys, values   [rows, all heads, own positions]  ─ all-to-all →  [rows, own heads, all positions]
-    output                  [rows, own heads, all positions]  ─ all-to-all →  [rows, all heads, own positions]
+    queries           [rows, all heads, own positions]  ─ all-to-all →  [rows, own heads, all positions]
+    keys and values   [rows, all heads, own positions]  ─ all-to-all →  [rows, own heads, all positions]
+    output            [rows, own heads, all positions]  ─ all-to-all →  [rows, all heads, own positions]
 
 Jacobs et al. 2023, "DeepSpeed Ulysses" (arXiv:2309.14509). With fewer heads of keys and values than ranks, a
 rank gets those that its query heads read.
@@ -11,7 +12,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from math import prod
 from typing import Any
 
 import torch
@@ -39,13 +42,14 @@ def evenly_shared(tensor: Tensor, query_heads: int, kv_heads: int, ranks: int, r
     return torch.cat([tensor[:, one - read[0] : one - read[0] + 1] for one in read], 1)
 
 
-def to_heads(tensor: Tensor, sequence: LocalSequence, heads: Heads) -> Tensor:
-    """Return this rank's `heads` for all positions, ascending: `[rows, own heads, length, width]`.
+def to_heads(sequence: LocalSequence, heads: Heads, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return this rank's `heads` of each tensor for all positions: `[rows, own heads, length, width]`.
 
-    `tensor` `[rows, all heads, own positions, width]`. A head may be on several ranks: its gradient is then
-    their sum. Communication: one all-to-all over `cp`, and one in the backward.
+    `tensors` `[rows, all heads, own positions, width]`, which differ in their width only. A head may be on
+    several ranks: its gradient is then their sum. Communication: one all-to-all over `cp` for all tensors,
+    and one in the backward.
     """
-    result: Tensor = _ToHeads.apply(tensor, sequence, heads)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, ...] = _ToHeads.apply(sequence, heads, *tensors)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -73,14 +77,14 @@ def attend_by_heads(
 
 class _ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, sequence: LocalSequence, heads: Heads) -> Tensor:
-        ctx.sequence, ctx.heads, ctx.all_heads = sequence, heads, tensor.shape[1]
-        return _heads_for_positions(tensor, sequence, heads)
+    def forward(ctx: Any, sequence: LocalSequence, heads: Heads, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.sequence, ctx.heads, ctx.all_heads = sequence, heads, tensors[0].shape[1]
+        return tuple(_heads_for_positions(tensors, sequence, heads))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        found = _positions_for_heads(gradient, ctx.sequence, ctx.heads, ctx.all_heads, overlaps=True)
-        return found, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        found = _positions_for_heads(gradients, ctx.sequence, ctx.heads, ctx.all_heads, overlaps=True)
+        return None, None, *found
 
 
 class _AttendByHeads(torch.autograd.Function):
@@ -98,7 +102,7 @@ class _AttendByHeads(torch.autograd.Function):
     ) -> Tensor:
         def compute() -> tuple[Tensor, Tensor, Tensor | None]:
             out, lse, _ = attend_blocks(query, key, value, exchange, scaling, dropout_mask)
-            every = _positions_for_heads(out, sequence, heads, heads[-1][-1] + 1)
+            (every,) = _positions_for_heads([out], sequence, heads, heads[-1][-1] + 1)
             return every, lse, out if sequence.parallelism.keeps_keys else None
 
         result, lse, out = kept(compute)
@@ -111,51 +115,68 @@ class _AttendByHeads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, lse, out, by_positions = ctx.saved_tensors
-        if out is None:
-            both = torch.cat([gradient, by_positions], 3)
-            both = _heads_for_positions(both, ctx.sequence, ctx.heads, overlaps=True)
-            gradient, out = both.chunk(2, 3)
-        else:
-            gradient = _heads_for_positions(gradient, ctx.sequence, ctx.heads, overlaps=True)
+        sent = [gradient, by_positions] if out is None else [gradient]
+        gradient, *outs = _heads_for_positions(sent, ctx.sequence, ctx.heads, overlaps=True)
+        out = outs[0] if outs else out
         saved = SavedAttention(query, key, value, out, lse, None)
         found = attention_gradients(gradient, saved, *ctx.arguments, returns=False)
         return *found, *[None] * 5
 
 
 def _heads_for_positions(
-    tensor: Tensor, sequence: LocalSequence, heads: Heads, *, overlaps: bool = False
-) -> Tensor:
+    tensors: Sequence[Tensor], sequence: LocalSequence, heads: Heads, *, overlaps: bool = False
+) -> list[Tensor]:
     """Send each rank its heads at this rank's positions; return this rank's heads at all positions."""
-    rows, width = tensor.shape[0], tensor.shape[3]
-    layout, mine = sequence.layout, heads[sequence.group.index]
-    pieces = [torch.cat([tensor[:, run] for run in _runs(one)], 1).reshape(-1) for one in heads]
-    shapes = [(rows, len(mine), layout.size(rank), width) for rank in range(layout.ranks)]
-    return layout.join(_all_to_all(pieces, sequence, shapes, overlaps=overlaps), 2)
+    layout, own = sequence.layout, len(heads[sequence.group.index])
+    sent = _Pieces.of(tensors, [(len(one), sequence.size) for one in heads])
+    for one, parts in zip(heads, sent.parts, strict=True):
+        for tensor, part in zip(tensors, parts, strict=True):
+            torch.cat([tensor[:, run] for run in _runs(one)], 1, out=part)
+    received = _Pieces.of(tensors, [(own, layout.size(rank)) for rank in range(layout.ranks)])
+    _all_to_all(sent, received, sequence, overlaps=overlaps)
+    return [layout.join(parts, 2) for parts in zip(*received.parts, strict=True)]
 
 
 def _positions_for_heads(
-    tensor: Tensor, sequence: LocalSequence, heads: Heads, all_heads: int, *, overlaps: bool = False
-) -> Tensor:
+    tensors: Sequence[Tensor],
+    sequence: LocalSequence,
+    heads: Heads,
+    all_heads: int,
+    *,
+    overlaps: bool = False,
+) -> list[Tensor]:
     """Send each rank its positions of this rank's heads; return all heads, each summed over its ranks.
 
-    In memory the heads of the result lie within positions, as a linear reads them. Sums are in the wider one
+    In memory the heads of the results lie within positions, as a linear reads them. Sums are in the wider one
     of float32 and the tensor's dtype.
     """
-    rows, width = tensor.shape[0], tensor.shape[3]
-    layout, size = sequence.layout, sequence.size
-    pieces = [layout.cut(tensor, rank, 2).reshape(-1) for rank in range(layout.ranks)]
-    shapes = [(rows, len(one), size, width) for one in heads]
-    arrived = _all_to_all(pieces, sequence, shapes, overlaps=overlaps)
+    layout, own = sequence.layout, len(heads[sequence.group.index])
+    sent = _Pieces.of(tensors, [(own, layout.size(rank)) for rank in range(layout.ranks)])
+    for rank, parts in enumerate(sent.parts):
+        for tensor, part in zip(tensors, parts, strict=True):
+            layout.cut(tensor, rank, 2, out=part)
+    received = _Pieces.of(tensors, [(len(one), sequence.size) for one in heads])
+    _all_to_all(sent, received, sequence, overlaps=overlaps)
+    return [_summed(parts, heads, all_heads) for parts in zip(*received.parts, strict=True)]
+
+
+def _summed(parts: Sequence[Tensor], heads: Heads, all_heads: int) -> Tensor:
+    """Return all heads, of which each rank has sent its own, `[rows, own heads, positions, width]`."""
+    rows, _, size, width = parts[0].shape
     is_sum = sum(map(len, heads)) > all_heads
-    dtype = torch.promote_types(tensor.dtype, torch.float32) if is_sum else tensor.dtype
-    total = tensor.new_zeros(rows, size, all_heads, width, dtype=dtype).transpose(1, 2)
-    for one, part in zip(heads, arrived, strict=True):
+    dtype = torch.promote_types(parts[0].dtype, torch.float32) if is_sum else parts[0].dtype
+    make = parts[0].new_zeros if is_sum else parts[0].new_empty
+    total = make((rows, size, all_heads, width), dtype=dtype).transpose(1, 2)
+    for one, part in zip(heads, parts, strict=True):
         first = 0
         for run in _runs(one):
             stop = first + run.stop - run.start
-            total[:, run] += part[:, first:stop]
+            if is_sum:
+                total[:, run] += part[:, first:stop]
+            else:
+                total[:, run] = part[:, first:stop]
             first = stop
-    return total.to(tensor.dtype)
+    return total.to(parts[0].dtype)
 
 
 def _runs(heads: tuple[int, ...]) -> list[slice]:
@@ -164,20 +185,33 @@ def _runs(heads: tuple[int, ...]) -> list[slice]:
     return [slice(heads[first], heads[stop - 1] + 1) for first, stop in pairwise(ends)]
 
 
-def _all_to_all(
-    pieces: Sequence[Tensor], sequence: LocalSequence, shapes: Sequence[tuple[int, ...]], *, overlaps: bool
-) -> list[Tensor]:
-    """Send each rank its flat piece; return what each rank sent, in `shapes`.
+@dataclass(frozen=True)
+class _Pieces:
+    """A flat tensor of consecutive pieces, one for each rank, with a part for each of several tensors."""
 
-    `overlaps`: meanwhile compute queued weight gradients.
-    """
-    flat, sent = torch.cat(tuple(pieces)), [len(piece) for piece in pieces]
-    received = [torch.Size(shape).numel() for shape in shapes]
-    if flat.is_meta:
-        result = flat.new_empty(sum(received))
-    else:
-        pending = all_to_all_uneven(flat, sequence.group, sent, received, checked=False)
-        if overlaps and sequence.parallelism.overlap is not None:
-            sequence.parallelism.overlap()
-        result = pending.wait()
-    return [part.view(shape) for part, shape in zip(torch.split(result, received), shapes, strict=True)]
+    flat: Tensor
+    sizes: list[int]
+    """Elements of each rank's piece."""
+    parts: list[list[Tensor]]
+    """Views of `flat`, `[rows, heads, positions, width]`: by rank, then by tensor."""
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor], sizes: Sequence[tuple[int, int]]) -> _Pieces:
+        """Return memory for heads and positions, so many for each rank, of rows and widths like `tensors`."""
+        shapes = [[(one.shape[0], *size, one.shape[3]) for one in tensors] for size in sizes]
+        counts = [[prod(shape) for shape in of_rank] for of_rank in shapes]
+        flat = tensors[0].new_empty(sum(map(sum, counts)))
+        views = iter(torch.split(flat, [*chain(*counts)]))
+        parts = [[next(views).view(shape) for shape in of_rank] for of_rank in shapes]
+        return _Pieces(flat, [*map(sum, counts)], parts)
+
+
+def _all_to_all(sent: _Pieces, received: _Pieces, sequence: LocalSequence, *, overlaps: bool) -> None:
+    """Send each rank its piece; `overlaps`: meanwhile compute queued weight gradients."""
+    if sent.flat.is_meta:
+        return
+    sizes = sent.sizes, received.sizes
+    pending = all_to_all_uneven(sent.flat, sequence.group, *sizes, out=received.flat, checked=False)
+    if overlaps and sequence.parallelism.overlap is not None:
+        sequence.parallelism.overlap()
+    pending.wait()

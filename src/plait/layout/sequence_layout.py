@@ -49,10 +49,10 @@ class SequenceLayout:
         each = [np.arange(one.start, one.stop, one.step) for one in self.ranges[rank]]
         return torch.from_numpy(np.concatenate([none, *each]))
 
-    def cut(self, whole: Tensor, rank: int, dim: int = 1) -> Tensor:
-        """Return the elements of `whole` at a rank's positions along `dim`, as a new tensor."""
-        pieces = [_at(whole, one, dim) for one in self.ranges[rank]]
-        return torch.cat(pieces, dim) if pieces else whole.narrow(dim, 0, 0).clone()
+    def cut(self, whole: Tensor, rank: int, dim: int = 1, *, out: Tensor | None = None) -> Tensor:
+        """Return the elements of `whole` at a rank's positions along `dim`, in `out` or as a new tensor."""
+        pieces = [_at(whole, one, dim) for one in self.ranges[rank]] or [whole.narrow(dim, 0, 0)]
+        return torch.cat(pieces, dim, out=out)
 
     def join(self, pieces: Sequence[Tensor], dim: int = 1) -> Tensor:
         """Return the whole tensor of which `pieces` are the ranks' parts along `dim`: inverse of `cut`."""
