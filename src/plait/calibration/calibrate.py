@@ -30,9 +30,14 @@ from plait.prediction.roofline import product_efficiency
 from plait.prediction.step_prediction import predict
 from plait.tensor.losses import cross_entropy
 
-_TINY = Decoder(layers=8, hidden=32, heads=2, vocab=64, context=16, biases=True, positions=True)
+SMALL = Decoder(layers=8, hidden=32, heads=2, vocab=64, context=16, biases=True, positions=True)
 """A model whose step takes hardly more than what plait and torch spend on each operation."""
-_TINY_PLAN = Plan(microbatches=4)
+LARGE = Decoder(layers=2, hidden=320, heads=5, vocab=1536, context=128, biases=True, positions=True)
+"""A model whose step is spent on matrix products, and reads memory between them."""
+_PLAN = Plan(microbatches=4)
+_ROWS = 8
+_TURNS, _HALVINGS = 10, 20
+"""Of fitting efficiencies to the steps."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +53,9 @@ class RankMeasurement:
     """Ranks of the host."""
     multiprocessors: int
     rates: DeviceRates
-    step: float
-    """Seconds of forward and backward of the tiny model; 0 on a GPU."""
+    small_step: float
+    """Seconds of forward and backward of a small model, `large_step`: of a larger one; 0 on a GPU."""
+    large_step: float
     inside: LinkRates | None
     across: LinkRates | None
 
@@ -87,24 +93,25 @@ def _measure(seconds: float) -> RankMeasurement:
         devices=here,
         multiprocessors=multiprocessors(device),
         rates=measure_device(device, seconds),
-        step=0.0 if accelerated else _tiny_step(seconds),
+        small_step=0.0 if accelerated else _step(SMALL, seconds),
+        large_step=0.0 if accelerated else _step(LARGE, 4 * seconds),
         inside=measure_links(mesh.group("local"), device),
         across=measure_links(mesh.group("hosts"), device),
     )
 
 
-def _tiny_step(seconds: float) -> float:
-    """Return the time of forward and backward of the tiny model on this rank alone."""
+def _step(sizes: Decoder, seconds: float) -> float:
+    """Return the time of forward and backward of a model on this rank alone."""
     model = gpt2(
-        layers=_TINY.layers,
-        hidden=_TINY.hidden,
-        heads=_TINY.heads,
-        vocab=_TINY.vocab,
-        context=_TINY.context,
+        layers=sizes.layers,
+        hidden=sizes.hidden,
+        heads=sizes.heads,
+        vocab=sizes.vocab,
+        context=sizes.context,
     )
-    mesh = Mesh(_TINY_PLAN, device="cpu", alone=True)
-    engine = parallelize(model, _TINY_PLAN, mesh, loss=cross_entropy)
-    tokens = torch.zeros(_TINY_PLAN.microbatches, _TINY.context, dtype=torch.int64)
+    mesh = Mesh(_PLAN, device="cpu", alone=True)
+    engine = parallelize(model, _PLAN, mesh, loss=cross_entropy)
+    tokens = torch.zeros(_ROWS, sizes.context, dtype=torch.int64)
     return seconds_of(lambda: engine.forward_backward(tokens, tokens), device=mesh.device, budget=seconds)
 
 
@@ -115,21 +122,24 @@ def hardware_of(found: Sequence[RankMeasurement]) -> Hardware:
     best = "bf16" if first.accelerated else "fp32"
     inside = [one.inside for one in found if one.inside]
     across = [one.across for one in found if one.across]
+    links = inside or across
     near = _link(inside) or Link(1e12, 1e-7)
     middle = {name: median(one.products[name] for one in rates) for name in rates[0].products}
     bandwidth = median(one.memory_bandwidth for one in rates)
     efficiency = Efficiency(
         product=1.0,
         half_depth=median(one.half_depth for one in rates),
-        attention=min(1.0, median(one.attention for one in rates) / middle[best]),
-        attention_backward=min(1.0, median(one.attention_backward for one in rates) / middle[best]),
+        attention=1.0,
+        attention_backward=1.0,
         memory=1.0,
         elementwise=min(1.0, median(one.elementwise for one in rates) / bandwidth),
         optimizer=min(1.0, median(one.optimizer for one in rates) / bandwidth),
         kernel=median(one.kernel for one in rates),
         host=median(one.launch for one in rates),
+        collective=median(one.start for one in links) if links else 0.0,
         inside=1.0,
         across=1.0,
+        all_to_all=median(one.all_to_all for one in links) if links else 1.0,
     )
     made = Hardware(
         name=first.device,
@@ -148,8 +158,17 @@ def hardware_of(found: Sequence[RankMeasurement]) -> Hardware:
     )
     side = rates[0].side
     shape = product_efficiency(Product(side, side, side), made)
-    made = replace(made, peak={name: rate / shape for name, rate in middle.items()})
-    return made if first.accelerated else _with_kernel(made, median(one.step for one in found))
+    peak = {name: rate / shape for name, rate in middle.items()}
+    efficiency = replace(
+        efficiency,
+        attention=min(1.0, median(one.attention for one in rates) / peak[best]),
+        attention_backward=min(1.0, median(one.attention_backward for one in rates) / peak[best]),
+    )
+    made = replace(made, peak=peak, efficiency=efficiency)
+    if first.accelerated:
+        return made
+    small, large = median(one.small_step for one in found), median(one.large_step for one in found)
+    return _fitted_to_steps(made, small, large)
 
 
 def _link(found: Sequence[LinkRates]) -> Link | None:
@@ -158,14 +177,31 @@ def _link(found: Sequence[LinkRates]) -> Link | None:
     return Link(median(one.bandwidth for one in found), median(one.latency for one in found))
 
 
-def _with_kernel(hardware: Hardware, step: float) -> Hardware:
-    """Return `hardware` with `efficiency.kernel` set so that the tiny model's predicted step is `step`."""
+def _fitted_to_steps(hardware: Hardware, small: float, large: float) -> Hardware:
+    """Return `hardware` so that steps of the two models are predicted to take `small` and `large` seconds.
 
-    def predicted(kernel: float) -> float:
-        part = replace(hardware.efficiency, kernel=kernel)
-        found = predict(_TINY, _TINY_PLAN, replace(hardware, efficiency=part))
-        return found.step_seconds - found.breakdown["optimizer"]
+    From the small model's follows the fixed cost of an operation, from the other's how much slower products
+    are than alone: in a step their operands come from memory.
+    """
+    for _ in range(_TURNS):  # each figure has a little influence on the other model's step
+        base = _predicted(SMALL, hardware, kernel=0.0)
+        slope = _predicted(SMALL, hardware, kernel=1.0) - base
+        hardware = _with(hardware, kernel=max((small - base) / slope, 0.0))
+        low, high = 0.05, 1.0
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            low, high = (
+                (middle, high) if _predicted(LARGE, hardware, product=middle) > large else (low, middle)
+            )
+        hardware = _with(hardware, product=high)
+    return hardware
 
-    base = predicted(0.0)
-    kernel = max((step - base) / (predicted(1.0) - base), 0.0)
-    return replace(hardware, efficiency=replace(hardware.efficiency, kernel=kernel))
+
+def _with(hardware: Hardware, **efficiencies: float) -> Hardware:
+    return replace(hardware, efficiency=replace(hardware.efficiency, **efficiencies))
+
+
+def _predicted(sizes: Decoder, hardware: Hardware, **efficiencies: float) -> float:
+    """Return the predicted seconds of forward and backward with other efficiencies."""
+    found = predict(sizes, _PLAN, _with(hardware, **efficiencies), rows=_ROWS)
+    return found.step_seconds - found.breakdown["optimizer"]

@@ -10,7 +10,7 @@ def hardware_text(hardware: Hardware) -> str:
     part = hardware.efficiency
     peaks = "\n".join(f"{name} = {rate / TERA:.6g}" for name, rate in hardware.peak.items())
     return f"""\
-# Written by `plait plan --calibrate`. Rates are those of operations as they ran, so most efficiencies are 1.
+# Written by `plait plan --calibrate`. Rates are those of operations alone, so most efficiencies are 1.
 name = "{hardware.name}"
 fitted = "{hardware.fitted}"
 
@@ -46,6 +46,8 @@ elementwise = {part.elementwise:.6g}
 optimizer = {part.optimizer:.6g}
 kernel_us = {part.kernel / MICRO:.6g}
 host_us = {part.host / MICRO:.6g}
+collective_us = {part.collective / MICRO:.6g}
 inside = {part.inside:.6g}
 across = {part.across:.6g}
+all_to_all = {part.all_to_all:.6g}
 """

@@ -3,50 +3,76 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
+from torch import Tensor
 
-from plait.comm.collectives import all_reduce, barrier
+from plait.comm.collectives import all_gather, all_reduce, all_to_all, barrier
 from plait.comm.group import Group
+from plait.comm.handle import Handle
 from plait.device import is_accelerator, synchronize
 
 _SMALL, _REPEATS = 256, 20
-"""Elements of a small all-reduce, and how often each is timed."""
+"""Elements of a small collective, and how often each is timed."""
+_Start = Callable[[Tensor], Handle[Tensor]]
+"""Starts a collective of a tensor."""
 
 
 @dataclass(frozen=True)
 class LinkRates:
-    """Of an all-reduce in a ring: seconds of each of its steps, and bytes a second that each rank sends."""
+    """Rates of a group's collectives in a ring, as `plait.prediction.collective_times` counts their steps."""
 
     latency: float
+    """Seconds of each step of an all-reduce."""
     bandwidth: float
+    """Bytes a second that each rank sends in one."""
+    start: float
+    """Seconds that a collective takes besides its steps and its bytes."""
+    all_to_all: float
+    """The bandwidth of an all-to-all, as a fraction of `bandwidth`."""
 
 
 def measure_links(group: Group, device: torch.device) -> LinkRates | None:
     """Return the rates of a group, None where it has one rank. All its ranks call it.
 
-    Communication: all-reduces over the group, of 1 kB and of 4 MB (on GPUs 256 MB).
+    Communication: all-reduces, all-gathers and all-to-alls over the group, of 1 kB, and of 4 MB (on GPUs
+    256 MB). As in a step, the ranks do not compare their calls.
     """
     ranks = group.size
     if ranks == 1:
         return None
-    large = 1 << (26 if is_accelerator(device) else 20)
-    short, long = (_seconds(group, device, elements) for elements in (_SMALL, large))
-    # See `plait.prediction.collective_times`: an all-reduce is two passes of n − 1 steps.
-    latency = short / (2 * (ranks - 1))
-    sending = max(long - short, long / 10)
-    return LinkRates(latency, 2 * 4 * large * (ranks - 1) / ranks / sending)
+    large = (1 << (26 if is_accelerator(device) else 20)) // ranks * ranks
+    small = _SMALL * ranks
+    reduce = partial(all_reduce, group=group, checked=False)
+    swap = partial(all_to_all, group=group, checked=False)
+    timed = partial(_seconds, group, device)
+    short, long = (timed(reduce, elements) for elements in (small, large))
+    gather = timed(partial(all_gather, group=group, checked=False), _SMALL)
+    # An all-reduce is two passes of n - 1 steps, an all-gather is one of them.
+    latency = max(short - gather, 0.0) / (ranks - 1)
+    start = max(short - 2 * (ranks - 1) * latency, 0.0)
+    bandwidth = 2 * _sent(large, ranks) / max(long - short, long / 10)
+    swap_short, swap_long = (timed(swap, elements) for elements in (small, large))
+    swapping = _sent(large, ranks) / max(swap_long - swap_short, swap_long / 10)
+    return LinkRates(latency, bandwidth, start, min(swapping / bandwidth, 1.0))
 
 
-def _seconds(group: Group, device: torch.device, elements: int) -> float:
+def _sent(elements: int, ranks: int) -> float:
+    """Return the bytes that each rank sends to others of a tensor in as many pieces as ranks."""
+    return 4 * elements * (ranks - 1) / ranks
+
+
+def _seconds(group: Group, device: torch.device, start: _Start, elements: int) -> float:
     tensor = torch.zeros(elements, device=device)
     found = []
     for _ in range(_REPEATS):
         barrier(group).wait()
-        start = time.perf_counter()
-        all_reduce(tensor, group).wait()
+        began = time.perf_counter()
+        start(tensor).wait()
         synchronize(device)
-        found.append(time.perf_counter() - start)
+        found.append(time.perf_counter() - began)
     return median(found)

@@ -50,9 +50,13 @@ class Network:
         is a reduce-scatter and an all-gather. `ring`: n − 1 messages of `nbytes` each, one after another.
         """
         group = self.groups[transfer.axis]
-        ranks = group.size
-        if ranks == 1 or not transfer.nbytes:
+        if group.size == 1 or not transfer.nbytes:
             return 0.0
+        return self.hardware.efficiency.collective + self._steps(transfer, group)
+
+    def _steps(self, transfer: AxisTransfer, group: AxisGroup) -> float:
+        """Return the time of a transfer's steps and bytes."""
+        ranks = group.size
         here = group.on_host(self.hardware.devices)
         bandwidth, latency = self._link(here, inside=here == ranks)
         if transfer.collective == "message":
@@ -62,6 +66,7 @@ class Network:
         if transfer.collective == "all-to-all":
             away = (ranks - here) / ranks if here < ranks else (ranks - 1) / ranks
             single = bandwidth / here if here < ranks else bandwidth
+            single *= self.hardware.efficiency.all_to_all
             return latency * (ranks - 1) + transfer.nbytes / ranks * away / single
         rounds = 2 if transfer.collective == "all-reduce" else 1
         start = self._start(here, ranks, tree=transfer.collective == "all-reduce")
@@ -101,9 +106,3 @@ class Network:
         if group.on_host(hardware.devices) == group.size:
             return hardware.inside.bandwidth * part.inside
         return hardware.across.bandwidth * part.across / hardware.oversubscription
-
-    def message_latency(self) -> float:
-        """Return the latency of a message between neighbouring stages."""
-        group = self.groups["pp"]
-        inside = group.on_host(self.hardware.devices) == group.size
-        return self.hardware.inside.latency if inside else self.hardware.across.latency

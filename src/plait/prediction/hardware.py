@@ -49,10 +49,14 @@ class Efficiency:
     """Seconds that a device takes for an operation besides its arithmetic and its bytes."""
     host: float
     """Seconds that the host takes to start an operation."""
+    collective: float
+    """Seconds that a collective or a message takes besides its steps and its bytes."""
     inside: float
     """Fraction of the bandwidth inside a host that large collectives reach."""
     across: float
     """Fraction of the bandwidth across hosts that large collectives reach."""
+    all_to_all: float
+    """Fraction of either that large all-to-alls reach beside other collectives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +119,10 @@ _NUMBERS: Mapping[str, Mapping[str, tuple[float, float, float]]] = {
         "optimizer": (1, 0.001, 1),
         "kernel_us": (MICRO, 0, 1e6),
         "host_us": (MICRO, 0, 1e6),
+        "collective_us": (MICRO, 0, 1e6),
         "inside": (1, 0.001, 1),
         "across": (1, 0.001, 1),
+        "all_to_all": (1, 0.001, 1),
     },
 }
 """Section and field of each number: its unit, and the range of the number in the file."""

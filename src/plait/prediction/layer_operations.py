@@ -177,9 +177,9 @@ def _exchanges(
 
     `own` and `keys`: query and key features on this rank.
 
-    "ring": keys and values go round, in the backward with their gradients. "ulysses": queries, keys, values
-    and outputs change from positions to heads or back, as their gradients do, one after another; so do
-    outputs once more where they are not kept.
+    "ring": keys and values go round, in the backward with their gradients. "ulysses": keys with values,
+    queries, and outputs change from positions to heads or back, as their gradients do, one after another;
+    outputs that are not kept once more, with their gradients.
     """
     plan, size = shape.plan, shape.tokens * shape.item
     if plan.cp == 1:
@@ -188,10 +188,11 @@ def _exchanges(
         ring = AxisTransfer("ring", "cp", 2 * size * keys)
         return (ring,), (replace(ring, nbytes=2 * ring.nbytes),)
     shared = max(keys, plan.cp * shape.decoder.head_size)  # ranks that share a head of keys each get it
-    each = tuple(
-        AxisTransfer("all-to-all", "cp", plan.cp * size * features) for features in (shared, shared, own, own)
+    *inward, outward = (
+        AxisTransfer("all-to-all", "cp", plan.cp * size * features) for features in (2 * shared, own, own)
     )
-    return each, each if plan.sequence_parallel == "keep" else (*each, each[-1])
+    again = 1 if plan.sequence_parallel == "keep" else 2
+    return (*inward, outward), (*inward, replace(outward, nbytes=again * outward.nbytes))
 
 
 def _context_method(shape: StepShape, own: float, keys: float) -> str:

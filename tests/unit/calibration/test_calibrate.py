@@ -7,16 +7,29 @@ from pathlib import Path
 
 import pytest
 
-from plait.calibration.calibrate import RankMeasurement, calibrate, hardware_of
+from plait.calibration.calibrate import LARGE, SMALL, RankMeasurement, calibrate, hardware_of
 from plait.calibration.device_rates import DeviceRates
 from plait.calibration.hardware_text import hardware_text
 from plait.calibration.link_rates import LinkRates
 from plait.errors import ConfigError
-from plait.prediction.hardware import load_hardware
+from plait.plan import Plan
+from plait.prediction.decoder import Decoder
+from plait.prediction.hardware import Hardware, load_hardware
+from plait.prediction.step_prediction import predict
 
 RATES = DeviceRates({"fp32": 2e12, "bf16": 8e12}, 4096, 100.0, 4e12, 3e12, 1e11, 8e10, 4e10, 2e-6, 5e-6)
 GPU = RankMeasurement(
-    "GPU", True, 80 << 30, 1 << 40, 8, 108, RATES, 0.0, LinkRates(3e-6, 2e11), LinkRates(8e-6, 2e10)
+    "GPU",
+    True,
+    80 << 30,
+    1 << 40,
+    8,
+    108,
+    RATES,
+    0.0,
+    0.0,
+    LinkRates(3e-6, 2e11, 1e-6, 0.5),
+    LinkRates(8e-6, 2e10, 2e-6, 0.4),
 )
 
 
@@ -25,11 +38,29 @@ def test_figures_are_the_medians_of_the_ranks(tmp_path: Path) -> None:
     found = hardware_of([GPU, slow, GPU])
     assert (found.memory_bandwidth, found.memory, found.devices) == (1e11, 79 << 30, 8)
     assert (found.inside.latency, found.across.bandwidth) == (3e-6, 2e10)
-    assert found.efficiency.attention == 0.5
+    assert (found.efficiency.collective, found.efficiency.all_to_all) == (1e-6, 0.5)
+    assert found.efficiency.attention == 4e12 / found.peak["bf16"]
     assert (found.efficiency.optimizer, found.efficiency.elementwise) == (0.8, 0.4)
     assert found.peak["bf16"] == pytest.approx(8e12, rel=0.3)  # less what tiles lose at that size
     (tmp_path / "file.toml").write_text(hardware_text(found))
     assert hardware_text(load_hardware(tmp_path / "file.toml")) == hardware_text(found)
+
+
+def test_steps_of_two_models_give_the_fixed_cost_of_operations_and_the_rate_of_products() -> None:
+    def step(sizes: Decoder, hardware: Hardware) -> float:
+        found = predict(sizes, plan, hardware, rows=8)
+        return found.step_seconds - found.breakdown["optimizer"]
+
+    plan = Plan(microbatches=4)
+    rates = DeviceRates({"fp32": 6e10}, 1024, 30.0, 3e10, 3e10, 2e10, 2e10, 1e10, 0.0, 0.0)
+    cpu = replace(GPU, accelerated=False, rates=rates, small_step=1e-3, large_step=1.0)
+    exact = hardware_of([cpu])
+    part = replace(exact.efficiency, kernel=5e-5, product=0.6)
+    real = replace(exact, efficiency=part)
+    measured = replace(cpu, small_step=step(SMALL, real), large_step=step(LARGE, real))
+    found = hardware_of([measured]).efficiency
+    assert found.kernel == pytest.approx(5e-5, rel=1e-3)
+    assert found.product == pytest.approx(0.6, rel=1e-3)
 
 
 @pytest.mark.full

@@ -113,8 +113,8 @@ def test_a_ring_hides_behind_attention_and_the_exchanges_of_ulysses_do_not() -> 
     again, kept = (
         communication(context_parallel="ulysses", sequence_parallel=one) for one in ("none", "keep")
     )
-    # Eight exchanges of each layer; where they are not kept, outputs are sent once more.
-    assert again == pytest.approx(kept * 9 / 8)
+    # Queries, keys, values and outputs go there and back; outputs that are not kept once more, in one call.
+    assert again == pytest.approx(kept * 9 / 8, rel=0.02)
     few_keys = replace(LONG, kv_heads=1)
     assert communication() == again, "auto sends less by heads"
     assert predict(few_keys, Plan(cp=2, **MIXED), "h100-sxm").breakdown["cp communication"] == 0.0
