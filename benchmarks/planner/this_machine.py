@@ -1,8 +1,8 @@
 """How well are the steps of this machine predicted? Calibrates it, then runs every plan of two ranks.
 
 Prints the table of README.md, section "This machine". On a machine that does nothing else. Even there its
-speed changes by a factor of up to two within minutes: steps of a plan take turns with steps of one reference,
-and their ratio is multiplied by the reference's seconds right after the calibration.
+speed changes by a factor of up to two within minutes: steps of a plan take turns with the larger step of the
+calibration, and their ratio is multiplied by the seconds which that step took there.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from statistics import fmean, median
 import torch
 
 import plait
-from plait.calibration.calibrate import calibrate
+from plait.calibration.calibrate import LARGE, calibrate, predicted_step, reference_step
 from plait.comm.collectives import barrier
 from plait.errors import PlaitError
 from plait.plan import Plan
+from plait.prediction.hardware import load_hardware
 from plait.verification.sweep import plans_on
 
 MODELS = {
@@ -32,7 +33,7 @@ ROWS, MICROBATCHES, WARM_UP = 8, 4, 2
 
 
 Pairs = list[tuple[float, float]]
-"""Seconds of a step of a plan, and of a step of the reference right after it."""
+"""Seconds of a step of a plan, and of the calibration's step right after it."""
 
 
 def model_of(name: str) -> torch.nn.Sequential:
@@ -56,9 +57,9 @@ def step_of(name: str, plan: Plan, mesh: plait.Mesh) -> Callable[[], float]:
     return step
 
 
-def measured(name: str, plans: list[Plan], reference: Plan, steps: int) -> list[Pairs | None]:
-    """Return for each plan this rank's steps beside those of the reference; None where it cannot run."""
-    compared = step_of(name, reference, plait.Mesh(reference))
+def measured(name: str, plans: list[Plan], steps: int) -> list[Pairs | None]:
+    """Return for each plan this rank's steps beside those of the calibration; None where it cannot run."""
+    reference = reference_step(LARGE)
     found: list[Pairs | None] = []
     for plan in plans:
         try:
@@ -67,26 +68,26 @@ def measured(name: str, plans: list[Plan], reference: Plan, steps: int) -> list[
         except PlaitError:
             found.append(None)
             continue
-        pairs = [(step(), compared()) for _ in range(steps + WARM_UP)]
+        pairs = [(step(), seconds_of(reference)) for _ in range(steps + WARM_UP)]
         found.append(pairs[WARM_UP:])
         mesh.close()
     return found
 
 
+def seconds_of(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
 def beside_reference(of_ranks: Sequence[Pairs | None]) -> float | None:
-    """Return the median of a plan's steps divided by the reference's, each as long as its slowest rank's."""
+    """Return the median of a plan's steps, the slowest rank's, divided by the mean of the ranks' references."""
     pairs = [one for one in of_ranks if one is not None]
     if len(pairs) < len(of_ranks):
         return None
     return median(
-        max(step for step, _ in turn) / max(other for _, other in turn) for turn in zip(*pairs, strict=True)
+        max(step for step, _ in turn) / fmean(other for _, other in turn) for turn in zip(*pairs, strict=True)
     )
-
-
-def reference_seconds(name: str, plan: Plan, steps: int) -> list[float]:
-    """Return seconds of steps of the reference on this rank."""
-    step = step_of(name, plan, plait.Mesh(plan))
-    return [step() for _ in range(steps + WARM_UP)][WARM_UP:]
 
 
 def predicted(name: str, plan: Plan, hardware: Path) -> float | None:
@@ -114,11 +115,8 @@ def plans_for(ranks: int) -> list[Plan]:
 
 
 def report(name: str, ranks: int, hardware: Path, steps: int, *, shown: bool) -> None:
-    plans = plans_for(ranks)
-    reference = Plan(dp=ranks, microbatches=2)
-    beside = plait.launch(reference_seconds, name, reference, 4 * steps, ranks=ranks, threads=1)
-    unit = median(map(max, zip(*beside, strict=True)))
-    every = plait.launch(measured, name, plans, reference, steps, ranks=ranks, threads=1)
+    plans, unit = plans_for(ranks), predicted_step(LARGE, load_hardware(hardware))
+    every = plait.launch(measured, name, plans, steps, ranks=ranks, threads=1)
     times = [beside_reference(one) for one in zip(*every, strict=True)]
     rows = []
     for plan, ratio in zip(plans, times, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,8 +36,7 @@ LARGE = Decoder(layers=2, hidden=320, heads=5, vocab=1536, context=128, biases=T
 """A model whose step is spent on matrix products, and reads memory between them."""
 _PLAN = Plan(microbatches=4)
 _ROWS = 8
-_TURNS, _HALVINGS = 10, 20
-"""Of fitting efficiencies to the steps."""
+_TURNS = 10
 
 
 @dataclass(frozen=True)
@@ -93,15 +92,17 @@ def _measure(seconds: float) -> RankMeasurement:
         devices=here,
         multiprocessors=multiprocessors(device),
         rates=measure_device(device, seconds),
-        small_step=0.0 if accelerated else _step(SMALL, seconds),
-        large_step=0.0 if accelerated else _step(LARGE, 4 * seconds),
+        small_step=0.0 if accelerated else seconds_of(reference_step(SMALL), device=device, budget=seconds),
+        large_step=0.0
+        if accelerated
+        else seconds_of(reference_step(LARGE), device=device, budget=4 * seconds),
         inside=measure_links(mesh.group("local"), device),
         across=measure_links(mesh.group("hosts"), device),
     )
 
 
-def _step(sizes: Decoder, seconds: float) -> float:
-    """Return the time of forward and backward of a model on this rank alone."""
+def reference_step(sizes: Decoder) -> Callable[[], object]:
+    """Return a function that runs forward and backward of a model on this rank alone, on the CPU."""
     model = gpt2(
         layers=sizes.layers,
         hidden=sizes.hidden,
@@ -109,10 +110,9 @@ def _step(sizes: Decoder, seconds: float) -> float:
         vocab=sizes.vocab,
         context=sizes.context,
     )
-    mesh = Mesh(_PLAN, device="cpu", alone=True)
-    engine = parallelize(model, _PLAN, mesh, loss=cross_entropy)
+    engine = parallelize(model, _PLAN, Mesh(_PLAN, device="cpu", alone=True), loss=cross_entropy)
     tokens = torch.zeros(_ROWS, sizes.context, dtype=torch.int64)
-    return seconds_of(lambda: engine.forward_backward(tokens, tokens), device=mesh.device, budget=seconds)
+    return lambda: engine.forward_backward(tokens, tokens)
 
 
 def hardware_of(found: Sequence[RankMeasurement]) -> Hardware:
@@ -153,6 +153,7 @@ def hardware_of(found: Sequence[RankMeasurement]) -> Hardware:
         inside=near,
         across=_link(across) or near,
         oversubscription=1.0,
+        overlaps=first.accelerated,
         efficiency=efficiency,
         fitted=f"{datetime.now(UTC):%Y-%m-%d}: measured by plait plan --calibrate on {len(found)} ranks",
     )
@@ -181,27 +182,26 @@ def _fitted_to_steps(hardware: Hardware, small: float, large: float) -> Hardware
     """Return `hardware` so that steps of the two models are predicted to take `small` and `large` seconds.
 
     From the small model's follows the fixed cost of an operation, from the other's how much slower products
-    are than alone: in a step their operands come from memory.
+    and memory are than in the operations alone: in a step, operands are not in the caches.
     """
-    for _ in range(_TURNS):  # each figure has a little influence on the other model's step
-        base = _predicted(SMALL, hardware, kernel=0.0)
-        slope = _predicted(SMALL, hardware, kernel=1.0) - base
-        hardware = _with(hardware, kernel=max((small - base) / slope, 0.0))
-        low, high = 0.05, 1.0
-        for _ in range(_HALVINGS):
-            middle = (low + high) / 2
-            low, high = (
-                (middle, high) if _predicted(LARGE, hardware, product=middle) > large else (low, middle)
-            )
-        hardware = _with(hardware, product=high)
+    for _ in range(_TURNS):  # each has a little influence on the other model's step
+        base = predicted_step(SMALL, _with_kernel(hardware, 0.0))
+        slope = predicted_step(SMALL, _with_kernel(hardware, 1.0)) - base
+        hardware = _with_kernel(hardware, max((small - base) / slope, 0.0))
+        slower = large / predicted_step(LARGE, hardware)
+        hardware = replace(
+            hardware,
+            peak={name: rate / slower for name, rate in hardware.peak.items()},
+            memory_bandwidth=hardware.memory_bandwidth / slower,
+        )
     return hardware
 
 
-def _with(hardware: Hardware, **efficiencies: float) -> Hardware:
-    return replace(hardware, efficiency=replace(hardware.efficiency, **efficiencies))
+def _with_kernel(hardware: Hardware, kernel: float) -> Hardware:
+    return replace(hardware, efficiency=replace(hardware.efficiency, kernel=kernel))
 
 
-def _predicted(sizes: Decoder, hardware: Hardware, **efficiencies: float) -> float:
-    """Return the predicted seconds of forward and backward with other efficiencies."""
-    found = predict(sizes, _PLAN, _with(hardware, **efficiencies), rows=_ROWS)
+def predicted_step(sizes: Decoder, hardware: Hardware) -> float:
+    """Return the predicted seconds of a step by which calibration measures, see `reference_step`."""
+    found = predict(sizes, _PLAN, hardware, rows=_ROWS)
     return found.step_seconds - found.breakdown["optimizer"]

@@ -35,6 +35,8 @@ inside_latency_us = {hardware.inside.latency / MICRO:.6g}
 across_gb = {hardware.across.bandwidth / GB:.6g}
 across_latency_us = {hardware.across.latency / MICRO:.6g}
 oversubscription = {hardware.oversubscription:.6g}
+# Not measured: 1 on GPUs, 0 on a CPU, whose cores move the bytes.
+overlaps = {hardware.overlaps:d}
 
 [efficiency]
 product = {part.product:.6g}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Literal
+
+from plait.prediction.hardware import Hardware
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,13 @@ class Framework:
     all parameters, as DeepSpeed's optimizer for bf16."""
     recomputes_blocks: bool = False
     """Whether `full` keeps only the input of a block, attention and MLP, and not those of both."""
+
+    def on(self, hardware: Hardware) -> Framework:
+        """Return the behaviour on `hardware`: if it moves the bytes itself, no transfer is overlapped."""
+        if hardware.overlaps:
+            return self
+        names = (one.name for one in fields(self) if one.name.startswith("overlaps_"))
+        return replace(self, **dict.fromkeys(names, False))  # type: ignore[arg-type]
 
 
 PLAIT = Framework()

@@ -80,6 +80,8 @@ class Hardware:
     across: Link
     oversubscription: float
     """Factor by which the network between hosts is narrower than the sum of their links."""
+    overlaps: bool
+    """Whether transfers run beside computation; on a CPU the cores move the bytes."""
     efficiency: Efficiency
     fitted: str
     """On what the efficiencies were fitted, and when."""
@@ -108,6 +110,7 @@ _NUMBERS: Mapping[str, Mapping[str, tuple[float, float, float]]] = {
         "across_gb": (GB, 1e-6, 1e6),
         "across_latency_us": (MICRO, 0, 1e6),
         "oversubscription": (1, 1, 1000),
+        "overlaps": (1, 0, 1),
     },
     "efficiency": {
         "product": (1, 0.001, 1),
@@ -205,6 +208,7 @@ def _parsed(found: Mapping[str, Any], source: str) -> Hardware:
         inside=Link(links["inside_gb"], links["inside_latency_us"]),
         across=Link(links["across_gb"], links["across_latency_us"]),
         oversubscription=links["oversubscription"],
+        overlaps=bool(links["overlaps"]),
         efficiency=Efficiency(**{name.removesuffix("_us"): value for name, value in part.items()}),
         fitted=found["fitted"],
     )
@@ -238,6 +242,6 @@ def _number(value: object, field: str, source: str, allowed: tuple[float, float,
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not least <= value <= most or value == inf:  # type: ignore[operator]
         raise ConfigError(f"{source} has {field} = {value!r}: give a number from {least:g} to {most:g}.")
-    if unit == 1 and field.endswith(("devices", "multiprocessors")) and value != int(value):  # type: ignore[call-overload]
+    if unit == 1 and field.endswith(("devices", "multiprocessors", "overlaps")) and value != int(value):  # type: ignore[call-overload]
         raise ConfigError(f"{source} has {field} = {value!r}: give a whole number.")
     return float(value) * unit  # type: ignore[arg-type]

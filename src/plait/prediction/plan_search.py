@@ -75,7 +75,7 @@ def search(
             f"{ranks} ranks cannot be divided for this model and a batch of {batch}: {reasons}: change the "
             "ranks, the batch or the sizes."
         )
-    bounds = Bounds(model, hardware, batch, framework)
+    bounds = Bounds(model, hardware, batch, framework.on(hardware))
     queue = _PlanQueue(bounds, PlanSteps(bounds), base or Plan(), choices)
     for division in found:
         queue.add(division)

@@ -148,6 +148,7 @@ def predict(
         limit=plan.memory_limit,
         cut=plan.layers_per_stage,
     )
+    framework = framework.on(machine)
     shape = StepShape(decoder, plan, framework, rows / plan.microbatches)
     stages = stage_kinds(decoder.kinds, cut)
     modes = stage_modes(plan, cut)

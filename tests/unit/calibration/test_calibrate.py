@@ -7,15 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from plait.calibration.calibrate import LARGE, SMALL, RankMeasurement, calibrate, hardware_of
+from plait.calibration.calibrate import LARGE, SMALL, RankMeasurement, calibrate, hardware_of, predicted_step
 from plait.calibration.device_rates import DeviceRates
 from plait.calibration.hardware_text import hardware_text
 from plait.calibration.link_rates import LinkRates
 from plait.errors import ConfigError
-from plait.plan import Plan
-from plait.prediction.decoder import Decoder
-from plait.prediction.hardware import Hardware, load_hardware
-from plait.prediction.step_prediction import predict
+from plait.prediction.hardware import load_hardware
 
 RATES = DeviceRates({"fp32": 2e12, "bf16": 8e12}, 4096, 100.0, 4e12, 3e12, 1e11, 8e10, 4e10, 2e-6, 5e-6)
 GPU = RankMeasurement(
@@ -46,21 +43,17 @@ def test_figures_are_the_medians_of_the_ranks(tmp_path: Path) -> None:
     assert hardware_text(load_hardware(tmp_path / "file.toml")) == hardware_text(found)
 
 
-def test_steps_of_two_models_give_the_fixed_cost_of_operations_and_the_rate_of_products() -> None:
-    def step(sizes: Decoder, hardware: Hardware) -> float:
-        found = predict(sizes, plan, hardware, rows=8)
-        return found.step_seconds - found.breakdown["optimizer"]
-
-    plan = Plan(microbatches=4)
+def test_steps_of_two_models_give_the_fixed_cost_of_operations_and_how_much_slower_they_are() -> None:
     rates = DeviceRates({"fp32": 6e10}, 1024, 30.0, 3e10, 3e10, 2e10, 2e10, 1e10, 0.0, 0.0)
     cpu = replace(GPU, accelerated=False, rates=rates, small_step=1e-3, large_step=1.0)
-    exact = hardware_of([cpu])
-    part = replace(exact.efficiency, kernel=5e-5, product=0.6)
-    real = replace(exact, efficiency=part)
-    measured = replace(cpu, small_step=step(SMALL, real), large_step=step(LARGE, real))
-    found = hardware_of([measured]).efficiency
-    assert found.kernel == pytest.approx(5e-5, rel=1e-3)
-    assert found.product == pytest.approx(0.6, rel=1e-3)
+    real = hardware_of([cpu])
+    real = replace(real, efficiency=replace(real.efficiency, kernel=5e-5))
+    steps = {f"{size}_step": predicted_step(one, real) for size, one in (("small", SMALL), ("large", LARGE))}
+    found = hardware_of([replace(cpu, **steps)])
+    assert found.efficiency.kernel == pytest.approx(5e-5, rel=1e-3)
+    assert found.peak == pytest.approx(real.peak, rel=1e-3)
+    assert found.memory_bandwidth == pytest.approx(real.memory_bandwidth, rel=1e-3)
+    assert not found.overlaps
 
 
 @pytest.mark.full

@@ -120,6 +120,20 @@ def test_a_ring_hides_behind_attention_and_the_exchanges_of_ulysses_do_not() -> 
     assert predict(few_keys, Plan(cp=2, **MIXED), "h100-sxm").breakdown["cp communication"] == 0.0
 
 
+def test_nothing_is_hidden_on_hardware_that_moves_the_bytes_itself() -> None:
+    gpu = load_hardware("h100-sxm")
+    for axis, plan in {
+        "dp": Plan(dp=2, **MIXED),
+        "tp": Plan(tp=2, **MIXED),
+        "cp": Plan(cp=2, context_parallel="ring", **MIXED),
+    }.items():
+        hidden, shown = (
+            predict(LONG, plan, replace(gpu, overlaps=one), rows=2).breakdown[f"{axis} communication"]
+            for one in (True, False)
+        )
+        assert shown > 1.2 * hidden, axis
+
+
 def test_small_layers_are_limited_by_the_host() -> None:
     tiny = replace(SMALL, hidden=64, heads=4, context=32, vocab=100)
     assert predict(tiny, Plan(), "h100-sxm").bound == "host overhead"
