@@ -98,6 +98,8 @@ def fastest_cut(costs: LayerCosts, schedule: Schedule) -> StageCut:
             left -= 1
             if left < 0:
                 return best
+            if simulation.least(cut) >= makespan:
+                continue
             candidate = simulation.makespan(cut)
             if candidate < makespan:
                 best, makespan, improved = cut, candidate, True

@@ -38,6 +38,27 @@ def test_the_makespan_is_that_of_the_timeline(policy, ranks, microbatches, costs
     assert simulation.makespan(cut) / 2**simulation._exponent == pytest.approx(expected, rel=1e-9)
 
 
+@given(policy=st.sampled_from(POLICIES), ranks=st.integers(1, 4), split=st.booleans(), data=st.data())
+def test_no_cut_takes_less_than_the_lower_bound(policy, ranks, split, data) -> None:
+    made = schedule(policy, ranks=ranks, microbatches=data.draw(st.integers(1, 6)))
+    made = made.split_backward() if split else made
+    cut = data.draw(st.lists(st.integers(1, 3), min_size=made.stages, max_size=made.stages))
+    each = st.lists(st.floats(0.01, 10), min_size=sum(cut), max_size=sum(cut))
+    layers = LayerCosts(
+        data.draw(each), data.draw(each), data.draw(each), comm=data.draw(st.sampled_from((0.0, 0.4)))
+    )
+    simulation = CutSimulation(layers, made)
+    assert simulation.least(cut) <= simulation.makespan(cut)
+
+
+def test_the_lower_bound_is_reached_where_nothing_waits() -> None:
+    layers = LayerCosts.evenly([1.0] * 8)
+    for policy in ("zb-h1", "zb-v"):
+        made = schedule(policy, ranks=4, microbatches=6).split_backward()
+        simulation, cut = CutSimulation(layers, made), balance(layers.total, made.stages)
+        assert simulation.least(cut) == simulation.makespan(cut), policy
+
+
 @given(policy=st.sampled_from(POLICIES), ranks=st.integers(1, 4), data=st.data())
 def test_the_last_ends_are_those_of_the_event_simulation(policy, ranks, data) -> None:
     made = schedule(policy, ranks=ranks, microbatches=data.draw(st.integers(1, 6)))
