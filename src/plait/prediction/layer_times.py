@@ -91,6 +91,24 @@ class PassTimes:
 
 
 @dataclass(frozen=True)
+class WholeLayerTimes:
+    """Times of a layer whose parameters are whole on its rank: without gathers and sums of sharded ones."""
+
+    forward: Parts
+    inputs: Parts
+    weights: Parts
+    hiding_forward: float
+    """Seconds of the forward in which parameters of the next layer can be gathered; `hiding_backward` too."""
+    hiding_backward: float
+    sums_forward: float
+    """Seconds of transfers over `tp` in it, which may use the same links."""
+    sums_backward: float
+    started_forward: float
+    """Operations that the host starts."""
+    started_backward: float
+
+
+@dataclass(frozen=True)
 class LayerTimer:
     """Times layers of a plan on given hardware; equal layers are timed once."""
 
@@ -100,6 +118,8 @@ class LayerTimer:
     """Precision of the products."""
     known: dict[tuple[LayerKind, Recompute], PassTimes] = field(default_factory=dict, compare=False)
     """Times computed before; timers of plans that differ in nothing that a layer depends on may share it."""
+    whole: dict[tuple[LayerKind, Recompute], WholeLayerTimes] = field(default_factory=dict, compare=False)
+    """Likewise without what depends on the sharding of parameters."""
 
     @cached_property
     def network(self) -> Network:
@@ -113,6 +133,26 @@ class LayerTimer:
         return self.known[kind, recompute]
 
     def _times(self, kind: LayerKind, recompute: Recompute) -> PassTimes:
+        if (kind, recompute) not in self.whole:
+            self.whole[kind, recompute] = self._whole_times(kind, recompute)
+        one = self.whole[kind, recompute]
+        share = self.network.share_links("tp", "shard")
+        free, free_backward = (
+            max(seconds - sums, 0.0) if share else seconds
+            for seconds, sums in (
+                (one.hiding_forward, one.sums_forward),
+                (one.hiding_backward, one.sums_backward),
+            )
+        )
+        forward = one.forward + Parts(dp=self._exposed_gather(kind, free, backward=False))
+        inputs = one.inputs + Parts(dp=self._exposed_gather(kind, free_backward, backward=True))
+        return PassTimes(
+            self._with_host(forward, one.started_forward),
+            self._with_host(inputs, one.started_backward),
+            one.weights,
+        )
+
+    def _whole_times(self, kind: LayerKind, recompute: Recompute) -> WholeLayerTimes:
         work = layer_work(kind, self.shape)
         forward = self._parts(work.forward)
         backward, weights = self._parts(work.backward), self._parts(work.weights)
@@ -124,23 +164,20 @@ class LayerTimer:
             recomputed = self._parts(work.recomputed).total
         tp_backward = self._exposed_backward(work, weights)
         exchanges = self._exposed_exchanges(work.forward_exchanges, forward)
-        exchanges_backward = self._exposed_exchanges(work.backward_exchanges, backward)
-        free = self._free_of_sums(forward.total + tp_forward, work.forward_transfers)
-        gathers = self._exposed_gather(kind, free, backward=False)
+        again = exchanges if recompute == "full" else 0.0
+        exchanges_backward = self._exposed_exchanges(work.backward_exchanges, backward) + again
         transfers = work.backward_gathers + work.backward_transfers
         transfers += work.forward_transfers if recompute == "full" else ()
-        free = self._free_of_sums(backward.total + weights.total + recomputed + tp_backward, transfers)
-        gathers_backward = self._exposed_gather(kind, free, backward=True)
-        again = exchanges if recompute == "full" else 0.0
-        waits = Parts(tp=tp_forward, cp=exchanges, dp=gathers)
-        waits_backward = Parts(
-            recomputation=recomputed, tp=tp_backward, cp=exchanges_backward + again, dp=gathers_backward
-        )
-        again_operations = work.forward if recompute == "full" else ()
-        return PassTimes(
-            self._with_host(forward + waits, work.forward),
-            self._with_host(backward + waits_backward, work.backward + again_operations),
+        return WholeLayerTimes(
+            forward + Parts(tp=tp_forward, cp=exchanges),
+            backward + Parts(recomputation=recomputed, tp=tp_backward, cp=exchanges_backward),
             weights,
+            forward.total + tp_forward,
+            backward.total + weights.total + recomputed + tp_backward,
+            self._transfers(work.forward_transfers),
+            self._transfers(transfers),
+            _started(work.forward),
+            _started(work.backward + (work.forward if recompute == "full" else ())),
         )
 
     def _parts(self, operations: Iterable[DeviceOperation]) -> Parts:
@@ -179,12 +216,6 @@ class LayerTimer:
             return seconds
         return max(seconds - computed.attention * (ranks - 1) / ranks, 0.0)
 
-    def _free_of_sums(self, seconds: float, transfers: Iterable[AxisTransfer]) -> float:
-        """Return the part of `seconds` in which a layer's `transfers` over `tp` leave `shard` the links."""
-        if not self.network.share_links("tp", "shard"):
-            return seconds
-        return max(seconds - self._transfers(transfers), 0.0)
-
     def _exposed_gather(self, kind: LayerKind, computed: float, *, backward: bool) -> float:
         """Return the seconds of parameter gathers and gradient sums that no computation overlaps.
 
@@ -204,10 +235,11 @@ class LayerTimer:
             seconds += self.network.seconds(AxisTransfer("reduce-scatter", "shard", count * item))
         return max(seconds - computed, 0.0) if framework.overlaps_gathers else seconds
 
-    def _with_host(self, parts: Parts, operations: Iterable[DeviceOperation]) -> Parts:
+    def _with_host(self, parts: Parts, started: float) -> Parts:
         """Return `parts` with the time that the device waits for the host to start the operations."""
-        count = sum(
-            operation.kernels if isinstance(operation, Elementwise) else 1 for operation in operations
-        )
-        needed = count * self.shape.framework.operations_per_layer * self.hardware.efficiency.host
+        needed = started * self.shape.framework.operations_per_layer * self.hardware.efficiency.host
         return parts + Parts(host=max(needed - parts.total, 0.0))
+
+
+def _started(operations: Iterable[DeviceOperation]) -> float:
+    return sum(operation.kernels if isinstance(operation, Elementwise) else 1 for operation in operations)

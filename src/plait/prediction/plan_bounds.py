@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from plait.plan import Plan
+from plait.plan import Plan, Recompute
 from plait.prediction.decoder import Decoder, LayerKind
 from plait.prediction.framework import Framework
 from plait.prediction.hardware import Hardware
 from plait.prediction.layer_operations import StepShape
-from plait.prediction.layer_times import LayerTimer, PassTimes
+from plait.prediction.layer_times import LayerTimer, PassTimes, WholeLayerTimes
 from plait.prediction.memory_by_size import LayerMemory, layer_memory, state_bytes
 from plait.prediction.step_end import gradient_transfers, optimizer_seconds
 from plait.prediction.step_times import NANOSECOND, StepTimes, hop_seconds
@@ -48,7 +48,12 @@ class Bounds:
     hardware: Hardware
     batch: int
     framework: Framework
-    _layers: dict[tuple[object, ...], dict[tuple[LayerKind, object], PassTimes]] = field(default_factory=dict)
+    _layers: dict[tuple[object, ...], dict[tuple[LayerKind, Recompute], PassTimes]] = field(
+        default_factory=dict
+    )
+    _whole: dict[tuple[object, ...], dict[tuple[LayerKind, Recompute], WholeLayerTimes]] = field(
+        default_factory=dict
+    )
     _times: dict[tuple[object, ...], ModelTime] = field(default_factory=dict)
     _parameters: dict[int, tuple[float, float]] = field(default_factory=dict)
 
@@ -56,7 +61,9 @@ class Bounds:
         """Return the `LayerTimer` of a plan; plans with equal layers share the times that it has computed."""
         shape = StepShape(self.model, plan, self.framework, self.batch / plan.dp / plan.microbatches)
         precision = self.framework.product_precision or plan.precision or "fp32"
-        return LayerTimer(shape, self.hardware, precision, self._layers.setdefault(self._key(plan), {}))  # type: ignore[arg-type]
+        key = self._key(plan)
+        known, whole = self._layers.setdefault(key, {}), self._whole.setdefault(key[:4], {})
+        return LayerTimer(shape, self.hardware, precision, known, whole)
 
     def _key(self, plan: Plan) -> tuple[object, ...]:
         """Return a cache key of the times of a plan's layers, without their recomputation."""

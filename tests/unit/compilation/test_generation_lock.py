@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from clock import Clock
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -18,20 +19,6 @@ from plait.comm import barrier
 from plait.compilation import generation_lock
 from plait.compilation.generation_lock import generating_alone
 from plait.compilation.torch_compiler import joint_graph, with_generated_code, without_memory
-
-
-class Clock:
-    """Stands for the module `time`: a sleep takes a second, in which `happens` is called with its number."""
-
-    def __init__(self, happens: Any) -> None:
-        self.now, self.happens = 0, happens
-
-    def monotonic(self) -> int:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += 1
-        self.happens(self.now)
 
 
 def test_the_same_graph_is_waited_for_and_another_is_not(

@@ -6,12 +6,15 @@ import operator
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
 from plait.compilation.torch_compiler import (
+    code_cache,
     example_of,
     is_random,
     is_view,
@@ -131,3 +134,11 @@ def test_generated_code_is_called_without_the_wrappers_around_it() -> None:
         assert arguments == [], "the code lets go of what it has read"
         assert calls_of_functions(partial(run, [x, weight])) == 1
     assert counters["inductor"]["fxgraph_cache_hit"] == hits + 1, "torch keeps the code on the disk"
+
+
+def test_the_folder_of_generated_code_is_the_one_that_torch_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "code"))
+    assert code_cache() == tmp_path / "code"
+    assert code_cache().is_dir()

@@ -6,11 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from clock import Clock
 
 from plait.data import folder_lock
 from plait.data.folder_lock import LOCK, locked_folder
@@ -37,20 +37,6 @@ def test_a_second_one_is_refused_by_name(tmp_path: Path) -> None:
     with locked_folder(folder, 0):
         assert [one.name for one in folder.iterdir()] == [LOCK]
     assert not list(folder.iterdir())
-
-
-class Clock:
-    """Stands for the module `time`: a sleep takes a second, in which `happens` is called with its number."""
-
-    def __init__(self, happens: Callable[[int], object]) -> None:
-        self.now, self.happens = 0, happens
-
-    def monotonic(self) -> int:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += 1
-        self.happens(self.now)
 
 
 def test_it_waits_while_files_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
