@@ -59,7 +59,7 @@ def step_of(name: str, plan: Plan, mesh: plait.Mesh) -> Callable[[], float]:
 
 def measured(name: str, plans: list[Plan], steps: int) -> list[Pairs | None]:
     """Return for each plan this rank's steps beside those of the calibration; None where it cannot run."""
-    reference = reference_step(LARGE)
+    reference = reference_step(LARGE, plait.Mesh(Plan(dp=plans[0].world)).group("world"))
     found: list[Pairs | None] = []
     for plan in plans:
         try:
@@ -81,12 +81,12 @@ def seconds_of(run: Callable[[], object]) -> float:
 
 
 def beside_reference(of_ranks: Sequence[Pairs | None]) -> float | None:
-    """Return the median of a plan's steps, the slowest rank's, divided by the mean of the ranks' references."""
+    """Return the median of a plan's steps divided by those of the calibration, both of the slowest rank."""
     pairs = [one for one in of_ranks if one is not None]
     if len(pairs) < len(of_ranks):
         return None
     return median(
-        max(step for step, _ in turn) / fmean(other for _, other in turn) for turn in zip(*pairs, strict=True)
+        max(step for step, _ in turn) / max(other for _, other in turn) for turn in zip(*pairs, strict=True)
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -11,9 +12,11 @@ from statistics import median
 
 import torch
 
-from plait.calibration.device_rates import SECONDS, DeviceRates, measure_device, seconds_of
+from plait.calibration.device_rates import SECONDS, DeviceRates, measure_device
 from plait.calibration.hardware_text import hardware_text
 from plait.calibration.link_rates import LinkRates, measure_links
+from plait.comm.collectives import barrier
+from plait.comm.group import Group
 from plait.comm.launch import launch
 from plait.comm.mesh import GridMesh, Mesh
 from plait.comm.transport.world_ranks import current_ranks
@@ -83,6 +86,7 @@ def _measure(seconds: float) -> RankMeasurement:
     here = size if world is None or size % world.local_size else world.local_size
     mesh = GridMesh(hosts=size // here, local=here)
     device, accelerated = mesh.device, is_accelerator(mesh.device)
+    group = mesh.group("local")
     host_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return RankMeasurement(
         device=name_of(device) if accelerated else "CPU",
@@ -92,17 +96,18 @@ def _measure(seconds: float) -> RankMeasurement:
         devices=here,
         multiprocessors=multiprocessors(device),
         rates=measure_device(device, seconds),
-        small_step=0.0 if accelerated else seconds_of(reference_step(SMALL), device=device, budget=seconds),
-        large_step=0.0
-        if accelerated
-        else seconds_of(reference_step(LARGE), device=device, budget=4 * seconds),
-        inside=measure_links(mesh.group("local"), device),
+        small_step=0.0 if accelerated else _median_seconds(reference_step(SMALL, group), 50),
+        large_step=0.0 if accelerated else _median_seconds(reference_step(LARGE, group), 12),
+        inside=measure_links(group, device),
         across=measure_links(mesh.group("hosts"), device),
     )
 
 
-def reference_step(sizes: Decoder) -> Callable[[], object]:
-    """Return a function that runs forward and backward of a model on this rank alone, on the CPU."""
+def reference_step(sizes: Decoder, group: Group) -> Callable[[], object]:
+    """Return a function that runs forward and backward of a model on each rank of a group, on the CPU.
+
+    It returns when all ranks are done. Communication: a barrier.
+    """
     model = gpt2(
         layers=sizes.layers,
         hidden=sizes.hidden,
@@ -112,7 +117,23 @@ def reference_step(sizes: Decoder) -> Callable[[], object]:
     )
     engine = parallelize(model, _PLAN, Mesh(_PLAN, device="cpu", alone=True), loss=cross_entropy)
     tokens = torch.zeros(_ROWS, sizes.context, dtype=torch.int64)
-    return lambda: engine.forward_backward(tokens, tokens)
+
+    def run() -> None:
+        engine.forward_backward(tokens, tokens)
+        barrier(group, checked=False).wait()
+
+    return run
+
+
+def _median_seconds(run: Callable[[], object], times: int) -> float:
+    """Return the median time of `run`, which all ranks call equally often."""
+    run()
+    found = []
+    for _ in range(times):
+        start = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - start)
+    return median(found)
 
 
 def hardware_of(found: Sequence[RankMeasurement]) -> Hardware:

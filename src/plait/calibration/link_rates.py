@@ -18,6 +18,8 @@ from plait.device import is_accelerator, synchronize
 
 _SMALL, _REPEATS = 256, 20
 """Elements of a small collective, and how often each is timed."""
+_PRODUCTS = 20
+"""Matrix products in a turn that has a small all-reduce after each."""
 _Start = Callable[[Tensor], Handle[Tensor]]
 """Starts a collective of a tensor."""
 
@@ -31,7 +33,8 @@ class LinkRates:
     bandwidth: float
     """Bytes a second that each rank sends in one."""
     start: float
-    """Seconds that a collective takes besides its steps and its bytes."""
+    """Seconds that a collective takes besides its steps and its bytes, and waits for the slower rank, between
+    operations that take about a millisecond."""
     all_to_all: float
     """The bandwidth of an all-to-all, as a fraction of `bandwidth`."""
 
@@ -40,7 +43,7 @@ def measure_links(group: Group, device: torch.device) -> LinkRates | None:
     """Return the rates of a group, None where it has one rank. All its ranks call it.
 
     Communication: all-reduces, all-gathers and all-to-alls over the group, of 1 kB, and of 4 MB (on GPUs
-    256 MB). As in a step, the ranks do not compare their calls.
+    256 MB). As in a step, the ranks do not compare their calls, and do not begin a small one at once.
     """
     ranks = group.size
     if ranks == 1:
@@ -54,7 +57,7 @@ def measure_links(group: Group, device: torch.device) -> LinkRates | None:
     gather = timed(partial(all_gather, group=group, checked=False), _SMALL)
     # An all-reduce is two passes of n - 1 steps, an all-gather is one of them.
     latency = max(short - gather, 0.0) / (ranks - 1)
-    start = max(short - 2 * (ranks - 1) * latency, 0.0)
+    start = max(_between_products(group, device, small) - 2 * (ranks - 1) * latency, 0.0)
     bandwidth = 2 * _sent(large, ranks) / max(long - short, long / 10)
     swap_short, swap_long = (timed(swap, elements) for elements in (small, large))
     swapping = _sent(large, ranks) / max(swap_long - swap_short, swap_long / 10)
@@ -64,6 +67,25 @@ def measure_links(group: Group, device: torch.device) -> LinkRates | None:
 def _sent(elements: int, ranks: int) -> float:
     """Return the bytes that each rank sends to others of a tensor in as many pieces as ranks."""
     return 4 * elements * (ranks - 1) / ranks
+
+
+def _between_products(group: Group, device: torch.device, elements: int) -> float:
+    """Return the seconds by which an all-reduce after a matrix product delays the next one."""
+    side = 4096 if is_accelerator(device) else 320
+    factor, tensor = torch.ones(side, side, device=device), torch.zeros(elements, device=device)
+
+    def turn(*, reduces: bool) -> float:
+        barrier(group).wait()
+        began = time.perf_counter()
+        for _ in range(_PRODUCTS):
+            factor @ factor
+            if reduces:
+                all_reduce(tensor, group, checked=False).wait()
+        synchronize(device)
+        return (time.perf_counter() - began) / _PRODUCTS
+
+    pairs = [(turn(reduces=True), turn(reduces=False)) for _ in range(_REPEATS)]
+    return max(median(together - apart for together, apart in pairs), 0.0)
 
 
 def _seconds(group: Group, device: torch.device, start: _Start, elements: int) -> float:
