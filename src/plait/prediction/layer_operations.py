@@ -212,7 +212,7 @@ def _core(
     heads = own / decoder.head_size
     width, length = decoder.head_size, decoder.context
     if framework.fused_attention:
-        seen = 0.5 if framework.skips_masked else 1.0
+        seen = _seen(shape, own, keys) if framework.skips_masked else 1.0
         fused = FusedAttention(shape.rows, heads, keys / width, width, length / plan.cp, length, seen)
         return (fused,), (replace(fused, backward=True),)
     batch = shape.rows * heads
@@ -226,6 +226,17 @@ def _core(
     # Four products: of the weights, the values, the queries and the keys.
     backward = (scores, Product(length, width, queries, batch), gradient, values, values)
     return (scores, softmax, values), backward
+
+
+def _seen(shape: StepShape, own: float, keys: float) -> float:
+    """Return the fraction of the pairs of query and key that the slowest rank of `cp` computes.
+
+    Half in causal attention, but more on the last rank of a ring that has contiguous positions.
+    """
+    plan = shape.plan
+    if plan.cp == 1 or plan.context_layout != "contiguous" or _context_method(shape, own, keys) != "ring":
+        return 0.5
+    return 1 - 0.5 / plan.cp
 
 
 def _mlp(shape: StepShape) -> LayerWork:

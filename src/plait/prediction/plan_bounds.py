@@ -56,6 +56,7 @@ class Bounds:
     )
     _times: dict[tuple[object, ...], ModelTime] = field(default_factory=dict)
     _parameters: dict[int, tuple[float, float]] = field(default_factory=dict)
+    _memories: dict[tuple[object, ...], dict[LayerKind, LayerMemory]] = field(default_factory=dict)
 
     def timer(self, plan: Plan) -> LayerTimer:
         """Return the `LayerTimer` of a plan; plans with equal layers share the times that it has computed."""
@@ -139,7 +140,7 @@ class Bounds:
         count if `gathered`: they are all that plans with more copies of state need less of.
         """
         shape, ranks = self.timer(plan).shape, plan.pp
-        layers = self.layer_memories(shape)
+        layers = self._layer_memories(shape)
         state = sum(state_bytes(shape, self._mean(plan), 0.0)[:3]) * ranks
         state += layers["head"].running
         every = 0.0
@@ -158,11 +159,14 @@ class Bounds:
         alone += layers["head"].until_inputs + layers["head"].running
         return (max(least + every, alone) + self.hardware.reserved) * ROUNDING
 
-    def layer_memories(self, shape: StepShape) -> dict[LayerKind, LayerMemory]:
+    def _layer_memories(self, shape: StepShape) -> dict[LayerKind, LayerMemory]:
         """Return the memory of a layer of each kind, all with the plan's recomputation."""
-        recompute = shape.plan.recompute
+        plan, recompute = shape.plan, shape.plan.recompute
         assert not isinstance(recompute, tuple)
-        return {kind: layer_memory(kind, recompute, shape) for kind in KINDS}
+        key = plan.tp, plan.cp, shape.rows, plan.sequence_parallel, recompute
+        if key not in self._memories:
+            self._memories[key] = {kind: layer_memory(kind, recompute, shape) for kind in KINDS}
+        return self._memories[key]
 
     def _mean(self, plan: Plan) -> float:
         """Return the parameters of the model on a rank of `tp`, over the ranks of `pp`."""

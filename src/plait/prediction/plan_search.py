@@ -165,15 +165,15 @@ class _PlanQueue:
 
     def _split_schedules(self, plan: Plan, schedules: tuple[tuple[str, int], ...]) -> None:
         for policy, chunks in schedules:
-            one = replace(plan, schedule=policy, chunks=chunks)
-            if self.bounds.memory(one, policy) > self.bounds.hardware.memory:
+            if self.bounds.memory(plan, policy) > self.bounds.hardware.memory:
                 self.too_large += 1
             else:
-                self._push(self.bounds.step_seconds(one, policy, chunks), partial(self._cut, one))
+                least = self.bounds.step_seconds(plan, policy, chunks)
+                self._push(least, partial(self._cut, plan, policy, chunks))
 
-    def _cut(self, plan: Plan) -> None:
+    def _cut(self, plan: Plan, policy: str, chunks: int) -> None:
         """Put a plan that fits back with the bound that its cut into stages gives."""
-        hardware = self.bounds.hardware
+        plan, hardware = replace(plan, schedule=policy, chunks=chunks), self.bounds.hardware
         if self.steps.memory(plan) + hardware.reserved > hardware.memory:
             self.too_large += 1
             return

@@ -120,6 +120,16 @@ def test_a_ring_hides_behind_attention_and_the_exchanges_of_ulysses_do_not() -> 
     assert predict(few_keys, Plan(cp=2, **MIXED), "h100-sxm").breakdown["cp communication"] == 0.0
 
 
+def test_the_last_rank_of_a_ring_with_contiguous_positions_computes_more_attention() -> None:
+    def attention(**fields: Any) -> float:
+        return predict(LONG, Plan(cp=4, **fields, **MIXED), "h100-sxm").breakdown["attention"]
+
+    even = attention(context_parallel="ring")
+    uneven = attention(context_parallel="ring", context_layout="contiguous")
+    assert uneven == pytest.approx(even * 7 / 4, rel=1e-2)
+    assert attention(context_parallel="ulysses", context_layout="contiguous") == pytest.approx(even)
+
+
 def test_nothing_is_hidden_on_hardware_that_moves_the_bytes_itself() -> None:
     gpu = load_hardware("h100-sxm")
     for axis, plan in {
