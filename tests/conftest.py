@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Hashable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from importlib.util import find_spec
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,9 @@ import pytest
 if TYPE_CHECKING:
     from plait.comm.rank_pool import RankPool
 
+RANKS = {"rank_pool", "thread_ranks"}
+MOST_CASES = 3
+"""Cases of a test that starts ranks which the quick run has; `quick_cases` sets another number."""
 STARTED, MOST_SECONDS = monotonic(), 170
 """When this worker began, and for how long tests of a twentieth are begun."""
 
@@ -65,10 +69,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group("gpu"))
         elif "rank_pool" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+    for item in _beyond_quick(items):
+        item.add_marker(pytest.mark.full)
     yield  # -m leaves tests out
     seed = config.getoption("--twentieth")
     if seed is not None:
         items[:] = [item for item in items if crc32(f"{seed} {item.nodeid}".encode()) % 20 == 0]
+
+
+def _beyond_quick(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yield cases of tests with ranks that only the full run has; those of quick runs are evenly spread."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if RANKS & {*getattr(item, "fixturenames", ())} and not item.get_closest_marker("full"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for own in cases.values():
+        mark, last = own[0].get_closest_marker("quick_cases"), len(own) - 1
+        most = MOST_CASES if mark is None else mark.args[0]
+        quick = {round(last * turn / (most - 1)) for turn in range(most)}
+        yield from (item for number, item in enumerate(own) if last >= most and number not in quick)
 
 
 def pytest_collection_finish() -> None:

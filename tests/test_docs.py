@@ -42,15 +42,18 @@ PROMISE = re.compile(
 )
 SHORTENED = doctest.ELLIPSIS
 SLOW = {
-    "context-parallelism": "for layout in (",
-    "fine-tuning": "plait.lora(",
-    "guards": "guarded=True",
-    "huggingface": "LlamaForCausalLM",
-    "sharding": "layers=12",
-    "which-plan": "layers=32",
-    "your-own-loop": "warmup_cosine",
+    "checkpoints": ("load_checkpoint",),
+    "context-parallelism": ("for layout in (", "context=32768"),
+    "fine-tuning": ("plait.lora(",),
+    "guards": ("guarded=True",),
+    "huggingface": ("LlamaForCausalLM", "import transformers"),
+    "sharding": ("layers=12",),
+    "which-plan": ("layers=32",),
+    "your-own-loop": ("warmup_cosine", "tempfile"),
 }
-"""By page, what stands in its script that takes many seconds: the full run has it."""
+"""By page, what stands in its scripts that take many seconds: the full run has them."""
+SLOW_OPTIONS = {"--calibrate", "--html"}
+"""Of commands that take many seconds."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ def marks_of(script: Script) -> list[pytest.MarkDecorator]:
     So are scripts of tutorials, as their commands are, and those that are slow.
     """
     page = script.code.page
-    slow = page.stem in SLOW and SLOW[page.stem] in script.code.text
+    slow = any(words in script.code.text for words in SLOW.get(page.stem, ()))
     return [pytest.mark.full] if slow or page.parent.name in ("concepts", "coming-from", "tutorials") else []
 
 
@@ -130,7 +133,11 @@ def test_every_output_belongs_to_a_script() -> None:
             assert following.language != "output" or block.language in shown, following
 
 
-@pytest.mark.parametrize(("line", "arguments"), list(commands()), ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(
+    ("line", "arguments"),
+    [pytest.param(*one, marks=[pytest.mark.full] if SLOW_OPTIONS & {*one[1]} else []) for one in commands()],
+    ids=lambda value: str(value)[:60],
+)
 def test_a_command_is_understood(
     line: Block, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,6 +53,7 @@ def test_it_learns_and_equals_one_rank(
     assert VERDICT.findall(printed) == ["EQUAL"], printed
 
 
+@pytest.mark.full
 def test_a_diffusion_transformer_draws_what_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     printed = printed_by("diffusion_transformer", capsys)
     drawn = re.findall(r"drawn for \w+: mean brightness (\S+) on the left, (\S+) on the right", printed)

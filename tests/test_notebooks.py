@@ -27,6 +27,7 @@ def kinds(output: dict[str, Any]) -> tuple[str, ...]:
     return (output["output_type"], *sorted(output.get("data", ())))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", in_quick((path.stem for path in PATHS), "first_steps"))
 def test_cells_give_what_is_saved(name: str) -> None:
     path = notebooks.FOLDER / f"{name}.ipynb"

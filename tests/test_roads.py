@@ -46,6 +46,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.full
 @pytest.mark.transformers
 @pytest.mark.parametrize("steps", [(4, 6), pytest.param((40, 60), marks=pytest.mark.full)], ids=str)
 def test_pretraining(
@@ -107,6 +108,7 @@ def test_fine_tuning(
         assert tokenizer.decode(answer) == "It is Oslo.<|end|>"
 
 
+@pytest.mark.full
 def test_research() -> None:
     """Layers, dataset and loop of one's own, in 25 lines."""
     found = runpy.run_path(str(ROADS / "research.py"))

@@ -44,6 +44,7 @@ def answered(contestants: list[dict[str, Any]], orders: list[str]) -> list[list[
     return [list(import_module("rank").answers(one, work, "cpu", 30.0, orders)) for one in contestants]
 
 
+@pytest.mark.full
 def test_contestants_answer_and_make_rows(rank_pool: Any, tmp_path: Path) -> None:
     measuring, configurations = import_module("measuring"), import_module("configurations")
     one = configurations.Configuration("dp 2", 2, {"dp": 2}, "DDP")

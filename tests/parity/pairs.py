@@ -45,15 +45,6 @@ def in_quick(values: Iterable[Any], *quick: Any) -> list[Any]:
     ]
 
 
-def mostly_in_quick(rows: Sequence[Row]) -> list[Any]:
-    """Parameters of `covering_rows`; without the full products the first three fifths.
-
-    They hold nearly all pairs, since each row is chosen for the pairs that are still missing.
-    """
-    first = -(-3 * len(rows) // 5)
-    return [pytest.param(row, marks=[] if at < first else pytest.mark.full) for at, row in enumerate(rows)]
-
-
 def a_third_compiled(rows: Iterable[Row], can: Allowed = anything) -> list[Row]:
     """The rows with `compile` for a plan: "graphs" in every third of those that can be compiled."""
     turns = count()

@@ -69,6 +69,7 @@ def run(
             ruled.run(train_and_save, gpt2(layers=4), plan, order, folder, ranks=plan.world)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", in_quick(PLANS, "offload"))
 def test_no_race(thread_ranks: Any, tmp_path: Path, name: str) -> None:
     order = AccessOrder()

@@ -80,6 +80,7 @@ def kept(rank_pool: Any) -> Kept:
     return most
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("family", "tp"), in_quick(product(FAMILIES, (2, 4)), ("gpt2", 2)))
 def test_blocks_keep_their_share(kept: Kept, family: str, tp: int) -> None:
     """Of Llama besides what is the same on every rank: sines and cosines of the positions."""

@@ -12,7 +12,7 @@ from parity import data, lora_cases, woven
 from parity.case import Case
 from parity.cases import GPT2_VOCAB, SMOOTHED, case, draw_contexts, gpt2, llama
 from parity.norm import TOLERANCE, assert_equal
-from parity.pairs import covering_rows, mostly_in_quick
+from parity.pairs import covering_rows
 from parity.parity import check_parity
 from plait.blueprint import build_blueprint
 from plait.errors import DataError, PlanError
@@ -65,7 +65,8 @@ def identify(row):
     return "-".join(value if isinstance(value, str) else f"{name}{value}" for name, value in row.items())
 
 
-@pytest.mark.parametrize("row", mostly_in_quick(covering_rows(FACTORS, allowed)), ids=identify)
+@pytest.mark.quick_cases(8)
+@pytest.mark.parametrize("row", covering_rows(FACTORS, allowed), ids=identify)
 def test_every_pair_of_factors(thread_ranks, row):
     one = LOSSES[row["loss"]](FAMILIES[row["family"]](tied=row["tied"]))
     fields = {name: row[name] for name in OF_PLAN if name != "tied"}

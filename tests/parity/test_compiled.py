@@ -36,7 +36,7 @@ def possible(row):
 
 
 ROWS = covering_rows(FACTORS, possible)
-QUICK = (0, 5)
+QUICK = (0,)
 
 
 def identify(row):

@@ -11,7 +11,7 @@ import pytest
 from parity.case import Case, Recipe
 from parity.cases import gpt2, llama
 from parity.contexts import mixing, packed
-from parity.pairs import covering_rows, every_row, mostly_in_quick
+from parity.pairs import covering_rows, every_row
 from parity.parity import THREE_STEPS, TWO_STEPS, check_parity
 from parity.pieces import of_length
 from parity.rows import name_of
@@ -78,7 +78,8 @@ def check(thread_ranks: Any, row: dict[str, Any], recipe: Recipe) -> None:
     check_parity(thread_ranks, case, Plan(**fields, microbatches=2, precision="fp64"), recipe)
 
 
-@pytest.mark.parametrize("row", mostly_in_quick(COVERING), ids=name_of)
+@pytest.mark.quick_cases(8)
+@pytest.mark.parametrize("row", COVERING, ids=name_of)
 def test_every_pair_of_factors(thread_ranks: Any, row: dict[str, Any]) -> None:
     check(thread_ranks, row, TWO_STEPS)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from parity.cases import ONE_STAGE, gpt2
-from parity.pairs import covering_rows, every_row, mostly_in_quick
+from parity.pairs import covering_rows, every_row
 from parity.parity import check_parity
 from plait.plan import Plan
 
@@ -39,7 +39,8 @@ def check(thread_ranks, row):
     check_parity(thread_ranks, gpt2(layers=row["layers"], tied=row["tied"]), Plan(**kept, precision="fp64"))
 
 
-@pytest.mark.parametrize("row", mostly_in_quick(COVERING), ids=identify)
+@pytest.mark.quick_cases(8)
+@pytest.mark.parametrize("row", COVERING, ids=identify)
 def test_every_pair_of_factors(thread_ranks, row):
     check(thread_ranks, row)
 

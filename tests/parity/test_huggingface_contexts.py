@@ -15,7 +15,7 @@ from parity.case import Case
 from parity.dropping import by_hand
 from parity.huggingface_contexts import DROPPING, HEADS, MODELS, MORE, case, dropping_by_hand
 from parity.norm import assert_equal
-from parity.pairs import covering_rows, every_row, in_quick, mostly_in_quick
+from parity.pairs import covering_rows, every_row, in_quick
 from parity.parity import TWO_STEPS, check_parity, compare
 from parity.rows import name_of
 from plait.errors import ModelError
@@ -72,7 +72,8 @@ def check(thread_ranks: Any, model: Case, plan: Plan, *, drops: bool) -> None:
     compare(ranks, expected, torch.float64)
 
 
-@pytest.mark.parametrize("row", mostly_in_quick(COVERING), ids=name_of)
+@pytest.mark.quick_cases(8)
+@pytest.mark.parametrize("row", COVERING, ids=name_of)
 def test_every_pair_of_factors(thread_ranks: Any, row: dict[str, Any]) -> None:
     check_row(thread_ranks, row)
 

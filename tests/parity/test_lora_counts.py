@@ -49,6 +49,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("case", "plan"), ROWS)
 def test_memory_is_foretold(rank_pool: Any, case: str, plan: str) -> None:
     chosen = PLANS[plan]

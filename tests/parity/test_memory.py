@@ -191,12 +191,12 @@ def check(rank_pool: Any, case: Case, plan: Plan, *, momentum: bool = False) -> 
             assert held == pytest.approx(alive, abs=CLOSE * found.peak), f"rank {rank} after {name}"
 
 
-@pytest.mark.parametrize("name", in_quick(SIX, "optimizer", "gradients", "full-zb-h1"))
+@pytest.mark.parametrize("name", in_quick(SIX, "full-zb-h1"))
 def test_six_configurations(rank_pool: Any, name: str) -> None:
     check(rank_pool, GPT2, SIX[name])
 
 
-@pytest.mark.parametrize("name", in_quick(OTHERS, "offload-full", "mixed-full", "chunked-loss"))
+@pytest.mark.parametrize("name", in_quick(OTHERS, "offload-full"))
 def test_other_configurations(rank_pool: Any, name: str) -> None:
     check(rank_pool, GPT2, OTHERS[name])
 
@@ -232,6 +232,7 @@ def draw_packed(rows: int, generator: torch.Generator) -> Batch:
     return {"tokens": tokens, "document_ids": ids}, targets
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cp", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_packed_documents(rank_pool: Any, cp: int) -> None:
     case = Case("packed", LLAMA.build, draw_packed)
@@ -291,6 +292,7 @@ def cached_in_a_rank(plan: Plan) -> list[int]:
     return [cache.nbytes for cache in caches.values()]
 
 
+@pytest.mark.full
 def test_strategies_differ_by_more_than_the_tolerance() -> None:
     """Else the count could not tell them apart."""
     alike = [plan for plan in SIX.values() if plan.pp == 1]

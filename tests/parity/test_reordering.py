@@ -61,6 +61,7 @@ def reordered(case: Case, plan: Plan, costs: plait.Costs) -> Any:
     return before, after, engine.reorder(mine)
 
 
+@pytest.mark.full
 def test_the_order_of_rank_0_is_shorter(thread_ranks: Any) -> None:
     plan = Plan(pp=2, microbatches=4, precision="fp64")
     costs = plait.Costs(F=(1, 1), I=(1, 1), W=(1, 1), comm=0.1)

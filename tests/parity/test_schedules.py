@@ -9,7 +9,7 @@ import pytest
 
 from parity.case import Recipe
 from parity.cases import USER_CASES, gpt2, llama
-from parity.pairs import a_third_compiled, covering_rows, every_row, in_turns, mostly_in_quick
+from parity.pairs import a_third_compiled, covering_rows, every_row, in_turns
 from parity.parity import THREE_STEPS, TWO_STEPS, check_parity
 from parity.rows import name_of, plan_of
 from parity.woven import layer_count
@@ -62,7 +62,8 @@ def check(thread_ranks: Any, row: dict[str, Any], recipe: Recipe) -> None:
     check_parity(thread_ranks, family(layers=3, tied=row["tied"]), plan, recipe)
 
 
-@pytest.mark.parametrize("row", mostly_in_quick(covering_rows(FACTORS, allowed)), ids=name_of)
+@pytest.mark.quick_cases(8)
+@pytest.mark.parametrize("row", covering_rows(FACTORS, allowed), ids=name_of)
 def test_every_pair(thread_ranks: Any, row: dict[str, Any]) -> None:
     check(thread_ranks, row, TWO_STEPS)
 

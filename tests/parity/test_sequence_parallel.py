@@ -13,7 +13,7 @@ from parity import pieces, woven
 from parity.case import Case, Recipe
 from parity.cases import gpt2, llama
 from parity.norm import TOLERANCE, assert_close, assert_equal
-from parity.pairs import a_third_compiled, covering_rows, every_row, mostly_in_quick
+from parity.pairs import a_third_compiled, covering_rows, every_row
 from parity.parity import THREE_STEPS, TWO_STEPS, check_parity
 from parity.pieces import of_length
 from parity.reference import materialise
@@ -59,7 +59,8 @@ def check(thread_ranks: Any, row: dict[str, Any], recipe: Recipe) -> None:
     check_parity(thread_ranks, case, Plan(**fields, microbatches=2, precision="fp64"), recipe)
 
 
-@pytest.mark.parametrize("row", mostly_in_quick(COVERING), ids=name_of)
+@pytest.mark.quick_cases(8)
+@pytest.mark.parametrize("row", COVERING, ids=name_of)
 def test_every_pair_of_factors(thread_ranks: Any, row: dict[str, Any]) -> None:
     check(thread_ranks, row, TWO_STEPS)
 

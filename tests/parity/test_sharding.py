@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parity.case import Recipe
 from parity.cases import USER_CASES, gpt2, llama
-from parity.pairs import a_third_compiled, covering_rows, every_row, in_turns, mostly_in_quick
+from parity.pairs import a_third_compiled, covering_rows, every_row, in_turns
 from parity.parity import check_parity
 from parity.rows import name_of, plan_of
 from plait.plan import Plan
@@ -40,7 +40,8 @@ def check(thread_ranks: Any, row: dict[str, Any], steps: int) -> None:
     check_parity(thread_ranks, case, plan, Recipe(steps, optimizer=row["optimizer"]))
 
 
-@pytest.mark.parametrize("row", mostly_in_quick(covering_rows(FACTORS, allowed)), ids=name_of)
+@pytest.mark.quick_cases(8)
+@pytest.mark.parametrize("row", covering_rows(FACTORS, allowed), ids=name_of)
 def test_every_pair(thread_ranks: Any, row: dict[str, Any]) -> None:
     check(thread_ranks, row, steps=2)
 

@@ -83,6 +83,7 @@ def test_schedules_give_the_same_bits(thread_ranks: Any, reduce: Any) -> None:
     check_bits(thread_ranks, [replace(plan, schedule=name) for name in ("gpipe", "1f1b", "zb-h1", "zb-h2")])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("settings", [{}, {"strategy": "full"}, {"strategy": "gradients", "reduce": "each"}])
 def test_what_both_ends_of_a_v_use_gets_the_same_bits(thread_ranks: Any, settings: dict[str, Any]) -> None:
     plan = Plan(pp=2, dp=2, microbatches=3, schedule="zb-v", layers_per_stage=(2, 1, 1, 2), **settings)

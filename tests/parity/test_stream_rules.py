@@ -15,7 +15,7 @@ import plait
 from parity import woven
 from parity.case import Case, Recipe
 from parity.cases import gpt2
-from parity.pairs import covering_rows, every_row, mostly_in_quick
+from parity.pairs import covering_rows, every_row
 from parity.parity import check_parity
 from parity.rows import name_of
 from parity.stream_defects import QUICK as QUICK_DEFECTS
@@ -69,7 +69,8 @@ def plan_of(row: dict[str, Any]) -> Plan:
     return Plan(pp=pp, schedule=schedule, **fields, microbatches=4, precision="fp64")
 
 
-@pytest.mark.parametrize("row", mostly_in_quick(COVERING), ids=name_of)
+@pytest.mark.quick_cases(8)
+@pytest.mark.parametrize("row", COVERING, ids=name_of)
 def test_every_pair(thread_ranks: Any, row: dict[str, Any]) -> None:
     check_parity(thread_ranks.under_rules(row["completion"]), gpt2(layers=4), plan_of(row), Recipe(steps=2))
 

@@ -40,6 +40,7 @@ def tokens_in_a_rank(plan, defect, *options):
         return [engine.generate(prompt, 2 * GPT2_CONTEXT, **each).tolist() for each in options]
 
 
+@pytest.mark.full
 def test_every_rank_of_every_layout_samples_the_same(rank_pool):
     def sampled(**degrees):
         plan = Plan(precision="fp64", **degrees)

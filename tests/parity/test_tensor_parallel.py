@@ -11,7 +11,7 @@ import pytest
 from parity import data
 from parity.case import Case
 from parity.cases import ONE_STAGE, SMOOTHED, gpt2, llama
-from parity.pairs import a_third_compiled, covering_rows, every_row, mostly_in_quick
+from parity.pairs import a_third_compiled, covering_rows, every_row
 from parity.parity import THREE_STEPS, TWO_STEPS, check_parity
 from plait.plan import Plan
 from plait.tensor.losses import CrossEntropy
@@ -62,7 +62,8 @@ def check(thread_ranks, row, recipe):
     )
 
 
-@pytest.mark.parametrize("row", mostly_in_quick(COVERING), ids=identify)
+@pytest.mark.quick_cases(8)
+@pytest.mark.parametrize("row", COVERING, ids=identify)
 def test_every_pair_of_factors(thread_ranks, row):
     check(thread_ranks, row, TWO_STEPS)
 

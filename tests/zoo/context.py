@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
@@ -178,10 +178,11 @@ def gradient_of_a_shared_head_of_one_rank() -> Any:
     """A head of keys that two ranks have gets the gradient of the first one only."""
     original = ulysses._positions_for_heads
 
-    def kept(tensor: Tensor, sequence: LocalSequence, heads: Any, all_heads: int, **more: Any) -> Tensor:
-        is_shared = sum(map(len, heads)) > all_heads
-        left_out = is_shared and sequence.group.index
-        given = torch.zeros_like(tensor) if left_out else tensor
+    def kept(
+        tensors: Sequence[Tensor], sequence: LocalSequence, heads: Any, all_heads: int, **more: Any
+    ) -> list[Tensor]:
+        left_out = sum(map(len, heads)) > all_heads and sequence.group.index
+        given = [torch.zeros_like(one) for one in tensors] if left_out else tensors
         return original(given, sequence, heads, all_heads, **more)
 
     return patch.object(ulysses, "_positions_for_heads", kept)

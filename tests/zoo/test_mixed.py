@@ -6,7 +6,6 @@ from unittest.mock import patch
 
 import pytest
 
-from parity.pairs import in_quick
 from plait.plan import Plan
 from plait.sharding.flat_buffer import FlatBuffer
 from zoo import cases
@@ -36,7 +35,8 @@ def named(plan):
     return "-".join([str(plan.world), plan.strategy, *(dtype or "same" for dtype in dtypes)])
 
 
-@pytest.mark.parametrize("plan", in_quick(WAYS, FULL), ids=named)
+@pytest.mark.full
+@pytest.mark.parametrize("plan", WAYS, ids=named)
 def test_right_runs_are_equal(rank_pool, plan):
     for model in (cases.GPT2, cases.SHARING):
         report = report_of(rank_pool, model, plan, nullcontext, TWO_NATIVE_STEPS)

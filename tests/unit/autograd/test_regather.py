@@ -6,6 +6,7 @@ import gc
 import weakref
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -58,6 +59,7 @@ def one_gather_for_three(spends: bool) -> tuple[list[Tensor], dict[str, Count], 
     return gradients, mesh.traffic.snapshot()["tp"], again.get("all_gather", Count()).calls
 
 
+@pytest.mark.full
 def test_three_linears_that_read_the_same_gather_it_once(thread_ranks: Any) -> None:
     rows, read = draw(ROWS, LENGTH, 4, seed=9).flatten(0, 1), draw(ROWS, LENGTH, WIDTH).flatten(0, 1)
     for spends in (False, True):

@@ -225,6 +225,7 @@ def test_names_of_before_there_was_a_head_and_masks_beside_the_weights(tmp_path:
     assert_same_logits(loaded(MODELS["gpt2"], tmp_path / "ours"), theirs)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not MEASURED, reason="there is no measure of memory here")
 def test_tensors_are_on_their_way_one_at_a_time(tmp_path: Path) -> None:
     model = plait.models.gpt2(layers=6, hidden=512, heads=8, vocab=VOCAB, context=CONTEXT)

@@ -169,6 +169,7 @@ def started(
     return process
 
 
+@pytest.mark.full
 def test_a_run_leaves_no_process(tmp_path, text, temporary):
     command = [sys.executable, "-m", "plait", "train", *options(tmp_path)]
     command += ["--data.source", text, "--train.steps", "2", "--run.compare", "2"]
@@ -178,6 +179,7 @@ def test_a_run_leaves_no_process(tmp_path, text, temporary):
     assert left_running(str(tmp_path)) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -312,6 +312,7 @@ def test_one_rank_against_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert "  plan     pp 1 · dp 1 · tp 1, 1f1b; float64, 2 micro-batches, 2 steps, clipped" in out
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("alone")
 def test_every_schedule_of_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--all", "--ranks", "1", "--steps", "1", "--parallel.pp", "2", *TINY]) == 0

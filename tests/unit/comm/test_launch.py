@@ -106,6 +106,7 @@ def test_a_failure_is_the_ranks_own():
         launch(fail)
 
 
+@pytest.mark.full
 def test_under_torchrun(script):
     torchrun = Path(sys.executable).with_name("torchrun")
     run = subprocess.run(
@@ -118,6 +119,7 @@ def test_under_torchrun(script):
     assert run.stdout.count(EXPECTED.format("torchrun")) == 2
 
 
+@pytest.mark.full
 def test_under_mpi(script):
     ranks = start_two(script)
     outputs, errors = zip(*(process.communicate(timeout=60) for process in ranks), strict=True)

@@ -49,6 +49,7 @@ def killed(command: list[str], environment: dict[str, str], ranks: int) -> tuple
     return pids, errors
 
 
+@pytest.mark.full
 def test_a_rank_behind_a_wrapper_ends_with_its_launcher(tmp_path: Path) -> None:
     """The launcher here is the outer shell; the inner one, which it gave a rank to, lives on."""
     (tmp_path / "script.py").write_text(SCRIPT)

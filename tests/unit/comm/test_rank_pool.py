@@ -345,6 +345,7 @@ RankPool(2, device="cpu").run(block)  # without a guard for __main__
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "number",
     [

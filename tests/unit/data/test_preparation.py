@@ -278,6 +278,7 @@ def killed_again_and_again(tmp_path: Path, times: int) -> None:
     assert os.listdir(tmp_path / "killed") != []
 
 
+@pytest.mark.full
 def test_killed_it_goes_on(tmp_path: Path) -> None:
     killed_again_and_again(tmp_path, 2)
 

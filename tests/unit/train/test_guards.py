@@ -48,6 +48,7 @@ def refusal(config: Config) -> str:
     return "none"
 
 
+@pytest.mark.full
 def test_a_guarded_run_is_the_same_to_the_bit(rank_pool: RankPool, tmp_path: Path) -> None:
     """And compares its replicas after steps 2 and 4."""
 
@@ -75,6 +76,7 @@ def test_a_guarded_run_is_the_same_to_the_bit(rank_pool: RankPool, tmp_path: Pat
     assert len(numbers(tmp_path / "on")) == 4
 
 
+@pytest.mark.full
 def test_a_parameter_that_drifts_on_one_rank_ends_the_run(rank_pool: RankPool, tmp_path: Path) -> None:
     def body(config: Config) -> str:
         original = Trainer.step

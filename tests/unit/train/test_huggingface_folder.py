@@ -120,6 +120,7 @@ def test_a_run_says_what_values_it_starts_from(folder: Path, has_weights: bool, 
     assert has_weights or "random values (train.seed = 0)" in line
 
 
+@pytest.mark.full
 def test_a_run_begins_with_the_weights_and_matches_one_rank(
     rank_pool: RankPool, folder: Path, tmp_path: Path
 ) -> None:

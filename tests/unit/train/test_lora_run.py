@@ -47,6 +47,7 @@ def logits(model: Any) -> dict[str, torch.Tensor]:
     return {"logits": model(tokens).logits.detach()}
 
 
+@pytest.mark.full
 def test_a_run_is_exported_and_goes_on(thread_ranks: RankPool, folder: Path, tmp_path: Path) -> None:
     import transformers
 

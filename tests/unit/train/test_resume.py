@@ -95,6 +95,7 @@ def test_in_another_layout(thread_ranks: RankPool, whole: Path, tmp_path: Path) 
     assert kept(tmp_path) == ["step-00000006"]
 
 
+@pytest.mark.full
 def test_in_one_layout_of_long_contexts_after_another(
     thread_ranks: RankPool, whole: Path, tmp_path: Path
 ) -> None:

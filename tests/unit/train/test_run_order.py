@@ -56,6 +56,7 @@ def told(config: Config, costs: Costs | None = None) -> tuple[list[str], list[An
     return lines, orders, report.matches
 
 
+@pytest.mark.full
 def test_the_order_is_searched_after_a_step_and_kept(rank_pool: RankPool, tmp_path: Path) -> None:
     results = rank_pool.run(told, make(tmp_path, reorder=2), SLOW, ranks=2)
     lines, orders, matches = results[0]
