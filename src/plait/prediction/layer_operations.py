@@ -27,6 +27,8 @@ class LayerWork:
     """The products of the weight gradient."""
     recomputed: tuple[DeviceOperation, ...] = ()
     """The part of the forward that the backward runs again under `selective`."""
+    recomputed_gathers: tuple[AxisTransfer, ...] = ()
+    """Likewise of the transfers: of a region's input."""
     forward_transfers: tuple[AxisTransfer, ...] = ()
     backward_gathers: tuple[AxisTransfer, ...] = ()
     """Of the output's gradient, which all products of the backward need."""
@@ -162,6 +164,7 @@ def _attention(shape: StepShape) -> LayerWork:
         ),
         weights=(*outward.weights, *inward.weights),
         recomputed=core if shape.framework.recomputes_attention_only else (*before.forward, *turn),
+        recomputed_gathers=_gathered_again(shape),
         forward_transfers=_region_start(shape) + _region_end(shape),
         backward_gathers=_region_start(shape),
         backward_transfers=_gradient_transfers(shape),
@@ -259,6 +262,7 @@ def _mlp(shape: StepShape) -> LayerWork:
         ),
         weights=(*outward.weights, *inward.weights),
         recomputed=() if shape.framework.recomputes_attention_only else (*before.forward, activation),
+        recomputed_gathers=_gathered_again(shape),
         forward_transfers=_region_start(shape) + _region_end(shape),
         backward_gathers=_region_start(shape),
         backward_transfers=_gradient_transfers(shape),
@@ -302,6 +306,11 @@ def _region_start(shape: StepShape) -> tuple[AxisTransfer, ...]:
     if shape.plan.tp == 1 or not shape.plan.cuts_sequence:
         return ()
     return (AxisTransfer("all-gather", "tp", shape.activation),)
+
+
+def _gathered_again(shape: StepShape) -> tuple[AxisTransfer, ...]:
+    """Return the gather of a region's input that `selective` repeats: its norm is computed again."""
+    return () if shape.framework.recomputes_attention_only else _region_start(shape)
 
 
 def _region_end(shape: StepShape) -> tuple[AxisTransfer, ...]:

@@ -161,13 +161,14 @@ class LayerTimer:
         if recompute == "full" and kind in ("attention", "mlp"):
             recomputed = forward.total + tp_forward
         elif recompute == "selective":
-            recomputed = self._parts(work.recomputed).total
+            recomputed = self._parts(work.recomputed).total + self._transfers(work.recomputed_gathers)
         tp_backward = self._exposed_backward(work, weights)
         exchanges = self._exposed_exchanges(work.forward_exchanges, forward)
         again = exchanges if recompute == "full" else 0.0
         exchanges_backward = self._exposed_exchanges(work.backward_exchanges, backward) + again
         transfers = work.backward_gathers + work.backward_transfers
         transfers += work.forward_transfers if recompute == "full" else ()
+        transfers += work.recomputed_gathers if recompute == "selective" else ()
         return WholeLayerTimes(
             forward + Parts(tp=tp_forward, cp=exchanges),
             backward + Parts(recomputation=recomputed, tp=tp_backward, cp=exchanges_backward),

@@ -102,6 +102,18 @@ def test_gathers_of_output_gradients_are_never_hidden() -> None:
     assert regather == pytest.approx(keep, rel=1e-6)
 
 
+def test_selective_recomputation_gathers_the_input_of_regions_again() -> None:
+    def of_recomputation(kind: SequenceParallel) -> float:
+        plan = Plan(tp=8, sequence_parallel=kind, recompute="selective", **MIXED)
+        return predict(LLAMA_405B, plan, "h100-sxm").breakdown["recomputation"]
+
+    forward = predict(LLAMA_405B, Plan(tp=8, sequence_parallel="keep", **MIXED), "h100-sxm")
+    none, keep = of_recomputation("none"), of_recomputation("keep")
+    # Two gathers of a block, of the four forward and four backward whose time is that of `tp` without it.
+    assert keep > none + forward.breakdown["tp communication"] / 8
+    assert of_recomputation("regather") == pytest.approx(keep)
+
+
 LONG = replace(SMALL, context=1 << 16)
 
 
