@@ -27,6 +27,21 @@ class Residual(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
+class Attentive(nn.Module):
+    """Norm, attention of two heads, and a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.query, self.key, self.value, self.output = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        heads = (one(normed).view(1, -1, 2, 8).transpose(1, 2) for one in (self.query, self.key, self.value))
+        mixed = plait.attention(*heads).transpose(1, 2).reshape(x.shape)
+        return x + self.output(mixed)
+
+
 def calls_of_a_step(make_layer: Any, recompute: Recompute, compile: Any = False) -> float:
     """Calls of Python functions per layer and micro-batch, forward and backward, of one rank's third step."""
     plan = plait.Plan(microbatches=MICROBATCHES, recompute=recompute, compile=compile)
@@ -58,6 +73,8 @@ def calls_of_a_step(make_layer: Any, recompute: Recompute, compile: Any = False)
         (Residual, "none", 62),
         (Residual, "selective", 149),
         (Residual, "full", 135),
+        (Attentive, "none", 140),
+        (Attentive, "selective", 470),
     ],
 )
 def test_a_layer_calls_few_python_functions(make_layer: Any, recompute: Recompute, most: int) -> None:
