@@ -200,7 +200,7 @@ def _link(found: Sequence[LinkRates]) -> Link | None:
 
 
 def _fitted_to_steps(hardware: Hardware, small: float, large: float) -> Hardware:
-    """Return `hardware` so that steps of the two models are predicted to take `small` and `large` seconds.
+    """Return `hardware` with rates and a fixed cost that predict `small` and `large` seconds for two models.
 
     From the small model's follows the fixed cost of an operation, from the other's how much slower products
     and memory are than in the operations alone: in a step, operands are not in the caches.

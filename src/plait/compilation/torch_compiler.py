@@ -51,7 +51,7 @@ def example_of(node: Node) -> Tensor:
 
 
 def move_to_meta(graph: GraphModule) -> None:
-    """Make operations of `graph` that name a device name the meta device."""
+    """Replace the devices that operations of `graph` are given by the meta device, in place."""
 
     def moved(argument: Any) -> Any:
         return torch.device("meta") if isinstance(argument, torch.device) else argument

@@ -142,7 +142,7 @@ def _compiled_layers(
 
 
 def _run_compiled(stage: Stage, compiled: CompiledLayer, given: Value) -> bool:
-    """Let graphs run a one-layer stage from now on; return False, and leave it eager, if they cannot on meta.
+    """Run a one-layer stage by its graphs from now on; return False, leaving it eager, where they cannot.
 
     Traces the layer for inputs like `given`, which must not happen while storages are tracked.
     """

@@ -92,7 +92,7 @@ class PassTimes:
 
 @dataclass(frozen=True)
 class WholeLayerTimes:
-    """Times of a layer whose parameters are whole on its rank: without gathers and sums of sharded ones."""
+    """Times of a layer without the gathers and gradient sums of sharded parameters."""
 
     forward: Parts
     inputs: Parts
