@@ -39,7 +39,9 @@ LARGE = Decoder(layers=2, hidden=320, heads=5, vocab=1536, context=128, biases=T
 """A model whose step is spent on matrix products, and reads memory between them."""
 _PLAN = Plan(microbatches=4)
 _ROWS = 8
+"""Plan and sequences of a step of either model."""
 _TURNS = 10
+"""Repetitions after which rates and fixed cost no longer change each other."""
 
 
 @dataclass(frozen=True)
@@ -223,6 +225,6 @@ def _with_kernel(hardware: Hardware, kernel: float) -> Hardware:
 
 
 def predicted_step(sizes: Decoder, hardware: Hardware) -> float:
-    """Return the predicted seconds of a step by which calibration measures, see `reference_step`."""
+    """Return the seconds predicted for forward and backward of a model, as `reference_step` runs them."""
     found = predict(sizes, _PLAN, hardware, rows=_ROWS)
     return found.step_seconds - found.breakdown["optimizer"]

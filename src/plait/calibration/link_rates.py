@@ -26,7 +26,7 @@ _Start = Callable[[Tensor], Handle[Tensor]]
 
 @dataclass(frozen=True)
 class LinkRates:
-    """Rates of a group's collectives in a ring, as `plait.prediction.collective_times` counts their steps."""
+    """Latency and bandwidth of a group's collectives, as if each were sent around a ring of its ranks."""
 
     latency: float
     """Seconds of each step of an all-reduce."""
@@ -65,7 +65,7 @@ def measure_links(group: Group, device: torch.device) -> LinkRates | None:
 
 
 def _sent(elements: int, ranks: int) -> float:
-    """Return the bytes that each rank sends to others of a tensor in as many pieces as ranks."""
+    """Return the bytes that a rank sends to others of a float32 tensor that has a piece for each rank."""
     return 4 * elements * (ranks - 1) / ranks
 
 

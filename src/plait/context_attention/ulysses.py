@@ -43,11 +43,12 @@ def evenly_shared(tensor: Tensor, query_heads: int, kv_heads: int, ranks: int, r
 
 
 def to_heads(sequence: LocalSequence, heads: Heads, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return this rank's `heads` of each tensor for all positions: `[rows, own heads, length, width]`.
+    """Exchange positions for heads: return all positions of this rank's heads, of each of `tensors`.
 
-    `tensors` `[rows, all heads, own positions, width]`, which differ in their width only. A head may be on
-    several ranks: its gradient is then their sum. Communication: one all-to-all over `cp` for all tensors,
-    and one in the backward.
+    From `[rows, all heads, own positions, width]` to `[rows, own heads, length, width]`, with `heads` the
+    heads of each rank, ascending; tensors differ in their width only. A head may be on several ranks:
+    its gradient is then their sum. Communication: one all-to-all over `cp` for all tensors, and one in the
+    backward.
     """
     result: tuple[Tensor, ...] = _ToHeads.apply(sequence, heads, *tensors)  # type: ignore[no-untyped-call]
     return result

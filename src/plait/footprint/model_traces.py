@@ -130,7 +130,7 @@ def _compiled_layers(
     layers: Sequence[NamedLayer],
     queue: WeightGradientQueue,
 ) -> list[CompiledLayer]:
-    """Return the layers as compiled ones; none where the plan compiles nothing."""
+    """Return a compiled layer for each layer; an empty list where the plan compiles nothing."""
     if not blueprint.plan.compile:
         return []
     compiler = LayerCompiler.for_estimates(queue)
@@ -162,7 +162,7 @@ def _run_compiled(stage: Stage, compiled: CompiledLayer, given: Value) -> bool:
 def _layers_on_meta(
     blueprint: Blueprint, tensor_parallel: TensorParallelism, queue: WeightGradientQueue
 ) -> list[NamedLayer]:
-    """Return all layers on the meta device, as a rank runs them, with allocated gradients."""
+    """Return copies of all layers on the meta device, with a rank's shapes and allocated gradients."""
     shapes = {name: layout.local_shape(FIRST) for name, layout in blueprint.whole_layouts.items()}
     empty = on_meta(blueprint.sequence, DTYPES[blueprint.plan.precision], shapes)
     layers = tensor_parallel.apply(private_copy(blueprint.sequence.layers, empty), queue)

@@ -222,7 +222,7 @@ class _TrackedLoss:
 
 
 def meta_leaf(tensor: Tensor) -> Tensor:
-    """Return a new leaf on the meta device, else like `tensor`."""
+    """Return a new tensor like `tensor` on the meta device, without an autograd history."""
     return leaf_of(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
 
 

@@ -62,7 +62,7 @@ class CutSimulation:
         return max(self.schedule.event_order.last_ends(Timing(durations, [0, *self._hops], [*self._hops, 0])))
 
     def least(self, cut: Sequence[int]) -> int:
-        """Return a lower bound of `makespan`, in a hundredth of its time.
+        """Return a lower bound of `makespan`, without a simulation.
 
         A rank's first forward follows those of all stages before; after its last input gradient come those of
         the stages before, while the rank does what it has left.
