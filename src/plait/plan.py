@@ -175,11 +175,6 @@ class Plan:
     def _require_compile(self) -> None:
         if not isinstance(self.compile, bool):
             _require_choice("compile", self.compile, ("True", "False", *get_args(Compile)))
-        if self.compile and self.cp > 1:
-            raise PlanError(
-                f"plan.compile is {self.compile!r} with plan.cp = {self.cp}, but layers under context "
-                "parallelism cannot be compiled yet: set one of them to False or 1."
-            )
         if self.compile and self.cuts_sequence and self.sequence_parallel == "regather":
             raise PlanError(
                 f"plan.compile is {self.compile!r} with plan.sequence_parallel 'regather', but compiled "

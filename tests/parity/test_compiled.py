@@ -8,7 +8,7 @@ import torch
 
 from parity import huggingface_cases, woven
 from parity.cases import USER_CASES, gpt2, llama
-from parity.dropping import DROPPING, TWICE, by_hand
+from parity.dropping import DROPPING, IN_CONTEXTS, TWICE, by_hand
 from parity.pairs import covering_rows, in_quick
 from parity.parity import TWO_STEPS, check_parity, compare
 from plait.compilation.compiled_layer import CompiledRun
@@ -110,6 +110,25 @@ def test_dropout_draws_other_masks_in_each_step(thread_ranks, case, recompute):
     plan = replace(plan, tp=1) if case is TWICE else plan
     ranks = thread_ranks.run(woven.train, case, plan, TWO_STEPS, ranks=plan.world)
     compare(ranks, by_hand(case, plan, TWO_STEPS), torch.float64)
+
+
+@pytest.mark.parametrize("cp", in_quick((1, 2), 2))
+@pytest.mark.parametrize("recompute", in_quick(("none", "selective", "full"), "full"))
+def test_dropout_in_parts_of_sequences(thread_ranks, cp, recompute):
+    """Also of the weights of attention, which runs between graphs."""
+    plan = Plan(cp=cp, microbatches=2, precision="fp64", compile="graphs", recompute=recompute)
+    ranks = thread_ranks.run(woven.train, IN_CONTEXTS, plan, TWO_STEPS, ranks=cp)
+    compare(ranks, by_hand(IN_CONTEXTS, plan, TWO_STEPS), torch.float64)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("context_parallel", ["ring", "ulysses"])
+def test_contexts_with_generated_code(thread_ranks, name, recompute, context_parallel):
+    plan = Plan(cp=2, pp=2, schedule="zb-h1", microbatches=2, precision="fp64", compile=True)
+    plan = replace(plan, recompute=recompute, context_parallel=context_parallel)
+    check_parity(thread_ranks, MODELS[name](), plan)
 
 
 @pytest.mark.full

@@ -53,11 +53,25 @@ def test_bytes_and_calls_of_a_ring(thread_ranks: Any, cp: int, mode: str, units:
     assert sum(count.bytes for count in found) == 2 * 0.75 * kept_by_all * cp
 
 
-@pytest.mark.parametrize(("recompute", "ring", "ulysses"), [("selective", 3, 8), ("full", 4, 9)])
-def test_calls_with_recomputation(thread_ranks: Any, recompute: str, ring: int, ulysses: int) -> None:
-    """Selective recomputation keeps what attention gave, so that a ring sends nothing again for it."""
+@pytest.mark.parametrize(
+    ("recompute", "compile", "ring", "ulysses"),
+    [
+        ("selective", False, 3, 8),
+        ("full", False, 4, 9),
+        ("none", "graphs", 3, 6),
+        ("selective", "graphs", 3, 6),
+        ("full", "graphs", 4, 9),
+    ],
+)
+def test_calls_with_recomputation(
+    thread_ranks: Any, recompute: str, compile: Any, ring: int, ulysses: int
+) -> None:
+    """Selective recomputation keeps what attention gave, so that a ring sends nothing again for it.
+
+    Graphs keep what it was given, too.
+    """
     for method, calls in (("ring", ring), ("ulysses", ulysses)):
-        fields = {"cp": 2, "context_parallel": method, "recompute": recompute}
+        fields = {"cp": 2, "context_parallel": method, "recompute": recompute, "compile": compile}
         assert thread_ranks.run(cp_traffic, 12, 12, fields, ranks=2)[0].calls == 4 * calls
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from parity.case import Case, Recipe
 from parity.cases import gpt2, llama
 from parity.contexts import mixing, packed
-from parity.pairs import covering_rows, every_row
+from parity.pairs import a_third_compiled, covering_rows, every_row, in_quick
 from parity.parity import THREE_STEPS, TWO_STEPS, check_parity
 from parity.pieces import of_length
 from parity.rows import name_of
@@ -61,6 +62,10 @@ def fits(row: dict[str, Any]) -> bool:
     return bool(row.get("pipeline", (1,))[0] * row.get("data", (1,))[0] * tp * cp <= 8)
 
 
+def can_be_compiled(row: dict[str, Any]) -> bool:
+    return row["tensor"] != (2, "regather")
+
+
 COVERING = covering_rows(FACTORS, fits)
 PLANS = every_row({name: FACTORS[name] for name in ("family", "cp", "method", "layout", "length")}, fits)
 """Every attention; the rest is chosen so that every pair of all factors is there."""
@@ -79,17 +84,24 @@ def check(thread_ranks: Any, row: dict[str, Any], recipe: Recipe) -> None:
 
 
 @pytest.mark.quick_cases(8)
-@pytest.mark.parametrize("row", COVERING, ids=name_of)
+@pytest.mark.parametrize("row", a_third_compiled(COVERING, can_be_compiled), ids=name_of)
 def test_every_pair_of_factors(thread_ranks: Any, row: dict[str, Any]) -> None:
     check(thread_ranks, row, TWO_STEPS)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("row", REST, ids=name_of)
+@pytest.mark.parametrize("row", a_third_compiled(REST, can_be_compiled), ids=name_of)
 def test_every_attention(thread_ranks: Any, row: dict[str, Any]) -> None:
     check(thread_ranks, row, THREE_STEPS)
 
 
-@pytest.mark.parametrize("family", ["packed-gpt2", "packed-llama", "packed-window"])
-def test_packed_documents_on_one_rank(thread_ranks: Any, family: str) -> None:
-    check_parity(thread_ranks, FAMILIES[family](7), Plan(microbatches=2, precision="fp64"))
+@pytest.mark.parametrize(
+    ("family", "compile"),
+    in_quick(
+        product(("packed-gpt2", "packed-llama", "packed-window"), (False, "graphs")),
+        *(("packed-gpt2", False), ("packed-window", False), ("packed-llama", "graphs")),
+    ),
+)
+def test_packed_documents_on_one_rank(thread_ranks: Any, family: str, compile: Any) -> None:
+    plan = Plan(microbatches=2, precision="fp64", compile=compile)
+    check_parity(thread_ranks, FAMILIES[family](7), plan)

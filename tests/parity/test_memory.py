@@ -209,6 +209,9 @@ COMPILED: dict[str, dict[str, Any]] = {
     "recomputed": {"pp": 2, "schedule": "zb-h1", "recompute": "full"},
     "tp-selective": {"tp": 2, "recompute": "selective"},
     "sequence-recomputed": {"tp": 2, "sequence_parallel": "keep", "recompute": "full"},
+    "ring": {"cp": 2, "context_parallel": "ring"},
+    "ring-recomputed": {"cp": 2, "context_parallel": "ring", "recompute": "full"},
+    "ulysses-selective": {"cp": 2, "context_parallel": "ulysses", "recompute": "selective"},
 }
 
 
@@ -233,10 +236,11 @@ def draw_packed(rows: int, generator: torch.Generator) -> Batch:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("cp", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_packed_documents(rank_pool: Any, cp: int) -> None:
+@pytest.mark.parametrize("compile", [False, "graphs"])
+@pytest.mark.parametrize("cp", [1, 2])
+def test_packed_documents(rank_pool: Any, cp: int, compile: Any) -> None:
     case = Case("packed", LLAMA.build, draw_packed)
-    check(rank_pool, case, make(cp=cp, context_parallel="ring"))
+    check(rank_pool, case, make(cp=cp, context_parallel="ring", compile=compile))
 
 
 @pytest.mark.parametrize("settings", in_quick(DROPPING, DROPPING[-1]), ids=str)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function
 
 _Function = torch.autograd.Function
 
@@ -21,7 +22,7 @@ def run_backward(roots: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
     `seeds` has a gradient for each root, of its shape, dtype and device. The graph is freed.
     """
     if torch._C._len_torch_function_stack():  # a `TorchFunctionMode` wants to see the call
-        torch.autograd.backward(roots, seeds)
+        handle_torch_function(torch.autograd.backward, roots, roots, seeds)
         return
     torch.autograd.Variable._execution_engine.run_backward(
         tuple(roots),

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from plait.autograd.layer_trace import TRACE
 from plait.autograd.position_marks import gives_positions
 from plait.comm.group import Group
 from plait.comm.traffic import Traffic
@@ -130,8 +131,12 @@ class LocalSequence:
     def positions(self, device: torch.device) -> Tensor:
         """Return the positions of this rank in their documents: int64 `[size]`, or `[rows, size]`.
 
-        All layers share the tensor: nobody may write to it.
+        All layers share the tensor: nobody may write to it. In a layer that is traced, a tensor in its place.
         """
+        trace = TRACE.get()
+        if trace is not None:
+            rows = () if self.documents is None else (len(self.documents.starts),)
+            return trace.positions((*rows, self.size), device)
         return self.result(("positions", device), lambda: sent(self._positions(), device))
 
     def _positions(self) -> Tensor:
@@ -176,10 +181,13 @@ def running_sequence() -> LocalSequence | None:
 def longest_document(tensor: Tensor) -> int:
     """Return the number of positions of the longest document in the whole sequences that `tensor` is part of.
 
-    Dim 1 of `tensor` is the sequence; without packed documents each sequence is one.
+    Dim 1 of `tensor` is the sequence; without packed documents each sequence is one. In a layer that is
+    traced, that of the whole sequences, since its graphs serve all documents.
     """
     sequence = running_sequence()
-    return tensor.shape[1] if sequence is None else sequence.longest
+    if sequence is None:
+        return tensor.shape[1]
+    return sequence.longest if TRACE.get() is None else sequence.layout.length
 
 
 @gives_positions

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from plait.autograd.dropout import Dropout
+from plait.autograd.running_sequence import running_sequence
 from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.compilation.layer_graphs import LayerGraphs, trace_layer
 from plait.compilation.weight_terms import WeightTerm
@@ -82,13 +83,22 @@ class CompiledLayer:
 
         The first call for a shape traces the layer. Raises ModelError with torch's reason where that fails.
         """
+        sequence = running_sequence()
+        divides = None if sequence is None else sequence.shape
         if isinstance(value, Tensor):  # the common case, kept cheap
             inputs = [value]
-            key: Hashable = (info.length, value.shape, value.stride(), value.dtype, value.requires_grad)
+            key: Hashable = (
+                info.length,
+                divides,
+                value.shape,
+                value.stride(),
+                value.dtype,
+                value.requires_grad,
+            )
         else:  # what else the value holds goes into the graphs
             inputs = list_of_tensors(value)
             shapes = [(one.shape, one.stride(), one.dtype, one.requires_grad) for one in inputs]
-            key = (info.length, repr(map_tensors(lambda _: None, value)), *shapes)
+            key = (info.length, divides, repr(map_tensors(lambda _: None, value)), *shapes)
         graphs = self._graphs.get(key)
         if graphs is None:
             if key not in self._graphs:
@@ -176,6 +186,10 @@ class CompiledRun:
         if number not in self._makers:
             self._makers[number] = self.layer.dropouts[name].next_mask_maker(shape, device)
         return self._makers[number]()
+
+    def dropout(self, name: str) -> Dropout:
+        """Return the layer's dropout `name`."""
+        return self.layer.dropouts[name]
 
     def defer(self, term: WeightTerm, operands: Sequence[Tensor]) -> None:
         """Queue the computation of `term`, a part of a weight gradient, from `operands`."""

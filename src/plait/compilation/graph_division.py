@@ -4,8 +4,8 @@
     selective   those of matrix products, attention and collectives; the rest is computed again
     full        the arguments only
 
-Views are computed again in any case, so that no view of a parameter's memory is saved; so are the masks of
-dropouts, but with `none`. Other random numbers are saved.
+Views are computed again in any case, so that no view of a parameter's memory is saved; so are positions, and
+the masks of dropouts, but with `none`. Other random numbers are saved, and attention whose weights drop out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from plait.autograd.kept_results import KEPT_OPERATIONS
-from plait.autograd.layer_trace import BETWEEN_GRAPHS
+from plait.autograd.layer_trace import ATTENTION, BETWEEN_GRAPHS, POSITIONS
 from plait.compilation.torch_compiler import is_random, is_view
 from plait.compilation.weight_terms import Operand, WeightTerm, terms_of
 from plait.plan import Recompute
@@ -157,11 +157,13 @@ def _is_recomputed(node: Node, mode: Recompute) -> bool:
     """Return whether the backward computes again what the forward has computed."""
     if node.op != "call_function" or is_random(node):
         return False
-    if is_view(node):
+    if is_view(node) or node.target == POSITIONS:
         return True
     if node.target == operator.getitem:
         assert isinstance(node.args[0], Node)
         return _is_recomputed(node.args[0], mode)
+    if node.target == ATTENTION and (mode == "selective" or node.args[-1]):
+        return False
     if mode == "selective":
         return node.target != BETWEEN_GRAPHS and _name_of(node) not in KEPT_OPERATIONS
     return mode == "full"

@@ -7,6 +7,7 @@ before a collective that overlaps them.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import groupby
@@ -15,8 +16,26 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from plait.autograd.layer_trace import BETWEEN_GRAPHS, DROPOUT_MASK, LayerTrace
-from plait.compilation.steps import BetweenStep, DeferStep, GraphStep, MaskStep, Step, Steps
+from plait.autograd.layer_trace import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    BETWEEN_GRAPHS,
+    DROPOUT_MASK,
+    POSITIONS,
+    LayerTrace,
+)
+from plait.compilation.steps import (
+    AttentionBackwardStep,
+    AttentionStep,
+    BetweenStep,
+    DeferStep,
+    GraphStep,
+    MaskStep,
+    PositionsStep,
+    Results,
+    Step,
+    Steps,
+)
 from plait.compilation.torch_compiler import example_of, with_generated_code
 from plait.compilation.weight_terms import Operand, WeightTerm
 
@@ -47,7 +66,8 @@ def steps_of(
     for level, group in groupby(sorted(nodes, key=levels.__getitem__), key=levels.__getitem__):
         members = list(group)
         if level % 2:
-            steps += [_between(node, slots, trace, {*nodes, *outside}, outside) for node in members]
+            between = [node for node in members if node.target != operator.getitem]
+            steps += [_between(node, slots, trace, {*nodes, *outside}, outside) for node in between]
         else:
             read = outside.union(*(one.all_input_nodes for one in nodes if levels[one] != level))
             steps.append(_graph_step(module, members, slots, read, generates=generates))
@@ -65,6 +85,17 @@ def _between(
         mask, shape, device = node.args
         names: Any = trace.masks
         return MaskStep(mask, names[mask], shape, device, slots[node])  # type: ignore[arg-type]
+    if node.target == POSITIONS:
+        return PositionsStep(node.args[1], slots[node])  # type: ignore[arg-type]
+    if node.target == ATTENTION:
+        *given, call, _ = node.args
+        output, run = (_results(node, number, slots) for number in range(2))
+        arguments = [slots[one] for one in given]  # type: ignore[index]
+        return AttentionStep(trace.attentions[call], arguments, output, run.slots)  # type: ignore[index]
+    if node.target == ATTENTION_BACKWARD:
+        gradient, saved, *_ = node.args
+        results = [_results(node, number, slots) for number in range(3)]
+        return AttentionBackwardStep(slots[gradient], slots[saved], results)  # type: ignore[index]
     argument, number, _ = node.args
     assert isinstance(argument, Node)
     assert isinstance(number, int)
@@ -73,14 +104,21 @@ def _between(
     return BetweenStep(trace.operations[number], slots[argument], slots[node], copies, stride)
 
 
+def _results(node: Node, number: int, slots: Mapping[Node, int]) -> Results:
+    """Return the slots of one result of a node that has several."""
+    users = [user for user in node.users if user.args[1] == number]
+    found = [slots[user] for user in users if user in slots]
+    return Results(found, example_of(users[0]).stride() if found else ())
+
+
 def _is_read_elsewhere(node: Node, reader: Node, readers: set[Node], outside: set[Node]) -> bool:
     """Return whether the memory of a value is an argument's, or is read by another than `reader`."""
     base = Operand.of(node).base
     waiting = [base]
     while waiting:
         one = waiting.pop()
-        if one in outside or one.op != "call_function":
-            return True
+        if one in outside or one.op != "call_function" or one.target == operator.getitem:
+            return True  # what attention has returned, its backward may read
         for user in one.users:
             if user is reader or user not in readers:
                 continue
@@ -144,7 +182,11 @@ def _read_by(step: Step) -> Sequence[int]:
             return [step.argument]
         case DeferStep():
             return step.operands
-        case MaskStep():
+        case AttentionStep():
+            return step.arguments
+        case AttentionBackwardStep():
+            return [step.gradient, step.attention]
+        case MaskStep() | PositionsStep():
             return []
 
 
@@ -153,10 +195,16 @@ def _levels(nodes: Sequence[Node]) -> Mapping[Node, int]:
     levels: dict[Node, int] = {}
     for node in nodes:
         level = max((levels.get(one, 0) for one in node.all_input_nodes), default=0)
-        if node.target == DROPOUT_MASK:
+        if node.target in (DROPOUT_MASK, POSITIONS):
             levels[node] = -1
-        elif node.target == BETWEEN_GRAPHS:
+        elif node.target == BETWEEN_GRAPHS or _is_attention(node):
             levels[node] = level + 1 if level % 2 == 0 else level
+        elif node.target == operator.getitem and _is_attention(node.all_input_nodes[0]):
+            levels[node] = level
         else:
             levels[node] = level + level % 2
     return levels
+
+
+def _is_attention(node: Node) -> bool:
+    return node.target in (ATTENTION, ATTENTION_BACKWARD)

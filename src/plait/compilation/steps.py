@@ -7,20 +7,26 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from plait.autograd.engine_calls import run_backward
+from plait.autograd.layer_trace import RecordedAttention
+from plait.autograd.running_sequence import running_sequence
 from plait.compilation.torch_compiler import GraphCall
 from plait.compilation.weight_terms import WeightTerm
 
 Values = list[Any]
-"""Tensors by slot. A slot without a value, before it is computed and after its last use, holds None."""
+"""Tensors and `AttentionRun`s by slot; None before a value is computed, and after its last use."""
 
 
 class LayerCall(Protocol):
-    """Protocol of one call of a layer: gives its steps the masks of dropouts, and queues weight gradients."""
+    """Protocol of one call of a layer: gives its steps its dropouts, and queues weight gradients."""
 
     def mask(self, number: int, name: str, shape: Sequence[int], device: torch.device) -> Tensor:
         """Return the mask of a call of the dropout `name`, the same each time for a number."""
+
+    def dropout(self, name: str) -> nn.Module:
+        """Return the layer's dropout `name`."""
 
     def defer(self, term: WeightTerm, operands: Sequence[Tensor]) -> None:
         """Queue the computation of `term`, a part of a weight gradient, from `operands`."""
@@ -81,6 +87,111 @@ class MaskStep:
 
 
 @dataclass
+class PositionsStep:
+    """The positions of the running sequence, before the first graph."""
+
+    device: torch.device
+    result: int
+    done: Sequence[int] = ()
+
+    def run(self, values: Values, call: LayerCall) -> None:
+        """Store the positions."""
+        sequence = running_sequence()
+        assert sequence is not None
+        values[self.result] = sequence.positions(self.device)
+
+
+@dataclass
+class AttentionRun:
+    """Attention's output with its autograd graph, and where its backward puts gradients."""
+
+    output: Tensor
+    gradients: list[Tensor | None]
+    """Of the query, the keys and the values, once the backward has run."""
+
+
+@dataclass
+class AttentionStep:
+    """Attention on a part of a sequence or on documents, between two graphs."""
+
+    recorded: RecordedAttention
+    arguments: Sequence[int]
+    """The query, the keys and the values."""
+    output: Results
+    saved: Sequence[int]
+    """Slots for an `AttentionRun`; none where no backward reads it."""
+    done: Sequence[int] = ()
+
+    def run(self, values: Values, call: LayerCall) -> None:
+        """Compute attention."""
+        query, key, value = _taken(values, self.arguments, self.done)
+        name = self.recorded.dropout
+        dropout = None if name is None else call.dropout(name)
+        if not self.saved:
+            self.output.store(values, self.recorded.attention(query, key, value, dropout))
+            return
+        gradients: list[Tensor | None] = []
+        with torch.enable_grad():
+            anchor = query.new_empty(0).requires_grad_()
+            given = _Given.apply(anchor, gradients, self.recorded.learns, query, key, value)  # type: ignore[no-untyped-call]
+            output = self.recorded.attention(*given, dropout)
+        self.output.store(values, output.detach())
+        for slot in self.saved:
+            values[slot] = AttentionRun(output, gradients)
+
+
+@dataclass
+class AttentionBackwardStep:
+    """The backward of an `AttentionStep`: gradients of its query, keys and values."""
+
+    gradient: int
+    attention: int
+    """The slot of the `AttentionRun`."""
+    results: Sequence[Results]
+    done: Sequence[int] = ()
+
+    def run(self, values: Values, call: LayerCall) -> None:
+        """Compute the gradients."""
+        gradient, run = _taken(values, (self.gradient, self.attention), self.done)
+        run_backward([run.output], [gradient])
+        for gradient, result in zip(run.gradients, self.results, strict=True):
+            result.store(values, gradient)
+
+
+class _Given(torch.autograd.Function):
+    """Tensors of which autograd holds no more than what saves them: leaves would hold their memory."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, gradients: list[Tensor | None], learns: Sequence[bool], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.gradients = gradients
+        given = tuple(one.view_as(one) for one in tensors)
+        ctx.mark_non_differentiable(*(one for one, learn in zip(given, learns, strict=True) if not learn))
+        return given
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.gradients += gradients
+        return (None,) * (3 + len(gradients))
+
+
+@dataclass(frozen=True)
+class Results:
+    """The slots of one result of a step, all of them with the same tensor, for which later graphs are made."""
+
+    slots: Sequence[int]
+    stride: tuple[int, ...]
+
+    def store(self, values: Values, tensor: Tensor) -> None:
+        """Store `tensor`, or a copy with the strides of the trace."""
+        if self.slots:
+            made = tensor if tensor.stride() == self.stride else with_strides(tensor, self.stride)
+            for slot in self.slots:
+                values[slot] = made
+
+
+@dataclass
 class DeferStep:
     """A summand of a weight gradient, whose operands are there."""
 
@@ -99,7 +210,7 @@ def with_strides(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     return made.copy_(tensor)
 
 
-def _taken(values: Values, slots: Sequence[int], done: Sequence[int]) -> list[Tensor]:
+def _taken(values: Values, slots: Sequence[int], done: Sequence[int]) -> list[Any]:
     """Return the values of `slots`, and let go of those of `done`, so that a graph can free them early."""
     taken = list(map(values.__getitem__, slots))
     for slot in done:
@@ -107,7 +218,7 @@ def _taken(values: Values, slots: Sequence[int], done: Sequence[int]) -> list[Te
     return taken
 
 
-Step = DeferStep | GraphStep | BetweenStep | MaskStep
+Step = DeferStep | GraphStep | BetweenStep | MaskStep | PositionsStep | AttentionStep | AttentionBackwardStep
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from plait.attention_heads import heads_of_ranks
 from plait.autograd.dropout import Dropout, tag_dropout
 from plait.autograd.kept_results import with_kept_operations
+from plait.autograd.layer_trace import TRACE
 from plait.autograd.position_marks import positions_may_mix
 from plait.autograd.running_sequence import (
     ContextParallelism,
@@ -101,8 +103,8 @@ def share_keys(
     """
     mask = Mask(causal, window)
     sequence = _sequence_of(key, documents, mask)
-    if sequence is None:
-        return SharedKeys(key, value, mask, None, None, query_heads)
+    if sequence is None or TRACE.get() is not None:
+        return SharedKeys(key, value, mask, sequence, None, query_heads)
     _require_keys(key, value, sequence, query_heads)
     kv_heads, ranks = key.shape[1], sequence.group.size
     if ranks > 1 and method_choice(sequence, query_heads, kv_heads).method == "ulysses":
@@ -133,6 +135,10 @@ def attend(
     two, and two in the backward.
     """
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
+    trace = TRACE.get()
+    if trace is not None and (keys.sequence is not None or softcap is not None):
+        between = partial(_between_graphs, keys.mask, Scaling(scale, softcap))
+        return trace.attention(between, query, keys.key, keys.value, dropout if is_active(dropout) else None)
     if softcap is not None:
         keys = _in_blocks(keys, softcap)
     dropout = dropout if is_active(dropout) else None
@@ -175,6 +181,15 @@ def attend(
     return _tagged(attend_by_heads(mine, keys.key, keys.value, *arguments), dropout)
 
 
+def _between_graphs(
+    mask: Mask, scaling: Scaling, query: Tensor, key: Tensor, value: Tensor, dropout: nn.Module | None
+) -> Tensor:
+    """Return attention that a compiled layer has recorded, on the sequence that runs now."""
+    assert dropout is None or isinstance(dropout, AnyDropout)
+    keys = share_keys(key, value, mask.causal, mask.window, query_heads=query.shape[1])
+    return attend(query, keys, scale=scaling.scale, softcap=scaling.softcap, dropout=dropout)
+
+
 def _in_blocks(keys: SharedKeys, softcap: float) -> SharedKeys:
     """Return keys with an exchange, by which attention is computed in blocks. ModelError for a cap of 0."""
     if softcap <= 0.0:
@@ -192,15 +207,18 @@ def _tagged(output: Tensor, dropout: AnyDropout | None) -> Tensor:
 
 
 def _sequence_of(key: Tensor, documents: Tensor | None, mask: Mask) -> LocalSequence | None:
-    """Return the sequence on which the layer works; None where plain causal or full attention suffices."""
-    sequence = running_sequence()
+    """Return the sequence on which the layer works; None where plain causal or full attention suffices.
+
+    In a layer that is traced also a running sequence without documents: in another step it may have some.
+    """
+    sequence, is_traced = running_sequence(), TRACE.get() is not None
     if documents is not None:
         sequence = _with_documents(sequence, documents, key.is_meta)
     if sequence is None and mask.window is not None:
         sequence = ContextParallelism.of_one_rank().sequence(key.shape[2])
     if sequence is not None and sequence.group.size == 1:
         needs_mask = mask.window is not None and mask.window < key.shape[2]
-        return sequence if needs_mask or sequence.packed is not None else None
+        return sequence if needs_mask or sequence.packed is not None or is_traced else None
     return sequence
 
 

@@ -17,7 +17,6 @@ from plait.comm.traffic import Traffic
 from plait.compilation.compiled_layer import CompiledLayer, LayerCompiler
 from plait.context_attention.method_choice import MethodChoice
 from plait.engine.loss_stages import build_loss_stage
-from plait.errors import PlanError
 from plait.footprint.context_share import (
     as_input,
     as_input_batch,
@@ -151,8 +150,6 @@ def _run_compiled(stage: Stage, compiled: CompiledLayer, given: Value) -> bool:
     try:
         with torch.enable_grad():
             stage.forward(0, 0)
-    except PlanError:
-        raise
     except Exception:
         stage.run_compiled([])
     stage.clear()

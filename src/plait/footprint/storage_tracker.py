@@ -60,7 +60,24 @@ class StorageTracker(TorchFunctionMode):
         """Return the numbers of the storages that are alive."""
         return frozenset(number for _, number in self._numbers.values())
 
-    def track_backward(self, roots: Iterable[Tensor]) -> None:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Run `func`, and record the storages that are alive after it."""
+        kwargs = kwargs or {}
+        if func is torch.autograd.backward:
+            self._track_backward(args[0])
+        if func is Tensor.__bool__ and args[0].is_meta:
+            return True  # there are no values: checks of them pass
+        if func is functional.scaled_dot_product_attention and fuses(*args, **kwargs):
+            with self:  # a mode is off within its own hook
+                result = fused(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
+        self._record(result)
+        return result
+
+    def _track_backward(self, roots: Iterable[Tensor]) -> None:
         """Track the storages that the backward of the autograd graph of `roots` will make, by hooks."""
         seen: set[Node] = set()
         waiting = [root.grad_fn for root in roots]
@@ -73,21 +90,6 @@ class StorageTracker(TorchFunctionMode):
             node.register_prehook(partial(self._begin_node, is_python))
             node.register_hook(self._end_node)
             waiting += [before for before, _ in node.next_functions]
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        """Run `func`, and record the storages that are alive after it."""
-        kwargs = kwargs or {}
-        if func is Tensor.__bool__ and args[0].is_meta:
-            return True  # there are no values: checks of them pass
-        if func is functional.scaled_dot_product_attention and fuses(*args, **kwargs):
-            with self:  # a mode is off within its own hook
-                result = fused(*args, **kwargs)
-        else:
-            result = func(*args, **kwargs)
-        self._record(result)
-        return result
 
     def _begin_node(self, is_python: bool, gradients: Any) -> None:
         self._record(gradients)

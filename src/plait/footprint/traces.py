@@ -6,9 +6,8 @@ backward, or an output gradient that is passed on and saved for the weight gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,7 +75,6 @@ def trace_layer(stage: Stage, given: Value) -> tuple[Trace, Value]:
         del output
         next_inputs, numbers = _numbers(tracker, tensors_of(following)), _numbers(tracker, seeds)
         forward.saved = tracker.live() - {*next_inputs, *numbers}
-        tracker.track_backward(stage.runs[0, 0].outputs)
         stage.gradients[0] = seeds
         del seeds
         backward = _trace_backward(tracker, stage, next_inputs)
@@ -94,7 +92,7 @@ def trace_layer(stage: Stage, given: Value) -> tuple[Trace, Value]:
 def trace_loss(loss: LossLike, given: Value, targets: Value) -> Trace:
     """Return the memory that the loss allocates and saves; if it fails on meta, that of an input copy."""
     try:
-        return _trace_loss(lambda tracker: LossStage(_TrackedLoss(loss, tracker)), given, targets)
+        return _trace_loss(LossStage(loss), given, targets)
     except Exception:
         return _copying_loss(given)
 
@@ -106,7 +104,7 @@ def trace_chunked_loss(
 
     What its backward saves in `queue` is for `W`.
     """
-    return _trace_loss(lambda tracker: end, given, targets, queue)
+    return _trace_loss(end, given, targets, queue)
 
 
 def _trace_backward(
@@ -135,13 +133,9 @@ def _unknown_backward(forward: PhaseTrace, given: Value) -> PhaseTrace:
 
 
 def _trace_loss(
-    make: Callable[[StorageTracker], LossStage],
-    given: Value,
-    targets: Value,
-    queue: WeightGradientQueue | None = None,
+    end: LossStage, given: Value, targets: Value, queue: WeightGradientQueue | None = None
 ) -> Trace:
     tracker = StorageTracker()
-    end = make(tracker)
     with tracker.tracking():
         output = map_tensors(meta_leaf, given)
         inputs = _numbers(tracker, tensors_of(output))
@@ -206,19 +200,6 @@ class _PhaseRecorder:
         return PhaseTrace(
             allocated, saved, self._results, max(map(total, self._samples)) - total(self._start)
         )
-
-
-@dataclass(frozen=True)
-class _TrackedLoss:
-    """A loss whose backward a `StorageTracker` tracks."""
-
-    loss: LossLike
-    tracker: StorageTracker
-
-    def total(self, output: Any, targets: Any) -> Tensor:
-        total = self.loss.total(output, targets)
-        self.tracker.track_backward([total])
-        return total
 
 
 def meta_leaf(tensor: Tensor) -> Tensor:

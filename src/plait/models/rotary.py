@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
+from plait.autograd.layer_trace import TRACE
 from plait.autograd.position_marks import gives_positions
 from plait.autograd.running_sequence import running_sequence
 from plait.layers.result_cache import ResultCache
@@ -63,6 +64,8 @@ def angles_of_positions(
             return compute_for(sequence.positions(device))
         return compute_for(torch.arange(length, dtype=dtype, device=device))
 
+    if sequence is not None and TRACE.get() is not None:
+        return compute_for_rows()  # a part of the layer's graph
     if sequence is not None and sequence.documents is not None:
         return sequence.result(("rotary angles", key, device), compute_for_rows)
     if cache is None:

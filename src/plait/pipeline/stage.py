@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -28,7 +28,6 @@ from plait.autograd.engine_calls import run_backward
 from plait.autograd.running_sequence import LocalSequence, running
 from plait.autograd.weight_gradient_queue import WeightGradientQueue, WeightWork
 from plait.compilation.compiled_layer import CompiledLayer, CompiledRun
-from plait.errors import PlanError
 from plait.layers.layer_sequence import NamedLayer
 from plait.layers.nested import Value, detached, list_of_tensors, map_tensors
 from plait.layers.shape_inference import LayerInfo, wrong_gradient_shape
@@ -127,11 +126,12 @@ class Stage:
         run, given = self.runs[microbatch, layer], self.gradients.pop(microbatch)
         computed: list[WeightWork] = []
         try:
+            sequence = self.sequences[microbatch] if self.sequences else None
             if run.compiled is not None:
-                gradients = run.compiled.backward(given, adds_late=self.adds_late)
+                with nullcontext() if sequence is None else running(sequence):
+                    gradients = run.compiled.backward(given, adds_late=self.adds_late)
             else:
                 roots, seeds = _with_gradient(run.outputs, given)
-                sequence = self.sequences[microbatch] if self.sequences else None
                 if roots and sequence is None and not self.adds_late:  # the common case, kept cheap
                     run_backward(roots, seeds)
                 elif roots:
@@ -200,16 +200,12 @@ class Stage:
 
     def _run_compiled(self, microbatch: int, layer: int, value: Value) -> bool:
         """Run one layer by its graphs, and return whether it has any; else it is to run eagerly."""
-        if self.sequences and self.sequences[microbatch] is not None:
-            raise PlanError(
-                "a batch with document ids was given to compiled layers, which would use the first one's in "
-                "every step: set plan.compile to False."
-            )
         compiled, info = self.compiled[layer], self.infos[microbatch][layer]
-        if not self._dropouts[layer]:  # the common case, kept cheap
+        sequence = self.sequences[microbatch] if self.sequences else None
+        if sequence is None and not self._dropouts[layer]:  # the common case, kept cheap
             made = compiled.forward(value, info)
         else:
-            with self._forward_contexts(None, microbatch, layer):
+            with self._forward_contexts(sequence, microbatch, layer):
                 made = compiled.forward(value, info)
         if made is None:
             return False

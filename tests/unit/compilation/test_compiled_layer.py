@@ -259,17 +259,48 @@ def test_a_layer_for_which_no_code_can_be_generated_runs_eagerly(monkeypatch: py
     assert len(asked) == 2 + 1 + 2, "the tanhs are tried once, and the linears are compiled"
 
 
-def test_documents_and_plans_that_do_not_fit_are_refused() -> None:
-    def with_documents() -> None:
-        engine = engine_of(model_of(Residual), compile="graphs")
-        x = batch_of(3)[:, None]
-        batch = {"x": x, "document_ids": torch.zeros(len(x), 1, dtype=torch.int64)}
-        engine.forward_backward(batch, x)
+class Attentive(nn.Module):
+    """Attention of one head, with an embedding of positions."""
 
-    with pytest.raises(PlanError, match="batch with document ids was given to compiled layers"):
-        on_one_rank(with_documents)
-    with pytest.raises(PlanError, match=r"plan.cp = 2, but layers under context parallelism"):
-        plait.Plan(cp=2, compile=True)
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Embedding(8, WIDTH)
+        self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = x + self.position(plait.positions(x))
+        query, key = self.query(given).unsqueeze(1), self.key(given).unsqueeze(1)
+        mixed = plait.attention(query, key, x.unsqueeze(1))
+        return mixed.squeeze(1)
+
+
+def sequences_of(seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2 * MICROBATCHES, 8, WIDTH, dtype=torch.float64, generator=generator)
+
+
+def test_graphs_serve_all_documents(traced: list[str]) -> None:
+    """Other documents in each step, in one of which each row is a single one."""
+    ids = [torch.arange(8).div(size, rounding_mode="floor").expand(2 * MICROBATCHES, 8) for size in (8, 3, 2)]
+
+    def gradients_after(compile: Any) -> list[dict[str, Tensor]]:
+        engine, found = engine_of(model_of(Attentive, Attentive), compile=compile), []
+        for seed, one in enumerate(ids):
+            x = sequences_of(seed)
+            engine.forward_backward({"x": x, "document_ids": one}, x)
+            found.append({name: gradient.clone() for name, gradient in engine.named_gradients()})
+        return found
+
+    eager = on_one_rank(partial(gradients_after, False))
+    assert traced == []
+    compiled = on_one_rank(partial(gradients_after, "graphs"))
+    assert traced == ["0", "1"]
+    for found, expected in zip(compiled, eager, strict=True):
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-13, atol=1e-13)
+
+
+def test_plans_that_do_not_fit_are_refused() -> None:
     with pytest.raises(PlanError, match="'regather', but compiled layers keep"):
         plait.Plan(tp=2, sequence_parallel="regather", compile=True)
     with pytest.raises(PlanError, match=r"plan\.compile is 'graph': did you mean graphs\?"):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from plait.autograd.engine_calls import run_backward
 from plait.footprint.storage_tracker import StorageTracker
 
 
@@ -62,8 +63,7 @@ def test_what_a_backward_leaves_behind_is_seen(tracker: StorageTracker) -> None:
     with tracker.tracking():
         given = torch.empty(5, requires_grad=True)
         output = Keeping.apply(given, kept)
-        tracker.track_backward([output])
-        torch.autograd.backward(output, torch.empty_like(output))
+        run_backward([output], [torch.empty_like(output)])
         del output, given
         assert live(tracker) == [12, 20]
         kept.clear()
