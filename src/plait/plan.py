@@ -66,7 +66,7 @@ class Plan:
     True: with code by TorchInductor; "where possible": likewise, and layers that cannot be compiled run
     eagerly; "graphs": as graphs of PyTorch's own operations, without code generation. Weight gradients that
     are matrix products stay apart, for the schedule's `W` actions. A layer's forward must not depend on
-    anything that changes between steps but its tensors. Not with `cp`, or with "regather".
+    anything that changes between steps but its tensors, positions and documents. Not with "regather".
 
     `sequence_parallel` sets whether the operations outside of regions (norms, dropouts, residual connections)
     run on the whole sequence on every rank of `tp` (`none`), or on a piece of the sequence on each, so that

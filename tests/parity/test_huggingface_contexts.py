@@ -15,7 +15,7 @@ from parity.case import Case
 from parity.dropping import by_hand
 from parity.huggingface_contexts import DROPPING, HEADS, MODELS, MORE, case, dropping_by_hand
 from parity.norm import assert_equal
-from parity.pairs import covering_rows, every_row, in_quick
+from parity.pairs import a_third_compiled, covering_rows, every_row, in_quick
 from parity.parity import TWO_STEPS, check_parity, compare
 from parity.rows import name_of
 from plait.errors import ModelError
@@ -49,6 +49,10 @@ def fits(row: dict[str, Any]) -> bool:
     return divides and cp * tp * row.get("pp", 1) <= 8
 
 
+def can_be_compiled(row: dict[str, Any]) -> bool:
+    return row["tensor"] != (2, "regather")
+
+
 COVERING = covering_rows(FACTORS, fits)
 EVERY = every_row({name: FACTORS[name] for name in list(FACTORS)[:6]}, fits)
 REST = [row for row in covering_rows(FACTORS, fits, EVERY) if row not in COVERING]
@@ -73,13 +77,13 @@ def check(thread_ranks: Any, model: Case, plan: Plan, *, drops: bool) -> None:
 
 
 @pytest.mark.quick_cases(8)
-@pytest.mark.parametrize("row", COVERING, ids=name_of)
+@pytest.mark.parametrize("row", a_third_compiled(COVERING, can_be_compiled), ids=name_of)
 def test_every_pair_of_factors(thread_ranks: Any, row: dict[str, Any]) -> None:
     check_row(thread_ranks, row)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("row", REST, ids=name_of)
+@pytest.mark.parametrize("row", a_third_compiled(REST, can_be_compiled), ids=name_of)
 def test_every_model_and_exchange(thread_ranks: Any, row: dict[str, Any]) -> None:
     check_row(thread_ranks, row)
 
@@ -114,6 +118,7 @@ VERIFIED = {
     ),
     "uneven": Plan(cp=3, microbatches=1, context_layout="contiguous", context_parallel="ulysses"),
     "regather": Plan(cp=2, tp=2, microbatches=2, sequence_parallel="regather"),
+    "compiled": Plan(cp=2, pp=2, microbatches=2, schedule="zb-h1", compile="graphs"),
 }
 
 

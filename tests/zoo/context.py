@@ -18,6 +18,7 @@ from parity.contexts import mixing, packed
 from plait import composer
 from plait.autograd.running_sequence import ContextParallelism, DocumentBounds, LocalSequence
 from plait.comm.handle import Handle
+from plait.compilation import steps
 from plait.context_attention import blocks, exchange_plan, ulysses
 from plait.context_attention.exchange_plan import ExchangePlan, Mask, build_plan
 from plait.context_attention.kernels import block_backward, block_forward
@@ -162,6 +163,28 @@ def keys_of_the_first_micro_batch() -> Any:
     return during("forward", lambda: patch.object(KeyExchange, "received", received))
 
 
+def positions_of_the_first_micro_batch() -> Any:
+    """A compiled layer goes on with the positions of the documents with which it first ran."""
+    first: dict[int, Tensor] = {}
+    original = steps.PositionsStep.run
+
+    def run(self: steps.PositionsStep, values: Any, call: Any) -> None:
+        original(self, values, call)
+        values[self.result] = first.setdefault(id(self), values[self.result])
+
+    return patch.object(steps.PositionsStep, "run", run)
+
+
+def gradients_of_keys_and_values_exchanged() -> Any:
+    """Between the graphs of a backward, the gradients of keys and values are taken for each other."""
+    original = steps._Given.backward
+
+    def backward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return original(ctx, query, value, key)
+
+    return patch.object(steps._Given, "backward", staticmethod(backward))
+
+
 def heads_in_another_order() -> Any:
     """The heads that come back from the other ranks begin with the second."""
     attention = import_module("plait.context_attention.attention")  # the package has a function of this name
@@ -283,6 +306,7 @@ RING_OF_THREE = replace(RING, cp=3, context_layout="contiguous")
 HEADS = replace(RING, context_parallel="ulysses")
 CONTIGUOUS = replace(RING, context_layout="contiguous")
 THREE_MICRO_BATCHES = replace(RING, microbatches=3)
+COMPILED = replace(RING, compile="graphs")
 ACROSS = mixing(6, causal=False)
 IN_A_WINDOW = mixing(8, window=WINDOW)
 PACKED = packed(llama(layers=1), 8)
@@ -336,6 +360,21 @@ CONTEXT = (
     _row(gradients_of_own_keys_dropped, StepPhase.INPUT_GRADIENT, cases.ATTENTION, cause="is lost"),
     _row(
         keys_of_the_first_micro_batch, StepPhase.FORWARD, cases.ATTENTION, microbatch=1, cause="before it are"
+    ),
+    _row(
+        positions_of_the_first_micro_batch,
+        StepPhase.FORWARD,
+        cases.ATTENTION,
+        model=PACKED,
+        plan=COMPILED,
+        microbatch=1,
+    ),
+    _row(
+        gradients_of_keys_and_values_exchanged,
+        StepPhase.INPUT_GRADIENT,
+        cases.ATTENTION,
+        model=cases.LLAMA,
+        plan=COMPILED,
     ),
     _row(heads_in_another_order, StepPhase.FORWARD, cases.ATTENTION, plan=HEADS),
     _row(positions_in_the_order_of_the_ranks, StepPhase.FORWARD, cases.ATTENTION, plan=HEADS),

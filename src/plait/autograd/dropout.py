@@ -78,15 +78,8 @@ class Dropout(nn.Module):
         return partial(keep_mask_of_ranges, key, shape, self.p, pieces, ranges, device)
 
     def next_mask(self, shape: Sequence[int], device: torch.device) -> tuple[int, dict[int, DimPiece]]:
-        """Return the random key of this call's mask for a tensor of `shape`, and the rank's pieces by dim.
-
-        ModelError in a layer that is traced, whose mask would then be the same in each step.
-        """
-        if TRACE.get() is not None:
-            raise ModelError(
-                "the weights of an attention in blocks (with a window, a softcap or documents) pass through "
-                "a dropout, whose random key changes with each step."
-            )
+        """Return the random key of this call's mask for a tensor of `shape`, and the rank's pieces by dim."""
+        assert TRACE.get() is None, "the mask would be the same in each step"
         pieces = {dim: locate(shape[dim]) for dim, locate in self.pieces.items()}
         key = 0
         if self.generator is not None:

@@ -105,6 +105,8 @@ class LayerTrace:
     masks: list[str] = field(default_factory=list)
     """Per mask the name of its dropout."""
     attentions: list[RecordedAttention] = field(default_factory=list)
+    checks: list[Callable[[], None]] = field(default_factory=list)
+    """What each call of the layer runs first, as the running sequence's documents may not fit."""
 
     def record(
         self,

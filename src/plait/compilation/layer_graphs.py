@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -74,9 +74,13 @@ class LayerGraphs:
     """The numbers of the layer's parameters whose gradients the backward returns, wholly or in part."""
     returns_tensor: bool
     """Whether the output is one tensor."""
+    checks: Sequence[Callable[[], None]]
+    """What each call runs first."""
 
     def run_forward(self, arguments: list[Tensor], call: LayerCall) -> tuple[list[Tensor], list[Tensor]]:
         """Return the output's tensors and what the backward reads; gradients are disabled."""
+        for check in self.checks:
+            check()
         saved = [arguments[number] for number in self.saved_arguments]
         made = self.forward.run(arguments, call)
         count = len(self.requires_grad)
@@ -138,6 +142,7 @@ def trace_layer(
             len(inputs),
             [number - len(inputs) for number in returning],
             isinstance(function.output, Tensor),
+            trace.checks,
         )
 
 

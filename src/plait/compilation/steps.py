@@ -133,8 +133,9 @@ class AttentionStep:
         gradients: list[Tensor | None] = []
         with torch.enable_grad():
             anchor = query.new_empty(0).requires_grad_()
-            given = _Given.apply(anchor, gradients, self.recorded.learns, query, key, value)  # type: ignore[no-untyped-call]
-            output = self.recorded.attention(*given, dropout)
+            arguments = anchor, gradients, self.recorded.learns, query, key, value
+            query, key, value = _Given.apply(*arguments)  # type: ignore[no-untyped-call]
+            output = self.recorded.attention(query, key, value, dropout)
         self.output.store(values, output.detach())
         for slot in self.saved:
             values[slot] = AttentionRun(output, gradients)
@@ -178,7 +179,7 @@ class _Given(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Results:
-    """The slots of one result of a step, all of them with the same tensor, for which later graphs are made."""
+    """The slots of one result of a step, and its strides, for which later graphs are made."""
 
     slots: Sequence[int]
     stride: tuple[int, ...]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import cast
 
 from torch import Tensor, nn
 
-from plait.autograd.running_sequence import longest_document
+from plait.autograd.layer_trace import TRACE
+from plait.autograd.running_sequence import longest_document, running_sequence
 from plait.errors import ModelError
 from plait.model_size_rules import heads_error
 from plait.models.initial import Constant, Initial, Normal
@@ -100,8 +102,24 @@ def require_heads(hidden: int, heads: int, kv_heads: int | None = None, *, rotar
 
 
 def require_length(tokens: Tensor, context: int) -> None:
-    """Raise ModelError where the sequences of `tokens` `[rows, length]` are longer than the context."""
-    length = longest_document(tokens)
+    """Raise ModelError where a document of `tokens` `[rows, length]` is longer than the context.
+
+    Without packed documents each sequence is one. In a layer that is traced, each of its calls checks that.
+    """
+    trace, sequence = TRACE.get(), running_sequence()
+    if trace is not None and sequence is not None:
+        trace.checks.append(partial(_require_documents, context))
+    else:
+        _require_length(longest_document(tokens), context)
+
+
+def _require_documents(context: int) -> None:
+    sequence = running_sequence()
+    assert sequence is not None
+    _require_length(sequence.longest, context)
+
+
+def _require_length(length: int, context: int) -> None:
     if length > context:
         raise ModelError(
             f"a sequence of {length} tokens is longer than the model's context of {context}: "

@@ -262,15 +262,18 @@ def test_a_layer_for_which_no_code_can_be_generated_runs_eagerly(monkeypatch: py
 class Attentive(nn.Module):
     """Attention of one head, with an embedding of positions."""
 
+    window: int | None = None
+
     def __init__(self) -> None:
         super().__init__()
         self.position = nn.Embedding(8, WIDTH)
         self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.0 if self.window is None else 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         given = x + self.position(plait.positions(x))
         query, key = self.query(given).unsqueeze(1), self.key(given).unsqueeze(1)
-        mixed = plait.attention(query, key, x.unsqueeze(1))
+        mixed = plait.attention(query, key, x.unsqueeze(1), window=self.window, dropout=self.drop)
         return mixed.squeeze(1)
 
 
@@ -298,6 +301,52 @@ def test_graphs_serve_all_documents(traced: list[str]) -> None:
     for found, expected in zip(compiled, eager, strict=True):
         for name, gradient in expected.items():
             torch.testing.assert_close(found[name], gradient, rtol=1e-13, atol=1e-13)
+
+
+class Windowed(Attentive):
+    """Whose weights drop out."""
+
+    window = 3
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_weights_of_attention_in_blocks_drop_out_anew_in_each_step(recompute: Any) -> None:
+    def gradients_after(compile: Any) -> list[Tensor]:
+        engine, x, found = (
+            engine_of(model_of(Windowed), compile=compile, recompute=recompute),
+            sequences_of(0),
+            [],
+        )
+        for _ in range(2):
+            engine.forward_backward(x, x)
+            for _, gradient in engine.named_gradients():
+                found.append(gradient.clone())
+                gradient.zero_()
+        return found
+
+    eager, compiled = (on_one_rank(partial(gradients_after, compile)) for compile in (False, "graphs"))
+    for found, expected in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+    assert not torch.equal(eager[0], eager[len(eager) // 2])
+
+
+def test_each_step_checks_its_documents() -> None:
+    """Rows may be longer than the model's context, documents may not."""
+
+    def run() -> None:
+        plan = plait.Plan(compile="graphs")
+        model = plait.models.gpt2(layers=1, hidden=8, heads=1, vocab=9, context=4)
+        engine = plait.parallelize(model, plan, plait.Mesh(plan), plait.cross_entropy)
+        for size in (4, 3, 5):
+            ids = torch.arange(8).div(size, rounding_mode="floor").expand(2, 8)
+            tokens = torch.zeros(2, 8, dtype=torch.int64)
+            if size > 4:
+                with pytest.raises(ModelError, match="5 tokens is longer than the model's context of 4"):
+                    engine.forward_backward({"tokens": tokens, "document_ids": ids}, tokens)
+            else:
+                engine.forward_backward({"tokens": tokens, "document_ids": ids}, tokens)
+
+    on_one_rank(run)
 
 
 def test_plans_that_do_not_fit_are_refused() -> None:
