@@ -18,7 +18,7 @@ from parity.contexts import mixing, packed
 from plait import composer
 from plait.autograd.running_sequence import ContextParallelism, DocumentBounds, LocalSequence
 from plait.comm.handle import Handle
-from plait.compilation import steps
+from plait.compilation import attention_steps, steps
 from plait.context_attention import blocks, exchange_plan, ulysses
 from plait.context_attention.exchange_plan import ExchangePlan, Mask, build_plan
 from plait.context_attention.kernels import block_backward, block_forward
@@ -177,12 +177,12 @@ def positions_of_the_first_micro_batch() -> Any:
 
 def gradients_of_keys_and_values_exchanged() -> Any:
     """Between the graphs of a backward, the gradients of keys and values are taken for each other."""
-    original = steps._Given.backward
+    original = attention_steps._Given.backward
 
     def backward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Any:
         return original(ctx, query, value, key)
 
-    return patch.object(steps._Given, "backward", staticmethod(backward))
+    return patch.object(attention_steps._Given, "backward", staticmethod(backward))
 
 
 def heads_in_another_order() -> Any:

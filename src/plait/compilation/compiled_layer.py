@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from plait.autograd.dropout import Dropout
-from plait.autograd.running_sequence import running_sequence
 from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.compilation.layer_graphs import LayerGraphs, trace_layer
 from plait.compilation.weight_terms import WeightTerm
@@ -78,27 +77,22 @@ class CompiledLayer:
         self._graphs: dict[Hashable, LayerGraphs | None] = {}
         """By the input's shapes; None: the layer runs eagerly."""
 
-    def forward(self, value: Value, info: LayerInfo) -> tuple[Value, CompiledRun] | None:
+    def forward(
+        self, value: Value, info: LayerInfo, sequence: Hashable = None
+    ) -> tuple[Value, CompiledRun] | None:
         """Return the layer's output for `value`, whose tensors are leaves, and the run; None: run it eagerly.
 
-        The first call for a shape traces the layer. Raises ModelError with torch's reason where that fails.
+        `sequence`: the `shape` of the running sequence. The first call for a shape traces the layer. Raises
+        ModelError with torch's reason where that fails.
         """
-        sequence = running_sequence()
-        divides = None if sequence is None else sequence.shape
         if isinstance(value, Tensor):  # the common case, kept cheap
             inputs = [value]
-            key: Hashable = (
-                info.length,
-                divides,
-                value.shape,
-                value.stride(),
-                value.dtype,
-                value.requires_grad,
-            )
+            kind = value.shape, value.stride(), value.dtype, value.requires_grad
+            key: Hashable = (info.length, sequence, *kind)
         else:  # what else the value holds goes into the graphs
             inputs = list_of_tensors(value)
             shapes = [(one.shape, one.stride(), one.dtype, one.requires_grad) for one in inputs]
-            key = (info.length, divides, repr(map_tensors(lambda _: None, value)), *shapes)
+            key = (info.length, sequence, repr(map_tensors(lambda _: None, value)), *shapes)
         graphs = self._graphs.get(key)
         if graphs is None:
             if key not in self._graphs:

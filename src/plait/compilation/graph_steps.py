@@ -24,18 +24,9 @@ from plait.autograd.layer_trace import (
     POSITIONS,
     LayerTrace,
 )
-from plait.compilation.steps import (
-    AttentionBackwardStep,
-    AttentionStep,
-    BetweenStep,
-    DeferStep,
-    GraphStep,
-    MaskStep,
-    PositionsStep,
-    Results,
-    Step,
-    Steps,
-)
+from plait.compilation.attention_steps import AttentionBackwardStep, AttentionStep
+from plait.compilation.slots import Results
+from plait.compilation.steps import BetweenStep, DeferStep, GraphStep, MaskStep, PositionsStep, Step, Steps
 from plait.compilation.torch_compiler import example_of, with_generated_code
 from plait.compilation.weight_terms import Operand, WeightTerm
 
@@ -100,8 +91,8 @@ def _between(
     assert isinstance(argument, Node)
     assert isinstance(number, int)
     copies = number in trace.writes and _is_read_elsewhere(argument, node, readers, outside)
-    stride = example_of(node).stride()
-    return BetweenStep(trace.operations[number], slots[argument], slots[node], copies, stride)
+    result = Results([slots[node]], example_of(node).stride())
+    return BetweenStep(trace.operations[number], slots[argument], result, copies)
 
 
 def _results(node: Node, number: int, slots: Mapping[Node, int]) -> Results:

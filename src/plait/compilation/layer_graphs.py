@@ -14,7 +14,8 @@ from plait.autograd.dropout import names_of
 from plait.autograd.layer_trace import TRACE, LayerTrace
 from plait.compilation.graph_division import JointGraph, divided
 from plait.compilation.graph_steps import steps_of
-from plait.compilation.steps import LayerCall, Steps, with_strides
+from plait.compilation.slots import LayerCall, with_strides
+from plait.compilation.steps import Steps
 from plait.compilation.torch_compiler import (
     COMPILER_LOCK,
     example_of,

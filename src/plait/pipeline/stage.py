@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -127,8 +127,10 @@ class Stage:
         computed: list[WeightWork] = []
         try:
             sequence = self.sequences[microbatch] if self.sequences else None
-            if run.compiled is not None:
-                with nullcontext() if sequence is None else running(sequence):
+            if run.compiled is not None and sequence is None:
+                gradients = run.compiled.backward(given, adds_late=self.adds_late)
+            elif run.compiled is not None:
+                with running(sequence):
                     gradients = run.compiled.backward(given, adds_late=self.adds_late)
             else:
                 roots, seeds = _with_gradient(run.outputs, given)
@@ -206,7 +208,7 @@ class Stage:
             made = compiled.forward(value, info)
         else:
             with self._forward_contexts(sequence, microbatch, layer):
-                made = compiled.forward(value, info)
+                made = compiled.forward(value, info, None if sequence is None else sequence.shape)
         if made is None:
             return False
         self.values[microbatch], run = made

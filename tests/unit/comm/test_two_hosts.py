@@ -104,3 +104,4 @@ def test_all_ranks_end_when_hosts_lose_each_other(tmp_path: Path, hosts: tuple[H
     finally:
         for agent in agents:
             agent.kill()
+            agent.communicate()

@@ -1,0 +1,90 @@
+"""Attention between the graphs of a compiled layer, with an autograd graph of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.autograd.engine_calls import run_backward
+from plait.autograd.layer_trace import RecordedAttention
+from plait.compilation.slots import LayerCall, Results, Values, taken
+
+
+@dataclass
+class AttentionRun:
+    """Attention's output with its autograd graph, and where its backward puts gradients."""
+
+    output: Tensor
+    gradients: list[Tensor | None]
+    """Of the query, the keys and the values, once the backward has run."""
+
+
+@dataclass
+class AttentionStep:
+    """Attention on a part of a sequence or on documents, between two graphs."""
+
+    recorded: RecordedAttention
+    arguments: Sequence[int]
+    """The query, the keys and the values."""
+    output: Results
+    saved: Sequence[int]
+    """Slots for an `AttentionRun`; none where no backward reads it."""
+    done: Sequence[int] = ()
+
+    def run(self, values: Values, call: LayerCall) -> None:
+        """Compute attention."""
+        query, key, value = taken(values, self.arguments, self.done)
+        name = self.recorded.dropout
+        dropout = None if name is None else call.dropout(name)
+        if not self.saved:
+            self.output.store(values, self.recorded.attention(query, key, value, dropout))
+            return
+        gradients: list[Tensor | None] = []
+        with torch.enable_grad():
+            anchor = query.new_empty(0).requires_grad_()
+            arguments = anchor, gradients, self.recorded.learns, query, key, value
+            query, key, value = _Given.apply(*arguments)  # type: ignore[no-untyped-call]
+            output = self.recorded.attention(query, key, value, dropout)
+        self.output.store(values, output.detach())
+        for slot in self.saved:
+            values[slot] = AttentionRun(output, gradients)
+
+
+@dataclass
+class AttentionBackwardStep:
+    """The backward of an `AttentionStep`: gradients of its query, keys and values."""
+
+    gradient: int
+    attention: int
+    """The slot of the `AttentionRun`."""
+    results: Sequence[Results]
+    done: Sequence[int] = ()
+
+    def run(self, values: Values, call: LayerCall) -> None:
+        """Compute the gradients."""
+        gradient, run = taken(values, (self.gradient, self.attention), self.done)
+        run_backward([run.output], [gradient])
+        for gradient, result in zip(run.gradients, self.results, strict=True):
+            result.store(values, gradient)
+
+
+class _Given(torch.autograd.Function):
+    """Tensors of which autograd holds no more than what saves them: leaves would hold their memory."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, gradients: list[Tensor | None], learns: Sequence[bool], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.gradients = gradients
+        given = tuple(one.view_as(one) for one in tensors)
+        ctx.mark_non_differentiable(*(one for one, learn in zip(given, learns, strict=True) if not learn))
+        return given
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.gradients += gradients
+        return (None,) * (3 + len(gradients))
