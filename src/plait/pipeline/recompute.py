@@ -10,12 +10,14 @@ backward needs, so its last product is not computed again. Random numbers are th
 other way round, since a fused attention keeps next to nothing.)
 
 `torch.utils.checkpoint` does the same for any function, and takes several times as long for a small layer.
-Here hooks of saved tensors count what the first run saves, and collect it in the second.
+Here hooks of saved tensors count what the first run saves, and collect it in the second. What stays in memory
+anyway, the layer's input and its parameters, they leave to autograd: a layer that saves nothing else, such as
+an embedding or a linear, does not run again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -26,26 +28,29 @@ from torch.autograd.graph import saved_tensors_hooks
 from plait.autograd.kept_results import RECOMPUTED_RUN
 from plait.device import random_state, set_random_state
 from plait.errors import ModelError
-from plait.layers.nested import Value
+from plait.layers.nested import Value, list_of_tensors
 from plait.pipeline.recomputed_runs import FirstRun, RecordOperations, ReplayOperations, SecondRun
 from plait.plan import Recompute
 
 Run = Callable[..., Value]
 
 
-def recomputing(mode: Recompute, run: Run) -> Run:
+def recomputing(mode: Recompute, run: Run, parameters: Sequence[Tensor] = ()) -> Run:
     """Return `run` with a backward that recomputes as `mode` specifies; call it with gradients enabled.
 
-    The arguments of a call must not change until its backward.
+    The arguments of a call must not change until its backward. `parameters`: those of the layer.
     """
-    return run if mode == "none" else RecomputingLayer(run, keeps_results=mode == "selective")
+    if mode == "none":
+        return run
+    return RecomputingLayer(run, parameters, keeps_results=mode == "selective")
 
 
 class RecomputingLayer:
     """A layer's forward with recomputation; learns from each backward how many results are worth keeping."""
 
-    def __init__(self, run: Run, *, keeps_results: bool) -> None:
+    def __init__(self, run: Run, parameters: Sequence[Tensor] = (), *, keeps_results: bool) -> None:
         self.run = run
+        self.parameters = parameters
         self.keeps_results = keeps_results
         self.most_results: int | None = None if keeps_results else 0
         """Results of `kept` that a second run has used; None before the first one."""
@@ -55,10 +60,18 @@ class RecomputingLayer:
         """Whether other operations are seen in the whole layer, or only within `with_kept_operations`."""
 
     def __call__(self, *arguments: Any) -> Value:
-        """Return `run(*arguments)`, whose autograd graph keeps the arguments instead of saved tensors."""
+        """Return `run(*arguments)`, whose autograd graph keeps the arguments instead of saved tensors.
+
+        The last argument is the layer's input.
+        """
         call = _RecomputingCall(self, arguments)
         with saved_tensors_hooks(call.pack, call.unpack):
             return call.run_first() if self.keeps_results else self.run(*arguments)
+
+    def note_no_second_run(self) -> None:
+        """Note that a first run has saved nothing that is to be computed again."""
+        self.sees_all = False
+        self.most_results, self.most_operations = self.most_results or 0, self.most_operations or 0
 
     def note(self, second: SecondRun) -> None:
         """Note how many results a second run has used."""
@@ -80,17 +93,24 @@ class _RecomputingCall:
         self._saved: dict[int, Tensor] = {}
         """By number, what a second run has saved and the backward has not read yet."""
         self._kinds: list[tuple[torch.Size, torch.dtype]] = []
-        """Of the tensors that the first run has saved."""
+        """Of the tensors that the first run has saved, but those that are held anyway."""
+        tensors = [*list_of_tensors(arguments[-1]), *layer.parameters]
+        self._held = {id(one.untyped_storage()) for one in tensors if one.layout == torch.strided}
+        """The storages of the layer's input and parameters."""
         self._random_state = random_state()
         self._first = FirstRun(layer.most_results, layer.most_operations, sees_all=layer.sees_all)
 
-    def pack(self, tensor: Tensor) -> int:
-        """Return an index, which autograd stores in place of a saved tensor."""
+    def pack(self, tensor: Tensor) -> int | Tensor:
+        """Return what autograd stores for a saved tensor: an index, or the tensor if it is held anyway."""
+        if tensor.layout == torch.strided and id(tensor.untyped_storage()) in self._held:
+            return tensor.detach()
         self._kinds.append((tensor.shape, tensor.dtype))
         return len(self._kinds) - 1
 
-    def unpack(self, number: int) -> Tensor:
+    def unpack(self, number: int | Tensor) -> Tensor:
         """Return the saved tensor of an index, which is freed; run the layer again where it is not there."""
+        if isinstance(number, Tensor):
+            return number
         if number not in self._saved:
             self._run_again()
         found, (shape, dtype) = self._saved.pop(number, None), self._kinds[number]
@@ -111,10 +131,14 @@ class _RecomputingCall:
         token = RECOMPUTED_RUN.set(first)
         try:
             with others:
-                return self._layer.run(*self._arguments)
+                output = self._layer.run(*self._arguments)
         finally:
             RECOMPUTED_RUN.reset(token)
             first.finish()
+        if not self._kinds:
+            first.keep_nothing()
+            self._layer.note_no_second_run()
+        return output
 
     def _run_again(self) -> None:
         """Run the layer with the first run's random numbers, up to the last tensor that was saved there."""
@@ -123,6 +147,8 @@ class _RecomputingCall:
         saved: list[Tensor] = []
 
         def save(tensor: Tensor) -> Tensor:
+            if tensor.layout == torch.strided and id(tensor.untyped_storage()) in self._held:
+                return tensor
             saved.append(tensor.detach())  # without its graph, which would hold itself by this hook
             if len(saved) == len(self._kinds):
                 raise _AllSaved

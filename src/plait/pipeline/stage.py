@@ -80,10 +80,12 @@ class Stage:
 
     def __post_init__(self) -> None:
         modes: Sequence[Recompute] = self.recompute or ["none"] * len(self.layers)
-        self._training_runs: list[Run] = [recomputing(mode, self._run) for mode in modes]
         self.compiled: Sequence[CompiledLayer] = ()
         """For each layer, if layers are compiled."""
         self._parameters = [list(layer.module.parameters()) for layer in self.layers]
+        self._training_runs: list[Run] = [
+            recomputing(mode, self._run, each) for mode, each in zip(modes, self._parameters, strict=True)
+        ]
         users = Counter(id(parameter) for each in self._parameters for parameter in each)
         self.sharing = {
             number

@@ -68,8 +68,8 @@ def calls_of_a_step(make_layer: Any, recompute: Recompute, compile: Any = False)
     ("make_layer", "recompute", "most"),
     [
         (lambda: nn.Linear(WIDTH, WIDTH), "none", 33),
-        (lambda: nn.Linear(WIDTH, WIDTH), "selective", 80),
-        (lambda: nn.Linear(WIDTH, WIDTH), "full", 73),
+        (lambda: nn.Linear(WIDTH, WIDTH), "selective", 55),
+        (lambda: nn.Linear(WIDTH, WIDTH), "full", 45),
         (Residual, "none", 62),
         (Residual, "selective", 149),
         (Residual, "full", 135),

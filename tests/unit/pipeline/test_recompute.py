@@ -110,7 +110,7 @@ class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, calls: list[str]) -> Tensor:
         calls.append("forward")
-        ctx.save_for_backward(value)
+        ctx.save_for_backward(value.clone())
         ctx.calls = calls
         return value * 2
 
@@ -203,6 +203,43 @@ def test_products_of_others_are_kept_and_own_ones_need_no_dispatch_mode() -> Non
     other(value).sum().backward()
     assert isinstance(other, RecomputingLayer)
     assert (other.most_results, other.most_operations, other.sees_all) == (0, 1, True)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_layer_that_saves_its_input_and_parameters_only_does_not_run_again(mode: Recompute) -> None:
+    module, queue = nn.Linear(4, 4).double(), WeightGradientQueue()
+    defer_weight_gradients(module, queue)
+    weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
+    module.weight.grad, runs = torch.zeros_like(module.weight), []
+
+    def run(value: Tensor) -> Tensor:
+        runs.append(value)
+        return module(value).transpose(0, 1) + value.transpose(0, 1) * weight
+
+    layer = recomputing(mode, run, [*module.parameters(), weight])
+    value = torch.ones(2, 3, 4, dtype=torch.float64).requires_grad_()
+    with Live() as live:
+        output = layer(value)
+        del output
+        assert live.count() == 0
+        layer(value).sum().backward()
+    assert len(runs) == 2, "one for each call"
+    for work in queue.take():
+        work()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [6.0] * 4
+    assert module.weight.grad.tolist() == [[6.0] * 4] * 4
+    if isinstance(layer, RecomputingLayer):
+        assert (layer.most_results, layer.most_operations, layer.sees_all) == (0, 0, False)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_layer_may_save_a_sparse_matrix(mode: Recompute) -> None:
+    matrix = torch.eye(3, dtype=torch.float64).to_sparse()
+    value = torch.ones(3, 2, dtype=torch.float64).requires_grad_()
+    recomputing(mode, lambda value: torch.sparse.mm(matrix, value.exp()))(value).sum().backward()
+    assert value.grad is not None
+    assert torch.equal(value.grad, value.detach().exp())
 
 
 def test_a_saved_tensor_that_is_read_twice_is_computed_twice() -> None:
