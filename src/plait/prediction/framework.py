@@ -65,6 +65,8 @@ class Framework:
     all parameters, as DeepSpeed's optimizer for bf16."""
     recomputes_blocks: bool = False
     """Whether `full` keeps only the input of a block, attention and MLP, and not those of both."""
+    recomputes_to_end: bool = False
+    """Whether `full` repeats a layer's last product and its sum over `tp`, which no backward reads."""
 
     def on(self, hardware: Hardware) -> Framework:
         """Return the behaviour on `hardware`: if it moves the bytes itself, no transfer is overlapped."""

@@ -17,6 +17,17 @@ ITEM = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 
 
 @dataclass(frozen=True)
+class Recomputation:
+    """The part of a layer's forward that its backward runs again."""
+
+    operations: tuple[DeviceOperation, ...] = ()
+    transfers: tuple[AxisTransfer, ...] = ()
+    """Over `tp`."""
+    exchanges: tuple[AxisTransfer, ...] = ()
+    """Over `cp`."""
+
+
+@dataclass(frozen=True)
 class LayerWork:
     """Operations and collectives of one layer for one micro-batch; transfers are those that it waits for."""
 
@@ -25,10 +36,8 @@ class LayerWork:
     """Of the input gradient."""
     weights: tuple[Product, ...] = ()
     """The products of the weight gradient."""
-    recomputed: tuple[DeviceOperation, ...] = ()
-    """The part of the forward that the backward runs again under `selective`."""
-    recomputed_gathers: tuple[AxisTransfer, ...] = ()
-    """Likewise of the transfers: of a region's input."""
+    selective: Recomputation = Recomputation()
+    full: Recomputation = Recomputation()
     forward_transfers: tuple[AxisTransfer, ...] = ()
     backward_gathers: tuple[AxisTransfer, ...] = ()
     """Of the output's gradient, which all products of the backward need."""
@@ -152,8 +161,13 @@ def _attention(shape: StepShape) -> LayerWork:
     turn = (shape.elementwise(turned, 2),) if turned else ()
     before, after = _norm_and_residual(shape)
     exchanges, exchanges_backward = _exchanges(shape, own, keys)
+    start, last = (*before.forward, *inward.forward, *turn, *core), (*outward.forward, *after.forward)
+    selective = Recomputation(core)
+    if not shape.framework.recomputes_attention_only:  # heads are divided again, a ring's result is kept
+        to_heads = tuple(one for one in exchanges[:-1] if one.collective == "all-to-all")
+        selective = Recomputation((*before.forward, *turn), _region_start(shape), to_heads)
     return LayerWork(
-        forward=(*before.forward, *inward.forward, *turn, *core, *outward.forward, *after.forward),
+        forward=(*start, *last),
         backward=(
             *after.backward,
             *outward.backward,
@@ -163,8 +177,8 @@ def _attention(shape: StepShape) -> LayerWork:
             *before.backward,
         ),
         weights=(*outward.weights, *inward.weights),
-        recomputed=core if shape.framework.recomputes_attention_only else (*before.forward, *turn),
-        recomputed_gathers=_gathered_again(shape),
+        selective=selective,
+        full=_from_input(shape, start, last, exchanges),
         forward_transfers=_region_start(shape) + _region_end(shape),
         backward_gathers=_region_start(shape),
         backward_transfers=_gradient_transfers(shape),
@@ -251,8 +265,12 @@ def _mlp(shape: StepShape) -> LayerWork:
     activation = shape.elementwise((3 if decoder.gated else 2) * wide, 1)
     activation_backward = shape.elementwise((5 if decoder.gated else 3) * wide, 1)
     before, after = _norm_and_residual(shape)
+    start, last = (*before.forward, *inward.forward, activation), (*outward.forward, *after.forward)
+    selective = Recomputation()
+    if not shape.framework.recomputes_attention_only:
+        selective = Recomputation((*before.forward, activation), _region_start(shape))
     return LayerWork(
-        forward=(*before.forward, *inward.forward, activation, *outward.forward, *after.forward),
+        forward=(*start, *last),
         backward=(
             *after.backward,
             *outward.backward,
@@ -261,8 +279,8 @@ def _mlp(shape: StepShape) -> LayerWork:
             *before.backward,
         ),
         weights=(*outward.weights, *inward.weights),
-        recomputed=() if shape.framework.recomputes_attention_only else (*before.forward, activation),
-        recomputed_gathers=_gathered_again(shape),
+        selective=selective,
+        full=_from_input(shape, start, last),
         forward_transfers=_region_start(shape) + _region_end(shape),
         backward_gathers=_region_start(shape),
         backward_transfers=_gradient_transfers(shape),
@@ -277,10 +295,15 @@ def _head(shape: StepShape) -> LayerWork:
     passes = 2 if shape.framework.fused_loss else 4
     loss = shape.elementwise(logits * (shape.item + 4) * passes / 2, chunks * passes)
     loss_backward = shape.elementwise(logits * (shape.item + 4) * passes / 4, chunks * passes / 2)
+    again = Recomputation(before.forward, _region_start(shape))
+    if shape.framework.recomputes_blocks:  # the head is none
+        again = Recomputation()
     work = LayerWork(
         forward=(*before.forward, *linear.forward, loss),
         backward=(loss_backward, *linear.backward, *before.backward),
         weights=linear.weights,
+        selective=again,
+        full=again,
         forward_transfers=_region_start(shape),
         backward_transfers=_gradient_transfers(shape),
     )
@@ -308,9 +331,16 @@ def _region_start(shape: StepShape) -> tuple[AxisTransfer, ...]:
     return (AxisTransfer("all-gather", "tp", shape.activation),)
 
 
-def _gathered_again(shape: StepShape) -> tuple[AxisTransfer, ...]:
-    """Return the gather of a region's input that `selective` repeats: its norm is computed again."""
-    return () if shape.framework.recomputes_attention_only else _region_start(shape)
+def _from_input(
+    shape: StepShape,
+    start: tuple[DeviceOperation, ...],
+    last: tuple[DeviceOperation, ...],
+    exchanges: tuple[AxisTransfer, ...] = (),
+) -> Recomputation:
+    """Return what `full` runs again of a layer: `start`, after which nothing is saved, or `last`, too."""
+    if shape.framework.recomputes_to_end:
+        return Recomputation((*start, *last), _region_start(shape) + _region_end(shape), exchanges)
+    return Recomputation(start, _region_start(shape), exchanges)
 
 
 def _region_end(shape: StepShape) -> tuple[AxisTransfer, ...]:

@@ -12,7 +12,7 @@ from plait.plan import Recompute
 from plait.prediction.collective_times import Network
 from plait.prediction.decoder import LayerKind
 from plait.prediction.hardware import Hardware
-from plait.prediction.layer_operations import ITEM, LayerWork, StepShape, layer_work
+from plait.prediction.layer_operations import ITEM, LayerWork, Recomputation, StepShape, layer_work
 from plait.prediction.operations import AxisTransfer, DeviceOperation, Elementwise, Product
 from plait.prediction.roofline import operation_seconds
 
@@ -156,19 +156,14 @@ class LayerTimer:
         work = layer_work(kind, self.shape)
         forward = self._parts(work.forward)
         backward, weights = self._parts(work.backward), self._parts(work.weights)
-        tp_forward = self._exposed_forward(work, forward)
-        recomputed = 0.0
-        if recompute == "full" and kind in ("attention", "mlp"):
-            recomputed = forward.total + tp_forward
-        elif recompute == "selective":
-            recomputed = self._parts(work.recomputed).total + self._transfers(work.recomputed_gathers)
+        again = {"none": Recomputation(), "selective": work.selective, "full": work.full}[recompute]
+        tp_forward = self._exposed_forward(work.forward_transfers)
+        recomputed = self._parts(again.operations).total + self._exposed_forward(again.transfers)
         tp_backward = self._exposed_backward(work, weights)
         exchanges = self._exposed_exchanges(work.forward_exchanges, forward)
-        again = exchanges if recompute == "full" else 0.0
-        exchanges_backward = self._exposed_exchanges(work.backward_exchanges, backward) + again
-        transfers = work.backward_gathers + work.backward_transfers
-        transfers += work.forward_transfers if recompute == "full" else ()
-        transfers += work.recomputed_gathers if recompute == "selective" else ()
+        exchanges_backward = self._exposed_exchanges(work.backward_exchanges, backward)
+        exchanges_backward += self._exposed_exchanges(again.exchanges, forward)
+        transfers = work.backward_gathers + work.backward_transfers + again.transfers
         return WholeLayerTimes(
             forward + Parts(tp=tp_forward, cp=exchanges),
             backward + Parts(recomputation=recomputed, tp=tp_backward, cp=exchanges_backward),
@@ -178,6 +173,7 @@ class LayerTimer:
             self._transfers(work.forward_transfers),
             self._transfers(transfers),
             _started(work.forward),
+            # All of the forward and of every layer, as when the constants of the hardware files were fitted.
             _started(work.backward + (work.forward if recompute == "full" else ())),
         )
 
@@ -196,8 +192,8 @@ class LayerTimer:
     def _transfers(self, transfers: Iterable[AxisTransfer]) -> float:
         return sum(map(self.network.seconds, transfers))
 
-    def _exposed_forward(self, work: LayerWork, forward: Parts) -> float:
-        seconds = self._transfers(work.forward_transfers)
+    def _exposed_forward(self, transfers: Iterable[AxisTransfer]) -> float:
+        seconds = self._transfers(transfers)
         if self.shape.framework.overlaps_tensor_products:
             return seconds * (1 - OVERLAP_SHARE)
         return seconds
