@@ -66,7 +66,7 @@ class Plan:
     True: with code by TorchInductor; "where possible": likewise, and layers that cannot be compiled run
     eagerly; "graphs": as graphs of PyTorch's own operations, without code generation. Weight gradients that
     are matrix products stay apart, for the schedule's `W` actions. A layer's forward must not depend on
-    anything that changes between steps but its tensors, positions and documents. Not with "regather".
+    anything that changes between steps but its tensors, positions and documents.
 
     `sequence_parallel` sets whether the operations outside of regions (norms, dropouts, residual connections)
     run on the whole sequence on every rank of `tp` (`none`), or on a piece of the sequence on each, so that
@@ -175,11 +175,6 @@ class Plan:
     def _require_compile(self) -> None:
         if not isinstance(self.compile, bool):
             _require_choice("compile", self.compile, ("True", "False", *get_args(Compile)))
-        if self.compile and self.cuts_sequence and self.sequence_parallel == "regather":
-            raise PlanError(
-                f"plan.compile is {self.compile!r} with plan.sequence_parallel 'regather', but compiled "
-                "layers keep the inputs of their weight gradients: choose 'keep', or compile False."
-            )
 
     @property
     def shard(self) -> int:

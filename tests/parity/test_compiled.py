@@ -22,7 +22,7 @@ FACTORS = {
     "schedule": ("1f1b", "zb-h1", "zb-v"),
     "strategy": ("none", "gradients", "full"),
     "recompute": ("none", "selective", "full"),
-    "sequence_parallel": ("none", "keep"),
+    "sequence_parallel": ("none", "keep", "regather"),
 }
 
 

@@ -49,10 +49,6 @@ def fits(row: dict[str, Any]) -> bool:
     return divides and cp * tp * row.get("pp", 1) <= 8
 
 
-def can_be_compiled(row: dict[str, Any]) -> bool:
-    return row["tensor"] != (2, "regather")
-
-
 COVERING = covering_rows(FACTORS, fits)
 EVERY = every_row({name: FACTORS[name] for name in list(FACTORS)[:6]}, fits)
 REST = [row for row in covering_rows(FACTORS, fits, EVERY) if row not in COVERING]
@@ -77,13 +73,13 @@ def check(thread_ranks: Any, model: Case, plan: Plan, *, drops: bool) -> None:
 
 
 @pytest.mark.quick_cases(8)
-@pytest.mark.parametrize("row", a_third_compiled(COVERING, can_be_compiled), ids=name_of)
+@pytest.mark.parametrize("row", a_third_compiled(COVERING), ids=name_of)
 def test_every_pair_of_factors(thread_ranks: Any, row: dict[str, Any]) -> None:
     check_row(thread_ranks, row)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("row", a_third_compiled(REST, can_be_compiled), ids=name_of)
+@pytest.mark.parametrize("row", a_third_compiled(REST), ids=name_of)
 def test_every_model_and_exchange(thread_ranks: Any, row: dict[str, Any]) -> None:
     check_row(thread_ranks, row)
 

@@ -209,6 +209,8 @@ COMPILED: dict[str, dict[str, Any]] = {
     "recomputed": {"pp": 2, "schedule": "zb-h1", "recompute": "full"},
     "tp-selective": {"tp": 2, "recompute": "selective"},
     "sequence-recomputed": {"tp": 2, "sequence_parallel": "keep", "recompute": "full"},
+    "regather": {"tp": 2, "pp": 2, "schedule": "zb-h1", "sequence_parallel": "regather"},
+    "regather-selective": {"tp": 2, "sequence_parallel": "regather", "recompute": "selective"},
     "ring": {"cp": 2, "context_parallel": "ring"},
     "ring-recomputed": {"cp": 2, "context_parallel": "ring", "recompute": "full"},
     "ulysses-selective": {"cp": 2, "context_parallel": "ulysses", "recompute": "selective"},

@@ -65,9 +65,10 @@ BLOCKS = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("compile", [False, "graphs"])
 @pytest.mark.parametrize(("mode", "recompute"), BLOCKS)
-def test_a_transformer_block(thread_ranks: Any, family: str, mode: Any, recompute: Any) -> None:
-    found = a_block(thread_ranks, family, sequence_parallel=mode, recompute=recompute)
+def test_a_transformer_block(thread_ranks: Any, family: str, compile: Any, mode: Any, recompute: Any) -> None:
+    found = a_block(thread_ranks, family, sequence_parallel=mode, recompute=recompute, compile=compile)
     loss_and_head = found.pop("all_reduce", Count()) if mode != "none" else Count()
     assert loss_and_head == Count(), "a block has no all-reduce then"
     assert found == BLOCKS[mode, recompute]

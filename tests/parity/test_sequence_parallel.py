@@ -66,9 +66,7 @@ def test_every_pair_of_factors(thread_ranks: Any, row: dict[str, Any]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "row", a_third_compiled(REST, lambda row: row["sequence_parallel"] == "keep"), ids=name_of
-)
+@pytest.mark.parametrize("row", a_third_compiled(REST), ids=name_of)
 def test_every_plan(thread_ranks: Any, row: dict[str, Any]) -> None:
     check(thread_ranks, row, THREE_STEPS)
 

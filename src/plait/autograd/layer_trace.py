@@ -17,11 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.autograd.regather import Gather
+
 Operation = Callable[[Tensor], Tensor]
 Attention = Callable[[Tensor, Tensor, Tensor, nn.Module | None], Tensor]
 """Returns attention `[rows, heads, length, width]` for a query, keys, values and a dropout of the weights."""
 
 torch.library.define("plait::between_graphs", "(Tensor input, int number, SymInt[] shape) -> Tensor")
+torch.library.define("plait::regathered", "(Tensor piece, int number) -> Tensor")
 torch.library.define("plait::dropout_mask", "(int number, SymInt[] shape, Device device) -> Tensor")
 torch.library.define("plait::positions", "(SymInt[] shape, Device device) -> Tensor")
 torch.library.define(
@@ -33,6 +36,8 @@ torch.library.define(
 )
 BETWEEN_GRAPHS: Any = torch.ops.plait.between_graphs.default
 """Operator for a recorded operation; `number` is that of the operation in the trace."""
+REGATHERED: Any = torch.ops.plait.regathered.default
+"""Operator for the result of a recorded gather that weight gradients gather again; no trace has it."""
 DROPOUT_MASK: Any = torch.ops.plait.dropout_mask.default
 """Operator for the mask of a dropout's call; `number` is that of the call in the trace."""
 POSITIONS: Any = torch.ops.plait.positions.default
@@ -102,6 +107,8 @@ class LayerTrace:
     operations: list[Operation] = field(default_factory=list)
     writes: set[int] = field(default_factory=set)
     """Numbers of operations that write to their input."""
+    gathers: dict[int, Gather] = field(default_factory=dict)
+    """By the number of an operation: the gather that it is, where weight gradients are to gather again."""
     masks: list[str] = field(default_factory=list)
     """Per mask the name of its dropout."""
     attentions: list[RecordedAttention] = field(default_factory=list)
@@ -116,10 +123,12 @@ class LayerTrace:
         backward: Operation | None,
         *,
         writes: bool = False,
+        regather: Gather | None = None,
     ) -> Tensor:
         """Record `forward` and its `backward`; return a tensor of `shape` in place of the result.
 
-        None returns the tensor as it is. `writes`: `forward` may write to its input.
+        None returns the tensor as it is. `writes`: `forward` may write to its input. `regather`: the gather
+        that `forward` is, if weight gradients are to gather its result again.
         """
         numbers: list[int | None] = []
         for operation in (forward, backward):
@@ -128,6 +137,8 @@ class LayerTrace:
                 self.operations.append(operation)
         if writes and numbers[0] is not None:
             self.writes.add(numbers[0])
+        if regather is not None and numbers[0] is not None:
+            self.gathers[numbers[0]] = regather
         recorded: Tensor = _Recorded.apply(input, tuple(shape), *numbers)  # type: ignore[no-untyped-call]
         return recorded
 

@@ -89,13 +89,25 @@ def split(tensor: Tensor, group: Group, dim: int, collective: PairedCollective =
     return _paired(collective, tensor, group, piece, whole, dim, _own_size(tensor, group, dim))
 
 
-def gather_in(piece: Tensor, group: Group, dim: int, size: int, overlap: Overlap | None = None) -> Tensor:
+def gather_in(
+    piece: Tensor,
+    group: Group,
+    dim: int,
+    size: int,
+    overlap: Overlap | None = None,
+    registry: GatherRegistry | None = None,
+) -> Tensor:
     """Return the ranks' pieces concatenated along `dim` to `size`; the gradient is reduce-scattered.
 
-    `overlap` runs during the reduce-scatter. Communication: one all-gather; backward, one reduce-scatter.
+    `overlap` runs during the reduce-scatter. `registry` records the all-gather, so that linears save only
+    the piece. Communication: one all-gather; backward, one reduce-scatter.
     """
     whole, piece_of_sum = partial(_whole, group, dim, size), partial(_piece_of_sum, group, dim, overlap)
-    return _paired("gather_in", piece, group, whole, piece_of_sum, dim, size)
+    again = None if registry is None else Gather(group, dim, size)
+    result = _paired("gather_in", piece, group, whole, piece_of_sum, dim, size, regather=again)
+    if registry is not None and again is not None and result is not piece and TRACE.get() is None:
+        registry.add(result, piece, again)
+    return result
 
 
 def scatter_out(tensor: Tensor, group: Group, dim: int, registry: GatherRegistry | None = None) -> Tensor:
@@ -187,11 +199,12 @@ def _paired(
     size: int | None = None,
     *,
     writes: bool = False,
+    regather: Gather | None = None,
 ) -> Tensor:
     """Return `forward(tensor)`, whose gradient passes through `backward`; for one rank, `tensor` itself.
 
     None for one of the two: nothing. The result has `size` elements along `dim`, by default as many as
-    `tensor`. `writes`: `forward` may write to it.
+    `tensor`. `writes`: `forward` may write to it. `regather`: see `LayerTrace.record`.
     """
     if group.size == 1:
         return tensor
@@ -199,7 +212,7 @@ def _paired(
     if trace is not None:
         shape = list(tensor.shape)
         shape[dim] = shape[dim] if size is None else size
-        return trace.record(tensor, shape, forward, backward, writes=writes)
+        return trace.record(tensor, shape, forward, backward, writes=writes, regather=regather)
     return tag(_Paired.apply(tensor, forward, backward), _TAG, collective)  # type: ignore[no-untyped-call]
 
 

@@ -63,7 +63,7 @@ class GatherRegistry:
     )
     """By whole tensor: the piece, the all-gather, and the version counter after it."""
     is_used: bool = False
-    """Whether a tensor was ever registered; every linear asks."""
+    """Whether a tensor was ever registered or gathered again; every linear asks."""
     _regathered: MutableMapping[tuple[object, ...], Regathered] = field(default_factory=WeakValueDictionary)
 
     def add(self, whole: Tensor, piece: Tensor, gather: Gather) -> None:
@@ -81,6 +81,7 @@ class GatherRegistry:
 
     def again(self, piece: Tensor, gather: Gather) -> Regathered:
         """Return a `Regathered` of `piece`: that of an earlier call if it still exists, else a new one."""
+        self.is_used = True
         key = id(piece.untyped_storage()), piece.storage_offset(), piece.shape, piece.stride()
         found = self._regathered.get(key)
         if found is None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from plait.autograd.dropout import Dropout
+from plait.autograd.regather import Gather, Regathered
 from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.compilation.layer_graphs import LayerGraphs, trace_layer
 from plait.compilation.weight_terms import WeightTerm
@@ -185,10 +186,30 @@ class CompiledRun:
         """Return the layer's dropout `name`."""
         return self.layer.dropouts[name]
 
-    def defer(self, term: WeightTerm, operands: Sequence[Tensor]) -> None:
-        """Queue the computation of `term`, a part of a weight gradient, from `operands`."""
+    def regathered(self, piece: Tensor, gather: Gather) -> Regathered:
+        """Return the result of a gather of `piece`; it begins now if the weight gradients follow at once."""
+        queue = self.layer.queue
+        found = queue.gathered.again(piece, gather)
+        if queue.overlaps:
+            found.start()
+        return found
+
+    def defer(self, term: WeightTerm, operands: Sequence[Tensor | Regathered]) -> None:
+        """Queue the computation of `term`, a part of a weight gradient, from `operands`.
+
+        An output gradient that was gathered is gathered again, unless the weight gradients follow at once.
+        """
         weight, queue = self.layer.parameters[term.parameter - self.graphs.inputs], self.layer.queue
+        if queue.gathered.is_used:
+            operands = [self._later(operand) for operand in operands]
         queue.add(partial(term.add_to, queue, weight, operands))
+
+    def _later(self, operand: Tensor | Regathered) -> Tensor | Regathered:
+        queue = self.layer.queue
+        if isinstance(operand, Regathered) or queue.overlaps:
+            return operand
+        source = queue.gathered.of(operand)
+        return operand if source is None else queue.gathered.again(*source)
 
 
 def _add(queue: WeightGradientQueue, weight: Tensor, gradient: Tensor) -> None:

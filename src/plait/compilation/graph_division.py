@@ -11,14 +11,14 @@ the masks of dropouts, but with `none`. Other random numbers are saved, and atte
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import GraphModule, Node
 
 from plait.autograd.kept_results import KEPT_OPERATIONS
-from plait.autograd.layer_trace import ATTENTION, BETWEEN_GRAPHS, POSITIONS
+from plait.autograd.layer_trace import ATTENTION, BETWEEN_GRAPHS, POSITIONS, REGATHERED
 from plait.compilation.torch_compiler import is_random, is_view
 from plait.compilation.weight_terms import Operand, WeightTerm, terms_of
 from plait.plan import Recompute
@@ -79,8 +79,13 @@ class DividedGraph:
     """What the backward defers, in the order of the graph."""
 
 
-def divided(joint: JointGraph, parameters: Sequence[int], mode: Recompute) -> DividedGraph:
-    """Divide `joint`. `parameters`: the numbers of the arguments whose gradients may be deferred."""
+def divided(
+    joint: JointGraph, parameters: Sequence[int], mode: Recompute, gathers: Collection[int] = ()
+) -> DividedGraph:
+    """Divide `joint`. `parameters`: the numbers of the arguments whose gradients may be deferred.
+
+    `gathers`: the numbers of recorded gathers whose results the weight gradients gather again.
+    """
     gradients, terms = list(joint.gradients), list[WeightTerm]()
     for number in parameters:
         gradient = gradients[number]
@@ -88,6 +93,7 @@ def divided(joint: JointGraph, parameters: Sequence[int], mode: Recompute) -> Di
             found, others = terms_of(gradient, joint.arguments[number], number)
             terms += found
             gradients[number] = _sum_of(joint, others) if found else gradient
+    terms = [_with_regathered(joint, term, gathers) for term in terms]
     place = {node: number for number, node in enumerate(joint.module.graph.nodes)}
     terms.sort(key=lambda term: max(place[operand.base] for operand in term.operands))
     wanted = [node for node in gradients if node is not None]
@@ -106,6 +112,20 @@ def divided(joint: JointGraph, parameters: Sequence[int], mode: Recompute) -> Di
     forward = joint.in_order(_before([*joint.results, *made], lambda node: True))
     kept = [node for node in saved if node not in set(joint.tangents)]
     return DividedGraph(forward, backward, kept, gradients, terms)
+
+
+def _with_regathered(joint: JointGraph, term: WeightTerm, gathers: Collection[int]) -> WeightTerm:
+    """Return the term with `REGATHERED` in place of operands that the recorded `gathers` made."""
+    operands = []
+    for operand in term.operands:
+        base = operand.base
+        if base.target == BETWEEN_GRAPHS and base.args[1] in gathers:
+            with joint.module.graph.inserting_after(base):
+                again = joint.module.graph.call_function(REGATHERED, base.args[:2])
+            again.meta["val"] = base.meta["val"]
+            operand = replace(operand, base=again)
+        operands.append(operand)
+    return replace(term, operands=tuple(operands))
 
 
 def _clone_of(module: GraphModule, node: Node) -> Node:
@@ -157,7 +177,7 @@ def _is_recomputed(node: Node, mode: Recompute) -> bool:
     """Return whether the backward computes again what the forward has computed."""
     if node.op != "call_function" or is_random(node):
         return False
-    if is_view(node) or node.target == POSITIONS:
+    if is_view(node) or node.target in (POSITIONS, REGATHERED):
         return True
     if node.target == operator.getitem:
         assert isinstance(node.args[0], Node)

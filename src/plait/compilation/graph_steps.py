@@ -22,11 +22,21 @@ from plait.autograd.layer_trace import (
     BETWEEN_GRAPHS,
     DROPOUT_MASK,
     POSITIONS,
+    REGATHERED,
     LayerTrace,
 )
 from plait.compilation.attention_steps import AttentionBackwardStep, AttentionStep
 from plait.compilation.slots import Results
-from plait.compilation.steps import BetweenStep, DeferStep, GraphStep, MaskStep, PositionsStep, Step, Steps
+from plait.compilation.steps import (
+    BetweenStep,
+    DeferStep,
+    GraphStep,
+    MaskStep,
+    PositionsStep,
+    RegatherStep,
+    Step,
+    Steps,
+)
 from plait.compilation.torch_compiler import example_of, with_generated_code
 from plait.compilation.weight_terms import Operand, WeightTerm
 
@@ -78,6 +88,9 @@ def _between(
         return MaskStep(mask, names[mask], shape, device, slots[node])  # type: ignore[arg-type]
     if node.target == POSITIONS:
         return PositionsStep(node.args[1], slots[node])  # type: ignore[arg-type]
+    if node.target == REGATHERED:
+        piece, gather = node.args
+        return RegatherStep(trace.gathers[gather], slots[piece], slots[node])  # type: ignore[index]
     if node.target == ATTENTION:
         *given, call, _ = node.args
         output, run = (_results(node, number, slots) for number in range(2))
@@ -169,7 +182,7 @@ def _read_by(step: Step) -> Sequence[int]:
     match step:
         case GraphStep():
             return step.arguments
-        case BetweenStep():
+        case BetweenStep() | RegatherStep():
             return [step.argument]
         case DeferStep():
             return step.operands
@@ -188,7 +201,7 @@ def _levels(nodes: Sequence[Node]) -> Mapping[Node, int]:
         level = max((levels.get(one, 0) for one in node.all_input_nodes), default=0)
         if node.target in (DROPOUT_MASK, POSITIONS):
             levels[node] = -1
-        elif node.target == BETWEEN_GRAPHS or _is_attention(node):
+        elif node.target in (BETWEEN_GRAPHS, REGATHERED) or _is_attention(node):
             levels[node] = level + 1 if level % 2 == 0 else level
         elif node.target == operator.getitem and _is_attention(node.all_input_nodes[0]):
             levels[node] = level

@@ -126,7 +126,7 @@ def trace_layer(
             move_to_meta(graph)
         joint = JointGraph.of(graph, len(arguments), len(requires_grad), len(inputs))
         numbers = range(len(inputs), len(inputs) + len(parameters))
-        parts = divided(joint, numbers, mode)
+        parts = divided(joint, numbers, mode, trace.gathers)
         given = list(joint.arguments)
         computed = [node for node in parts.saved if node not in given]
         saved = [node for node in parts.saved if node in given]

@@ -9,10 +9,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from plait.autograd.regather import Gather, Regathered
 from plait.compilation.weight_terms import WeightTerm
 
 Values = list[Any]
-"""Tensors and `AttentionRun`s by slot; None before a value is computed, and after its last use."""
+"""By slot a tensor, `Regathered` or `AttentionRun`; None before it is computed, and after its last use."""
 
 
 class LayerCall(Protocol):
@@ -24,7 +25,10 @@ class LayerCall(Protocol):
     def dropout(self, name: str) -> nn.Module:
         """Return the layer's dropout `name`."""
 
-    def defer(self, term: WeightTerm, operands: Sequence[Tensor]) -> None:
+    def regathered(self, piece: Tensor, gather: Gather) -> Regathered:
+        """Return the result of a gather of `piece` that runs when it is needed."""
+
+    def defer(self, term: WeightTerm, operands: Sequence[Tensor | Regathered]) -> None:
         """Queue the computation of `term`, a part of a weight gradient, from `operands`."""
 
 

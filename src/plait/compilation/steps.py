@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.autograd.regather import Gather
 from plait.autograd.running_sequence import running_sequence
 from plait.compilation.attention_steps import AttentionBackwardStep, AttentionStep
 from plait.compilation.slots import LayerCall, Results, Values, taken
@@ -48,6 +49,21 @@ class BetweenStep:
         """Run the operation."""
         (argument,) = taken(values, (self.argument,), self.done)
         self.result.store(values, self.operation(argument.clone() if self.copies else argument))
+
+
+@dataclass
+class RegatherStep:
+    """A gather of the forward, which runs again when a weight gradient needs its result."""
+
+    gather: Gather
+    argument: int
+    result: int
+    done: Sequence[int] = ()
+
+    def run(self, values: Values, call: LayerCall) -> None:
+        """Store a `Regathered`, whose gather begins now if the weight gradients follow at once."""
+        (piece,) = taken(values, (self.argument,), self.done)
+        values[self.result] = call.regathered(piece, self.gather)
 
 
 @dataclass
@@ -95,7 +111,8 @@ class DeferStep:
         call.defer(self.term, taken(values, self.operands, self.done))
 
 
-Step = DeferStep | GraphStep | BetweenStep | MaskStep | PositionsStep | AttentionStep | AttentionBackwardStep
+Between = BetweenStep | RegatherStep | AttentionStep | AttentionBackwardStep
+Step = GraphStep | Between | MaskStep | PositionsStep | DeferStep
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from plait.autograd.deferred_weight_gradients import add_product, add_rows
+from plait.autograd.regather import Regathered
 from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.compilation.torch_compiler import example_of, is_view
 
@@ -66,12 +67,21 @@ class WeightTerm:
     add: Callable[..., None]
     """Adds the summand to a buffer, given that and the operands."""
 
-    def add_to(self, queue: WeightGradientQueue, weight: Tensor, values: Sequence[Tensor]) -> None:
-        """Add this part of the gradient of `weight` to its buffer; the operands are views of `values`."""
+    def add_to(
+        self, queue: WeightGradientQueue, weight: Tensor, values: Sequence[Tensor | Regathered]
+    ) -> None:
+        """Add this part of the gradient of `weight` to its buffer; the operands are views of `values`.
+
+        Communication: gathers what is to be gathered again.
+        """
         found = list(values)
         for number, operand in enumerate(self.operands):
+            value = found[number]
+            if isinstance(value, Regathered):
+                value = value.whole()
             for operation, arguments in operand.views:
-                found[number] = operation(found[number], *arguments)
+                value = operation(value, *arguments)
+            found[number] = value
         self.add(queue.buffer_of(weight), *found)
 
 

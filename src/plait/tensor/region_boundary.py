@@ -15,7 +15,7 @@ from torch import Tensor
 
 from plait.autograd.dropout_mask import DimPiece
 from plait.autograd.paired_collectives import Overlap, copy, gather_in, reduce, scatter_out
-from plait.autograd.regather import Gather, GatherRegistry
+from plait.autograd.regather import GatherRegistry
 from plait.comm.group import Group
 from plait.errors import ModelError
 from plait.layout import divide
@@ -45,10 +45,7 @@ class RegionBoundary:
         """Return the input of the region's first linears: `tensor`, gathered if it is a sequence piece."""
         if self.dim is None:
             return copy(tensor, self.group, self.overlap)
-        whole = gather_in(tensor, self.group, self.dim, self.length, self.overlap)
-        if self.registry is not None and whole is not tensor:
-            self.registry.add(whole, tensor, Gather(self.group, self.dim, self.length))
-        return whole
+        return gather_in(tensor, self.group, self.dim, self.length, self.overlap, self.registry)
 
     def leave(self, tensor: Tensor) -> Tensor:
         """Return the sum of the ranks' tensors, or this rank's piece of the sum. May write to `tensor`."""
