@@ -1,10 +1,10 @@
-"""What a compiled layer runs between its graphs: collectives, attention that exchanges or masks, and masks.
+"""What a compiled layer runs beside its graphs: collectives, some attention, masks of dropouts, positions.
 
 While a layer is traced, `TRACE` holds its `LayerTrace`. A collective is then not run but recorded, as an
 operator with a number, of which the trace knows only the shape of the result. The layer's graphs end before
 such an operator and begin after it; what it stands for runs between them, as without compilation. So does
-attention on a part of a sequence or on documents. What differs from step to step, the masks of dropouts and
-the positions of packed documents, is made before the graphs.
+attention on a part of a sequence, on documents, in a window or with a softcap. What differs from step to
+step, masks and the positions of packed documents, is made before the graphs.
 """
 
 from __future__ import annotations
