@@ -47,7 +47,8 @@ def test_many_micro_batches_want_even_stages():
 
 
 @given(
-    costs=st.lists(st.integers(0, 9).map(float), min_size=2, max_size=8),
+    # Thirds of them are whole, so that no rounding decides.
+    costs=st.lists(st.sampled_from(range(0, 30, 3)).map(float), min_size=2, max_size=8),
     policy=st.sampled_from(ONE_STAGE),
     microbatches=st.integers(1, 6),
 )
