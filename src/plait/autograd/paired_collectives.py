@@ -105,8 +105,8 @@ def gather_in(
     whole, piece_of_sum = partial(_whole, group, dim, size), partial(_piece_of_sum, group, dim, overlap)
     again = None if registry is None else Gather(group, dim, size)
     result = _paired("gather_in", piece, group, whole, piece_of_sum, dim, size, regather=again)
-    if registry is not None and again is not None and result is not piece and TRACE.get() is None:
-        registry.add(result, piece, again)
+    if registry is not None and result is not piece and TRACE.get() is None:
+        registry.add(result, piece, Gather(group, dim, size))
     return result
 
 

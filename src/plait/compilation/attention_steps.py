@@ -1,4 +1,4 @@
-"""Attention between the graphs of a compiled layer, with an autograd graph of its own."""
+"""Steps of a compiled layer that compute attention eagerly, between two graphs, and its backward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class AttentionRun:
 
 @dataclass
 class AttentionStep:
-    """Attention on a part of a sequence or on documents, between two graphs."""
+    """A step that computes attention eagerly, and keeps its autograd graph if a backward reads it."""
 
     recorded: RecordedAttention
     arguments: Sequence[int]
@@ -56,7 +56,7 @@ class AttentionStep:
 
 @dataclass
 class AttentionBackwardStep:
-    """The backward of an `AttentionStep`: gradients of its query, keys and values."""
+    """A step that computes the gradients of the query, keys and values of an `AttentionStep`."""
 
     gradient: int
     attention: int
@@ -65,7 +65,7 @@ class AttentionBackwardStep:
     done: Sequence[int] = ()
 
     def run(self, values: Values, call: LayerCall) -> None:
-        """Compute the gradients."""
+        """Run the backward of the attention's autograd graph, and store the gradients."""
         gradient, run = taken(values, (self.gradient, self.attention), self.done)
         run_backward([run.output], [gradient])
         for gradient, result in zip(run.gradients, self.results, strict=True):
@@ -73,7 +73,10 @@ class AttentionBackwardStep:
 
 
 class _Given(torch.autograd.Function):
-    """Tensors of which autograd holds no more than what saves them: leaves would hold their memory."""
+    """Autograd function that returns views of tensors, and appends their gradients to a list in its backward.
+
+    Leaves with `.grad` would stay in memory until then, also those that attention does not save.
+    """
 
     @staticmethod
     def forward(

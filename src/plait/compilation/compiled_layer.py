@@ -187,7 +187,10 @@ class CompiledRun:
         return self.layer.dropouts[name]
 
     def regathered(self, piece: Tensor, gather: Gather) -> Regathered:
-        """Return the result of a gather of `piece`; it begins now if the weight gradients follow at once."""
+        """Return a tensor that is gathered from the ranks' pieces, again, when it is first used.
+
+        The all-gather starts now if the weight gradients follow at once.
+        """
         queue = self.layer.queue
         found = queue.gathered.again(piece, gather)
         if queue.overlaps:

@@ -115,7 +115,7 @@ def divided(
 
 
 def _with_regathered(joint: JointGraph, term: WeightTerm, gathers: Collection[int]) -> WeightTerm:
-    """Return the term with `REGATHERED` in place of operands that the recorded `gathers` made."""
+    """Return `term` with operands that came from the recorded `gathers` gathered again when they are used."""
     operands = []
     for operand in term.operands:
         base = operand.base

@@ -26,7 +26,7 @@ class LayerCall(Protocol):
         """Return the layer's dropout `name`."""
 
     def regathered(self, piece: Tensor, gather: Gather) -> Regathered:
-        """Return the result of a gather of `piece` that runs when it is needed."""
+        """Return a tensor that is gathered from the ranks' pieces, again, when it is first used."""
 
     def defer(self, term: WeightTerm, operands: Sequence[Tensor | Regathered]) -> None:
         """Queue the computation of `term`, a part of a weight gradient, from `operands`."""

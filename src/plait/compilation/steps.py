@@ -53,7 +53,7 @@ class BetweenStep:
 
 @dataclass
 class RegatherStep:
-    """A gather of the forward, which runs again when a weight gradient needs its result."""
+    """A step that prepares to repeat an all-gather of the forward, for a weight gradient."""
 
     gather: Gather
     argument: int
@@ -61,7 +61,7 @@ class RegatherStep:
     done: Sequence[int] = ()
 
     def run(self, values: Values, call: LayerCall) -> None:
-        """Store a `Regathered`, whose gather begins now if the weight gradients follow at once."""
+        """Store the `Regathered`; its all-gather starts now only if the weight gradients follow at once."""
         (piece,) = taken(values, (self.argument,), self.done)
         values[self.result] = call.regathered(piece, self.gather)
 

@@ -69,7 +69,7 @@ class RecomputingLayer:
             return call.run_first() if self.keeps_results else self.run(*arguments)
 
     def note_no_second_run(self) -> None:
-        """Note that a first run has saved nothing that is to be computed again."""
+        """Keep no results in later calls: a first run has saved nothing that needs a second run."""
         self.sees_all = False
         self.most_results, self.most_operations = self.most_results or 0, self.most_operations or 0
 
