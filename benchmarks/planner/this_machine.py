@@ -18,7 +18,8 @@ from statistics import fmean, median
 import torch
 
 import plait
-from plait.calibration.calibrate import LARGE, calibrate, predicted_step, reference_step
+from plait.calibration.calibrate import calibrate
+from plait.calibration.model_steps import LARGE, model_step, predicted_seconds
 from plait.comm.collectives import barrier
 from plait.errors import PlaitError
 from plait.plan import Plan
@@ -59,7 +60,7 @@ def step_of(name: str, plan: Plan, mesh: plait.Mesh) -> Callable[[], float]:
 
 def measured(name: str, plans: list[Plan], steps: int) -> list[Pairs | None]:
     """Return for each plan this rank's steps beside those of the calibration; None where it cannot run."""
-    reference = reference_step(LARGE, plait.Mesh(Plan(dp=plans[0].world)).group("world"))
+    reference = model_step(LARGE, plait.Mesh(Plan(dp=plans[0].world)).group("world"))
     found: list[Pairs | None] = []
     for plan in plans:
         try:
@@ -115,7 +116,7 @@ def plans_for(ranks: int) -> list[Plan]:
 
 
 def report(name: str, ranks: int, hardware: Path, steps: int, *, shown: bool) -> None:
-    plans, unit = plans_for(ranks), predicted_step(LARGE, load_hardware(hardware))
+    plans, unit = plans_for(ranks), predicted_seconds(LARGE, load_hardware(hardware))
     every = plait.launch(measured, name, plans, steps, ranks=ranks, threads=1)
     times = [beside_reference(one) for one in zip(*every, strict=True)]
     rows = []

@@ -210,8 +210,8 @@ def total_memory(device: torch.device) -> int:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Return the number of units of a GPU that compute tiles of a product side by side; 1 on a CPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if is_accelerator(device) else 1
+    """Return the number of units of a GPU that compute tiles of a product side by side; 0 on a CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if is_accelerator(device) else 0
 
 
 def accelerator_versions() -> dict[str, str]:

@@ -3,45 +3,29 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
-import torch
-
-from plait.calibration.device_rates import SECONDS, DeviceRates, measure_device
+from plait.calibration.device_rates import DeviceRates, measure_device
 from plait.calibration.hardware_text import hardware_text
 from plait.calibration.link_rates import LinkRates, measure_links
-from plait.comm.collectives import barrier
-from plait.comm.group import Group
+from plait.calibration.model_steps import StepSeconds, fitted_to_steps, measure_steps
+from plait.calibration.timer import Timer
 from plait.comm.launch import launch
-from plait.comm.mesh import GridMesh, Mesh
+from plait.comm.mesh import GridMesh
 from plait.comm.transport.world_ranks import current_ranks
 from plait.comm.world import find_world
-from plait.composer import parallelize
 from plait.device import is_accelerator, multiprocessors, name_of, total_memory, visible_accelerators
 from plait.errors import ConfigError
-from plait.models import gpt2
-from plait.plan import Plan
-from plait.prediction.decoder import Decoder
 from plait.prediction.hardware import Efficiency, Hardware, Link
 from plait.prediction.operations import Product
 from plait.prediction.roofline import product_efficiency
-from plait.prediction.step_prediction import predict
-from plait.tensor.losses import cross_entropy
 
-SMALL = Decoder(layers=8, hidden=32, heads=2, vocab=64, context=16, biases=True, positions=True)
-"""A model whose step takes hardly more than what plait and torch spend on each operation."""
-LARGE = Decoder(layers=2, hidden=320, heads=5, vocab=1536, context=128, biases=True, positions=True)
-"""A model whose step is spent on matrix products, and reads memory between them."""
-_PLAN = Plan(microbatches=4)
-_ROWS = 8
-"""Plan and sequences of a step of either model."""
-_TURNS = 10
-"""Repetitions after which rates and fixed cost no longer change each other."""
+SECONDS = 0.4
+"""Time spent on each figure."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +41,8 @@ class RankMeasurement:
     """Ranks of the host."""
     multiprocessors: int
     rates: DeviceRates
-    small_step: float
-    """Seconds of forward and backward of a small model, `large_step`: of a larger one; 0 on a GPU."""
-    large_step: float
+    steps: StepSeconds | None
+    """Of models on a CPU; None on a GPU."""
     inside: LinkRates | None
     across: LinkRates | None
 
@@ -88,7 +71,7 @@ def _measure(seconds: float) -> RankMeasurement:
     here = size if world is None or size % world.local_size else world.local_size
     mesh = GridMesh(hosts=size // here, local=here)
     device, accelerated = mesh.device, is_accelerator(mesh.device)
-    group = mesh.group("local")
+    group, timer = mesh.group("local"), Timer.on(device, seconds)
     host_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return RankMeasurement(
         device=name_of(device) if accelerated else "CPU",
@@ -97,45 +80,11 @@ def _measure(seconds: float) -> RankMeasurement:
         host_memory=host_memory,
         devices=here,
         multiprocessors=multiprocessors(device),
-        rates=measure_device(device, seconds),
-        small_step=0.0 if accelerated else _median_seconds(reference_step(SMALL, group), 50),
-        large_step=0.0 if accelerated else _median_seconds(reference_step(LARGE, group), 12),
-        inside=measure_links(group, device),
-        across=measure_links(mesh.group("hosts"), device),
+        rates=measure_device(timer),
+        steps=None if accelerated else measure_steps(group, timer, divides=size == here),
+        inside=measure_links(group, timer),
+        across=measure_links(mesh.group("hosts"), timer),
     )
-
-
-def reference_step(sizes: Decoder, group: Group) -> Callable[[], object]:
-    """Return a function that runs forward and backward of a model on each rank of a group, on the CPU.
-
-    It returns when all ranks are done. Communication: a barrier.
-    """
-    model = gpt2(
-        layers=sizes.layers,
-        hidden=sizes.hidden,
-        heads=sizes.heads,
-        vocab=sizes.vocab,
-        context=sizes.context,
-    )
-    engine = parallelize(model, _PLAN, Mesh(_PLAN, device="cpu", alone=True), loss=cross_entropy)
-    tokens = torch.zeros(_ROWS, sizes.context, dtype=torch.int64)
-
-    def run() -> None:
-        engine.forward_backward(tokens, tokens)
-        barrier(group, checked=False).wait()
-
-    return run
-
-
-def _median_seconds(run: Callable[[], object], times: int) -> float:
-    """Return the median time of `run`, which all ranks call equally often."""
-    run()
-    found = []
-    for _ in range(times):
-        start = time.perf_counter()
-        run()
-        found.append(time.perf_counter() - start)
-    return median(found)
 
 
 def hardware_of(found: Sequence[RankMeasurement]) -> Hardware:
@@ -189,42 +138,20 @@ def hardware_of(found: Sequence[RankMeasurement]) -> Hardware:
         attention_backward=min(1.0, median(one.attention_backward for one in rates) / peak[best]),
     )
     made = replace(made, peak=peak, efficiency=efficiency)
-    if first.accelerated:
-        return made
-    small, large = median(one.small_step for one in found), median(one.large_step for one in found)
-    return _fitted_to_steps(made, small, large)
+    steps = [one.steps for one in found if one.steps]
+    return fitted_to_steps(made, _medians(steps)) if steps else made
+
+
+def _medians(steps: Sequence[StepSeconds]) -> StepSeconds:
+    divided = [one.divided for one in steps if one.divided is not None]
+    return StepSeconds(
+        median(one.small for one in steps),
+        median(one.large for one in steps),
+        median(divided) if divided else None,
+    )
 
 
 def _link(found: Sequence[LinkRates]) -> Link | None:
     if not found:
         return None
     return Link(median(one.bandwidth for one in found), median(one.latency for one in found))
-
-
-def _fitted_to_steps(hardware: Hardware, small: float, large: float) -> Hardware:
-    """Return `hardware` with rates and a fixed cost that predict `small` and `large` seconds for two models.
-
-    From the small model's follows the fixed cost of an operation, from the other's how much slower products
-    and memory are than in the operations alone: in a step, operands are not in the caches.
-    """
-    for _ in range(_TURNS):  # each has a little influence on the other model's step
-        base = predicted_step(SMALL, _with_kernel(hardware, 0.0))
-        slope = predicted_step(SMALL, _with_kernel(hardware, 1.0)) - base
-        hardware = _with_kernel(hardware, max((small - base) / slope, 0.0))
-        slower = large / predicted_step(LARGE, hardware)
-        hardware = replace(
-            hardware,
-            peak={name: rate / slower for name, rate in hardware.peak.items()},
-            memory_bandwidth=hardware.memory_bandwidth / slower,
-        )
-    return hardware
-
-
-def _with_kernel(hardware: Hardware, kernel: float) -> Hardware:
-    return replace(hardware, efficiency=replace(hardware.efficiency, kernel=kernel))
-
-
-def predicted_step(sizes: Decoder, hardware: Hardware) -> float:
-    """Return the seconds predicted for forward and backward of a model, as `reference_step` runs them."""
-    found = predict(sizes, _PLAN, hardware, rows=_ROWS)
-    return found.step_seconds - found.breakdown["optimizer"]

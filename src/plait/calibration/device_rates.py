@@ -5,22 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from statistics import median
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
+from plait.calibration.timer import Timer
 from plait.device import StreamEvent, is_accelerator, synchronize
 from plait.layers.precision import DTYPES
 from plait.plan import Precision
 
-Timed = Callable[[Callable[[], object]], float]
-"""Returns the seconds of a function."""
-SECONDS = 0.4
-"""Time spent on each figure."""
 _LONG = 0.02
 """Seconds from which on an operation is long enough to be timed."""
 _DEPTHS = (64, 1024)
@@ -52,21 +48,21 @@ class DeviceRates:
     """Time in which the host starts such an operation on a GPU; on the CPU 0."""
 
 
-def measure_device(device: torch.device, seconds: float = SECONDS) -> DeviceRates:
-    """Return the rates of `device`; each figure takes about `seconds`. There is no communication."""
+def measure_device(timer: Timer) -> DeviceRates:
+    """Return the rates of the timer's device. There is no communication."""
+    device = timer.device
     precisions: tuple[Precision, ...] = ("bf16", "fp32", "fp64")
     best: Precision = "bf16" if is_accelerator(device) else "fp32"
-    timed = partial(seconds_of, device=device, budget=seconds)
-    side = _side(device, best)
+    side = _side(best, timer)
     rates: Mapping[str, float] = {
-        one: 2 * side**3 / timed(_product(device, one, side, side)) for one in precisions
+        one: 2 * side**3 / timer(_product(device, one, side, side)) for one in precisions
     }
-    shallow, deep = (timed(_product(device, best, side, depth)) for depth in _DEPTHS)
+    shallow, deep = (timer(_product(device, best, side, depth)) for depth in _DEPTHS)
     slope = max((deep - shallow) / (_DEPTHS[1] - _DEPTHS[0]), 1e-12)
-    forward, backward, operations = _attention(device, best, timed)
+    forward, backward, operations = _attention(best, timer)
     elements = 1 << (26 if is_accelerator(device) else 23)
     one, other = (torch.zeros(elements, device=device) for _ in range(2))
-    bandwidth = 3 * one.nbytes / timed(lambda: torch.add(one, other, out=one))
+    bandwidth = 3 * one.nbytes / timer(lambda: torch.add(one, other, out=one))
     kernel, launch = _small_operation(device) if is_accelerator(device) else (0.0, 0.0)
     return DeviceRates(
         products=rates,
@@ -75,25 +71,11 @@ def measure_device(device: torch.device, seconds: float = SECONDS) -> DeviceRate
         attention=operations / forward,
         attention_backward=2.5 * operations / backward,
         memory_bandwidth=bandwidth,
-        optimizer=_optimizer(device, timed),
-        elementwise=_elementwise(device, best, timed),
+        optimizer=_optimizer(timer),
+        elementwise=_elementwise(best, timer),
         kernel=kernel,
         launch=launch,
     )
-
-
-def seconds_of(run: Callable[[], object], *, device: torch.device, budget: float) -> float:
-    """Return the median time of `run`, called for about `budget` seconds and at least three times."""
-    run()
-    synchronize(device)
-    found: list[float] = []
-    began = time.perf_counter()
-    while len(found) < 3 or time.perf_counter() - began < budget:
-        start = time.perf_counter()
-        run()
-        synchronize(device)
-        found.append(time.perf_counter() - start)
-    return median(found)
 
 
 def _product(device: torch.device, precision: Precision, side: int, depth: int) -> Callable[[], Tensor]:
@@ -101,18 +83,17 @@ def _product(device: torch.device, precision: Precision, side: int, depth: int) 
     return lambda: a @ b.t()
 
 
-def _side(device: torch.device, precision: Precision) -> int:
+def _side(precision: Precision, timer: Timer) -> int:
     """Return the side of square matrices whose product takes long enough."""
-    side, most = 256, 1 << 14
-    while (
-        side < most and seconds_of(_product(device, precision, side, side), device=device, budget=0) < _LONG
-    ):
+    device, side, most = timer.device, 256, 1 << 14
+    while side < most and timer(_product(device, precision, side, side), times=3) < _LONG:
         side *= 2
     return side
 
 
-def _attention(device: torch.device, precision: Precision, timed: Timed) -> tuple[float, float, float]:
+def _attention(precision: Precision, timer: Timer) -> tuple[float, float, float]:
     """Return the seconds of forward and backward of causal attention, and the operations of the forward."""
+    device = timer.device
     rows, heads, length, width = (8, 16, 2048, 64) if is_accelerator(device) else (1, 4, 512, 64)
     given = torch.ones(3, rows, heads, length, width, dtype=DTYPES[precision], device=device)
     q, k, v = (one.clone().requires_grad_() for one in given)
@@ -124,26 +105,37 @@ def _attention(device: torch.device, precision: Precision, timed: Timed) -> tupl
         output = run()
         torch.autograd.grad(output, (q, k, v), output)
 
-    forward = timed(run)
-    backward = max(timed(both) - forward, forward / 2)
+    forward = timer(run)
+    backward = max(timer(both) - forward, forward / 2)
     return forward, backward, 2 * 2 * rows * heads * length**2 * width / 2
 
 
-def _optimizer(device: torch.device, timed: Timed) -> float:
-    """Return the memory traffic of an AdamW step, in bytes a second: gradients, parameters and moments."""
+def _optimizer(timer: Timer) -> float:
+    """Return the memory traffic of an AdamW step, in bytes a second: gradients, parameters and moments.
+
+    Its time is that of clipping the gradients' norm, too, as training steps do.
+    """
+    device = timer.device
     count, elements = (16, 1 << 22) if is_accelerator(device) else (8, 1 << 18)  # as large as a layer's
     parameters = [torch.zeros(elements, device=device, requires_grad=True) for _ in range(count)]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    return 7 * 4 * count * elements / timed(AdamW(parameters).step)
+    optimizer = AdamW(parameters)
+
+    def step() -> None:
+        clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+
+    return 7 * 4 * count * elements / timer(step)
 
 
-def _elementwise(device: torch.device, precision: Precision, timed: Timed) -> float:
+def _elementwise(precision: Precision, timer: Timer) -> float:
     """Return the memory traffic, in bytes a second, of layer norm, GELU and a residual add with backward.
 
     Of `n` bytes, a norm reads and writes 2 n and 4 n in its backward, a residual connection 3 n and 2 n; the
     activation, four times as wide, 8 n and 12 n: as `plait.prediction.layer_operations` counts them.
     """
+    device = timer.device
     tokens, width = (16384, 4096) if is_accelerator(device) else (512, 512)
     few, many = (
         torch.rand(tokens, features, dtype=DTYPES[precision], device=device, requires_grad=True)
@@ -155,7 +147,7 @@ def _elementwise(device: torch.device, precision: Precision, timed: Timed) -> fl
         results = few + functional.layer_norm(few, [width]), functional.gelu(many)
         torch.autograd.grad(results, (few, many), gradients)
 
-    return 31 * few.nbytes / timed(run)
+    return 31 * few.nbytes / timer(run)
 
 
 def _small_operation(device: torch.device) -> tuple[float, float]:

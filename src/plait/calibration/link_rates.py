@@ -11,6 +11,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from plait.calibration.timer import Timer
 from plait.comm.collectives import all_gather, all_reduce, all_to_all, barrier
 from plait.comm.group import Group
 from plait.comm.handle import Handle
@@ -39,20 +40,20 @@ class LinkRates:
     """The bandwidth of an all-to-all, as a fraction of `bandwidth`."""
 
 
-def measure_links(group: Group, device: torch.device) -> LinkRates | None:
+def measure_links(group: Group, timer: Timer) -> LinkRates | None:
     """Return the rates of a group, None where it has one rank. All its ranks call it.
 
     Communication: all-reduces, all-gathers and all-to-alls over the group, of 1 kB, and of 4 MB (on GPUs
     256 MB). As in a step, the ranks do not compare their calls, and do not begin a small one at once.
     """
-    ranks = group.size
+    ranks, device = group.size, timer.device
     if ranks == 1:
         return None
     large = (1 << (26 if is_accelerator(device) else 20)) // ranks * ranks
     small = _SMALL * ranks
     reduce = partial(all_reduce, group=group, checked=False)
     swap = partial(all_to_all, group=group, checked=False)
-    timed = partial(_seconds, group, device)
+    timed = partial(_seconds, group, timer)
     short, long = (timed(reduce, elements) for elements in (small, large))
     gather = timed(partial(all_gather, group=group, checked=False), _SMALL)
     # An all-reduce is two passes of n - 1 steps, an all-gather is one of them.
@@ -88,13 +89,6 @@ def _between_products(group: Group, device: torch.device, elements: int) -> floa
     return max(median(together - apart for together, apart in pairs), 0.0)
 
 
-def _seconds(group: Group, device: torch.device, start: _Start, elements: int) -> float:
-    tensor = torch.zeros(elements, device=device)
-    found = []
-    for _ in range(_REPEATS):
-        barrier(group).wait()
-        began = time.perf_counter()
-        start(tensor).wait()
-        synchronize(device)
-        found.append(time.perf_counter() - began)
-    return median(found)
+def _seconds(group: Group, timer: Timer, start: _Start, elements: int) -> float:
+    tensor = torch.zeros(elements, device=timer.device)
+    return timer(lambda: start(tensor).wait(), times=_REPEATS, before=lambda: barrier(group).wait())

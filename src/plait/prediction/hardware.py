@@ -72,7 +72,7 @@ class Hardware:
     """Bytes of `memory` that the driver, communicators and fragmentation of the allocator take."""
     host_memory: float
     multiprocessors: int
-    """Units of a device that compute a tile of a product each."""
+    """Units of a device that compute a tile of a product each; 0 on a CPU, whose rates depend on no tiles."""
     memory_bandwidth: float
     peak: Mapping[str, float]
     """Operations a second of dense matrix products, by the precision of their inputs."""
@@ -101,7 +101,7 @@ _NUMBERS: Mapping[str, Mapping[str, tuple[float, float, float]]] = {
         "memory_gib": (GIB, 0.001, 1e5),
         "reserved_gib": (GIB, 0, 1e5),
         "memory_bandwidth_gb": (GB, 0.001, 1e7),
-        "multiprocessors": (1, 1, 1e5),
+        "multiprocessors": (1, 0, 1e5),
     },
     "host": {"devices": (1, 1, 1e4), "memory_gib": (GIB, 0.001, 1e7)},
     "links": {

@@ -50,11 +50,18 @@ def product_efficiency(product: Product, hardware: Hardware) -> float:
     Results are computed in tiles, a wave of them at a time, one on each multiprocessor: tiles at the edge and
     the last wave are not full. Products with a short sum spend their time on loading and storing tiles.
     """
-    units = hardware.multiprocessors
+    depth = product.k / (product.k + hardware.efficiency.half_depth)
+    return depth * _tiles_used(product, hardware.multiprocessors)
+
+
+def _tiles_used(product: Product, units: int) -> float:
+    """Return the largest part of the rate that a size of tiles allows; on a CPU (`units` 0) all of it."""
+    if units == 0:
+        return 1.0
     best = 0.0
     for height, width, rate in TILES:
         tiles = ceil(product.m / height) * ceil(product.n / width) * product.batch
         used = product.m * product.n * product.batch / (tiles * height * width)
         waves = ceil(tiles / units)
         best = max(best, rate * used * tiles / (waves * units))
-    return best * product.k / (product.k + hardware.efficiency.half_depth)
+    return best

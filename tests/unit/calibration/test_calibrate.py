@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from plait.calibration.calibrate import LARGE, SMALL, RankMeasurement, calibrate, hardware_of, predicted_step
+from plait.calibration.calibrate import RankMeasurement, calibrate, hardware_of
 from plait.calibration.device_rates import DeviceRates
 from plait.calibration.hardware_text import hardware_text
 from plait.calibration.link_rates import LinkRates
+from plait.calibration.model_steps import LARGE, SMALL, StepSeconds, predicted_seconds
 from plait.errors import ConfigError
 from plait.prediction.hardware import load_hardware
 
@@ -23,8 +24,7 @@ GPU = RankMeasurement(
     8,
     108,
     RATES,
-    0.0,
-    0.0,
+    None,
     LinkRates(3e-6, 2e11, 1e-6, 0.5),
     LinkRates(8e-6, 2e10, 2e-6, 0.4),
 )
@@ -43,17 +43,20 @@ def test_figures_are_the_medians_of_the_ranks(tmp_path: Path) -> None:
     assert hardware_text(load_hardware(tmp_path / "file.toml")) == hardware_text(found)
 
 
-def test_steps_of_two_models_give_the_fixed_cost_of_operations_and_how_much_slower_they_are() -> None:
+def test_steps_of_models_give_fixed_costs_and_the_rate_of_elementwise_operations() -> None:
     rates = DeviceRates({"fp32": 6e10}, 1024, 30.0, 3e10, 3e10, 2e10, 2e10, 1e10, 0.0, 0.0)
-    cpu = replace(GPU, accelerated=False, rates=rates, small_step=1e-3, large_step=1.0)
+    cpu = replace(
+        GPU, accelerated=False, rates=rates, multiprocessors=0, devices=2, steps=StepSeconds(1e-3, 1.0, None)
+    )
     real = hardware_of([cpu])
-    real = replace(real, efficiency=replace(real.efficiency, kernel=5e-5))
-    steps = {f"{size}_step": predicted_step(one, real) for size, one in (("small", SMALL), ("large", LARGE))}
-    found = hardware_of([replace(cpu, **steps)])
-    assert found.efficiency.kernel == pytest.approx(5e-5, rel=1e-3)
-    assert found.peak == pytest.approx(real.peak, rel=1e-3)
-    assert found.memory_bandwidth == pytest.approx(real.memory_bandwidth, rel=1e-3)
-    assert not found.overlaps
+    figures = replace(real.efficiency, kernel=5e-5, elementwise=0.125, collective=7e-4)
+    real = replace(real, efficiency=figures)
+    seconds = [predicted_seconds(one, real) for one in (SMALL, LARGE)]
+    steps = StepSeconds(*seconds, predicted_seconds(LARGE, real, tp=2))
+    found = hardware_of([replace(cpu, steps=steps)]).efficiency
+    assert found.kernel == pytest.approx(5e-5, rel=1e-3)
+    assert found.elementwise == pytest.approx(0.125, rel=1e-3)
+    assert found.collective == pytest.approx(7e-4, rel=1e-3)
 
 
 @pytest.mark.full

@@ -30,7 +30,11 @@ def test_a_hardware_is_taken_as_it_is() -> None:
     [
         ("memory_bandwidth_gb = 3350", "", "lacks device.memory_bandwidth_gb"),
         ("memory_bandwidth_gb = 3350", 'memory_bandwidth_gb = "fast"', "device.memory_bandwidth_gb = 'fast'"),
-        ("multiprocessors = 132", "multiprocessors = 0", "device.multiprocessors = 0: give a number from 1"),
+        (
+            "multiprocessors = 132",
+            "multiprocessors = -1",
+            "multiprocessors = -1: give a number from 0",
+        ),
         (
             "multiprocessors = 132",
             "multiprocessors = 1.5",

@@ -56,3 +56,8 @@ def test_attention_backward_does_two_and_a_half_times_the_work() -> None:
     backward = FusedAttention(1, 8, 8, 128, 4096, 4096, 0.5, backward=True)
     first, second = seconds(forward) - PART.kernel, seconds(backward) - 3 * PART.kernel
     assert second / first == pytest.approx(2.5 * PART.attention / PART.attention_backward)
+
+
+def test_on_a_cpu_no_product_is_cut_into_tiles() -> None:
+    cpu = replace(HARDWARE, multiprocessors=0)
+    assert product_efficiency(Product(3, 70, 4096), cpu) == 4096 / (4096 + PART.half_depth)
