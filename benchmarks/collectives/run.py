@@ -1,4 +1,4 @@
-"""Which way to reduce, and to gather, is the fastest among the CPU ranks of one host? Prints the tables.
+"""Which way to reduce, gather or exchange is the fastest among the CPU ranks of one host? Prints the tables.
 
 All ways take turns (A B C A B C …) in the same ranks, which meet before each turn. A turn is several
 operations, each waited for before the next; its time is the slowest rank's; the median over rounds counts.
@@ -76,6 +76,15 @@ def ways_to_all_gather(tensor: Tensor, group: Group) -> Ways:
     }
 
 
+def ways_to_exchange(tensor: Tensor, group: Group) -> Ways:
+    """Each sends a piece of `tensor` to every rank."""
+    received, staging = torch.empty_like(tensor), in_shared_memory(group).staging
+    return {
+        "backend": lambda: over_torch(group).all_to_all(tensor, received).wait(),
+        "whole": lambda: transport.all_to_all_staged(tensor, received, staging).wait(),
+    }
+
+
 class Operation(NamedTuple):
     """What is measured; sizes are those of the whole tensor."""
 
@@ -98,6 +107,10 @@ def choose_to_gather(tensor: Tensor, group: Group) -> str:
     return in_shared_memory(group).algorithm("all_gather", tensor.tensor_split(group.size)[group.index])
 
 
+def choose_to_exchange(tensor: Tensor, group: Group) -> str:
+    return in_shared_memory(group).algorithm("all_to_all", tensor)
+
+
 OPERATIONS = {
     "all-reduce": Operation(
         "All-reduce, ms:",
@@ -114,6 +127,7 @@ OPERATIONS = {
     "all-gather": Operation(
         "All-gather, in place, ms:", ("backend", "whole"), ways_to_all_gather, choose_to_gather
     ),
+    "all-to-all": Operation("All-to-all, ms:", ("backend", "whole"), ways_to_exchange, choose_to_exchange),
 }
 
 

@@ -23,8 +23,10 @@ from plait.comm.transport.reduction import Op, divide_mean, fold
 EXCHANGE_LIMIT = 2**20
 """Bytes that a rank sends in an exchange, up to which it is preferred to Gloo's ring all-reduce."""
 
-Collective = Literal["all_reduce", "reduce_scatter", "all_gather"]
+Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 """A collective with several algorithms."""
+REDUCTIONS: tuple[Collective, ...] = ("all_reduce", "reduce_scatter")
+"""Those that have algorithms over Gloo, and in place in shared memory."""
 Algorithm = Literal["in place", "whole", "pieces", "exchange", "backend"]
 """The algorithm of a collective: in shared memory, in place; staged in shared memory, where each rank reduces
 all of it, or one piece for all ranks; an all-to-all exchange that each rank reduces; the backend's own."""
@@ -68,7 +70,7 @@ class TorchTransport:
     def algorithm(self, collective: Collective, tensor: Tensor) -> Algorithm:
         """Return the algorithm of a collective; it depends on device, backend and size only."""
         over_gloo = tensor.device.type == "cpu" and self.carries_cpu_tensors
-        if collective == "all_gather" or not over_gloo:
+        if not over_gloo or collective not in REDUCTIONS:
             return "backend"
         large = tensor.nbytes * self.size > EXCHANGE_LIMIT
         return "backend" if collective == "all_reduce" and large else "exchange"

@@ -9,7 +9,7 @@ import signal
 import pytest
 import torch
 
-from plait.comm import Group, Handle, Mesh, all_gather, all_reduce, reduce_scatter
+from plait.comm import Group, Handle, Mesh, all_gather, all_reduce, all_to_all, reduce_scatter
 from plait.comm.collectives import SMALLEST_SHARED, shared_zeros
 from plait.comm.transport.shared_memory import shared_staging, transport
 from plait.errors import CommunicationError, RankError
@@ -117,13 +117,38 @@ def test_too_large_pieces_are_sent(rank_pool):
         group = Mesh(dp=2).group("dp")
         limit, transport.STAGING_LIMIT = transport.STAGING_LIMIT, 2**10
         try:
-            ways = [group.transport.algorithm("all_gather", torch.zeros(size)) for size in (256, 257)]
-            piece = torch.full((257,), float(group.index))
-            return ways, all_gather(piece, group, checked=False).wait().unique_consecutive().tolist()
+            ways = [
+                group.transport.algorithm(one, torch.zeros(size))
+                for one in ("all_gather", "all_to_all")
+                for size in (256, 257)
+            ]
+            piece = torch.full((258,), float(group.index))
+            results = [one(piece, group, checked=False).wait() for one in (all_gather, all_to_all)]
+            return ways, [whole.unique_consecutive().tolist() for whole in results]
         finally:
             transport.STAGING_LIMIT = limit
 
-    assert rank_pool.run(body, ranks=2) == [(["whole", "backend"], [0.0, 1.0])] * 2
+    wanted = ["whole", "backend", "whole", "backend"], [[0.0, 1.0], [0.0, 1.0]]
+    assert rank_pool.run(body, ranks=2) == [wanted] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize("size", [0, 1, 70_001])
+def test_pieces_are_exchanged_in_shared_memory_as_over_torch(rank_pool, size, dtype):
+    def body():
+        group = Mesh(dp=3).group("dp")
+        mine = numbers(group.index, 3 * size).to(dtype).view(3, size)
+        sent = mine.t().contiguous().t() if size else mine  # with strides
+        first = all_to_all(sent, group, checked=False)
+        over_torch = torch.empty_like(mine)
+        group.transport.over_torch().all_to_all(mine, over_torch).wait()
+        sent.zero_()  # what counts is what it was
+        return torch.equal(first.wait(), over_torch), over_torch
+
+    for index, (equal, pieces) in enumerate(rank_pool.run(body, ranks=3)):
+        assert equal
+        wanted = [numbers(rank, 3 * size).to(dtype).view(3, size)[index] for rank in range(3)]
+        assert torch.equal(pieces, torch.stack(wanted))
 
 
 def scattered(size: int, dtype: torch.dtype, op: str, place: str) -> tuple[torch.Tensor, bool, bool]:

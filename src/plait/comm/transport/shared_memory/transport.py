@@ -1,6 +1,7 @@
 """Transport between processes of one host: tensors in shared memory, short messages over Unix sockets.
 
-Large tensors and point-to-point messages, which shared memory does not speed up, go over torch.distributed.
+Large tensors, pieces of unequal sizes, and point-to-point messages, which shared memory does not speed up, go
+over torch.distributed.
 Reductions are in rank order, the same bits on every rank.
 """
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from plait.comm.transport.interface import Pending
+from plait.comm.transport.interface import Pending, PieceSizes
 from plait.comm.transport.reduction import Op, blocks, fold
 from plait.comm.transport.shared_memory.channel import ChannelMessage
 from plait.comm.transport.shared_memory.group_channels import Channels
@@ -25,7 +26,7 @@ from plait.comm.transport.shared_memory.shared_staging import (
     SharedSegments,
     SharedStagingBuffers,
 )
-from plait.comm.transport.torch_distributed import Algorithm, Collective, TorchTransport
+from plait.comm.transport.torch_distributed import REDUCTIONS, Algorithm, Collective, TorchTransport
 
 WHOLE_LIMIT = 2**21
 """Bytes staged by all ranks together up to which each reduces all of them; beyond, each reduces a piece."""
@@ -114,6 +115,18 @@ def all_gather_staged(tensor: Tensor, whole: Tensor, staging: SharedStagingBuffe
     return staging.stage(tensor, read)
 
 
+def all_to_all_staged(tensor: Tensor, received: Tensor, staging: SharedStagingBuffers) -> PendingRead:
+    """Start an all-to-all of equal pieces of `tensor`, into those of contiguous `received`."""
+    own, size = staging.channels.index, staging.channels.size
+    pieces = received.view(-1).tensor_split(size)
+
+    def read(staged: Sequence[Tensor]) -> None:
+        for piece, source in zip(pieces, staged, strict=True):
+            piece.copy_(source.tensor_split(size)[own])
+
+    return staging.stage(tensor, read)
+
+
 def reduce_scatter_in_place(
     tensors: Sequence[Tensor], piece: Tensor, op: Op, channels: Channels
 ) -> BarrieredStep:
@@ -182,7 +195,7 @@ class SharedMemoryTransport(TorchTransport):
 
     def algorithm(self, collective: Collective, tensor: Tensor) -> Algorithm:
         """Return the algorithm of a collective; it depends on device, size and `shares(tensor)` only."""
-        if collective != "all_gather" and self.shares(tensor):
+        if collective in REDUCTIONS and self.shares(tensor):
             return "in place"
         if tensor.device.type != "cpu" or tensor.nbytes > STAGING_LIMIT:
             return super().algorithm(collective, tensor)
@@ -213,6 +226,12 @@ class SharedMemoryTransport(TorchTransport):
         if self.algorithm("all_gather", tensor) != "whole":
             return super().all_gather(tensor, whole)
         return all_gather_staged(tensor, whole, self.staging)
+
+    def all_to_all(self, tensor: Tensor, received: Tensor, sizes: PieceSizes | None = None) -> Pending:
+        """Start an all-to-all: of equal pieces in shared memory, or, for large tensors, by the backend."""
+        if sizes is not None or self.algorithm("all_to_all", tensor) != "whole":
+            return super().all_to_all(tensor, received, sizes)
+        return all_to_all_staged(tensor, received, self.staging)
 
     def shared_zeros(self, size: int, dtype: torch.dtype, awaited: str) -> Tensor | None:
         """Return zeros in a new shared-memory segment of this rank; map the other ranks' segments too."""
