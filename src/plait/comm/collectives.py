@@ -140,6 +140,7 @@ def all_to_all_uneven(
     sent: Sequence[int],
     received: Sequence[int],
     *,
+    most: int | None = None,
     out: Tensor | None = None,
     checked: bool = True,
 ) -> Handle[Tensor]:
@@ -147,10 +148,11 @@ def all_to_all_uneven(
 
     `[sum(sent)]` to `[sum(received)]`, in `out` if given, which is other memory than `tensor`: `received[i]`
     elements from index i, in order of the index. `sent[i]` of the rank at index j is `received[j]` of the
-    rank at index i. Sizes may be 0; a rank that neither sends nor receives makes the call too. Traffic: an
-    `all_to_all` of the bytes sent to other ranks.
+    rank at index i. Sizes may be 0; a rank that neither sends nor receives makes the call too. `most`: a
+    number of elements, the same on all ranks, more than which none sends; with it ranks of one host may use
+    shared memory. Traffic: an `all_to_all` of the bytes sent to other ranks.
     """
-    sizes = PieceSizes(tuple(sent), tuple(received))
+    sizes = PieceSizes(tuple(sent), tuple(received), most)
     shape = (sum(received),)
     error = _sizes_error(sizes, tensor, group) or _buffer_error(out, shape, tensor)
     payload = sum(sent[: group.index]) + sum(sent[group.index + 1 :])
@@ -158,7 +160,7 @@ def all_to_all_uneven(
         "all_to_all",
         tensor,
         group,
-        detail="in uneven pieces",
+        detail="in uneven pieces" if most is None else f"in uneven pieces with most={most}",
         error=error,
         checked=checked,
         payload=payload * tensor.itemsize,
@@ -337,6 +339,8 @@ def _sizes_error(sizes: PieceSizes, tensor: Tensor, group: Group) -> str | None:
         return f"{numbers}, and the group has {group.size} ranks"
     if min(*sizes.sent, *sizes.received) < 0:
         return f"sizes are negative (sent {list(sizes.sent)}, received {list(sizes.received)})"
+    if sizes.most is not None and sum(sizes.sent) > sizes.most:
+        return f"{sum(sizes.sent)} elements are sent and `most` is {sizes.most}"
     if sum(sizes.sent) != tensor.numel():
         return f"the pieces sent have {sum(sizes.sent)} elements and the tensor {tensor.numel()}"
     sent, received = sizes.sent[group.index], sizes.received[group.index]

@@ -43,7 +43,7 @@ def require_matching_sizes(sizes: PieceSizes, call: str, group: Group, device: t
     """
     if group.transport is None:
         return
-    mine = torch.tensor(sizes, dtype=torch.int64, device=group.device_for_text(device))
+    mine = torch.tensor(sizes[:2], dtype=torch.int64, device=group.device_for_text(device))
     sent, received = _all_gather(mine, call, group, group.transport).unbind(1)
     wrong = (sent != received.t()).nonzero().tolist()
     if wrong:

@@ -71,6 +71,8 @@ class ExchangePlan:
     """The kernel calls on the rank's own keys."""
     peers: tuple[PeerBlock | None, ...]
     """By index; None for this rank."""
+    most: int
+    """Key positions, more than which no rank sends."""
     packed: PackedCall | None = None
     """One call in place of `own`, for packed documents of which this rank has whole rows."""
 
@@ -138,7 +140,8 @@ def build_plan(
     packed = None
     if documents is not None and layout.ranks == 1:
         packed = PackedCall.of(documents, mask.causal, mask.window)
-    return ExchangePlan(index, layout.ranges[index], own, tuple(peers), packed)
+    most = (layout.ranks - 1) * max(map(len, positions))
+    return ExchangePlan(index, layout.ranges[index], own, tuple(peers), most, packed)
 
 
 def _runs(which: NDArray[np.bool_]) -> list[slice]:

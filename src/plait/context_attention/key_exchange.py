@@ -43,7 +43,7 @@ class KeyExchange:
             if peer is not None and peer.sent_count:
                 for part, whole in zip(parts, (key, value), strict=True):
                     part.copy_(selected(whole, peer.sent))
-        self._arriving = self._exchange(flat, self.plan.sent(each), self.plan.received(each))
+        self._arriving = self._exchange(flat, self.plan.sent(each), self.plan.received(each), each)
 
     def received(self, key: Tensor, value: Tensor) -> Tensor:
         """Wait for the other ranks' keys and values, and return them flat; `views_of` takes them apart.
@@ -65,7 +65,7 @@ class KeyExchange:
 
         `each`: elements for each key position. Communication: one all-to-all over `cp`.
         """
-        self._returning = self._exchange(gradients, self.plan.received(each), self.plan.sent(each))
+        self._returning = self._exchange(gradients, self.plan.received(each), self.plan.sent(each), each)
 
     def with_returned(self, key: Tensor, value: Tensor) -> Pair:
         """Wait for the gradients from other ranks; return their sums with those of this rank's own queries.
@@ -90,8 +90,11 @@ class KeyExchange:
         if self._parallelism.overlap is not None:
             self._parallelism.overlap()
 
-    def _exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Callable[[], Tensor]:
+    def _exchange(
+        self, flat: Tensor, sent: Sequence[int], received: Sequence[int], each: int
+    ) -> Callable[[], Tensor]:
         if flat.is_meta:
             result = flat.new_empty(sum(received))
             return lambda sent=flat: result  # type: ignore[misc]  # until the wait what is sent is kept
-        return all_to_all_uneven(flat, self._parallelism.group, sent, received, checked=False).wait
+        most, group = each * self.plan.most, self._parallelism.group
+        return all_to_all_uneven(flat, group, sent, received, most=most, checked=False).wait

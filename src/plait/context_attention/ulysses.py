@@ -134,7 +134,8 @@ def _heads_for_positions(
         for tensor, part in zip(tensors, parts, strict=True):
             torch.cat([tensor[:, run] for run in _runs(one)], 1, out=part)
     received = _Pieces.of(tensors, [(own, layout.size(rank)) for rank in range(layout.ranks)])
-    _all_to_all(sent, received, sequence, overlaps=overlaps)
+    most = sum(map(len, heads)) * max(map(layout.size, range(layout.ranks)))
+    _all_to_all(sent, received, most, sequence, overlaps=overlaps)
     return [layout.join(parts, 2) for parts in zip(*received.parts, strict=True)]
 
 
@@ -157,7 +158,8 @@ def _positions_for_heads(
         for tensor, part in zip(tensors, parts, strict=True):
             layout.cut(tensor, rank, 2, out=part)
     received = _Pieces.of(tensors, [(len(one), sequence.size) for one in heads])
-    _all_to_all(sent, received, sequence, overlaps=overlaps)
+    most = max(map(len, heads)) * sum(map(layout.size, range(layout.ranks)))
+    _all_to_all(sent, received, most, sequence, overlaps=overlaps)
     return [_summed(parts, heads, all_heads) for parts in zip(*received.parts, strict=True)]
 
 
@@ -193,6 +195,8 @@ class _Pieces:
     flat: Tensor
     sizes: list[int]
     """Elements of each rank's piece."""
+    each: int
+    """Elements of one head at one position, over all tensors."""
     parts: list[list[Tensor]]
     """Views of `flat`, `[rows, heads, positions, width]`: by rank, then by tensor."""
 
@@ -204,15 +208,28 @@ class _Pieces:
         flat = tensors[0].new_empty(sum(map(sum, counts)))
         views = iter(torch.split(flat, [*chain(*counts)]))
         parts = [[next(views).view(shape) for shape in of_rank] for of_rank in shapes]
-        return _Pieces(flat, [*map(sum, counts)], parts)
+        each = sum(one.shape[0] * one.shape[3] for one in tensors)
+        return _Pieces(flat, [*map(sum, counts)], each, parts)
 
 
-def _all_to_all(sent: _Pieces, received: _Pieces, sequence: LocalSequence, *, overlaps: bool) -> None:
-    """Send each rank its piece; `overlaps`: meanwhile compute queued weight gradients."""
+def _all_to_all(
+    sent: _Pieces, received: _Pieces, most: int, sequence: LocalSequence, *, overlaps: bool
+) -> None:
+    """Send each rank its piece; `overlaps`: meanwhile compute queued weight gradients.
+
+    `most`: heads times positions, more than which no rank sends.
+    """
     if sent.flat.is_meta:
         return
-    sizes = sent.sizes, received.sizes
-    pending = all_to_all_uneven(sent.flat, sequence.group, *sizes, out=received.flat, checked=False)
+    pending = all_to_all_uneven(
+        sent.flat,
+        sequence.group,
+        sent.sizes,
+        received.sizes,
+        most=most * sent.each,
+        out=received.flat,
+        checked=False,
+    )
     if overlaps and sequence.parallelism.overlap is not None:
         sequence.parallelism.overlap()
     pending.wait()

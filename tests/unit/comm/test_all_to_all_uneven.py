@@ -59,13 +59,15 @@ def exchanged(
     group = over_messages(mesh.group("dp")) if messages else mesh.group("dp")
     mine = handed_in(sizes, group.index, dtype)
     sent, received = sizes[group.index], [row[group.index] for row in sizes]
-    result = all_to_all_uneven(mine, group, sent, received).wait()
+    most = max(map(sum, sizes))
+    result = all_to_all_uneven(mine, group, sent, received, most=most).wait()
     traffic = mesh.traffic.snapshot()["dp"]
     out = torch.empty_like(result)
-    given = all_to_all_uneven(mine, group, sent, received, out=out, checked=False).wait()
+    given = all_to_all_uneven(mine, group, sent, received, most=most, out=out, checked=False).wait()
     every_second = torch.stack([mine, mine], 1).view(-1)[::2]
     apart = torch.empty(2 * len(result), dtype=dtype)[::2]
-    strided = all_to_all_uneven(every_second, group, sent, received, out=apart, checked=False).wait()
+    strided = all_to_all_uneven(every_second, group, sent, received, most=most, out=apart, checked=False)
+    strided = strided.wait()
     same = given is out and strided is apart and torch.equal(given, result)
     return result, same, strided.contiguous(), traffic
 
@@ -118,7 +120,8 @@ def test_others_run_between_start_and_wait(rank_pool: Any, thread_ranks: Any, ra
         for name in names:
             sent, received = SIZES[name][group.index], [row[group.index] for row in SIZES[name]]
             mine = handed_in(SIZES[name], group.index, torch.float32)
-            handles.append(all_to_all_uneven(mine, group, sent, received, checked=False))
+            most = max(map(sum, SIZES[name])) if name != "none" else None
+            handles.append(all_to_all_uneven(mine, group, sent, received, most=most, checked=False))
             assert all_reduce(torch.ones(2), group, checked=False).wait().tolist() == [3.0, 3.0]
         return [handle.wait() for handle in reversed(handles)][::-1]
 
@@ -152,6 +155,16 @@ UNLIKE: dict[str, tuple[Any, Any, str]] = {
         sends([2, 2], [2, 2]),
         lambda group: all_to_all(torch.ones(4), group),
         "rank 0: all_to_all in uneven pieces of float32; rank 1: all_to_all of float32[4]",
+    ),
+    "most": (
+        lambda group: all_to_all_uneven(torch.ones(4), group, [1, 3], [1, 2], most=4),
+        lambda group: all_to_all_uneven(torch.ones(2), group, [2, 0], [3, 0], most=2),
+        "in uneven pieces with most=4 of float32; rank 1: all_to_all in uneven pieces with most=2 of float32",
+    ),
+    "more than most": (
+        lambda group: all_to_all_uneven(torch.ones(4), group, [1, 3], [1, 2], most=2),
+        sends([2, 0], [3, 0]),
+        "4 elements are sent and `most` is 2",
     ),
     "flaw of one": (
         sends([1, 3], [1, 2]),

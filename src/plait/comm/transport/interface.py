@@ -30,6 +30,8 @@ class PieceSizes(NamedTuple):
 
     sent: tuple[int, ...]
     received: tuple[int, ...]
+    most: int | None = None
+    """A number of elements, the same on all ranks, more than which none sends; None: not known."""
 
 
 class Transport(Protocol):

@@ -74,12 +74,18 @@ class PendingRead:
     """A pending collective: once every rank has staged its tensor, `wait` calls `read` with all of them."""
 
     def __init__(
-        self, staging: SharedStagingBuffers, sequences: tuple[int, ...], offset: int, like: Tensor, read: Read
+        self,
+        staging: SharedStagingBuffers,
+        sequences: tuple[int, ...],
+        offset: int,
+        dtype: torch.dtype,
+        nbytes: int,
+        read: Read,
     ) -> None:
         self._staging = staging
         self._sequences = sequences
         self._offset = offset
-        self._dtype, self._nbytes = like.dtype, like.nbytes
+        self._dtype, self._nbytes = dtype, nbytes
         self._read: Read | None = read
 
     def wait(self, awaited: str = "") -> None:
@@ -115,11 +121,12 @@ class SharedStagingBuffers:
         """Sequence number, size and offset of the blocks that others may still read."""
         self._pending: dict[int, PendingRead] = {}
 
-    def stage(self, tensor: Tensor, read: Read, *sequences: int) -> PendingRead:
+    def stage(self, tensor: Tensor, read: Read, *sequences: int, most: int | None = None) -> PendingRead:
         """Copy `tensor` to this rank's segment, send the copy's offset; `wait()` of the result calls `read`.
 
-        All ranks call it with the same shape and dtype, of at most `CAPACITY` bytes. `sequences` are further
-        sequence numbers that `read` uses, acknowledged with the read.
+        All ranks call it with the same shape and dtype, of at most `CAPACITY` bytes; or with as many bytes as
+        each has, but the same `most`, which `read` gets of each rank. `sequences` are further sequence
+        numbers that `read` uses, acknowledged with the read.
         """
         size = max(_SMALLEST_BLOCK, 1 << (tensor.nbytes - 1).bit_length())
         offset = self._free_block(size)
@@ -127,7 +134,8 @@ class SharedStagingBuffers:
         copy.copy_(tensor.detach())
         sequence = self.channels.next_sequence()
         self._lent.append((sequence, size, offset))
-        pending = PendingRead(self, (sequence, *sequences), offset, tensor, read)
+        nbytes = tensor.nbytes if most is None else most
+        pending = PendingRead(self, (sequence, *sequences), offset, tensor.dtype, nbytes, read)
         self._pending[sequence] = pending
         self.channels.send(sequence, offset)
         return pending

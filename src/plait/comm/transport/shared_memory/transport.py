@@ -1,7 +1,6 @@
 """Transport between processes of one host: tensors in shared memory, short messages over Unix sockets.
 
-Large tensors, pieces of unequal sizes, and point-to-point messages, which shared memory does not speed up, go
-over torch.distributed.
+Large tensors and point-to-point messages, which shared memory does not speed up, go over torch.distributed.
 Reductions are in rank order, the same bits on every rank.
 """
 
@@ -10,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import suppress
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from plait.comm.contiguous_buffers import as_bytes
 from plait.comm.transport.interface import Pending, PieceSizes
 from plait.comm.transport.reduction import Op, blocks, fold
 from plait.comm.transport.shared_memory.channel import ChannelMessage
@@ -127,6 +128,27 @@ def all_to_all_staged(tensor: Tensor, received: Tensor, staging: SharedStagingBu
     return staging.stage(tensor, read)
 
 
+def all_to_all_uneven_staged(
+    tensor: Tensor, received: Tensor, sizes: PieceSizes, most: int, staging: SharedStagingBuffers
+) -> PendingRead:
+    """Start an all-to-all of unequal pieces of a flat tensor, into those of the flat `received`.
+
+    Before the pieces a rank stages where each of them begins. `most`: bytes, more than which no rank sends.
+    """
+    own, pieces = staging.channels.index, torch.split(received, [*sizes.received])
+    table = torch.tensor([*accumulate(sizes.sent, initial=0), 0][: len(sizes.sent) // 2 * 2 + 2])
+
+    def read(staged: Sequence[Tensor]) -> None:
+        for piece, source in zip(pieces, staged, strict=True):
+            if piece.numel():
+                first = int(source[: table.nbytes].view(table.dtype)[own])
+                values = source[table.nbytes :][:most].view(piece.dtype)
+                piece.copy_(values[first : first + piece.numel()])
+
+    mine = torch.cat([table.view(torch.uint8), as_bytes(tensor)])
+    return staging.stage(mine, read, most=table.nbytes + most)
+
+
 def reduce_scatter_in_place(
     tensors: Sequence[Tensor], piece: Tensor, op: Op, channels: Channels
 ) -> BarrieredStep:
@@ -228,10 +250,18 @@ class SharedMemoryTransport(TorchTransport):
         return all_gather_staged(tensor, whole, self.staging)
 
     def all_to_all(self, tensor: Tensor, received: Tensor, sizes: PieceSizes | None = None) -> Pending:
-        """Start an all-to-all: of equal pieces in shared memory, or, for large tensors, by the backend."""
-        if sizes is not None or self.algorithm("all_to_all", tensor) != "whole":
+        """Start an all-to-all: in shared memory, or by the backend.
+
+        By the backend where a tensor is large, or where it is not known how large it may be on other ranks.
+        """
+        if sizes is None and self.algorithm("all_to_all", tensor) == "whole":
+            return all_to_all_staged(tensor, received, self.staging)
+        if sizes is None or sizes.most is None or tensor.device.type != "cpu":
             return super().all_to_all(tensor, received, sizes)
-        return all_to_all_staged(tensor, received, self.staging)
+        most = sizes.most * tensor.itemsize
+        if most > STAGING_LIMIT:
+            return super().all_to_all(tensor, received, sizes)
+        return all_to_all_uneven_staged(tensor, received, sizes, most, self.staging)
 
     def shared_zeros(self, size: int, dtype: torch.dtype, awaited: str) -> Tensor | None:
         """Return zeros in a new shared-memory segment of this rank; map the other ranks' segments too."""
