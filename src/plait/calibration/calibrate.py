@@ -104,7 +104,9 @@ def hardware_of(found: Sequence[RankMeasurement]) -> Hardware:
         attention=1.0,
         attention_backward=1.0,
         memory=1.0,
+        operands=1.0,
         elementwise=min(1.0, median(one.elementwise for one in rates) / bandwidth),
+        activation=min(1.0, median(one.activation for one in rates) / bandwidth),
         optimizer=min(1.0, median(one.optimizer for one in rates) / bandwidth),
         kernel=median(one.kernel for one in rates),
         host=median(one.launch for one in rates),
@@ -146,6 +148,7 @@ def _medians(steps: Sequence[StepSeconds]) -> StepSeconds:
     divided = [one.divided for one in steps if one.divided is not None]
     return StepSeconds(
         median(one.small for one in steps),
+        median(one.middle for one in steps),
         median(one.large for one in steps),
         median(divided) if divided else None,
     )

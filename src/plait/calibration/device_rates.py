@@ -32,7 +32,8 @@ class DeviceRates:
     """By precision: of a large matrix product of `side` × `side` × `side`."""
     side: int
     half_depth: float
-    """Length of the summed dim at which a product reaches half the rate of a long one."""
+    """Length of the summed dim at which a product reaches half the rate of a long one; 0 on a CPU, where
+    predictions add the time of a product's bytes."""
     attention: float
     """Of causal attention in one kernel, counting half of the scores; `attention_backward`: its backward."""
     attention_backward: float
@@ -41,7 +42,9 @@ class DeviceRates:
     optimizer: float
     """Of a step of AdamW, in bytes as predictions count them."""
     elementwise: float
-    """Of a norm, an activation and a residual connection, forward and backward, in bytes likewise."""
+    """Of a norm and a residual connection, forward and backward, in bytes likewise."""
+    activation: float
+    """Of GELU, forward and backward, in bytes likewise."""
     kernel: float
     """Time of a GPU for an element-wise operation on few elements; on the CPU 0, see `calibrate`."""
     launch: float
@@ -57,9 +60,8 @@ def measure_device(timer: Timer) -> DeviceRates:
     rates: Mapping[str, float] = {
         one: 2 * side**3 / timer(_product(device, one, side, side)) for one in precisions
     }
-    shallow, deep = (timer(_product(device, best, side, depth)) for depth in _DEPTHS)
-    slope = max((deep - shallow) / (_DEPTHS[1] - _DEPTHS[0]), 1e-12)
     forward, backward, operations = _attention(best, timer)
+    elementwise, activation = _elementwise(best, timer)
     elements = 1 << (26 if is_accelerator(device) else 23)
     one, other = (torch.zeros(elements, device=device) for _ in range(2))
     bandwidth = 3 * one.nbytes / timer(lambda: torch.add(one, other, out=one))
@@ -67,12 +69,13 @@ def measure_device(timer: Timer) -> DeviceRates:
     return DeviceRates(
         products=rates,
         side=side,
-        half_depth=max(shallow / slope - _DEPTHS[0], 0.0),
+        half_depth=_half_depth(best, side, timer) if is_accelerator(device) else 0.0,
         attention=operations / forward,
         attention_backward=2.5 * operations / backward,
         memory_bandwidth=bandwidth,
         optimizer=_optimizer(timer),
-        elementwise=_elementwise(best, timer),
+        elementwise=elementwise,
+        activation=activation,
         kernel=kernel,
         launch=launch,
     )
@@ -89,6 +92,12 @@ def _side(precision: Precision, timer: Timer) -> int:
     while side < most and timer(_product(device, precision, side, side), times=3) < _LONG:
         side *= 2
     return side
+
+
+def _half_depth(precision: Precision, side: int, timer: Timer) -> float:
+    shallow, deep = (timer(_product(timer.device, precision, side, depth)) for depth in _DEPTHS)
+    slope = max((deep - shallow) / (_DEPTHS[1] - _DEPTHS[0]), 1e-12)
+    return max(shallow / slope - _DEPTHS[0], 0.0)
 
 
 def _attention(precision: Precision, timer: Timer) -> tuple[float, float, float]:
@@ -129,25 +138,27 @@ def _optimizer(timer: Timer) -> float:
     return 7 * 4 * count * elements / timer(step)
 
 
-def _elementwise(precision: Precision, timer: Timer) -> float:
-    """Return the memory traffic, in bytes a second, of layer norm, GELU and a residual add with backward.
+def _elementwise(precision: Precision, timer: Timer) -> tuple[float, float]:
+    """Return the memory traffic, in bytes a second, of layer norm with a residual add, and of GELU.
 
-    Of `n` bytes, a norm reads and writes 2 n and 4 n in its backward, a residual connection 3 n and 2 n; the
-    activation, four times as wide, 8 n and 12 n: as `plait.prediction.layer_operations` counts them.
+    Forward and backward. Of `n` bytes, a norm reads and writes 2 n and 4 n in its backward, a residual
+    connection 3 n and 2 n, GELU 2 n and 3 n: as `plait.prediction.layer_operations` counts them.
     """
     device = timer.device
     tokens, width = (16384, 4096) if is_accelerator(device) else (512, 512)
     few, many = (
-        torch.rand(tokens, features, dtype=DTYPES[precision], device=device, requires_grad=True)
+        torch.randn(tokens, features, dtype=DTYPES[precision], device=device, requires_grad=True)
         for features in (width, 4 * width)
     )
     gradients = torch.ones_like(few), torch.ones_like(many)
 
-    def run() -> None:
-        results = few + functional.layer_norm(few, [width]), functional.gelu(many)
-        torch.autograd.grad(results, (few, many), gradients)
+    def norm() -> None:
+        torch.autograd.grad(few + functional.layer_norm(few, [width]), few, gradients[0])
 
-    return 31 * few.nbytes / timer(run)
+    def activation() -> None:
+        torch.autograd.grad(functional.gelu(many, approximate="tanh"), many, gradients[1])
+
+    return 11 * few.nbytes / timer(norm), 5 * many.nbytes / timer(activation)
 
 
 def _small_operation(device: torch.device) -> tuple[float, float]:

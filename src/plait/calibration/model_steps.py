@@ -22,11 +22,13 @@ from plait.tensor.losses import cross_entropy
 
 SMALL = Decoder(layers=8, hidden=32, heads=2, vocab=64, context=16, biases=True, positions=True)
 """A model whose step takes hardly more than what plait and torch spend on each operation."""
+MIDDLE = Decoder(layers=4, hidden=128, heads=8, vocab=256, context=64, biases=True, positions=True)
+"""A model of which collectives take about half of the step when it is divided over two ranks."""
 LARGE = Decoder(layers=2, hidden=320, heads=8, vocab=1536, context=128, biases=True, positions=True)
 """A model whose step is spent on matrix products, and reads memory between them."""
 _MICROBATCHES, _ROWS = 4, 8
 """Micro-batches and sequences of a step of either model."""
-_SMALL_STEPS, _LARGE_STEPS = 50, 12
+_SMALL_STEPS, _MIDDLE_STEPS, _LARGE_STEPS = 50, 25, 12
 _TURNS = 10
 """Repetitions after which the fitted figures no longer change each other."""
 
@@ -36,9 +38,10 @@ class StepSeconds:
     """Seconds of forward and backward of the models, which all ranks of a host run at once."""
 
     small: float
+    middle: float
     large: float
     divided: float | None
-    """Of the large model whose layers are divided over the ranks; None for one rank, and where its heads
+    """Of the model of middle size, its layers divided over the ranks; None for one rank, and where its heads
     cannot be divided."""
 
 
@@ -48,10 +51,11 @@ def measure_steps(group: Group, timer: Timer, *, divides: bool) -> StepSeconds:
     `divides`: whether the group has all ranks of the world, over which a model can be divided.
     """
     divided = None
-    if divides and group.size > 1 and LARGE.heads % group.size == 0:
-        divided = timer(model_step(LARGE, group, tp=group.size), times=_LARGE_STEPS)
+    if divides and group.size > 1 and MIDDLE.heads % group.size == 0:
+        divided = timer(model_step(MIDDLE, group, tp=group.size), times=_MIDDLE_STEPS)
     return StepSeconds(
         timer(model_step(SMALL, group), times=_SMALL_STEPS),
+        timer(model_step(MIDDLE, group), times=_MIDDLE_STEPS),
         timer(model_step(LARGE, group), times=_LARGE_STEPS),
         divided,
     )
@@ -91,19 +95,21 @@ def _plan(tp: int) -> Plan:
 
 
 def fitted_to_steps(hardware: Hardware, steps: StepSeconds) -> Hardware:
-    """Return `hardware` with fixed costs and an element-wise rate that predict the measured steps.
+    """Return `hardware` with fixed costs and a rate of products' bytes that predict the measured steps.
 
-    From the small model's follows the fixed cost of an operation; from the large one's the rate of
-    element-wise operations, whose operands are not in the caches as they are in the operations alone; from
-    the divided one's the fixed cost of a collective, with the time that one rank waits for the slower one.
+    From the small model's follows the fixed cost of an operation; from the large one's at which rate products
+    read and write, as their operands are not in the caches that the products alone find them in; from the
+    divided one's the fixed cost of a collective, with the time that one rank waits for the slower one.
     """
     for _ in range(_TURNS):  # each has a little influence on the other model's step
         kernel = _at_which(steps.small, partial(_small, hardware))
         hardware = _with(hardware, kernel=max(kernel, 0.0))
         inverse = _at_which(steps.large, partial(_large, hardware))
-        hardware = _with(hardware, elementwise=1 / max(inverse, 1.0))
+        hardware = _with(hardware, operands=1 / max(inverse, 1.0))
     if steps.divided is not None:
-        collective = _at_which(steps.divided, partial(_divided, hardware))
+        slower = steps.middle / predicted_seconds(MIDDLE, hardware)
+        communicating = steps.divided - slower * _divided(hardware, 0.0)
+        collective = communicating / (_divided(hardware, 1.0) - _divided(hardware, 0.0))
         hardware = _with(hardware, collective=max(collective, 0.0))
     return hardware
 
@@ -113,11 +119,11 @@ def _small(hardware: Hardware, kernel: float) -> float:
 
 
 def _large(hardware: Hardware, inverse: float) -> float:
-    return predicted_seconds(LARGE, _with(hardware, elementwise=1 / inverse))
+    return predicted_seconds(LARGE, _with(hardware, operands=1 / inverse))
 
 
 def _divided(hardware: Hardware, collective: float) -> float:
-    return predicted_seconds(LARGE, _with(hardware, collective=collective), tp=hardware.devices)
+    return predicted_seconds(MIDDLE, _with(hardware, collective=collective), tp=hardware.devices)
 
 
 def _at_which(wanted: float, seconds: Callable[[float], float]) -> float:

@@ -25,6 +25,8 @@ class Framework:
     """Whether causal attention leaves out what the mask hides; unfused attention never does."""
     fused_norm: bool = True
     """Whether an RMS norm is one kernel, as on CUDA; else it keeps two copies in fp32."""
+    composes_operations: bool = False
+    """Whether RMS norms, rotations and gated activations are several operations each, as on a CPU."""
     layer_by_layer: bool = False
     """Whether full backwards compute each layer's weight gradient at once; False: as `Plan.overlap` says."""
     elementwise_passes: float = 1.0
@@ -69,11 +71,11 @@ class Framework:
     """Whether `full` repeats a layer's last product and its sum over `tp`, which no backward reads."""
 
     def on(self, hardware: Hardware) -> Framework:
-        """Return the behaviour on `hardware`: if it moves the bytes itself, no transfer is overlapped."""
+        """Return the behaviour on `hardware`: a CPU overlaps no transfer, and composes operations."""
         if hardware.overlaps:
             return self
         names = (one.name for one in fields(self) if one.name.startswith("overlaps_"))
-        return replace(self, **dict.fromkeys(names, False))  # type: ignore[arg-type]
+        return replace(self, composes_operations=True, **dict.fromkeys(names, False))  # type: ignore[arg-type]
 
 
 PLAIT = Framework()

@@ -41,10 +41,14 @@ class Efficiency:
     """Largest fraction of the peak rate that its backward reaches."""
     memory: float
     """Fraction of the memory bandwidth that operations reach."""
+    operands: float
+    """Fraction of that at which matrix products read their operands and write their results."""
     elementwise: float
-    """Fraction of that which norms, activations and residuals reach, where arithmetic slows them."""
+    """Fraction of what `memory` allows that norms and residuals reach, where arithmetic slows them."""
+    activation: float
+    """Fraction of the same which activations inside an MLP reach, such as GELU."""
     optimizer: float
-    """Fraction of that which the optimizer's step reaches: below 1 where it is not one kernel."""
+    """Fraction of it which the optimizer's step reaches: below 1 where it is not one kernel."""
     kernel: float
     """Seconds that a device takes for an operation besides its arithmetic and its bytes."""
     host: float
@@ -81,7 +85,7 @@ class Hardware:
     oversubscription: float
     """Factor by which the network between hosts is narrower than the sum of their links."""
     overlaps: bool
-    """Whether transfers run beside computation; on a CPU the cores move the bytes."""
+    """Whether transfers and memory accesses run beside computation; on a CPU the cores move the bytes."""
     efficiency: Efficiency
     fitted: str
     """On what the efficiencies were fitted, and when."""
@@ -118,7 +122,9 @@ _NUMBERS: Mapping[str, Mapping[str, tuple[float, float, float]]] = {
         "attention": (1, 0.001, 1),
         "attention_backward": (1, 0.001, 1),
         "memory": (1, 0.001, 1),
+        "operands": (1, 0.001, 1),
         "elementwise": (1, 0.001, 1),
+        "activation": (1, 0.001, 1),
         "optimizer": (1, 0.001, 1),
         "kernel_us": (MICRO, 0, 1e6),
         "host_us": (MICRO, 0, 1e6),

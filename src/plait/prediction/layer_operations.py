@@ -97,9 +97,14 @@ class StepShape:
         """Bytes of the activation that norms read: whole, or with sequence parallelism the rank's piece."""
         return self.activation / (self.plan.tp if self.plan.cuts_sequence else 1)
 
-    def elementwise(self, nbytes: float, kernels: float) -> Elementwise:
+    def elementwise(self, nbytes: float, kernels: float, *, activation: bool = False) -> Elementwise:
         """Return an element-wise operation, with `nbytes` times the framework's memory passes."""
-        return Elementwise(nbytes * self.framework.elementwise_passes, kernels)
+        return Elementwise(nbytes * self.framework.elementwise_passes, kernels, activation)
+
+    @property
+    def composes(self) -> bool:
+        """Whether norms, rotations and activations are several operations each: as in a Llama on a CPU."""
+        return self.framework.composes_operations and not self.decoder.biases
 
     @property
     def loss_chunks(self) -> int:
@@ -158,7 +163,8 @@ def _attention(shape: StepShape) -> LayerWork:
     outward = shape.linear(own, decoder.hidden)
     core, core_backward = _core(shape, own, keys)
     turned = 2 * shape.tokens * (own + keys) * shape.item if decoder.rotary else 0.0
-    turn = (shape.elementwise(turned, 2),) if turned else ()
+    # Composed: for queries and keys four products, a sum and a difference of halves, and a concatenation.
+    turn = (shape.elementwise(*((4.5 * turned, 14) if shape.composes else (turned, 2))),) if turned else ()
     before, after = _norm_and_residual(shape)
     exchanges, exchanges_backward = _exchanges(shape, own, keys)
     start, last = (*before.forward, *inward.forward, *turn, *core), (*outward.forward, *after.forward)
@@ -262,8 +268,10 @@ def _mlp(shape: StepShape) -> LayerWork:
     inward = shape.linear(decoder.hidden, inner, 2 if decoder.gated else 1)
     outward = shape.linear(inner, decoder.hidden)
     wide = shape.tokens * inner * shape.item
-    activation = shape.elementwise((3 if decoder.gated else 2) * wide, 1)
-    activation_backward = shape.elementwise((5 if decoder.gated else 3) * wide, 1)
+    several = shape.composes and decoder.gated
+    passes, passes_backward = (3, 5) if decoder.gated else (2, 3)
+    activation = shape.elementwise(passes * wide, 2 if several else 1, activation=True)
+    activation_backward = shape.elementwise(passes_backward * wide, 3 if several else 1, activation=True)
     before, after = _norm_and_residual(shape)
     start, last = (*before.forward, *inward.forward, activation), (*outward.forward, *after.forward)
     selective = Recomputation()
@@ -317,7 +325,12 @@ def _norm_and_residual(shape: StepShape) -> tuple[LayerWork, LayerWork]:
     """Return the work of the norm before a region, and of the residual connection after it."""
     piece = shape.outside
     dropped = 0.5 * piece if shape.dropout else 0.0
-    norm = LayerWork((shape.elementwise(2 * piece, 1),), (shape.elementwise(4 * piece, 2),))
+    # Composed: square, mean, sum with epsilon, inverse root and two products; about ten in the backward.
+    passes, backward = ((7, 6), (14, 10)) if shape.composes else ((2, 1), (4, 2))
+    norm = LayerWork(
+        (shape.elementwise(passes[0] * piece, passes[1]),),
+        (shape.elementwise(backward[0] * piece, backward[1]),),
+    )
     residual = LayerWork(
         (shape.elementwise(3 * piece + dropped, 1),),
         (shape.elementwise(2 * piece + 2 * dropped, 1),),

@@ -42,6 +42,8 @@ class Elementwise:
 
     nbytes: float
     kernels: float = 1
+    activation: bool = False
+    """Whether it is the activation inside an MLP, which computes more for each byte."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Seconds of an operation on a device: the longest of its arithmetic and its bytes, and a fixed cost."""
+"""Seconds of an operation on a device: the longer of its arithmetic and its bytes, and a fixed cost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def operation_seconds(operation: DeviceOperation, hardware: Hardware, precision:
     part, fixed = hardware.efficiency, hardware.efficiency.kernel
     memory = hardware.memory_bandwidth * part.memory
     if isinstance(operation, Elementwise):
-        return operation.nbytes / (memory * part.elementwise) + fixed * operation.kernels
+        reached = part.activation if operation.activation else part.elementwise
+        return operation.nbytes / (memory * reached) + fixed * operation.kernels
     if isinstance(operation, FusedAttention):
         return attention_flops(operation) / (
             hardware.peak_of(attention_precision(precision))
@@ -25,7 +26,8 @@ def operation_seconds(operation: DeviceOperation, hardware: Hardware, precision:
     rate = hardware.peak_of(precision) * part.product * product_efficiency(operation, hardware)
     operands = (operation.m + operation.n) * operation.k * item
     nbytes = operation.batch * (operands + operation.m * operation.n * operation.result_bytes)
-    return max(product_flops(operation) / rate, nbytes / memory) + fixed
+    computing, moving = product_flops(operation) / rate, nbytes / (memory * part.operands)
+    return (max(computing, moving) if hardware.overlaps else computing + moving) + fixed
 
 
 def product_flops(product: Product) -> float:

@@ -11,11 +11,11 @@ from plait.calibration.calibrate import RankMeasurement, calibrate, hardware_of
 from plait.calibration.device_rates import DeviceRates
 from plait.calibration.hardware_text import hardware_text
 from plait.calibration.link_rates import LinkRates
-from plait.calibration.model_steps import LARGE, SMALL, StepSeconds, predicted_seconds
+from plait.calibration.model_steps import LARGE, MIDDLE, SMALL, StepSeconds, predicted_seconds
 from plait.errors import ConfigError
 from plait.prediction.hardware import load_hardware
 
-RATES = DeviceRates({"fp32": 2e12, "bf16": 8e12}, 4096, 100.0, 4e12, 3e12, 1e11, 8e10, 4e10, 2e-6, 5e-6)
+RATES = DeviceRates({"fp32": 2e12, "bf16": 8e12}, 4096, 100.0, 4e12, 3e12, 1e11, 8e10, 4e10, 3e10, 2e-6, 5e-6)
 GPU = RankMeasurement(
     "GPU",
     True,
@@ -38,24 +38,30 @@ def test_figures_are_the_medians_of_the_ranks(tmp_path: Path) -> None:
     assert (found.efficiency.collective, found.efficiency.all_to_all) == (1e-6, 0.5)
     assert found.efficiency.attention == 4e12 / found.peak["bf16"]
     assert (found.efficiency.optimizer, found.efficiency.elementwise) == (0.8, 0.4)
+    assert (found.efficiency.operands, found.efficiency.activation) == (1.0, 0.3)
     assert found.peak["bf16"] == pytest.approx(8e12, rel=0.3)  # less what tiles lose at that size
     (tmp_path / "file.toml").write_text(hardware_text(found))
     assert hardware_text(load_hardware(tmp_path / "file.toml")) == hardware_text(found)
 
 
-def test_steps_of_models_give_fixed_costs_and_the_rate_of_elementwise_operations() -> None:
-    rates = DeviceRates({"fp32": 6e10}, 1024, 30.0, 3e10, 3e10, 2e10, 2e10, 1e10, 0.0, 0.0)
+def test_steps_of_models_give_fixed_costs_and_the_rate_of_products_bytes() -> None:
+    rates = DeviceRates({"fp32": 6e10}, 1024, 30.0, 3e10, 3e10, 2e10, 2e10, 1e10, 5e9, 0.0, 0.0)
     cpu = replace(
-        GPU, accelerated=False, rates=rates, multiprocessors=0, devices=2, steps=StepSeconds(1e-3, 1.0, None)
+        GPU,
+        accelerated=False,
+        rates=rates,
+        multiprocessors=0,
+        devices=2,
+        steps=StepSeconds(1e-3, 1.0, 1.0, None),
     )
     real = hardware_of([cpu])
-    figures = replace(real.efficiency, kernel=5e-5, elementwise=0.125, collective=7e-4)
+    figures = replace(real.efficiency, kernel=5e-5, operands=0.125, collective=7e-4)
     real = replace(real, efficiency=figures)
-    seconds = [predicted_seconds(one, real) for one in (SMALL, LARGE)]
-    steps = StepSeconds(*seconds, predicted_seconds(LARGE, real, tp=2))
+    seconds = [predicted_seconds(one, real) for one in (SMALL, MIDDLE, LARGE)]
+    steps = StepSeconds(*seconds, predicted_seconds(MIDDLE, real, tp=2))
     found = hardware_of([replace(cpu, steps=steps)]).efficiency
     assert found.kernel == pytest.approx(5e-5, rel=1e-3)
-    assert found.elementwise == pytest.approx(0.125, rel=1e-3)
+    assert found.operands == pytest.approx(0.125, rel=1e-3)
     assert found.collective == pytest.approx(7e-4, rel=1e-3)
 
 
