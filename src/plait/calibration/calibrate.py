@@ -110,6 +110,7 @@ def hardware_of(found: Sequence[RankMeasurement]) -> Hardware:
         optimizer=min(1.0, median(one.optimizer for one in rates) / bandwidth),
         kernel=median(one.kernel for one in rates),
         host=median(one.launch for one in rates),
+        repetition=0.0,
         collective=median(one.start for one in links) if links else 0.0,
         inside=1.0,
         across=1.0,
@@ -150,6 +151,7 @@ def _medians(steps: Sequence[StepSeconds]) -> StepSeconds:
         median(one.small for one in steps),
         median(one.middle for one in steps),
         median(one.large for one in steps),
+        median(one.recomputed for one in steps),
         median(divided) if divided else None,
     )
 

@@ -22,6 +22,8 @@ _LONG = 0.02
 _DEPTHS = (64, 1024)
 """Lengths of the summed dim at which products are timed."""
 _SMALL_OPERATIONS = 1000
+_BIAS = 512
+"""Elements of a small parameter, of which a layer has as many as of large ones."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +127,9 @@ def _optimizer(timer: Timer) -> float:
     Its time is that of clipping the gradients' norm, too, as training steps do.
     """
     device = timer.device
-    count, elements = (16, 1 << 22) if is_accelerator(device) else (8, 1 << 18)  # as large as a layer's
-    parameters = [torch.zeros(elements, device=device, requires_grad=True) for _ in range(count)]
+    count, elements = (16, 1 << 22) if is_accelerator(device) else (32, 1 << 17)  # as large as a layer's
+    sizes = [elements, _BIAS] * count
+    parameters = [torch.zeros(size, device=device, requires_grad=True) for size in sizes]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer = AdamW(parameters)
@@ -135,7 +138,7 @@ def _optimizer(timer: Timer) -> float:
         clip_grad_norm_(parameters, 1.0)
         optimizer.step()
 
-    return 7 * 4 * count * elements / timer(step)
+    return 7 * 4 * sum(sizes) / timer(step)
 
 
 def _elementwise(precision: Precision, timer: Timer) -> tuple[float, float]:

@@ -50,6 +50,7 @@ activation = {part.activation:.6g}
 optimizer = {part.optimizer:.6g}
 kernel_us = {part.kernel / MICRO:.6g}
 host_us = {part.host / MICRO:.6g}
+repetition_us = {part.repetition / MICRO:.6g}
 collective_us = {part.collective / MICRO:.6g}
 inside = {part.inside:.6g}
 across = {part.across:.6g}

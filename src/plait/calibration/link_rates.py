@@ -17,8 +17,8 @@ from plait.comm.group import Group
 from plait.comm.handle import Handle
 from plait.device import is_accelerator, synchronize
 
-_SMALL, _REPEATS = 256, 20
-"""Elements of a small collective, and how often each is timed."""
+_SMALL, _SMALL_REPEATS, _REPEATS = 256, 60, 20
+"""Elements of a small collective, and how often it and others are timed."""
 _PRODUCTS = 20
 """Matrix products in a turn that has a small all-reduce after each."""
 _Start = Callable[[Tensor], Handle[Tensor]]
@@ -43,13 +43,13 @@ class LinkRates:
 def measure_links(group: Group, timer: Timer) -> LinkRates | None:
     """Return the rates of a group, None where it has one rank. All its ranks call it.
 
-    Communication: all-reduces, all-gathers and all-to-alls over the group, of 1 kB, and of 4 MB (on GPUs
+    Communication: all-reduces, all-gathers and all-to-alls over the group, of 1 kB, and of 16 MB (on GPUs
     256 MB). As in a step, the ranks do not compare their calls, and do not begin a small one at once.
     """
     ranks, device = group.size, timer.device
     if ranks == 1:
         return None
-    large = (1 << (26 if is_accelerator(device) else 20)) // ranks * ranks
+    large = (1 << (26 if is_accelerator(device) else 22)) // ranks * ranks
     small = _SMALL * ranks
     reduce = partial(all_reduce, group=group, checked=False)
     swap = partial(all_to_all, group=group, checked=False)
@@ -91,4 +91,5 @@ def _between_products(group: Group, device: torch.device, elements: int) -> floa
 
 def _seconds(group: Group, timer: Timer, start: _Start, elements: int) -> float:
     tensor = torch.zeros(elements, device=timer.device)
-    return timer(lambda: start(tensor).wait(), times=_REPEATS, before=lambda: barrier(group).wait())
+    times = _SMALL_REPEATS if elements <= _SMALL * group.size else _REPEATS
+    return timer(lambda: start(tensor).wait(), times=times, before=lambda: barrier(group).wait())

@@ -26,8 +26,9 @@ MIDDLE = Decoder(layers=4, hidden=128, heads=8, vocab=256, context=64, biases=Tr
 """A model of which collectives take about half of the step when it is divided over two ranks."""
 LARGE = Decoder(layers=2, hidden=320, heads=8, vocab=1536, context=128, biases=True, positions=True)
 """A model whose step is spent on matrix products, and reads memory between them."""
-_MICROBATCHES, _ROWS = 4, 8
-"""Micro-batches and sequences of a step of either model."""
+PLAN, _ROWS = Plan(microbatches=4), 8
+"""Plan and sequences of a step of a model."""
+_RECOMPUTING = replace(PLAN, recompute="full")
 _SMALL_STEPS, _MIDDLE_STEPS, _LARGE_STEPS = 50, 25, 12
 _TURNS = 10
 """Repetitions after which the fitted figures no longer change each other."""
@@ -40,9 +41,11 @@ class StepSeconds:
     small: float
     middle: float
     large: float
+    recomputed: float
+    """Of the model of middle size, with recomputation of all layers."""
     divided: float | None
-    """Of the model of middle size, its layers divided over the ranks; None for one rank, and where its heads
-    cannot be divided."""
+    """Of the same without, its layers divided over the ranks; None for one rank, and where its heads cannot
+    be divided."""
 
 
 def measure_steps(group: Group, timer: Timer, *, divides: bool) -> StepSeconds:
@@ -52,16 +55,18 @@ def measure_steps(group: Group, timer: Timer, *, divides: bool) -> StepSeconds:
     """
     divided = None
     if divides and group.size > 1 and MIDDLE.heads % group.size == 0:
-        divided = timer(model_step(MIDDLE, group, tp=group.size), times=_MIDDLE_STEPS)
+        plan = replace(PLAN, tp=group.size)
+        divided = timer(model_step(MIDDLE, group, plan), times=_MIDDLE_STEPS)
     return StepSeconds(
         timer(model_step(SMALL, group), times=_SMALL_STEPS),
         timer(model_step(MIDDLE, group), times=_MIDDLE_STEPS),
         timer(model_step(LARGE, group), times=_LARGE_STEPS),
+        timer(model_step(MIDDLE, group, _RECOMPUTING), times=_MIDDLE_STEPS),
         divided,
     )
 
 
-def model_step(sizes: Decoder, group: Group, *, tp: int = 1) -> Callable[[], object]:
+def model_step(sizes: Decoder, group: Group, plan: Plan = PLAN) -> Callable[[], object]:
     """Return a function that runs forward and backward of a model on the CPU, on each rank or over `tp`.
 
     It returns when all ranks of the group are done. Communication: that of `tp`, and a barrier.
@@ -73,8 +78,7 @@ def model_step(sizes: Decoder, group: Group, *, tp: int = 1) -> Callable[[], obj
         vocab=sizes.vocab,
         context=sizes.context,
     )
-    plan = _plan(tp)
-    engine = parallelize(model, plan, Mesh(plan, device="cpu", alone=tp == 1), loss=cross_entropy)
+    engine = parallelize(model, plan, Mesh(plan, device="cpu", alone=plan.tp == 1), loss=cross_entropy)
     tokens = torch.zeros(_ROWS, sizes.context, dtype=torch.int64)
 
     def run() -> None:
@@ -84,14 +88,10 @@ def model_step(sizes: Decoder, group: Group, *, tp: int = 1) -> Callable[[], obj
     return run
 
 
-def predicted_seconds(sizes: Decoder, hardware: Hardware, *, tp: int = 1) -> float:
+def predicted_seconds(sizes: Decoder, hardware: Hardware, plan: Plan = PLAN) -> float:
     """Return the seconds predicted for forward and backward of a model, as `model_step` runs them."""
-    found = predict(sizes, _plan(tp), hardware, rows=_ROWS)
+    found = predict(sizes, plan, hardware, rows=_ROWS)
     return found.step_seconds - found.breakdown["optimizer"]
-
-
-def _plan(tp: int) -> Plan:
-    return Plan(tp=tp, microbatches=_MICROBATCHES)
 
 
 def fitted_to_steps(hardware: Hardware, steps: StepSeconds) -> Hardware:
@@ -99,17 +99,19 @@ def fitted_to_steps(hardware: Hardware, steps: StepSeconds) -> Hardware:
 
     From the small model's follows the fixed cost of an operation; from the large one's at which rate products
     read and write, as their operands are not in the caches that the products alone find them in; from the
-    divided one's the fixed cost of a collective, with the time that one rank waits for the slower one.
+    recomputed one's the fixed cost of a repeated layer; from the divided one's that of a collective, with the
+    time that one rank waits for the slower one.
     """
     for _ in range(_TURNS):  # each has a little influence on the other model's step
         kernel = _at_which(steps.small, partial(_small, hardware))
         hardware = _with(hardware, kernel=max(kernel, 0.0))
         inverse = _at_which(steps.large, partial(_large, hardware))
         hardware = _with(hardware, operands=1 / max(inverse, 1.0))
+    slower = steps.middle / predicted_seconds(MIDDLE, hardware)
+    repetition = _at_which(steps.recomputed, partial(_recomputed, hardware), slower)
+    hardware = _with(hardware, repetition=max(repetition, 0.0))
     if steps.divided is not None:
-        slower = steps.middle / predicted_seconds(MIDDLE, hardware)
-        communicating = steps.divided - slower * _divided(hardware, 0.0)
-        collective = communicating / (_divided(hardware, 1.0) - _divided(hardware, 0.0))
+        collective = _at_which(steps.divided, partial(_divided, hardware), slower)
         hardware = _with(hardware, collective=max(collective, 0.0))
     return hardware
 
@@ -122,14 +124,20 @@ def _large(hardware: Hardware, inverse: float) -> float:
     return predicted_seconds(LARGE, _with(hardware, operands=1 / inverse))
 
 
+def _recomputed(hardware: Hardware, repetition: float) -> float:
+    return predicted_seconds(MIDDLE, _with(hardware, repetition=repetition), _RECOMPUTING)
+
+
 def _divided(hardware: Hardware, collective: float) -> float:
-    return predicted_seconds(MIDDLE, _with(hardware, collective=collective), tp=hardware.devices)
+    plan = replace(PLAN, tp=hardware.devices)
+    return predicted_seconds(MIDDLE, _with(hardware, collective=collective), plan)
 
 
-def _at_which(wanted: float, seconds: Callable[[float], float]) -> float:
-    """Return the value at which `seconds`, linear in it, is `wanted`."""
+def _at_which(wanted: float, seconds: Callable[[float], float], slower: float = 1.0) -> float:
+    """Return the value at which `seconds`, linear in it, is `wanted`; what is left at 0 is `slower`."""
     first, second = seconds(1.0), seconds(2.0)
-    return 1.0 + (wanted - first) / (second - first)
+    slope = second - first
+    return (wanted - slower * (first - slope)) / slope
 
 
 def _with(hardware: Hardware, **figures: float) -> Hardware:

@@ -53,6 +53,8 @@ class Efficiency:
     """Seconds that a device takes for an operation besides its arithmetic and its bytes."""
     host: float
     """Seconds that the host takes to start an operation."""
+    repetition: float
+    """Seconds that the repeated forward of a recomputed layer takes besides its operations."""
     collective: float
     """Seconds that a collective or a message takes besides its steps and its bytes."""
     inside: float
@@ -128,6 +130,7 @@ _NUMBERS: Mapping[str, Mapping[str, tuple[float, float, float]]] = {
         "optimizer": (1, 0.001, 1),
         "kernel_us": (MICRO, 0, 1e6),
         "host_us": (MICRO, 0, 1e6),
+        "repetition_us": (MICRO, 0, 1e6),
         "collective_us": (MICRO, 0, 1e6),
         "inside": (1, 0.001, 1),
         "across": (1, 0.001, 1),

@@ -159,6 +159,7 @@ class LayerTimer:
         again = {"none": Recomputation(), "selective": work.selective, "full": work.full}[recompute]
         tp_forward = self._exposed_forward(work.forward_transfers)
         recomputed = self._parts(again.operations).total + self._exposed_forward(again.transfers)
+        recomputed += self.hardware.efficiency.repetition if again.operations else 0.0
         tp_backward = self._exposed_backward(work, weights)
         exchanges = self._exposed_exchanges(work.forward_exchanges, forward)
         exchanges_backward = self._exposed_exchanges(work.backward_exchanges, backward)

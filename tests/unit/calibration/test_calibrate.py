@@ -11,7 +11,7 @@ from plait.calibration.calibrate import RankMeasurement, calibrate, hardware_of
 from plait.calibration.device_rates import DeviceRates
 from plait.calibration.hardware_text import hardware_text
 from plait.calibration.link_rates import LinkRates
-from plait.calibration.model_steps import LARGE, MIDDLE, SMALL, StepSeconds, predicted_seconds
+from plait.calibration.model_steps import LARGE, MIDDLE, PLAN, SMALL, StepSeconds, predicted_seconds
 from plait.errors import ConfigError
 from plait.prediction.hardware import load_hardware
 
@@ -52,16 +52,20 @@ def test_steps_of_models_give_fixed_costs_and_the_rate_of_products_bytes() -> No
         rates=rates,
         multiprocessors=0,
         devices=2,
-        steps=StepSeconds(1e-3, 1.0, 1.0, None),
+        steps=StepSeconds(1e-3, 1.0, 1.0, 1.0, None),
     )
     real = hardware_of([cpu])
-    figures = replace(real.efficiency, kernel=5e-5, operands=0.125, collective=7e-4)
+    figures = replace(real.efficiency, kernel=5e-5, operands=0.125, repetition=3e-4, collective=7e-4)
     real = replace(real, efficiency=figures)
     seconds = [predicted_seconds(one, real) for one in (SMALL, MIDDLE, LARGE)]
-    steps = StepSeconds(*seconds, predicted_seconds(MIDDLE, real, tp=2))
+    seconds += [
+        predicted_seconds(MIDDLE, real, replace(PLAN, **one)) for one in ({"recompute": "full"}, {"tp": 2})
+    ]
+    steps = StepSeconds(*seconds)
     found = hardware_of([replace(cpu, steps=steps)]).efficiency
     assert found.kernel == pytest.approx(5e-5, rel=1e-3)
     assert found.operands == pytest.approx(0.125, rel=1e-3)
+    assert found.repetition == pytest.approx(3e-4, rel=1e-3)
     assert found.collective == pytest.approx(7e-4, rel=1e-3)
 
 
