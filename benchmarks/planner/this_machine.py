@@ -115,7 +115,8 @@ def plans_for(ranks: int) -> list[Plan]:
     return [plan for plan in every if plan.offload == "none"]
 
 
-def report(name: str, ranks: int, hardware: Path, steps: int, *, shown: bool) -> None:
+def report(name: str, ranks: int, hardware: Path, steps: int, *, shown: bool) -> str:
+    """Return the row of the table; `shown`: print what was measured and predicted of each plan."""
     plans, unit = plans_for(ranks), predicted_seconds(LARGE, load_hardware(hardware))
     every = plait.launch(measured, name, plans, steps, ranks=ranks, threads=1)
     times = [beside_reference(one) for one in zip(*every, strict=True)]
@@ -137,9 +138,9 @@ def report(name: str, ranks: int, hardware: Path, steps: int, *, shown: bool) ->
         f"{spearman(real, guessed):.3f}",
         f"{best[0] / min(real) - 1:.1%}",
     ]
-    print(f"| {' | '.join(cells)} |", flush=True)
     for seconds, guess, plan in sorted(rows, key=lambda row: row[0]) if shown else ():
-        print(f"  {seconds * 1e3:8.1f} ms measured {guess * 1e3:8.1f} predicted  {plan}")
+        print(f"  {seconds * 1e3:8.1f} ms measured {guess * 1e3:8.1f} predicted  {plan}", flush=True)
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -147,18 +148,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--plans", action="store_true", help="print each plan")
-    parser.add_argument("--hardware", type=Path, help="a file that was calibrated before")
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     options = parser.parse_args()
-    hardware = options.hardware or Path(tempfile.mkdtemp()) / "this.toml"
-    if options.hardware is None:
-        calibrate(hardware)
-        print(hardware.read_text())
+    rows = []
+    for ranks in options.ranks:
+        hardware = Path(tempfile.mkdtemp()) / "this.toml"
+        calibrate(hardware, ranks)
+        print(hardware.read_text(), flush=True)
+        rows += [report(name, ranks, hardware, options.steps, shown=options.plans) for name in options.models]
     print("| model | ranks | plans | mean error | bias | largest | Spearman | first beside best |")
     print("|---|---|---|---|---|---|---|---|")
-    for name in options.models:
-        for ranks in options.ranks:
-            report(name, ranks, hardware, options.steps, shown=options.plans)
+    print("\n".join(rows))
 
 
 if __name__ == "__main__":

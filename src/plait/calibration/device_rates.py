@@ -122,9 +122,9 @@ def _attention(precision: Precision, timer: Timer) -> tuple[float, float, float]
 
 
 def _optimizer(timer: Timer) -> float:
-    """Return the memory traffic of an AdamW step, in bytes a second: gradients, parameters and moments.
+    """Return the memory traffic of clipping and an AdamW step, in bytes a second.
 
-    Its time is that of clipping the gradients' norm, too, as training steps do.
+    Gradients are read for their norm and again, parameters and moments read and written.
     """
     device = timer.device
     count, elements = (16, 1 << 22) if is_accelerator(device) else (32, 1 << 17)  # as large as a layer's
@@ -138,7 +138,7 @@ def _optimizer(timer: Timer) -> float:
         clip_grad_norm_(parameters, 1.0)
         optimizer.step()
 
-    return 7 * 4 * sum(sizes) / timer(step)
+    return 8 * 4 * sum(sizes) / timer(step)
 
 
 def _elementwise(precision: Precision, timer: Timer) -> tuple[float, float]:

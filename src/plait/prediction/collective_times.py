@@ -54,6 +54,14 @@ class Network:
             return 0.0
         return self.hardware.efficiency.collective + self._steps(transfer, group)
 
+    def seconds_of_layers(self, transfer: AxisTransfer, layers: int) -> float:
+        """Return the time of a transfer in `layers` parts, each with the fixed cost of a collective.
+
+        The steps of a part run while those of the part before do.
+        """
+        seconds = self.seconds(transfer)
+        return seconds + (layers - 1) * self.hardware.efficiency.collective if seconds else 0.0
+
     def _steps(self, transfer: AxisTransfer, group: AxisGroup) -> float:
         """Return the time of a transfer's steps and bytes."""
         ranks = group.size

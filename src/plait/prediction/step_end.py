@@ -31,13 +31,14 @@ def latest_ends(work: Sequence[RankWork], ends: Sequence[float]) -> dict[RankWor
 def step_seconds(timer: LayerTimer, latest: Mapping[RankWork, float]) -> float:
     """Return the time of a step from the seconds to the last action of ranks, by their work after it."""
     ends = max(end + gradient_sum_seconds(timer, work) for work, end in latest.items())
-    return ends + max(sum(optimizer_seconds(timer, work.parameters)) for work in latest)
+    return ends + max(sum(optimizer_seconds(timer, work.parameters, work.layers)) for work in latest)
 
 
-def gradient_transfers(timer: LayerTimer, count: float) -> float:
+def gradient_transfers(timer: LayerTimer, count: float, layers: int = 1) -> float:
     """Return the seconds in which `count` parameters' gradients are summed, if nothing hides them.
 
-    Zero where they are summed layer by layer in every backward. Else linear in `count` but for the latency.
+    Zero where they are summed layer by layer in every backward. Else linear in `count` but for the latency,
+    and for the fixed cost of a collective of each of `layers` layers.
     """
     shape, plan, network = timer.shape, timer.shape.plan, timer.network
     if plan.reduce == "each" and plan.strategy in ("gradients", "full"):
@@ -48,21 +49,21 @@ def gradient_transfers(timer: LayerTimer, count: float) -> float:
     else:
         kinds = [AxisTransfer("reduce-scatter", "shard", nbytes)]
         kinds.append(AxisTransfer("all-reduce", "replicate", nbytes / plan.state_ranks))
-    return sum(map(network.seconds, kinds))
+    return sum(network.seconds_of_layers(one, layers) for one in kinds)
 
 
 def gradient_sum_seconds(timer: LayerTimer, work: RankWork) -> float:
     """Return the seconds from a rank's last action until its gradients are summed."""
-    seconds = gradient_transfers(timer, work.parameters)
+    seconds = gradient_transfers(timer, work.parameters, work.layers)
     if not timer.shape.framework.overlaps_data_sums:
         return seconds
     # Sums of a layer start with the end of its gradient; those of the last one are never hidden.
     return max(seconds / work.layers, seconds - work.window * (1 - 1 / work.layers))
 
 
-def optimizer_seconds(timer: LayerTimer, count: float) -> tuple[float, float]:
+def optimizer_seconds(timer: LayerTimer, count: float, layers: int = 1) -> tuple[float, float]:
     """Return the seconds of the optimizer's step on `count` parameters of a rank before sharding, and of the
-    gather of parameters that follows. Neither falls as `count` grows."""
+    gathers of parameters that follow, one for each of `layers` layers. Neither falls as `count` grows."""
     shape, plan, hardware = timer.shape, timer.shape.plan, timer.hardware
     ranks = plan.state_ranks if plan.strategy != "none" else 1
     master = ITEM[plan.master_precision or plan.precision or "fp32"]
@@ -74,4 +75,5 @@ def optimizer_seconds(timer: LayerTimer, count: float) -> tuple[float, float]:
     seconds = count / ranks * nbytes * shape.framework.optimizer_passes / bandwidth
     if plan.strategy not in ("optimizer", "gradients"):
         return seconds, 0.0
-    return seconds, timer.network.seconds(AxisTransfer("all-gather", "shard", count * shape.item))
+    gather = AxisTransfer("all-gather", "shard", count * shape.item)
+    return seconds, timer.network.seconds_of_layers(gather, layers)

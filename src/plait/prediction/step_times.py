@@ -139,7 +139,7 @@ class StepTimes:
         """Seconds by use on the rank that ends last; waiting for messages and for other ranks apart."""
         plan = self.timer.shape.plan
         sums = [gradient_sum_seconds(self.timer, work) for work in self.work]
-        after = [optimizer_seconds(self.timer, work.parameters) for work in self.work]
+        after = [optimizer_seconds(self.timer, work.parameters, work.layers) for work in self.work]
         last = max(range(plan.pp), key=lambda rank: self.ends[rank] + sums[rank])
         slowest = max(after, key=sum)
         parts = Parts()
