@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from plait.plan import Plan, Recompute
@@ -21,6 +22,8 @@ _ATOMIC = ("1f1b", "gpipe", "interleaved")
 """Policies whose backwards are whole: the stage before waits for weight gradients too."""
 _LINEAR = ("1f1b", "gpipe", "zb-h1", "zb-h2")
 """Policies of one stage on each rank."""
+_CHUNKED = ("interleaved", "zb-v", "v-half")
+"""Policies of several stages on each rank, of which that of the first forward is the rank's number."""
 _WARM = ("1f1b", "zb-h1", "zb-h2")
 """Policies in which rank r holds p − r micro-batches or more at once."""
 
@@ -33,6 +36,8 @@ class ModelTime:
     inputs: float
     weights: float
     forward_part: float
+    layers: Mapping[LayerKind, tuple[float, float]]
+    """Forward and backward of a layer of each kind."""
 
     @property
     def total(self) -> float:
@@ -83,6 +88,7 @@ class Bounds:
 
     def _measured(self, plan: Plan) -> ModelTime:
         timer, sums, part = self.timer(plan), [0.0, 0.0, 0.0], 1.0
+        layers: dict[LayerKind, tuple[float, float]] = {}
         assert not isinstance(plan.recompute, tuple)
         for kind in KINDS:
             passes, times = timer.times(kind, plan.recompute), self._number(kind)
@@ -90,7 +96,8 @@ class Bounds:
                 sums[number] += times * one.total
             whole = passes.total.total
             part = min(part, passes.forward.total / whole) if whole else 0.0
-        return ModelTime(sums[0], sums[1], sums[2], part)
+            layers[kind] = passes.forward.total, passes.backward
+        return ModelTime(sums[0], sums[1], sums[2], part, layers)
 
     def _number(self, kind: LayerKind) -> int:
         return self.model.layers if kind in ("attention", "mlp") else 1
@@ -101,9 +108,10 @@ class Bounds:
         """Return a time in which no cut of the model finishes the step under a policy (None: any).
 
         Without `state`, sums of gradients and the optimizer take no time: a bound for all strategies. It is
-        the largest of three bounds of the last gradient's time, and the optimizer's step after it:
+        the largest of these bounds of the last gradient's time, and the optimizer's step after it:
 
-        - the mean over ranks of their work, and of sums of gradients that backwards do not hide;
+        - the mean over ranks of their work, and of sums of gradients that backwards do not hide; with several
+          stages on each rank after the wait for the first layers, one at least on each rank before;
         - the path of one micro-batch through all forwards and backwards, with its messages;
         - for one stage on each rank, what `pipeline_seconds` returns.
         """
@@ -119,11 +127,27 @@ class Bounds:
         path = time.forward + (backward if policy in _ATOMIC else time.inputs) - rounding
         path += 2 * chunks * (ranks - 1) * hop
         found = max(busy, path)
+        if policy in _CHUNKED:
+            before, after_last = self._waits(plan, time, hop)
+            work = plan.microbatches * (time.total - rounding) / ranks
+            found = max(found, before + work + (max(sums, after_last) if policy in _ATOMIC else sums))
         if policy in _LINEAR:
             atomic = policy in _ATOMIC
             part, hops = (1.0, 2 * hop) if atomic else (time.forward_part, hop)
             found = max(found, pipeline_seconds(time.total - rounding, plan, part, hops))
         return (found + after) * ROUNDING
+
+    def _waits(self, plan: Plan, time: ModelTime, hop: float) -> tuple[float, float]:
+        """Return the mean over ranks of forwards that come before their first, and of backwards as many.
+
+        The stages before that of rank r have r layers or more.
+        """
+        first, means = self.model.kinds[: plan.pp - 1], [0.0, 0.0]
+        for number, kind in enumerate(first):
+            later = (plan.pp - 1 - number) / plan.pp
+            for which, seconds in enumerate(time.layers[kind]):
+                means[which] += later * (seconds + hop - 2 * NANOSECOND)
+        return max(means[0], 0.0), max(means[1], 0.0)
 
     def _exposed_sums(self, timer: LayerTimer, window: float) -> float:
         """Return the mean over ranks of the sums of gradients that a mean `window` of backwards leaves."""

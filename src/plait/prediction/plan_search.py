@@ -17,7 +17,7 @@ from plait.prediction.plan_bounds import ROUNDING, Bounds
 from plait.prediction.plan_space import PlanChoices, RankDivision, divisions
 from plait.prediction.plan_steps import PlanSteps
 from plait.prediction.step_end import step_seconds
-from plait.prediction.step_prediction import Prediction, predict
+from plait.prediction.step_prediction import Prediction
 from plait.prediction.step_times import NANOSECOND
 
 ALL = PlanChoices()
@@ -85,18 +85,13 @@ def search(
         if plan is not None:
             best.append(plan)
     return PlanSearchResult(
-        tuple(_prediction(plan, bounds) for plan in best),
+        tuple(queue.steps.prediction(plan) for plan in best),
         queue.plans,
         queue.fits,
         queue.too_large,
         queue.plans - queue.too_large - queue.fits,
         impossible,
     )
-
-
-def _prediction(plan: Plan, bounds: Bounds) -> Prediction:
-    rows = bounds.batch // plan.dp
-    return predict(bounds.model, plan, bounds.hardware, rows=rows, framework=bounds.framework)
 
 
 _Key = tuple[int, int, int, int, int]

@@ -12,7 +12,7 @@ from plait.prediction.layer_operations import StepShape
 from plait.prediction.memory_by_size import RankActivations, rank_activations
 from plait.prediction.plan_bounds import KINDS, Bounds, least_ends
 from plait.prediction.step_end import RankWork, latest_ends
-from plait.prediction.step_prediction import costs_for_cut
+from plait.prediction.step_prediction import Prediction, costs_for_cut, prediction_of
 from plait.prediction.step_times import StepTimes, hop_seconds, stage_modes
 from plait.schedules.held_microbatches import HeldMicrobatches
 from plait.schedules.schedule import Schedule
@@ -81,6 +81,11 @@ class PlanSteps:
             modes = stage_modes(plan, pipeline.cut)
             self._steps[key] = SharedStep(StepTimes(timer, pipeline.schedule, pipeline.stages, modes))
         return self._steps[key]
+
+    def prediction(self, plan: Plan) -> Prediction:
+        """Return what `predict` returns for a plan."""
+        pipeline, bounds = self.pipeline(plan), self.bounds
+        return prediction_of(bounds.timer(plan).shape, bounds.hardware, pipeline.schedule, pipeline.cut)
 
     def memory(self, plan: Plan) -> float:
         """Return the most bytes that a rank allocates, as `predict` does."""

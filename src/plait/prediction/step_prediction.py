@@ -17,6 +17,7 @@ from plait.prediction.layer_times import LayerTimer
 from plait.prediction.memory_by_size import PredictedMemory, predicted_memory
 from plait.prediction.model_sizes import decoder_of
 from plait.prediction.step_times import StepTimes, stage_modes
+from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.timeline import Timeline
 from plait.schedules.stage_cuts.layer_costs import LayerCosts
 from plait.schedules.stage_cuts.schedule_and_cut import schedule_and_cut
@@ -148,14 +149,21 @@ def predict(
         limit=plan.memory_limit,
         cut=plan.layers_per_stage,
     )
-    framework = framework.on(machine)
-    shape = StepShape(decoder, plan, framework, rows / plan.microbatches)
-    stages = stage_kinds(decoder.kinds, cut)
-    modes = stage_modes(plan, cut)
-    timer = LayerTimer(shape, machine, framework.product_precision or plan.precision or "fp32")
-    memory = predicted_memory(shape, schedule, stages, modes, machine.reserved)
+    shape = StepShape(decoder, plan, framework.on(machine), rows / plan.microbatches)
+    return prediction_of(shape, machine, schedule, cut)
+
+
+def prediction_of(
+    shape: StepShape, hardware: Hardware, schedule: Schedule, cut: tuple[int, ...]
+) -> Prediction:
+    """Return the prediction for a plan whose schedule and cut are known."""
+    plan, decoder, framework = shape.plan, shape.decoder, shape.framework
+    stages, modes = stage_kinds(decoder.kinds, cut), stage_modes(plan, cut)
+    timer = LayerTimer(shape, hardware, framework.product_precision or plan.precision or "fp32")
+    memory = predicted_memory(shape, schedule, stages, modes, hardware.reserved)
     times = StepTimes(timer, schedule, stages, modes)
-    return Prediction(plan, decoder, machine, framework, rows, tuple(cut), times, memory)
+    rows = round(shape.rows * plan.microbatches)
+    return Prediction(plan, decoder, hardware, framework, rows, cut, times, memory)
 
 
 def costs_for_cut(model: Decoder, plan: Plan) -> LayerCosts:
