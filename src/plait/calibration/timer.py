@@ -48,7 +48,7 @@ class Timer:
         Without `times` for about `budget` seconds, and at least three times. Ranks that communicate need the
         same `times`.
         """
-        run()
+        self.once(run)
         found: list[float] = []
         began = time.perf_counter()
         while len(found) < (times or 3) or (times is None and time.perf_counter() - began < self.budget):

@@ -6,12 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from plait.calibration.calibrate import RankMeasurement, calibrate, hardware_of
 from plait.calibration.device_rates import DeviceRates
 from plait.calibration.hardware_text import hardware_text
 from plait.calibration.link_rates import LinkRates
 from plait.calibration.model_steps import LARGE, MIDDLE, PLAN, SMALL, StepSeconds, predicted_seconds
+from plait.calibration.timer import Timer
 from plait.errors import ConfigError
 from plait.prediction.hardware import load_hardware
 
@@ -67,6 +69,13 @@ def test_steps_of_models_give_fixed_costs_and_the_rate_of_products_bytes() -> No
     assert found.operands == pytest.approx(0.125, rel=1e-3)
     assert found.repetition == pytest.approx(3e-4, rel=1e-3)
     assert found.collective == pytest.approx(7e-4, rel=1e-3)
+
+
+def test_seconds_are_those_of_the_speed_at_which_the_timer_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a run takes 2, 3 and 8 seconds, the products take 1, 1 and 4: the median of 2, 3 and 2."""
+    seconds = iter([9.0, 2.0, 1.0, 3.0, 1.0, 8.0, 4.0])
+    monkeypatch.setattr(Timer, "once", lambda _, run: next(seconds))
+    assert Timer(torch.device("cpu"), 0.0, unit=10.0)(lambda: None, times=3) == 20.0
 
 
 @pytest.mark.full

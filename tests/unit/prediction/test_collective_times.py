@@ -29,6 +29,13 @@ def test_a_ring_across_hosts_uses_one_link_for_each_of_its_ranks_there() -> None
     assert together == pytest.approx(alone / 2, rel=1e-3)
 
 
+def test_a_collective_of_each_layer_costs_its_start_again() -> None:
+    slow = replace(HARDWARE, efficiency=replace(PART, collective=1e-3))
+    network, transfer = Network(Plan(dp=4), slow), AxisTransfer("all-gather", "shard", NBYTES)
+    assert network.seconds_of_layers(transfer, 5) == pytest.approx(network.seconds(transfer) + 4e-3)
+    assert Network(Plan(), slow).seconds_of_layers(transfer, 5) == 0
+
+
 def test_oversubscription_divides_the_bandwidth_across_hosts_only() -> None:
     narrow = Network(Plan(tp=8, dp=4), replace(HARDWARE, oversubscription=3.0))
     transfer = AxisTransfer("all-gather", "shard", NBYTES)

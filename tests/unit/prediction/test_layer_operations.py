@@ -12,7 +12,7 @@ from plait.plan import Plan
 from plait.prediction.decoder import Decoder
 from plait.prediction.framework import PLAIT
 from plait.prediction.layer_operations import LayerWork, StepShape, layer_work
-from plait.prediction.operations import Product
+from plait.prediction.operations import Elementwise, Product
 
 DECODER = Decoder(
     layers=2, hidden=512, heads=8, vocab=1000, context=1024, kv_heads=4, gated=True, rotary=True
@@ -53,3 +53,17 @@ def test_exchanges_of_contexts_that_run_again(method: str, selective: int, full:
     work = works(cp=2, context_parallel=method)["attention"]
     assert len(work.selective.exchanges) == selective
     assert len(work.full.exchanges) == full == len(work.forward_exchanges)
+
+
+def test_norms_and_rotations_of_a_llama_are_several_operations_on_a_cpu() -> None:
+    composing = replace(PLAIT, composes_operations=True)
+    for kind, extra in (("attention", 5 + 12), ("mlp", 5 + 1)):  # of a norm, and of rotations or the gate
+        counts = [_kernels(works(one)[kind]) for one in (PLAIT, composing)]
+        assert counts[1] - counts[0] == extra
+    gpt = replace(DECODER, biases=True, gated=False, rotary=False)
+    shapes = [StepShape(gpt, Plan(), one, rows=1) for one in (PLAIT, composing)]
+    assert layer_work("mlp", shapes[0]) == layer_work("mlp", shapes[1])
+
+
+def _kernels(work: LayerWork) -> float:
+    return sum(one.kernels for one in work.forward if isinstance(one, Elementwise))

@@ -19,6 +19,12 @@ from plait.prediction.step_prediction import Prediction, predict
 
 H100, A100 = load_hardware("h100-sxm"), load_hardware("a100-40")
 SLOW_LINKS = replace(A100, devices=2, oversubscription=16.0)
+CPU = replace(
+    A100,
+    overlaps=False,
+    multiprocessors=0,
+    efficiency=replace(A100.efficiency, operands=0.2, activation=0.2, repetition=3e-4, collective=3e-4),
+)
 CHOICES = PlanChoices()
 
 
@@ -43,13 +49,13 @@ def _random_problem(random: Random) -> tuple[Decoder, Hardware, Plan, int]:
     plan = random.choice([*division.options(base, CHOICES)])
     policy, chunks = random.choice(division.schedules(len(model.kinds), CHOICES))
     plan = replace(plan, schedule=policy, chunks=chunks)
-    return model, random.choice((H100, A100, SLOW_LINKS)), plan, batch
+    return model, random.choice((H100, A100, SLOW_LINKS, CPU)), plan, batch
 
 
 def _bounded(problem: tuple[Decoder, Hardware, Plan, int]) -> tuple[Bounds, Plan, Prediction]:
     model, hardware, plan, batch = problem
     found = predict(model, plan, hardware, rows=batch // plan.dp)
-    return Bounds(model, hardware, batch, PLAIT), plan, found
+    return Bounds(model, hardware, batch, PLAIT.on(hardware)), plan, found
 
 
 def _check(seed: int) -> None:
@@ -106,6 +112,12 @@ def test_sums_of_gradients_that_nothing_hides_are_in_the_bound() -> None:
 def test_the_optimizer_of_the_rank_with_the_largest_layer_is_in_the_bound() -> None:
     model = replace(EVEN, layers=3, vocab=1_000_000, context=8)
     assert 0.995 < _share(Plan(pp=4), model, H100, 1) <= 1
+
+
+@pytest.mark.parametrize(("policy", "least"), [("interleaved", 0.77), ("zb-v", 0.75)])
+def test_ranks_of_several_stages_wait_for_the_first_layers(policy: str, least: float) -> None:
+    """Without that the bounds are 0.755 and 0.735 of the prediction."""
+    assert least < _share(Plan(pp=4, microbatches=4, schedule=policy, chunks=2)) <= 1
 
 
 def test_the_pipeline_of_equal_stages_is_exact() -> None:

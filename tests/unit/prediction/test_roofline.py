@@ -58,6 +58,18 @@ def test_attention_backward_does_two_and_a_half_times_the_work() -> None:
     assert second / first == pytest.approx(2.5 * PART.attention / PART.attention_backward)
 
 
+def test_on_a_cpu_products_wait_for_their_bytes_and_activations_compute() -> None:
+    part = replace(PART, operands=0.2, activation=0.1)
+    cpu = replace(HARDWARE, multiprocessors=0, overlaps=False, efficiency=part)
+    product, bandwidth = Product(64, 64, 4096), HARDWARE.memory_bandwidth * PART.memory
+    computing = 2 * 64 * 64 * 4096 / (HARDWARE.peak["bf16"] * PART.product * product_efficiency(product, cpu))
+    moving = 2 * (2 * 64 * 4096 + 64 * 64) / (0.2 * bandwidth)
+    found = operation_seconds(product, cpu, "bf16", 2)
+    assert found == pytest.approx(computing + moving + PART.kernel)
+    activation = operation_seconds(Elementwise(1e9, activation=True), cpu, "bf16", 2)
+    assert activation == pytest.approx(1e9 / (0.1 * bandwidth) + PART.kernel)
+
+
 def test_on_a_cpu_no_product_is_cut_into_tiles() -> None:
     cpu = replace(HARDWARE, multiprocessors=0)
     assert product_efficiency(Product(3, 70, 4096), cpu) == 4096 / (4096 + PART.half_depth)
