@@ -121,21 +121,41 @@ class SharedStagingBuffers:
         """Sequence number, size and offset of the blocks that others may still read."""
         self._pending: dict[int, PendingRead] = {}
 
-    def stage(self, tensor: Tensor, read: Read, *sequences: int, most: int | None = None) -> PendingRead:
+    def stage(self, tensor: Tensor, read: Read, *sequences: int) -> PendingRead:
         """Copy `tensor` to this rank's segment, send the copy's offset; `wait()` of the result calls `read`.
 
-        All ranks call it with the same shape and dtype, of at most `CAPACITY` bytes; or with as many bytes as
-        each has, but the same `most`, which `read` gets of each rank. `sequences` are further sequence
-        numbers that `read` uses, acknowledged with the read.
+        All ranks call it with the same shape and dtype, of at most `CAPACITY` bytes. `sequences` are further
+        sequence numbers that `read` uses, acknowledged with the read.
         """
-        size = max(_SMALLEST_BLOCK, 1 << (tensor.nbytes - 1).bit_length())
+        offset, block = self._lend(tensor.nbytes)
+        block.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        return self._send(offset, sequences, tensor.dtype, tensor.nbytes, read)
+
+    def stage_parts(self, parts: Sequence[Tensor], most: int, read: Read) -> PendingRead:
+        """Copy flat tensors, one behind the other, as `stage` does; `read` gets `most` bytes of each rank.
+
+        `most` is the same on all ranks, at most `CAPACITY`; none has more bytes. Behind its own are others.
+        """
+        offset, block = self._lend(sum(part.nbytes for part in parts))
+        first = 0
+        for part in parts:
+            block[first:][: part.nbytes].view(part.dtype).copy_(part.detach())
+            first += part.nbytes
+        return self._send(offset, (), torch.uint8, most, read)
+
+    def _lend(self, nbytes: int) -> tuple[int, Tensor]:
+        """Return offset and bytes of a free block, which others may read from the next message on."""
+        size = max(_SMALLEST_BLOCK, 1 << (nbytes - 1).bit_length())
         offset = self._free_block(size)
-        copy = self.segments.own[offset:][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        copy.copy_(tensor.detach())
-        sequence = self.channels.next_sequence()
-        self._lent.append((sequence, size, offset))
-        nbytes = tensor.nbytes if most is None else most
-        pending = PendingRead(self, (sequence, *sequences), offset, tensor.dtype, nbytes, read)
+        self._lent.append((self.channels.next_sequence(), size, offset))
+        return offset, self.segments.own[offset:][:nbytes]
+
+    def _send(
+        self, offset: int, sequences: tuple[int, ...], dtype: torch.dtype, nbytes: int, read: Read
+    ) -> PendingRead:
+        """Send the offset of the block that was lent last."""
+        sequence = self._lent[-1][0]
+        pending = PendingRead(self, (sequence, *sequences), offset, dtype, nbytes, read)
         self._pending[sequence] = pending
         self.channels.send(sequence, offset)
         return pending

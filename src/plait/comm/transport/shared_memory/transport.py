@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from plait.comm.contiguous_buffers import as_bytes
 from plait.comm.transport.interface import Pending, PieceSizes
 from plait.comm.transport.reduction import Op, blocks, fold
 from plait.comm.transport.shared_memory.channel import ChannelMessage
@@ -134,19 +133,21 @@ def all_to_all_uneven_staged(
     """Start an all-to-all of unequal pieces of a flat tensor, into those of the flat `received`.
 
     Before the pieces a rank stages where each of them begins. `most`: bytes, more than which no rank sends.
+    What is sent is kept until the wait, as by backends, for which `plait.memory` counts it.
     """
     own, pieces = staging.channels.index, torch.split(received, [*sizes.received])
     table = torch.tensor([*accumulate(sizes.sent, initial=0), 0][: len(sizes.sent) // 2 * 2 + 2])
+    own_piece = torch.split(tensor, [*sizes.sent])[own]
 
     def read(staged: Sequence[Tensor]) -> None:
-        for piece, source in zip(pieces, staged, strict=True):
-            if piece.numel():
+        pieces[own].copy_(own_piece)
+        for index, (piece, source) in enumerate(zip(pieces, staged, strict=True)):
+            if index != own and piece.numel():
                 first = int(source[: table.nbytes].view(table.dtype)[own])
                 values = source[table.nbytes :][:most].view(piece.dtype)
                 piece.copy_(values[first : first + piece.numel()])
 
-    mine = torch.cat([table.view(torch.uint8), as_bytes(tensor)])
-    return staging.stage(mine, read, most=table.nbytes + most)
+    return staging.stage_parts((table, tensor), table.nbytes + most, read)
 
 
 def reduce_scatter_in_place(
