@@ -1,4 +1,4 @@
-"""`Timer`: median seconds of functions; on a CPU beside products, whose time tells how fast it is then."""
+"""`Timer`: times functions; on a CPU relative to matrix products, because its speed changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PRODUCTS, _SIDE = 8, 320
 
 @dataclass(frozen=True)
 class Timer:
-    """Returns the median seconds of functions on a device.
+    """Measures the median seconds of functions on a device.
 
     The speed of a virtual CPU changes by a factor of up to two within minutes, when others use the same
     processor. Each figure of a hardware file would be that of another moment. So on a CPU each call of a
@@ -43,10 +43,10 @@ class Timer:
         times: int | None = None,
         before: Callable[[], object] | None = None,
     ) -> float:
-        """Return the seconds of `run`, called once for nothing and then `times`, each time after `before`.
+        """Return the median seconds of `times` calls of `run`, each after `before`; one more is not counted.
 
-        Without `times` for about `budget` seconds, and at least three times. Ranks that communicate need the
-        same `times`.
+        Without `times` it is called for about `budget` seconds, and at least three times. Ranks that
+        communicate need the same `times`.
         """
         self.once(run)
         found: list[float] = []
@@ -59,7 +59,7 @@ class Timer:
         return median(found)
 
     def once(self, run: Callable[[], object]) -> float:
-        """Return the seconds of one call, until the device has done its work."""
+        """Call `run` once; return its seconds, with those until the device is done."""
         start = time.perf_counter()
         run()
         synchronize(self.device)

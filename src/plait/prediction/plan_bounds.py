@@ -138,7 +138,7 @@ class Bounds:
         return (found + after) * ROUNDING
 
     def _waits(self, plan: Plan, time: ModelTime, hop: float) -> tuple[float, float]:
-        """Return the mean over ranks of forwards that come before their first, and of backwards as many.
+        """Return mean seconds for which ranks wait for earlier stages at the start, and at the end of a step.
 
         The stages before that of rank r have r layers or more.
         """

@@ -57,7 +57,7 @@ def product_efficiency(product: Product, hardware: Hardware) -> float:
 
 
 def _tiles_used(product: Product, units: int) -> float:
-    """Return the largest part of the rate that a size of tiles allows; on a CPU (`units` 0) all of it."""
+    """Return the part of the product rate that is left by tiles that are not full; 1 on a CPU (`units` 0)."""
     if units == 0:
         return 1.0
     best = 0.0

@@ -156,7 +156,7 @@ def predict(
 def prediction_of(
     shape: StepShape, hardware: Hardware, schedule: Schedule, cut: tuple[int, ...]
 ) -> Prediction:
-    """Return the prediction for a plan whose schedule and cut are known."""
+    """Return the predicted time and memory of a step whose schedule and layers per stage are given."""
     plan, decoder, framework = shape.plan, shape.decoder, shape.framework
     stages, modes = stage_kinds(decoder.kinds, cut), stage_modes(plan, cut)
     timer = LayerTimer(shape, hardware, framework.product_precision or plan.precision or "fp32")

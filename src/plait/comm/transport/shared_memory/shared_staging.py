@@ -144,7 +144,7 @@ class SharedStagingBuffers:
         return self._send(offset, (), torch.uint8, most, read)
 
     def _lend(self, nbytes: int) -> tuple[int, Tensor]:
-        """Return offset and bytes of a free block, which others may read from the next message on."""
+        """Reserve a block of this rank's segment; return its offset and the bytes to write."""
         size = max(_SMALLEST_BLOCK, 1 << (nbytes - 1).bit_length())
         offset = self._free_block(size)
         self._lent.append((self.channels.next_sequence(), size, offset))
@@ -153,7 +153,7 @@ class SharedStagingBuffers:
     def _send(
         self, offset: int, sequences: tuple[int, ...], dtype: torch.dtype, nbytes: int, read: Read
     ) -> PendingRead:
-        """Send the offset of the block that was lent last."""
+        """Send other ranks the offset of the block that was reserved last; return the pending read."""
         sequence = self._lent[-1][0]
         pending = PendingRead(self, (sequence, *sequences), offset, dtype, nbytes, read)
         self._pending[sequence] = pending
