@@ -66,7 +66,7 @@ def test_the_order_of_rank_0_is_shorter(thread_ranks: Any) -> None:
     plan = Plan(pp=2, microbatches=4, precision="fp64")
     costs = plait.Costs(F=(1, 1), I=(1, 1), W=(1, 1), comm=0.1)
     for before, after, again in thread_ranks.run(reordered, gpt2(), plan, costs, ranks=2):
-        first, second = (simulate(order.split_backward(), costs).makespan for order in (before, after))
+        first, second = (simulate(order.split_backward, costs).makespan for order in (before, after))
         assert second < first
         assert again.order == after.order  # nothing shorter is found the second time, so it stays
         assert max(simulate(after, costs).peak) <= 2

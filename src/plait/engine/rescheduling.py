@@ -30,7 +30,7 @@ def shortest_schedule(now: Schedule, costs: Costs, limit: float | None) -> Sched
     )
     fits = limit is None or is_within(now, limit, costs.memory(now.ranks, now.stages))
     # As the executor runs them: a `B` whose gradient is sent is an `I` and then a `W`.
-    before, after = (simulate(one.split_backward(), costs).makespan for one in (now, found))
+    before, after = (simulate(one.split_backward, costs).makespan for one in (now, found))
     return now if fits and before <= after else found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
+from plait.plan import Plan
 from plait.prediction.hardware import Hardware
 
 
@@ -69,6 +70,17 @@ class Framework:
     """Whether `full` keeps only the input of a block, attention and MLP, and not those of both."""
     recomputes_to_end: bool = False
     """Whether `full` repeats a layer's last product and its sum over `tp`, which no backward reads."""
+
+    def weights_at_once(self, plan: Plan, stage: int) -> bool:
+        """Return whether a full backward of a stage computes each layer's weight gradient after its input's.
+
+        Else all input gradients come first, and are sent to the stage before, see `Plan.overlap`.
+        """
+        return self.layer_by_layer or (stage == 0 if plan.overlap is None else plan.overlap)
+
+    def sends_inputs_first(self, plan: Plan) -> bool:
+        """Return whether full backwards run as input gradients, which are sent, and then weight gradients."""
+        return plan.pp > 1 and not self.weights_at_once(plan, 1)
 
     def on(self, hardware: Hardware) -> Framework:
         """Return the behaviour on `hardware`: a CPU overlaps no transfer, and composes operations."""

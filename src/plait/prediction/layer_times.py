@@ -108,6 +108,10 @@ class WholeLayerTimes:
     started_backward: float
 
 
+LayerVariant = tuple[LayerKind, Recompute, bool]
+"""A kind of layer, its recomputation, and whether its weight gradients run during the sums over `tp`."""
+
+
 @dataclass(frozen=True)
 class LayerTimer:
     """Times layers of a plan on given hardware; equal layers are timed once."""
@@ -116,9 +120,9 @@ class LayerTimer:
     hardware: Hardware
     precision: str
     """Precision of the products."""
-    known: dict[tuple[LayerKind, Recompute], PassTimes] = field(default_factory=dict, compare=False)
+    known: dict[LayerVariant, PassTimes] = field(default_factory=dict, compare=False)
     """Times computed before; timers of plans that differ in nothing that a layer depends on may share it."""
-    whole: dict[tuple[LayerKind, Recompute], WholeLayerTimes] = field(default_factory=dict, compare=False)
+    whole: dict[LayerVariant, WholeLayerTimes] = field(default_factory=dict, compare=False)
     """Likewise without what depends on the sharding of parameters."""
 
     @cached_property
@@ -126,16 +130,20 @@ class LayerTimer:
         """The network of the plan's axes, which times transfers."""
         return Network(self.shape.plan, self.hardware)
 
-    def times(self, kind: LayerKind, recompute: Recompute) -> PassTimes:
-        """Return the times of a layer of `kind`."""
-        if (kind, recompute) not in self.known:
-            self.known[kind, recompute] = self._times(kind, recompute)
-        return self.known[kind, recompute]
+    def times(self, kind: LayerKind, recompute: Recompute, *, at_once: bool = True) -> PassTimes:
+        """Return the times of a layer of `kind`.
 
-    def _times(self, kind: LayerKind, recompute: Recompute) -> PassTimes:
-        if (kind, recompute) not in self.whole:
-            self.whole[kind, recompute] = self._whole_times(kind, recompute)
-        one = self.whole[kind, recompute]
+        `at_once`: its weight gradients follow its input gradient, so that they run during sums over `tp`.
+        """
+        variant = kind, recompute, at_once
+        if variant not in self.known:
+            self.known[variant] = self._times(variant)
+        return self.known[variant]
+
+    def _times(self, variant: LayerVariant) -> PassTimes:
+        if variant not in self.whole:
+            self.whole[variant] = self._whole_times(*variant)
+        one, kind = self.whole[variant], variant[0]
         share = self.network.share_links("tp", "shard")
         free, free_backward = (
             max(seconds - sums, 0.0) if share else seconds
@@ -152,7 +160,7 @@ class LayerTimer:
             one.weights,
         )
 
-    def _whole_times(self, kind: LayerKind, recompute: Recompute) -> WholeLayerTimes:
+    def _whole_times(self, kind: LayerKind, recompute: Recompute, at_once: bool) -> WholeLayerTimes:
         work = layer_work(kind, self.shape)
         forward = self._parts(work.forward)
         backward, weights = self._parts(work.backward), self._parts(work.weights)
@@ -160,7 +168,7 @@ class LayerTimer:
         tp_forward = self._exposed_forward(work.forward_transfers)
         recomputed = self._parts(again.operations).total + self._exposed_forward(again.transfers)
         recomputed += self.hardware.efficiency.repetition if again.operations else 0.0
-        tp_backward = self._exposed_backward(work, weights)
+        tp_backward = self._exposed_backward(work, weights.total if at_once else 0.0)
         exchanges = self._exposed_exchanges(work.forward_exchanges, forward)
         exchanges_backward = self._exposed_exchanges(work.backward_exchanges, backward)
         exchanges_backward += self._exposed_exchanges(again.exchanges, forward)
@@ -199,12 +207,13 @@ class LayerTimer:
             return seconds * (1 - OVERLAP_SHARE)
         return seconds
 
-    def _exposed_backward(self, work: LayerWork, weights: Parts) -> float:
+    def _exposed_backward(self, work: LayerWork, meanwhile: float) -> float:
+        """Return the time of sums and gathers over `tp`; weight gradients take `meanwhile` during sums."""
         gathers, others = self._transfers(work.backward_gathers), self._transfers(work.backward_transfers)
         framework = self.shape.framework
         if framework.overlaps_tensor_products:
             return (gathers + others) * (1 - OVERLAP_SHARE)
-        return gathers + (max(others - weights.total, 0.0) if framework.overlaps_tensor_sums else others)
+        return gathers + (max(others - meanwhile, 0.0) if framework.overlaps_tensor_sums else others)
 
     def _exposed_exchanges(self, exchanges: tuple[AxisTransfer, ...], computed: Parts) -> float:
         """Return the time of `cp` communication that does not overlap with computing attention."""

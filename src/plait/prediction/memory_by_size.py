@@ -161,10 +161,7 @@ def rank_activations(
     recompute: Sequence[Sequence[Recompute]],
 ) -> tuple[RankActivations, ...]:
     """Return the activations of each rank of `pp`, and the sizes of its layers."""
-    at_once = [
-        shape.framework.layer_by_layer or shape.plan.overlap or (shape.plan.overlap is None and stage == 0)
-        for stage in range(len(stages))
-    ]
+    at_once = [shape.framework.weights_at_once(shape.plan, stage) for stage in range(len(stages))]
     known, decoder, tp = _LayerMemories(shape), shape.decoder, shape.plan.tp
     layers = [known.of_stage(kinds, modes) for kinds, modes in zip(stages, recompute, strict=True)]
     peaks = activation_peaks(held, layers, at_once)
@@ -225,7 +222,7 @@ def activation_peaks(
     """
     until_input = [round(stage.until_inputs) for stage in stages]
     until_weight = [
-        0 if at_once and not held.splits else round(stage.until_weights)
+        0 if at_once and not held.schedule.splits else round(stage.until_weights)
         for stage, at_once in zip(stages, layer_by_layer, strict=True)
     ]
     return tuple(map(float, held.peak_memory(until_input, until_weight)))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from plait.plan import Plan, Recompute
+from plait.plan import Plan
 from plait.prediction.decoder import Decoder, LayerKind
 from plait.prediction.framework import Framework
 from plait.prediction.hardware import Hardware
 from plait.prediction.layer_operations import StepShape
-from plait.prediction.layer_times import LayerTimer, PassTimes, WholeLayerTimes
+from plait.prediction.layer_times import LayerTimer, LayerVariant, PassTimes, WholeLayerTimes
 from plait.prediction.memory_by_size import LayerMemory, layer_memory, state_bytes
 from plait.prediction.step_end import gradient_transfers, optimizer_seconds
 from plait.prediction.step_times import NANOSECOND, StepTimes, hop_seconds
@@ -18,8 +18,9 @@ from plait.prediction.step_times import NANOSECOND, StepTimes, hop_seconds
 ROUNDING = 1 - 1e-9
 """Bounds are lowered by it, so that no rounding of sums makes one larger than what it bounds."""
 KINDS: tuple[LayerKind, ...] = ("embedding", "attention", "mlp", "head")
-_ATOMIC = ("1f1b", "gpipe", "interleaved")
-"""Policies whose backwards are whole: the stage before waits for weight gradients too."""
+_WHOLE = ("1f1b", "gpipe", "interleaved")
+"""Policies whose backwards are whole, but where input gradients are sent first; a rank ends with one of its
+first stage."""
 _LINEAR = ("1f1b", "gpipe", "zb-h1", "zb-h2")
 """Policies of one stage on each rank."""
 _CHUNKED = ("interleaved", "zb-v", "v-half")
@@ -30,12 +31,15 @@ _WARM = ("1f1b", "zb-h1", "zb-h2")
 
 @dataclass(frozen=True)
 class ModelTime:
-    """Seconds of a micro-batch over all layers, and the least part of a layer's that is its forward."""
+    """Seconds of a micro-batch over all layers."""
 
     forward: float
     inputs: float
     weights: float
     forward_part: float
+    """The least part of a layer's time that is its forward."""
+    weights_part: float
+    """The largest part that is its weight gradient."""
     layers: Mapping[LayerKind, tuple[float, float]]
     """Forward and backward of a layer of each kind."""
 
@@ -53,12 +57,8 @@ class Bounds:
     hardware: Hardware
     batch: int
     framework: Framework
-    _layers: dict[tuple[object, ...], dict[tuple[LayerKind, Recompute], PassTimes]] = field(
-        default_factory=dict
-    )
-    _whole: dict[tuple[object, ...], dict[tuple[LayerKind, Recompute], WholeLayerTimes]] = field(
-        default_factory=dict
-    )
+    _layers: dict[tuple[object, ...], dict[LayerVariant, PassTimes]] = field(default_factory=dict)
+    _whole: dict[tuple[object, ...], dict[LayerVariant, WholeLayerTimes]] = field(default_factory=dict)
     _times: dict[tuple[object, ...], ModelTime] = field(default_factory=dict)
     _parameters: dict[int, tuple[float, float]] = field(default_factory=dict)
     _memories: dict[tuple[object, ...], dict[LayerKind, LayerMemory]] = field(default_factory=dict)
@@ -79,25 +79,29 @@ class Bounds:
         key: tuple[object, ...] = (plan.tp, plan.cp, rows, plan.sequence_parallel, state)
         return key if self.framework.frees_gathered else (*key, plan.microbatches)
 
-    def model_time(self, plan: Plan) -> ModelTime:
-        """Return the time of all layers; plans that differ only in what no layer depends on share it."""
-        key = (self._key(plan), plan.recompute)
+    def model_time(self, plan: Plan, *, at_once: bool) -> ModelTime:
+        """Return the time of all layers; plans that differ only in what no layer depends on share it.
+
+        `at_once`: as if weight gradients ran during sums over `tp` on all stages.
+        """
+        key = (self._key(plan), plan.recompute, at_once)
         if key not in self._times:
-            self._times[key] = self._measured(plan)
+            self._times[key] = self._computed(plan, at_once)
         return self._times[key]
 
-    def _measured(self, plan: Plan) -> ModelTime:
-        timer, sums, part = self.timer(plan), [0.0, 0.0, 0.0], 1.0
+    def _computed(self, plan: Plan, at_once: bool) -> ModelTime:
+        timer, sums, part, weights_part = self.timer(plan), [0.0, 0.0, 0.0], 1.0, 0.0
         layers: dict[LayerKind, tuple[float, float]] = {}
         assert not isinstance(plan.recompute, tuple)
         for kind in KINDS:
-            passes, times = timer.times(kind, plan.recompute), self._number(kind)
+            passes, times = timer.times(kind, plan.recompute, at_once=at_once), self._number(kind)
             for number, one in enumerate((passes.forward, passes.inputs, passes.weights)):
                 sums[number] += times * one.total
             whole = passes.total.total
             part = min(part, passes.forward.total / whole) if whole else 0.0
+            weights_part = max(weights_part, passes.weights.total / whole) if whole else 1.0
             layers[kind] = passes.forward.total, passes.backward
-        return ModelTime(sums[0], sums[1], sums[2], part, layers)
+        return ModelTime(sums[0], sums[1], sums[2], part, weights_part, layers)
 
     def _number(self, kind: LayerKind) -> int:
         return self.model.layers if kind in ("attention", "mlp") else 1
@@ -115,7 +119,11 @@ class Bounds:
         - the path of one micro-batch through all forwards and backwards, with its messages;
         - for one stage on each rank, what `pipeline_seconds` returns.
         """
-        timer, time, ranks = self.timer(plan), self.model_time(plan), plan.pp
+        timer, ranks = self.timer(plan), plan.pp
+        whole, sends = policy in _WHOLE, self.framework.sends_inputs_first(plan)
+        at_once = policy is None or whole or self.framework.layer_by_layer
+        time = self.model_time(plan, at_once=at_once)
+        waits = whole and not sends  # stages before wait for weight gradients too
         # Each action's duration is rounded to nanoseconds, and so is a message's.
         rounding = 1.5 * NANOSECOND * ranks * chunks
         hop = 0.0 if self.framework.blocking_messages else max(hop_seconds(timer) - NANOSECOND, 0.0)
@@ -124,17 +132,17 @@ class Bounds:
             sums = self._exposed_sums(timer, (backward + rounding) / ranks)
             after = sum(optimizer_seconds(timer, max(self._mean(plan), self._largest(plan))))
         busy = plan.microbatches * (time.total - rounding) / ranks + sums
-        path = time.forward + (backward if policy in _ATOMIC else time.inputs) - rounding
+        path = time.forward + (backward if waits else time.inputs) - rounding
         path += 2 * chunks * (ranks - 1) * hop
         found = max(busy, path)
         if policy in _CHUNKED:
             before, after_last = self._waits(plan, time, hop)
             work = plan.microbatches * (time.total - rounding) / ranks
-            found = max(found, before + work + (max(sums, after_last) if policy in _ATOMIC else sums))
+            found = max(found, before + work + (max(sums, after_last) if waits else sums))
         if policy in _LINEAR:
-            atomic = policy in _ATOMIC
-            part, hops = (1.0, 2 * hop) if atomic else (time.forward_part, hop)
-            found = max(found, pipeline_seconds(time.total - rounding, plan, part, hops))
+            last = time.weights_part if whole and sends else 0.0
+            part, hops = (1 - last, 2 * hop) if whole else (time.forward_part, hop)
+            found = max(found, pipeline_seconds(time.total - rounding, plan, part, hops, last))
         return (found + after) * ROUNDING
 
     def _waits(self, plan: Plan, time: ModelTime, hop: float) -> tuple[float, float]:
@@ -207,15 +215,16 @@ class Bounds:
         return self._parameters[tp]
 
 
-def pipeline_seconds(total: float, plan: Plan, part: float, hops: float) -> float:
+def pipeline_seconds(total: float, plan: Plan, part: float, hops: float, last: float = 0.0) -> float:
     """Return a time in which stages of `total` seconds a micro-batch, one on each rank, cannot be done.
 
     Let stage r take x_r for a micro-batch, of which the fraction φ (`part`) at least passes on every stage
-    before rank r can start, or can be done after it ends, and r · `hops` for messages. Then a step takes
-    T ≥ φ · (x_0 + … + x_{r−1}) + r · hops + m · x_r for every r. So x_0 + … + x_r is at most what it is where
-    all are equations: linear in T, with the coefficients computed here. The least T makes it `total`.
+    before rank r can start, or can be done after it ends, and r · `hops` for messages; and let the part ω
+    (`last`) of its last micro-batch be left when others go on. Then a step takes
+    T ≥ φ · (x_0 + … + x_{r−1}) + r · hops + (m − ω) · x_r for every r. So x_0 + … + x_r is at most what it is
+    where all are equations: linear in T, with the coefficients computed here. The least T makes it `total`.
     """
-    count, slope, offset = plan.microbatches, 0.0, 0.0
+    count, slope, offset = plan.microbatches - last, 0.0, 0.0
     keep = 1 - part / count
     for rank in range(plan.pp):
         slope, offset = keep * slope + 1 / count, keep * offset + rank * hops / count
@@ -226,9 +235,10 @@ def least_ends(step: StepTimes) -> list[float]:
     """Return for each rank a time before which its last action, and those that wait for it, cannot end.
 
     A rank waits for the forwards of the stages before its first, and then does all its work. Where backwards
-    are whole, those of the stages before follow its last.
+    are whole, those of the stages before follow its last, or that one's input gradient.
     """
     schedule, passes = step.schedule, step.passes
+    first = step.timer.shape.framework.sends_inputs_first(step.timer.shape.plan)
     hop = 0.0 if step.timer.shape.framework.blocking_messages else step.hop
     before, ends, count = 0.0, [], step.timer.shape.plan.microbatches
     for rank in range(schedule.ranks):
@@ -237,8 +247,11 @@ def least_ends(step: StepTimes) -> list[float]:
         rounding = NANOSECOND * (1.5 * count * len(own) + rank)
         ends.append((before + count * work - rounding) * ROUNDING)
         before += passes[rank].forward.total + hop
-    if schedule.policy in _ATOMIC:
-        for rank in reversed(range(schedule.ranks - 1)):
-            after = passes[rank].backward + hop - 2 * NANOSECOND
-            ends[rank] = max(ends[rank], (ends[rank + 1] + after) * ROUNDING)
+    if schedule.policy in _WHOLE:
+        sent = 0.0  # when the rank behind sends its last gradient
+        for rank in reversed(range(schedule.ranks)):
+            weights = passes[rank].weights.total if first else 0.0
+            before = passes[rank].backward - weights + hop - 2 * NANOSECOND
+            sent = max(ends[rank] - weights - NANOSECOND, (sent + before) * ROUNDING)
+            ends[rank] = max(ends[rank], sent + weights - NANOSECOND)
     return ends

@@ -13,7 +13,7 @@ from plait.prediction.memory_by_size import RankActivations, rank_activations
 from plait.prediction.plan_bounds import KINDS, Bounds, least_ends
 from plait.prediction.step_end import RankWork, latest_ends
 from plait.prediction.step_prediction import Prediction, costs_for_cut, prediction_of
-from plait.prediction.step_times import StepTimes, hop_seconds, stage_modes
+from plait.prediction.step_times import StepTimes, hop_seconds, stage_modes, weights_at_once
 from plait.schedules.held_microbatches import HeldMicrobatches
 from plait.schedules.schedule import Schedule
 from plait.schedules.stage_cuts.schedule_and_cut import schedule_and_cut
@@ -75,11 +75,15 @@ class PlanSteps:
         """Return the actions of a plan's step."""
         timer, pipeline = self.bounds.timer(plan), self.pipeline(plan)
         assert not isinstance(plan.recompute, tuple)
-        layers = tuple(timer.times(kind, plan.recompute) for kind in KINDS)
+        schedule = pipeline.schedule
+        ends = {weights_at_once(timer.shape, schedule, stage) for stage in (0, schedule.stages - 1)}
+        layers = tuple(
+            timer.times(kind, plan.recompute, at_once=at_once) for at_once in sorted(ends) for kind in KINDS
+        )
         key = (plan.schedule, plan.chunks, plan.pp, plan.microbatches, plan.tp, layers, hop_seconds(timer))
         if key not in self._steps:
             modes = stage_modes(plan, pipeline.cut)
-            self._steps[key] = SharedStep(StepTimes(timer, pipeline.schedule, pipeline.stages, modes))
+            self._steps[key] = SharedStep(StepTimes(timer, schedule, pipeline.stages, modes))
         return self._steps[key]
 
     def prediction(self, plan: Plan) -> Prediction:

@@ -10,6 +10,7 @@ from itertools import chain, pairwise
 
 from plait.plan import Plan, Recompute
 from plait.prediction.decoder import LayerKind
+from plait.prediction.layer_operations import StepShape
 from plait.prediction.layer_times import LayerTimer, Parts, PassTimes
 from plait.prediction.operations import AxisTransfer
 from plait.prediction.step_end import (
@@ -45,18 +46,23 @@ class StepTimes:
     @cached_property
     def passes(self) -> tuple[PassTimes, ...]:
         """The times of each stage for one micro-batch; equal layers and equal stages are timed once."""
-        known: dict[frozenset[tuple[tuple[LayerKind, Recompute], int]], PassTimes] = {}
+        known: dict[tuple[object, bool], PassTimes] = {}
         found = []
-        for kinds, modes in zip(self.stages, self.modes, strict=True):
+        for number, (kinds, modes) in enumerate(zip(self.stages, self.modes, strict=True)):
             counts = Counter(zip(kinds, modes, strict=True))
-            stage = frozenset(counts.items())
+            stage = frozenset(counts.items()), weights_at_once(self.timer.shape, self.schedule, number)
             if stage not in known:
                 total = PassTimes(Parts(), Parts(), Parts())
                 for kind, count in counts.items():
-                    total = total + self.timer.times(*kind).times(count)
+                    total = total + self.timer.times(*kind, at_once=stage[1]).times(count)
                 known[stage] = total
             found.append(known[stage])
         return tuple(found)
+
+    def _executed(self, schedule: Schedule) -> Schedule:
+        """Return the schedule as ranks run it: where input gradients are sent first, backwards are split."""
+        shape = self.timer.shape
+        return schedule.split_backward if shape.framework.sends_inputs_first(shape.plan) else schedule
 
     @cached_property
     def hop(self) -> float:
@@ -77,7 +83,7 @@ class StepTimes:
 
     def timeline(self) -> Timeline:
         """Return the simulated actions with their times in nanoseconds."""
-        return simulate(self.schedule, self.costs)
+        return simulate(self._executed(self.schedule), self.costs)
 
     @cached_property
     def ends(self) -> tuple[float, ...]:
@@ -86,10 +92,10 @@ class StepTimes:
 
     def _ends(self, hop: float) -> tuple[float, ...]:
         timing = self._timing(hop)
-        ends = self.schedule.event_order.last_ends(timing)
+        ends = self._executed(self.schedule).event_order.last_ends(timing)
         if self.shorter is None:
             return tuple(end * NANOSECOND for end in ends)
-        before = self.shorter.event_order.last_ends(timing)
+        before = self._executed(self.shorter).event_order.last_ends(timing)
         left = self.timer.shape.plan.microbatches - self.schedule.microbatches
         repeats = left / (self.schedule.microbatches - self.shorter.microbatches)
         return tuple(
@@ -162,6 +168,13 @@ class StepTimes:
             "optimizer": slowest[0],
             "host overhead": parts.host,
         }
+
+
+def weights_at_once(shape: StepShape, schedule: Schedule, stage: int) -> bool:
+    """Return whether the weight gradients of a stage's layers run during sums over `tp`."""
+    if schedule.splits and not shape.framework.layer_by_layer:
+        return False
+    return shape.framework.weights_at_once(shape.plan, stage)
 
 
 def hop_seconds(timer: LayerTimer) -> float:

@@ -24,11 +24,6 @@ class HeldMicrobatches:
     schedule: Schedule
 
     @cached_property
-    def splits(self) -> bool:
-        """Whether weight gradients are actions of their own."""
-        return any(action.kind is Kind.W for row in self.schedule.actions for action in row)
-
-    @cached_property
     def peaks(self) -> tuple[tuple[Held, ...], ...]:
         """Per rank, the counts of held micro-batches at which its memory may peak, whatever stages take."""
         stages = map(self.schedule.stages_of, range(self.schedule.ranks))

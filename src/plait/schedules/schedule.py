@@ -102,8 +102,16 @@ class Schedule:
             found[rank].append(stage)
         return tuple(map(tuple, found))
 
+    @cached_property
+    def splits(self) -> bool:
+        """Whether weight gradients are actions of their own."""
+        return any(action.kind is Kind.W for row in self.actions for action in row)
+
+    @cached_property
     def split_backward(self) -> Schedule:
-        """Return the schedule with each full backward `B` split into `I` and `W`, as the executor runs it."""
+        """The schedule with each full backward `B` split into `I` and `W`, as the executor runs it."""
+        if not any(action.kind is Kind.B for row in self.actions for action in row):
+            return self
         return replace(self, actions=tuple(tuple(_split(row)) for row in self.actions), bound=None)
 
     def __str__(self) -> str:

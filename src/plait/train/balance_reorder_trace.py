@@ -47,7 +47,7 @@ def reorder(engine: Engine, recording: Recording, step: int, folder: Path, mesh:
     write_schedule(engine, folder, mesh, costs)
     if after.order == before.order:
         return f"Order after step {step}: {before.policy} stays, none that is shorter was found."
-    was, will_be = (simulate(order.split_backward(), costs).makespan for order in (before, after))
+    was, will_be = (simulate(order.split_backward, costs).makespan for order in (before, after))
     return (
         f"Order after step {step}: {after.policy} in place of {before.policy}, {will_be:,.1f} ms a step "
         f"simulated in place of {was:,.1f}, in {SCHEDULE_FILE}."

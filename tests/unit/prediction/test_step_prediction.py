@@ -48,13 +48,45 @@ def test_the_breakdown_adds_up_to_the_step_and_has_no_negative_part(plan: Plan) 
 
 def test_the_bubble_of_even_stages_is_the_one_of_the_papers() -> None:
     """Of 1F1B with p ranks and m micro-batches: (p − 1) / (m + p − 1), arXiv:2104.04473, section 2.2.1."""
-    model = replace(SMALL, layers=64, vocab=1)
-    cut = (33, *(32,) * 2, 33)
-    plan = Plan(pp=4, microbatches=12, layers_per_stage=cut, **MIXED)
-    found = predict(model, plan, "h100-sxm")
+    assert _bubble(EVEN_STAGES) == pytest.approx(3 / 15, rel=0.05)
+
+
+def test_the_bubble_is_shorter_where_input_gradients_are_sent_first() -> None:
+    """It is (p − 1) · (T_F + T_B), without T_W, in the notation of arXiv:2401.10241."""
+    plan = replace(EVEN_STAGES, overlap=None)
+    first, stage, _, last = predict(EVEN_64, plan, "h100-sxm").times.passes
+    waiting = 3 * (stage.forward.total + stage.inputs.total)
+    waiting += 12 * (last.total.total - first.total.total)  # the last stage is a little longer
+    assert _bubble(plan) == pytest.approx(waiting / (waiting + 12 * first.total.total), rel=0.01)
+
+
+EVEN_64 = replace(SMALL, layers=64, vocab=1)
+EVEN_STAGES = Plan(pp=4, microbatches=12, layers_per_stage=(33, *(32,) * 2, 33), overlap=True, **MIXED)
+
+
+def _bubble(plan: Plan) -> float:
+    found = predict(EVEN_64, plan, "h100-sxm")
     pipeline = found.timeline.makespan * 1e-9
-    waiting = found.breakdown["bubble"] + found.breakdown["pp communication"]
-    assert waiting / pipeline == pytest.approx(3 / 15, rel=0.05)
+    return (found.breakdown["bubble"] + found.breakdown["pp communication"]) / pipeline
+
+
+@pytest.mark.parametrize(
+    ("plan", "hidden"),
+    [
+        (Plan(tp=2), [True]),
+        (Plan(tp=2, overlap=False), [False]),
+        (Plan(pp=2, tp=2, microbatches=2), [True, False]),  # the first stage sends no gradient
+        (Plan(pp=2, tp=2, microbatches=2, overlap=True), [True, True]),
+        (Plan(pp=2, tp=2, microbatches=2, schedule="zb-h1"), [False, False]),
+        (Plan(pp=2, tp=2, microbatches=2, schedule="zb-h1", overlap=True), [False, False]),
+    ],
+    ids=str,
+)
+def test_sums_are_hidden_where_weight_gradients_follow_each_layer(plan: Plan, hidden: list[bool]) -> None:
+    found = predict(SMALL, replace(plan, **MIXED), "h100-sxm")
+    sums = [stage.inputs.tp / stage.forward.tp for stage in found.times.passes]
+    assert [share < 0.5 for share in sums] == hidden
+    assert "W" in str(found.timeline.schedule) or plan.pp == 1 or plan.overlap is True
 
 
 def test_recomputation_costs_a_third_more_and_saves_activations() -> None:

@@ -88,7 +88,7 @@ def fastest_cut(costs: LayerCosts, schedule: Schedule) -> StageCut:
     best = balance(costs.total, schedule.stages)
     if schedule.stages == 1:
         return best
-    simulation = CutSimulation(costs, schedule.split_backward())
+    simulation = CutSimulation(costs, schedule.split_backward)
     left = MOST_ACTIONS // sum(len(actions) for actions in simulation.schedule.actions)
     makespan = simulation.makespan(best)
     improved = True

@@ -29,7 +29,7 @@ POLICIES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half")
 )
 def test_the_makespan_is_that_of_the_timeline(policy, ranks, microbatches, costs, split, message) -> None:
     made = schedule(policy, ranks=ranks, microbatches=microbatches)
-    made = made.split_backward() if split else made
+    made = made.split_backward if split else made
     layers = LayerCosts.evenly(costs)
     layers = LayerCosts(layers.F, layers.I, layers.W, comm=message, message=message / 7)
     cut = balance(costs, made.stages)
@@ -41,7 +41,7 @@ def test_the_makespan_is_that_of_the_timeline(policy, ranks, microbatches, costs
 @given(policy=st.sampled_from(POLICIES), ranks=st.integers(1, 4), split=st.booleans(), data=st.data())
 def test_no_cut_takes_less_than_the_lower_bound(policy, ranks, split, data) -> None:
     made = schedule(policy, ranks=ranks, microbatches=data.draw(st.integers(1, 6)))
-    made = made.split_backward() if split else made
+    made = made.split_backward if split else made
     cut = data.draw(st.lists(st.integers(1, 3), min_size=made.stages, max_size=made.stages))
     each = st.lists(st.floats(0.01, 10), min_size=sum(cut), max_size=sum(cut))
     layers = LayerCosts(
@@ -54,7 +54,7 @@ def test_no_cut_takes_less_than_the_lower_bound(policy, ranks, split, data) -> N
 def test_the_lower_bound_is_reached_where_nothing_waits() -> None:
     layers = LayerCosts.evenly([1.0] * 8)
     for policy in ("zb-h1", "zb-v"):
-        made = schedule(policy, ranks=4, microbatches=6).split_backward()
+        made = schedule(policy, ranks=4, microbatches=6).split_backward
         simulation, cut = CutSimulation(layers, made), balance(layers.total, made.stages)
         assert simulation.least(cut) == simulation.makespan(cut), policy
 

@@ -19,7 +19,7 @@ from plait.schedules.stage_cuts.schedule_and_cut import fastest_cut
 
 
 def makespan(costs, cut, order):
-    return simulate(order.split_backward(), LayerCosts.evenly(costs).of_stages(cut)).makespan
+    return simulate(order.split_backward, LayerCosts.evenly(costs).of_stages(cut)).makespan
 
 
 def every_cut(layers, stages):
@@ -73,7 +73,7 @@ def test_no_single_move_helps(costs, microbatches):
 
 def test_a_split_schedule_is_legal_and_ends_no_later():
     order = schedule("1f1b", ranks=4, microbatches=6)
-    split = order.split_backward()
+    split = order.split_backward
     check(split)
     assert simulate(split).makespan <= simulate(order).makespan
 
