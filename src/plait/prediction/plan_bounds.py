@@ -19,8 +19,8 @@ ROUNDING = 1 - 1e-9
 """Bounds are lowered by it, so that no rounding of sums makes one larger than what it bounds."""
 KINDS: tuple[LayerKind, ...] = ("embedding", "attention", "mlp", "head")
 _WHOLE = ("1f1b", "gpipe", "interleaved")
-"""Policies whose backwards are whole, but where input gradients are sent first; a rank ends with one of its
-first stage."""
+"""Policies with full backwards, of which a rank's last is one of its first stage. They may run in two parts,
+see `Framework.sends_inputs_first`."""
 _LINEAR = ("1f1b", "gpipe", "zb-h1", "zb-h2")
 """Policies of one stage on each rank."""
 _CHUNKED = ("interleaved", "zb-v", "v-half")
@@ -99,7 +99,7 @@ class Bounds:
                 sums[number] += times * one.total
             whole = passes.total.total
             part = min(part, passes.forward.total / whole) if whole else 0.0
-            weights_part = max(weights_part, passes.weights.total / whole) if whole else 1.0
+            weights_part = max(weights_part, passes.weights.total / whole) if whole else weights_part
             layers[kind] = passes.forward.total, passes.backward
         return ModelTime(sums[0], sums[1], sums[2], part, weights_part, layers)
 

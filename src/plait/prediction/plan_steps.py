@@ -13,7 +13,7 @@ from plait.prediction.memory_by_size import RankActivations, rank_activations
 from plait.prediction.plan_bounds import KINDS, Bounds, least_ends
 from plait.prediction.step_end import RankWork, latest_ends
 from plait.prediction.step_prediction import Prediction, costs_for_cut, prediction_of
-from plait.prediction.step_times import StepTimes, hop_seconds, stage_modes, weights_at_once
+from plait.prediction.step_times import StepTimes, hides_sums, hop_seconds, stage_modes
 from plait.schedules.held_microbatches import HeldMicrobatches
 from plait.schedules.schedule import Schedule
 from plait.schedules.stage_cuts.schedule_and_cut import schedule_and_cut
@@ -76,7 +76,7 @@ class PlanSteps:
         timer, pipeline = self.bounds.timer(plan), self.pipeline(plan)
         assert not isinstance(plan.recompute, tuple)
         schedule = pipeline.schedule
-        ends = {weights_at_once(timer.shape, schedule, stage) for stage in (0, schedule.stages - 1)}
+        ends = {hides_sums(timer.shape, schedule, stage) for stage in (0, schedule.stages - 1)}
         layers = tuple(
             timer.times(kind, plan.recompute, at_once=at_once) for at_once in sorted(ends) for kind in KINDS
         )

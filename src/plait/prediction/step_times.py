@@ -50,7 +50,7 @@ class StepTimes:
         found = []
         for number, (kinds, modes) in enumerate(zip(self.stages, self.modes, strict=True)):
             counts = Counter(zip(kinds, modes, strict=True))
-            stage = frozenset(counts.items()), weights_at_once(self.timer.shape, self.schedule, number)
+            stage = frozenset(counts.items()), hides_sums(self.timer.shape, self.schedule, number)
             if stage not in known:
                 total = PassTimes(Parts(), Parts(), Parts())
                 for kind, count in counts.items():
@@ -170,7 +170,7 @@ class StepTimes:
         }
 
 
-def weights_at_once(shape: StepShape, schedule: Schedule, stage: int) -> bool:
+def hides_sums(shape: StepShape, schedule: Schedule, stage: int) -> bool:
     """Return whether the weight gradients of a stage's layers run during sums over `tp`."""
     if schedule.splits and not shape.framework.layer_by_layer:
         return False

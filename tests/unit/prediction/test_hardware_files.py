@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parents[3] / "src" / "plait" / "prediction" / "hardware_
 def test_bundled_files_are_complete_and_say_where_figures_come_from(name: str) -> None:
     hardware = load_hardware(name)
     assert hardware.name == name
-    assert hardware.peak_of("bf16") > 1e14
+    assert hardware.peak_of("bf16") > (1e14 if hardware.overlaps else 1e11)
     assert hardware.reserved < hardware.memory < 200 * GIB
     sections = (FOLDER / f"{name}.toml").read_text().split("\n[")[1:]
     assert all("#" in section for section in sections)
