@@ -72,7 +72,7 @@ def test_the_order_is_the_schedules(recorded: tuple[Plan, list[Any]]) -> None:
     """Each `B` as `I` and `W` where its result is sent early, else at once."""
     plan, results = recorded
     for schedule, timeline, *_ in results:
-        assert timeline.schedule.split_backward == schedule.split_backward()
+        assert timeline.schedule.split_backward == schedule.split_backward
         for rank, row in enumerate(timeline.schedule.actions):
             for action in row:
                 consumer = action.consumer(schedule.stages)
