@@ -100,6 +100,13 @@ def predicted(name: str, plan: Plan, hardware: Path) -> float | None:
         return None
 
 
+def memory_error(name: str, plan: Plan, hardware: Path) -> float:
+    """Return how far the predicted memory of the largest rank is from that of `plait.memory`, as a part."""
+    model, rows = model_of(name), ROWS // plan.dp
+    most = max(rank.peak for rank in plait.memory(model, plan, rows=rows).ranks)
+    return plait.predict(model, plan, hardware, rows=rows).peak_memory / most - 1
+
+
 def ranks_of(values: list[float]) -> list[float]:
     """Return the place of each value in their order; equal values share the middle of their places."""
     return [sum(other < one for other in values) + (values.count(one) - 1) / 2 for one in values]
@@ -139,6 +146,7 @@ def report(name: str, ranks: int, hardware: Path, steps: int, *, shown: bool) ->
     real, guessed = [row[0] for row in rows], [row[1] for row in rows]
     errors = [guess / seconds - 1 for seconds, guess, _ in rows]
     first = min(rows, key=lambda row: row[1])[2]
+    memory = [abs(memory_error(name, plan, hardware)) for _, _, plan in rows]
     cells = [
         name,
         f"{ranks}",
@@ -148,6 +156,7 @@ def report(name: str, ranks: int, hardware: Path, steps: int, *, shown: bool) ->
         f"{max(map(abs, errors)):.1%}",
         f"{spearman(real, guessed):.3f}",
         f"{medians[program(first)] / min(medians.values()) - 1:.1%}",
+        f"{fmean(memory):.1%}, {max(memory):.1%}",
     ]
     for seconds, guess, plan in sorted(rows, key=lambda row: row[0]) if shown else ():
         print(f"  {seconds * 1e3:8.1f} ms measured {guess * 1e3:8.1f} predicted  {plan}", flush=True)
@@ -167,8 +176,8 @@ def main() -> None:
         calibrate(hardware, ranks)
         print(hardware.read_text(), flush=True)
         rows += [report(name, ranks, hardware, options.steps, shown=options.plans) for name in options.models]
-    print("| model | ranks | plans | mean error | bias | largest | Spearman | first beside best |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| model | ranks | plans | mean error | bias | largest | Spearman | first beside best | memory |")
+    print("|---|---|---|---|---|---|---|---|---|")
     print("\n".join(rows))
 
 
