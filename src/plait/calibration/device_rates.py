@@ -122,7 +122,7 @@ def _attention(precision: Precision, timer: Timer) -> tuple[float, float, float]
 
 
 def _optimizer(timer: Timer) -> float:
-    """Return the bytes a second of clipping gradients and an AdamW step.
+    """Measure clipping and an AdamW step; return the bytes a second that they move.
 
     Gradients are read for their norm and again, parameters and moments read and written.
     """
@@ -142,7 +142,7 @@ def _optimizer(timer: Timer) -> float:
 
 
 def _elementwise(precision: Precision, timer: Timer) -> tuple[float, float]:
-    """Return the bytes a second of layer norm with a residual add, and of GELU.
+    """Measure layer norm with a residual add, and GELU; return the bytes a second that each moves.
 
     Forward and backward. Of `n` bytes, a norm reads and writes 2 n and 4 n in its backward, a residual
     connection 3 n and 2 n, GELU 2 n and 3 n: as `plait.prediction.layer_operations` counts them.

@@ -72,7 +72,7 @@ class Framework:
     """Whether `full` repeats a layer's last product and its sum over `tp`, which no backward reads."""
 
     def weights_at_once(self, plan: Plan, stage: int) -> bool:
-        """Return whether a full backward of a stage computes each layer's weight gradient after its input's.
+        """Return whether a stage's full backward runs layer by layer, both gradients of each at once.
 
         Else all input gradients come first, and are sent to the stage before, see `Plan.overlap`.
         """

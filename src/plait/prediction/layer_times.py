@@ -208,7 +208,10 @@ class LayerTimer:
         return seconds
 
     def _exposed_backward(self, work: LayerWork, meanwhile: float) -> float:
-        """Return the time of sums and gathers over `tp`; weight gradients take `meanwhile` during sums."""
+        """Return the seconds of a backward's `tp` communication that no computation hides.
+
+        `meanwhile`: seconds of weight gradients that run during its sums.
+        """
         gathers, others = self._transfers(work.backward_gathers), self._transfers(work.backward_transfers)
         framework = self.shape.framework
         if framework.overlaps_tensor_products:

@@ -132,7 +132,7 @@ class SharedStagingBuffers:
         return self._send(offset, sequences, tensor.dtype, tensor.nbytes, read)
 
     def stage_parts(self, parts: Sequence[Tensor], most: int, read: Read) -> PendingRead:
-        """Copy flat tensors, one behind the other, as `stage` does; `read` gets `most` bytes of each rank.
+        """Copy flat tensors into shared memory, one behind the other; `read` gets `most` bytes of each rank.
 
         `most` is the same on all ranks, at most `CAPACITY`; none has more bytes. Behind its own are others.
         """
