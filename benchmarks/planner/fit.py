@@ -15,7 +15,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import exp, log
+from math import exp, floor, log
 from statistics import median
 
 from cases import cases
@@ -191,14 +191,22 @@ def fit(device: str) -> tuple[dict[str, float], dict[str, list[float]]]:
 
 
 def reserved() -> float:
-    """Return the median of the bytes of BigScience's processes that are not predicted as allocated."""
+    """Return the bytes of BigScience's processes that are not predicted as allocated, in tenths of a GiB.
+
+    The median of the runs whose bytes are known, or less: every run that did not fail left room for it.
+    """
     machines = clusters()
     found = [
         case.bytes - case.allocated(machines)
         for case in cases("fit")
         if case.counts_reserved and case.bytes is not None
     ]
-    return _rounded(median(found) / 2**30, DIGITS) * 2**30
+    room = (
+        machines[case.setups[0].cluster].memory - case.allocated(machines)
+        for case in cases("fit")
+        if case.counts_reserved
+    )
+    return floor(10 * min(median(found), *room) / 2**30) / 10 * 2**30
 
 
 def frozen(device: str) -> dict[str, float]:

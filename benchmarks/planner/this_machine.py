@@ -103,8 +103,11 @@ def predicted(name: str, plan: Plan, hardware: Path) -> float | None:
 def memory_error(name: str, plan: Plan, hardware: Path) -> float:
     """Return how far the predicted memory of the largest rank is from that of `plait.memory`, as a part."""
     model, rows = model_of(name), ROWS // plan.dp
-    most = max(rank.peak for rank in plait.memory(model, plan, rows=rows).ranks)
-    return plait.predict(model, plan, hardware, rows=rows).peak_memory / most - 1
+    return (
+        plait.predict(model, plan, hardware, rows=rows).peak_memory
+        / plait.memory(model, plan, rows=rows).most
+        - 1
+    )
 
 
 def ranks_of(values: list[float]) -> list[float]:

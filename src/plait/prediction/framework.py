@@ -24,10 +24,9 @@ class Framework:
     """Whether unfused attention draws a dropout of its weights."""
     skips_masked: bool = True
     """Whether causal attention leaves out what the mask hides; unfused attention never does."""
-    fused_norm: bool = True
-    """Whether an RMS norm is one kernel, as on CUDA; else it keeps two copies in fp32."""
     composes_operations: bool = False
-    """Whether RMS norms, rotations and gated activations are several operations each, as on a CPU."""
+    """Whether RMS norms, rotations and gated activations are several operations each, as on a CPU; such norms
+    keep copies in fp32."""
     layer_by_layer: bool = False
     """Whether full backwards compute each layer's weight gradient at once; False: as `Plan.overlap` says."""
     elementwise_passes: float = 1.0
@@ -50,8 +49,8 @@ class Framework:
     blocking_messages: bool = False
     """Whether a rank waits while it sends to the next stage."""
     messages_divided: bool = False
-    """Whether each rank of `tp` sends its piece of a stage's output, which receivers gather inside the host;
-    always so under sequence parallelism."""
+    """Whether each rank of `tp` sends its piece of a stage's output, which receivers gather inside the host,
+    and frees the rest; always so under sequence parallelism."""
     frees_gathered: bool = True
     """Whether sharded parameters are gathered for every forward and backward; False: once a step."""
     moment_bytes: float | None = None
@@ -71,16 +70,16 @@ class Framework:
     recomputes_to_end: bool = False
     """Whether `full` repeats a layer's last product and its sum over `tp`, which no backward reads."""
 
-    def weights_at_once(self, plan: Plan, stage: int) -> bool:
+    def weights_at_once(self, plan: Plan, *, sends: bool) -> bool:
         """Return whether a stage's full backward runs layer by layer, both gradients of each at once.
 
-        Else all input gradients come first, and are sent to the stage before, see `Plan.overlap`.
+        Else all input gradients come first, see `Plan.overlap`. `sends`: whether another rank needs the last.
         """
-        return self.layer_by_layer or (stage == 0 if plan.overlap is None else plan.overlap)
+        return self.layer_by_layer or (not sends if plan.overlap is None else plan.overlap)
 
     def sends_inputs_first(self, plan: Plan) -> bool:
         """Return whether full backwards run as input gradients, which are sent, and then weight gradients."""
-        return plan.pp > 1 and not self.weights_at_once(plan, 1)
+        return plan.pp > 1 and not self.weights_at_once(plan, sends=True)
 
     def on(self, hardware: Hardware) -> Framework:
         """Return the behaviour on `hardware`: a CPU overlaps no transfer, and composes operations."""

@@ -207,24 +207,33 @@ def _exchanges(
     plan, size = shape.plan, shape.tokens * shape.item
     if plan.cp == 1:
         return (), ()
-    if _context_method(shape, own, keys) == "ring":
+    if context_method(shape) == "ring":
         ring = AxisTransfer("ring", "cp", 2 * size * keys)
         return (ring,), (replace(ring, nbytes=2 * ring.nbytes),)
-    shared = max(keys, plan.cp * shape.decoder.head_size)  # ranks that share a head of keys each get it
     *inward, outward = (
-        AxisTransfer("all-to-all", "cp", plan.cp * size * features) for features in (2 * shared, own, own)
+        AxisTransfer("all-to-all", "cp", plan.cp * size * features)
+        for features in (2 * keys_read(shape), own, own)
     )
     again = 1 if plan.sequence_parallel == "keep" else 2
     return (*inward, outward), (*inward, replace(outward, nbytes=again * outward.nbytes))
 
 
-def _context_method(shape: StepShape, own: float, keys: float) -> str:
-    plan, width = shape.plan, shape.decoder.head_size
+def context_method(shape: StepShape) -> str:
+    """Return how attention reads the positions of other ranks of `cp`: "ring" or "ulysses"."""
+    decoder, plan = shape.decoder, shape.plan
     if plan.context_parallel != "auto":
         return plan.context_parallel
+    queries, keys = decoder.heads / plan.tp, shape.key_features / decoder.head_size
     kept = plan.sequence_parallel == "keep"
-    ring, ulysses = vectors_sent(round(own / width), round(keys / width), plan.cp, keeps_keys=kept)
-    return sending_less(ring, ulysses)
+    return sending_less(*vectors_sent(round(queries), round(keys), plan.cp, keeps_keys=kept))
+
+
+def keys_read(shape: StepShape) -> float:
+    """Return the features of the keys that attention reads, for as many tokens as a rank of `cp` holds."""
+    if shape.plan.cp == 1 or context_method(shape) == "ring":
+        return shape.key_features
+    # Ranks that share a head of keys each get it.
+    return max(shape.key_features, shape.plan.cp * shape.decoder.head_size)
 
 
 def _core(
@@ -235,7 +244,7 @@ def _core(
     heads = own / decoder.head_size
     width, length = decoder.head_size, decoder.context
     if framework.fused_attention:
-        seen = _seen(shape, own, keys) if framework.skips_masked else 1.0
+        seen = _seen(shape) if framework.skips_masked else 1.0
         fused = FusedAttention(shape.rows, heads, keys / width, width, length / plan.cp, length, seen)
         return (fused,), (replace(fused, backward=True),)
     batch = shape.rows * heads
@@ -251,13 +260,13 @@ def _core(
     return (scores, softmax, values), backward
 
 
-def _seen(shape: StepShape, own: float, keys: float) -> float:
+def _seen(shape: StepShape) -> float:
     """Return the fraction of the pairs of query and key that the slowest rank of `cp` computes.
 
     Half in causal attention, but more on the last rank of a ring that has contiguous positions.
     """
     plan = shape.plan
-    if plan.cp == 1 or plan.context_layout != "contiguous" or _context_method(shape, own, keys) != "ring":
+    if plan.cp == 1 or plan.context_layout != "contiguous" or context_method(shape) != "ring":
         return 0.5
     return 1 - 0.5 / plan.cp
 

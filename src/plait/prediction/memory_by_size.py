@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass, field, replace
+from operator import mul
 from typing import NamedTuple
 
 from plait.plan import Recompute
 from plait.prediction.decoder import LayerKind
-from plait.prediction.layer_operations import ITEM, StepShape
-from plait.schedules.held_microbatches import HeldMicrobatches
+from plait.prediction.layer_memory import LayerMemory, layer_memory
+from plait.prediction.layer_operations import StepShape
+from plait.prediction.state_memory import (
+    RankSizes,
+    placeholder_gradients,
+    rank_sizes,
+    state_bytes,
+    whole_gradients,
+)
+from plait.schedules.action import Kind
+from plait.schedules.held_microbatches import HeldMicrobatches, RankHeld
 from plait.schedules.schedule import Schedule
 
 
@@ -22,9 +31,10 @@ class PredictedMemory:
     gradients: float
     optimizer: float
     activations: float
-    """Activations that unfinished micro-batches keep for their backward."""
+    """What unfinished micro-batches keep for their backward, and messages, when the action starts in which
+    memory peaks."""
     temporary: float
-    """The largest temporary memory of one layer while it runs, and gathered parameters."""
+    """What that action allocates beside it, and gathered parameters."""
     reserved: float
     """Memory of the driver, of communicators and of fragmentation, which no tensor allocates."""
 
@@ -34,112 +44,56 @@ class PredictedMemory:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.temporary
 
 
-@dataclass(frozen=True)
-class LayerMemory:
-    """Bytes that one layer keeps for the backward of a micro-batch."""
+class ActivationPeak(NamedTuple):
+    """The largest memory of activations with which a rank runs some of its actions."""
 
-    until_inputs: float
-    """Kept from the layer's forward to the end of its input gradient."""
-    until_weights: float
-    """Kept from the end of the input gradient to that of the weight gradient, where `W` is an action."""
+    kept: float
+    """What unfinished micro-batches keep when the action starts, with messages."""
     running: float
-    """Temporary bytes while the layer's backward or the loss runs."""
+    """The most that the action allocates beside it."""
+    last: float
+    """The most that it allocates while the last of its layers runs."""
+
+    @property
+    def total(self) -> float:
+        """The bytes at the peak."""
+        return self.kept + self.running
+
+    def joined(self, other: ActivationPeak) -> ActivationPeak:
+        """Return the larger of two peaks, with the larger memory while the last layer runs."""
+        last = max(self.kept + self.last, other.kept + other.last)
+        larger = self if self.total >= other.total else other
+        return ActivationPeak(larger.kept, larger.running, last - larger.kept)
 
 
-def layer_memory(kind: LayerKind, recompute: Recompute, shape: StepShape) -> LayerMemory:
-    """Return the activation memory of a layer of `kind` for one micro-batch, on the largest rank of `tp`."""
-    if kind == "embedding":
-        return LayerMemory(shape.tokens * 8, shape.activation, 0.0)
-    if kind == "head":
-        logits = shape.tokens * shape.decoder.vocab / shape.plan.tp
-        # A copy in fp32 is kept, and the backward makes two more, or half a one for pieces of logits.
-        copies = shape.item if shape.framework.fused_loss else 12 if shape.plan.tp == 1 else 6
-        running = logits * (shape.item + copies)
-        kept = shape.outside + _region_input(shape) + _norm(shape)
-        if shape.plan.loss_rows is not None:
-            chunk = min(logits, logits * shape.plan.loss_rows / shape.tokens)
-            # Logits become their gradient in place, in 16 bits with a copy in fp32.
-            running = chunk * (shape.item + 4 if shape.item < 4 else shape.item)
-            return LayerMemory(kept, 0.0, running + _region_input(shape))
-        return LayerMemory(kept, _region_input(shape) + logits * shape.item, running)
-    saved, products, gradients = _kept(kind, shape)
-    dropped = shape.outside / shape.item if shape.dropout else 0.0
-    whole = shape.outside + _norm(shape) + _region_input(shape) + saved + dropped
-    later = _region_input(shape) + products + gradients
-    if recompute == "full" and shape.framework.recomputes_blocks:
-        attention = layer_memory("attention", "none", shape).until_inputs
-        kept = shape.outside if kind == "attention" else 0.0
-        return LayerMemory(kept, later, whole + gradients + (attention if kind == "mlp" else 0.0))
-    if recompute == "full":
-        return LayerMemory(shape.outside, later, whole + gradients)
-    if recompute == "selective":
-        if shape.framework.recomputes_attention_only:
-            kept = whole - (_scores(shape) if kind == "attention" else 0.0)
-        elif kind == "attention":
-            kept = shape.outside + saved
-        else:
-            kept = shape.outside + products * (2 if shape.decoder.gated else 1)
-        return LayerMemory(kept, later, whole - kept + gradients)
-    return LayerMemory(whole, later, gradients)
-
-
-def _norm(shape: StepShape) -> float:
-    """Return the bytes that a norm keeps besides its input and output: copies in fp32, where not fused."""
-    if shape.framework.fused_norm or shape.decoder.biases:
-        return 0.0
-    return 2 * shape.outside * 4 / shape.item
-
-
-def _region_input(shape: StepShape) -> float:
-    """Return the bytes of the input of a region's linears that are kept: whole, or a piece gathered again."""
-    return shape.outside if shape.plan.sequence_parallel == "regather" else shape.activation
-
-
-def _kept(kind: LayerKind, shape: StepShape) -> tuple[float, float, float]:
-    """Return bytes that a region needs: saved activations, the last linear's input, and gradients."""
-    decoder, tp = shape.decoder, shape.plan.tp
-    unit = shape.tokens * shape.item
-    if kind == "attention":
-        own = decoder.hidden / tp
-        keys = shape.key_features
-        statistics = 4 * shape.tokens * decoder.heads / tp if shape.framework.fused_attention else 0.0
-        saved = unit * (2 * own + 2 * keys) + statistics + _scores(shape)
-        return saved, unit * own, unit * (own + 2 * keys) + shape.outside
-    inner = decoder.inside / tp
-    # Gate, its activation, the other half, and their product.
-    gated = 3 if shape.framework.fused_gate else 4
-    return (
-        unit * inner * (gated if decoder.gated else 2),
-        unit * inner,
-        unit * inner * (2 if decoder.gated else 1) + shape.outside,
-    )
-
-
-def _scores(shape: StepShape) -> float:
-    """Return the bytes that unfused attention keeps: weights, and with dropout their mask and result."""
-    if shape.framework.fused_attention:
-        return 0.0
-    decoder, plan = shape.decoder, shape.plan
-    matrix = shape.rows * decoder.heads / plan.tp * decoder.context * decoder.context / plan.cp
-    return matrix * (2 * shape.item + 1 if shape.framework.attention_dropout else shape.item)
-
-
-class RankActivations(NamedTuple):
+@dataclass(frozen=True)
+class RankActivations:
     """Activation memory and parameter counts of a rank, from which a strategy gives the whole memory."""
 
-    parameters: float
-    """Of the rank's stages, before sharding."""
-    largest: float
-    """Parameters of the largest layer."""
-    kept: float
-    """The peak of the activations that unfinished micro-batches keep."""
-    running: float
-    """The largest temporary memory of a layer."""
+    sizes: RankSizes
+    peaks: Mapping[tuple[Kind, bool], ActivationPeak]
+    """By the kind of the action, and whether the rank has run a backward before."""
 
     def with_state(self, shape: StepShape, reserved: float) -> PredictedMemory:
         """Return the rank's memory with parameters, gradients and optimizer state as the plan shards them."""
-        parameters, gradients, optimizer, gathered = state_bytes(shape, self.parameters, self.largest)
-        return PredictedMemory(parameters, gradients, optimizer, self.kept, self.running + gathered, reserved)
+        parameters, gradients, optimizer, gathered = state_bytes(shape, self.sizes)
+        splits = any(kind is Kind.W for kind, _ in self.peaks)
+        added = whole_gradients(shape, self.sizes, splits=splits)
+        peaks = [(added.after_backward(Kind.F), 0.0, 0.0)]
+        for (kind, after), peak in self.peaks.items():
+            in_use = added.after_backward(kind) if after else added.of_layers(kind)
+            peaks.append((in_use, peak.kept, peak.running))
+            if not after and kind is not Kind.F:  # the first backward has allocated all when it ends
+                peaks.append((added.after_backward(kind), peak.kept, peak.last))
+        in_use, kept, running = max(peaks, key=sum)
+        return PredictedMemory(parameters, gradients + in_use, optimizer, kept, running + gathered, reserved)
+
+    def joined(self, other: RankActivations) -> RankActivations:
+        """Return the activations of a rank that needs what either of two ranks of equal sizes does."""
+        peaks = {**self.peaks}
+        for key, peak in other.peaks.items():
+            peaks[key] = peak.joined(peaks[key]) if key in peaks else peak
+        return RankActivations(self.sizes, peaks)
 
 
 def predicted_memory(
@@ -150,100 +104,110 @@ def predicted_memory(
     reserved: float,
 ) -> tuple[PredictedMemory, ...]:
     """Return the memory of each rank of `pp`; `stages` has the kinds of the layers of each stage."""
-    ranks = rank_activations(shape, HeldMicrobatches(schedule), stages, recompute)
-    return tuple(rank.with_state(shape, reserved) for rank in ranks)
-
-
-def rank_activations(
-    shape: StepShape,
-    held: HeldMicrobatches,
-    stages: Sequence[Sequence[LayerKind]],
-    recompute: Sequence[Sequence[Recompute]],
-) -> tuple[RankActivations, ...]:
-    """Return the activations of each rank of `pp`, and the sizes of its layers."""
-    at_once = [shape.framework.weights_at_once(shape.plan, stage) for stage in range(len(stages))]
-    known, decoder, tp = _LayerMemories(shape), shape.decoder, shape.plan.tp
-    layers = [known.of_stage(kinds, modes) for kinds, modes in zip(stages, recompute, strict=True)]
-    peaks = activation_peaks(held, layers, at_once)
-    sizes: dict[tuple[Sequence[LayerKind], ...], tuple[float, float, float]] = {}
-    found = []
-    for rank in range(held.schedule.ranks):
-        own = held.schedule.stages_of(rank)
-        kinds = tuple(stages[stage] for stage in own)
-        if kinds not in sizes:
-            each = {kind: decoder.parameters(kind, tp) for kind in {*chain(*kinds)}}
-            count = decoder.parameters_of([*chain(*kinds)], tp)
-            sizes[kinds] = count, max(each.values()), _placeholders(shape, count, each)
-        count, largest, placeholders = sizes[kinds]
-        running = max(layers[stage].running for stage in own) + placeholders
-        found.append(RankActivations(count, largest, peaks[rank], running))
-    return tuple(found)
-
-
-def _placeholders(shape: StepShape, count: float, each: Mapping[LayerKind, float]) -> float:
-    """Return the bytes of `Framework.placeholder_gradients` of `count` parameters; `each`: of one layer."""
-    kept = shape.framework.placeholder_gradients
-    if kept == "none":
-        return 0.0
-    sizes = sum(parameters for kind, parameters in each.items() if kind != "embedding")
-    return shape.item * (count if kept == "all" else sizes)
+    known = RankMemories(shape, schedule, stages, recompute)
+    return tuple(
+        known.activations(rank).with_state(shape, reserved) for rank in HeldMicrobatches(schedule).ranks
+    )
 
 
 @dataclass(frozen=True)
-class _LayerMemories:
-    """The memory of layers and stages of one shape; equal ones are computed once."""
+class RankMemories:
+    """Computes the activations of the ranks of `pp`; what equal stages and ranks need is computed once."""
 
     shape: StepShape
-    layers: dict[tuple[LayerKind, Recompute], LayerMemory] = field(default_factory=dict)
-    stages: dict[tuple[tuple[LayerKind, Recompute], ...], LayerMemory] = field(default_factory=dict)
+    schedule: Schedule
+    stages: Sequence[Sequence[LayerKind]]
+    recompute: Sequence[Sequence[Recompute]]
+    _layers: dict[tuple[LayerKind, Recompute], LayerMemory] = field(default_factory=dict)
+    _stages: dict[tuple[object, ...], StageMemory] = field(default_factory=dict)
+    _sizes: dict[tuple[Sequence[LayerKind], ...], tuple[RankSizes, float]] = field(default_factory=dict)
 
-    def of_stage(self, kinds: Sequence[LayerKind], modes: Sequence[Recompute]) -> LayerMemory:
-        """Return what all layers of a stage keep, and the largest that one takes while it runs."""
-        stage = tuple(zip(kinds, modes, strict=True))
-        if stage not in self.stages:
-            for kind in {*stage} - {*self.layers}:
-                self.layers[kind] = layer_memory(*kind, self.shape)
-            found = [self.layers[kind] for kind in stage]
-            self.stages[stage] = LayerMemory(
-                sum(one.until_inputs for one in found),
-                sum(one.until_weights for one in found),
-                max(one.running for one in found),
-            )
-        return self.stages[stage]
+    def activations(self, rank: RankHeld) -> RankActivations:
+        """Return the activations of a rank, and the sizes of its layers."""
+        kinds = tuple(self.stages[stage] for stage in rank.stages)
+        if kinds not in self._sizes:
+            self._sizes[kinds] = rank_sizes(self.shape, kinds), placeholder_gradients(self.shape, kinds)
+        sizes, placeholders = self._sizes[kinds]
+        own = [self._stage(stage) for stage in rank.stages]
+        return RankActivations(sizes, activation_peaks(rank, own, self.shape, placeholders))
+
+    def _stage(self, stage: int) -> StageMemory:
+        shape, schedule = self.shape, self.schedule
+        receives = stage + 1 < schedule.stages and schedule.exchanges_before(stage + 1)
+        at_once = shape.framework.weights_at_once(shape.plan, sends=schedule.exchanges_before(stage))
+        layers = tuple(zip(self.stages[stage], self.recompute[stage], strict=True))
+        if (layers, at_once, receives) not in self._stages:
+            for kind in {*layers} - {*self._layers}:
+                self._layers[kind] = layer_memory(*kind, shape)
+            found = [self._layers[kind] for kind in layers]
+            if receives and shape.framework.messages_divided:  # what is kept of the output is the piece
+                rest = shape.outside * (1 - 1 / shape.plan.tp)
+                found[-1] = replace(found[-1], until_inputs=found[-1].until_inputs - rest)
+            self._stages[layers, at_once, receives] = stage_memory(found, at_once=at_once, receives=receives)
+        return self._stages[layers, at_once, receives]
 
 
 def activation_peaks(
-    held: HeldMicrobatches, stages: Sequence[LayerMemory], layer_by_layer: Sequence[bool]
-) -> tuple[float, ...]:
-    """Return each rank's peak of kept activations in bytes, by the order of its actions.
+    rank: RankHeld, stages: Sequence[StageMemory], shape: StepShape, always: float
+) -> dict[tuple[Kind, bool], ActivationPeak]:
+    """Return a rank's peaks by the kind of the action, and whether a backward was before.
 
-    `layer_by_layer`: for each stage, whether a full backward computes each layer's weight gradient at once;
-    else those of a stage follow all its input gradients, see `Plan.overlap`.
+    `stages`: the memory of the rank's stages; `always`: bytes that each action takes.
     """
-    until_input = [round(stage.until_inputs) for stage in stages]
-    until_weight = [
-        0 if at_once and not held.schedule.splits else round(stage.until_weights)
-        for stage, at_once in zip(stages, layer_by_layer, strict=True)
-    ]
-    return tuple(map(float, held.peak_memory(until_input, until_weight)))
+    blocks = shape.framework.blocking_messages
+    sizes = [*(one.until_inputs for one in stages), *(one.until_weights for one in stages)]
+    received = (rank.received if blocks else rank.receive_buffers) * shape.outside
+    sent = 0.0 if blocks else rank.sending * shape.outside
+    peaks: dict[tuple[Kind, bool], ActivationPeak] = {}
+    for (place, kind, after), most in rank.starts.items():
+        kept = max(sum(map(mul, held, sizes)) for held in most) + received + (sent if after else 0.0)
+        added = stages[place]
+        peak = ActivationPeak(kept, added.most[kind] + always, added.last[kind] + always)
+        known = peaks.get((kind, after))
+        peaks[kind, after] = peak if known is None else peak.joined(known)
+    return peaks
 
 
-def state_bytes(shape: StepShape, count: float, largest: float) -> tuple[float, float, float, float]:
-    """Return four sizes in bytes of a rank: parameters, gradients, optimizer state, gathered buffers.
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of one stage for a micro-batch."""
 
-    `count`: the rank's parameters before sharding; `largest`: the parameters of its largest layer.
+    until_inputs: float
+    """Kept from the forward to the end of the input gradient."""
+    until_weights: float
+    """Kept from the end of the input gradient to that of the weight gradient, where `W` is an action."""
+    most: Mapping[Kind, float]
+    """The most that an action of each kind allocates: a forward beside what it keeps in the end, a backward
+    beside what is kept when it starts."""
+    last: Mapping[Kind, float]
+    """The same while the last of its layers runs."""
+
+
+def stage_memory(layers: Sequence[LayerMemory], *, at_once: bool, receives: bool) -> StageMemory:
+    """Return the memory of a stage, whose layers run one after another.
+
+    `at_once`: full backwards compute each layer's weight gradient at once, else after all input gradients.
+    `receives`: the last output's gradient is in a receive buffer, which is counted apart.
     """
-    plan = shape.plan
-    compute = ITEM[plan.precision or "fp32"]
-    master = ITEM[plan.master_precision or plan.precision or "fp32"]
-    ranks = plan.state_ranks if plan.strategy != "none" else 1
-    moments = shape.framework.moment_bytes
-    moments = 2 * master if moments is None else moments
-    optimizer = count / ranks * (moments + (master if plan.has_master else 0))
-    sharded = plan.strategy in ("gradients", "full") and plan.reduce == "each"
-    gradients = count * shape.gradient_item / (ranks if sharded else 1)
-    gathered = largest * shape.gradient_item if sharded and ranks > 1 else 0.0
-    if plan.strategy != "full" or ranks == 1:
-        return count * compute, gradients, optimizer, gathered
-    # The layer that runs and the next one are whole.
-    return count * compute / ranks, gradients, optimizer, gathered + 2 * largest * compute
+    kept = forward = 0.0
+    for layer in layers:
+        forward = max(forward, kept + layer.forward)
+        kept += layer.until_inputs
+    # Relative to the start of the action: `left` is what the layers until then have left allocated.
+    inputs, both, weights = [], [], []
+    left = left_at_once = left_of_weights = 0.0
+    received = layers[-1].gradient if receives else 0.0
+    for layer in reversed(layers):
+        running = layer.gradient - received + layer.backward
+        later, received = layer.until_weights - received, 0.0
+        inputs.append(left + running)
+        both.append(max(running, later + layer.weights - layer.until_inputs) + left_at_once)
+        weights.append(left_of_weights + layer.weights)
+        left += later - layer.until_inputs
+        left_at_once -= layer.until_inputs
+        left_of_weights -= later
+    if not at_once:  # while the last input gradient runs, all weight gradients may be allocated
+        both = [*inputs, max(inputs[-1], left + max(weights))]
+    passes = {Kind.F: [0.0, forward - kept], Kind.I: inputs, Kind.W: weights, Kind.B: both}
+    most = {kind: max(added) for kind, added in passes.items()}
+    return StageMemory(kept, -left_of_weights, most, {kind: added[-1] for kind, added in passes.items()})

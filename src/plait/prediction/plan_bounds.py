@@ -1,9 +1,10 @@
-"""Lower bounds of the step time and the memory of a plan, for every cut of the model into stages."""
+"""Lower bounds of the step time of a plan, for every cut of the model into stages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from plait.plan import Plan
 from plait.prediction.decoder import Decoder, LayerKind
@@ -11,22 +12,14 @@ from plait.prediction.framework import Framework
 from plait.prediction.hardware import Hardware
 from plait.prediction.layer_operations import StepShape
 from plait.prediction.layer_times import LayerTimer, LayerVariant, PassTimes, WholeLayerTimes
-from plait.prediction.memory_by_size import LayerMemory, layer_memory, state_bytes
+from plait.prediction.memory_bounds import KINDS, LINEAR, WHOLE, MemoryBounds
 from plait.prediction.step_end import gradient_transfers, optimizer_seconds
 from plait.prediction.step_times import NANOSECOND, StepTimes, hop_seconds
 
 ROUNDING = 1 - 1e-9
 """Bounds are lowered by it, so that no rounding of sums makes one larger than what it bounds."""
-KINDS: tuple[LayerKind, ...] = ("embedding", "attention", "mlp", "head")
-_WHOLE = ("1f1b", "gpipe", "interleaved")
-"""Policies with full backwards, of which a rank's last is one of its first stage. They may run in two parts,
-see `Framework.sends_inputs_first`."""
-_LINEAR = ("1f1b", "gpipe", "zb-h1", "zb-h2")
-"""Policies of one stage on each rank."""
 _CHUNKED = ("interleaved", "zb-v", "v-half")
 """Policies of several stages on each rank, of which that of the first forward is the rank's number."""
-_WARM = ("1f1b", "zb-h1", "zb-h2")
-"""Policies in which rank r holds p − r micro-batches or more at once."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +54,14 @@ class Bounds:
     _whole: dict[tuple[object, ...], dict[LayerVariant, WholeLayerTimes]] = field(default_factory=dict)
     _times: dict[tuple[object, ...], ModelTime] = field(default_factory=dict)
     _parameters: dict[int, tuple[float, float]] = field(default_factory=dict)
-    _memories: dict[tuple[object, ...], dict[LayerKind, LayerMemory]] = field(default_factory=dict)
+
+    def shape(self, plan: Plan) -> StepShape:
+        """Return what the sizes of a plan's layers depend on."""
+        return StepShape(self.model, plan, self.framework, self.batch / plan.dp / plan.microbatches)
 
     def timer(self, plan: Plan) -> LayerTimer:
         """Return the `LayerTimer` of a plan; plans with equal layers share the times that it has computed."""
-        shape = StepShape(self.model, plan, self.framework, self.batch / plan.dp / plan.microbatches)
+        shape = self.shape(plan)
         precision = self.framework.product_precision or plan.precision or "fp32"
         key = self._key(plan)
         known, whole = self._layers.setdefault(key, {}), self._whole.setdefault(key[:4], {})
@@ -120,7 +116,7 @@ class Bounds:
         - for one stage on each rank, what `pipeline_seconds` returns.
         """
         timer, ranks = self.timer(plan), plan.pp
-        whole, sends = policy in _WHOLE, self.framework.sends_inputs_first(plan)
+        whole, sends = policy in WHOLE, self.framework.sends_inputs_first(plan)
         at_once = policy is None or whole or self.framework.layer_by_layer
         time = self.model_time(plan, at_once=at_once)
         waits = whole and not sends  # stages before wait for weight gradients too
@@ -139,7 +135,7 @@ class Bounds:
             before, after_last = self._waits(plan, time, hop)
             work = plan.microbatches * (time.total - rounding) / ranks
             found = max(found, before + work + (max(sums, after_last) if waits else sums))
-        if policy in _LINEAR:
+        if policy in LINEAR:
             last = time.weights_part if whole and sends else 0.0
             part, hops = (1 - last, 2 * hop) if whole else (time.forward_part, hop)
             found = max(found, pipeline_seconds(time.total - rounding, plan, part, hops, last))
@@ -165,40 +161,14 @@ class Bounds:
     def memory(self, plan: Plan, policy: str | None = None, *, gathered: bool = True) -> float:
         """Return bytes that some rank allocates or reserves at least under a policy (None: any), for any cut.
 
-        Let rank r hold state c_r, and k_r micro-batches of a_r each at once. Then the largest memory is
-        M ≥ c_r + k_r · a_r for every r, and the (M − c_r) / k_r add up to the sum of the a_r at least. With
-        k_r = 1 that is the mean: when the last stage has run a forward, all keep a micro-batch. To the c_r of
-        one rank belongs the head's temporary memory, to that of one the buffers for the largest layer, which
-        count if `gathered`: they are all that plans with more copies of state need less of.
+        `gathered`: see `MemoryBounds.least`.
         """
-        shape, ranks = self.timer(plan).shape, plan.pp
-        layers = self._layer_memories(shape)
-        state = sum(state_bytes(shape, self._mean(plan), 0.0)[:3]) * ranks
-        state += layers["head"].running
-        every = 0.0
-        if gathered:
-            smallest = min(self.model.parameters(kind, plan.tp) for kind in KINDS)
-            every = state_bytes(shape, 0.0, smallest)[3]
-            state += state_bytes(shape, 0.0, self._largest(plan))[3] - every
-        kept = sum(self._number(kind) * one.until_inputs for kind, one in layers.items())
-        kept = max(kept - ranks, 0.0)  # a stage's activations are rounded to whole bytes
-        least = (state + kept) / ranks
-        if policy in _WARM:
-            at_once = [min(plan.microbatches, ranks - rank) for rank in range(ranks)]
-            least = max(least, (kept + state / at_once[0]) / sum(1 / count for count in at_once))
-        head = self.model.parameters_of(("head",), plan.tp)
-        alone = sum(state_bytes(shape, head, head if gathered else 0.0)) - 1
-        alone += layers["head"].until_inputs + layers["head"].running
-        return (max(least + every, alone) + self.hardware.reserved) * ROUNDING
+        least = self._memory.least(self.shape(plan), policy, gathered=gathered)
+        return (least + self.hardware.reserved) * ROUNDING
 
-    def _layer_memories(self, shape: StepShape) -> dict[LayerKind, LayerMemory]:
-        """Return the memory of a layer of each kind, all with the plan's recomputation."""
-        plan, recompute = shape.plan, shape.plan.recompute
-        assert not isinstance(recompute, tuple)
-        key = plan.tp, plan.cp, shape.rows, plan.sequence_parallel, recompute
-        if key not in self._memories:
-            self._memories[key] = {kind: layer_memory(kind, recompute, shape) for kind in KINDS}
-        return self._memories[key]
+    @cached_property
+    def _memory(self) -> MemoryBounds:
+        return MemoryBounds(self.model, self.framework)
 
     def _mean(self, plan: Plan) -> float:
         """Return the parameters of the model on a rank of `tp`, over the ranks of `pp`."""
@@ -247,7 +217,7 @@ def least_ends(step: StepTimes) -> list[float]:
         rounding = NANOSECOND * (1.5 * count * len(own) + rank)
         ends.append((before + count * work - rounding) * ROUNDING)
         before += passes[rank].forward.total + hop
-    if schedule.policy in _WHOLE:
+    if schedule.policy in WHOLE:
         sent = 0.0  # when the rank behind sends its last gradient
         for rank in reversed(range(schedule.ranks)):
             weights = passes[rank].weights.total if first else 0.0

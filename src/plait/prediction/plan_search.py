@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heappop, heappush
@@ -77,13 +79,14 @@ def search(
         )
     bounds = Bounds(model, hardware, batch, framework.on(hardware))
     queue = _PlanQueue(bounds, PlanSteps(bounds), base or Plan(), choices)
-    for division in found:
-        queue.add(division)
-    best: list[Plan] = []
-    while queue.entries and len(best) < most:
-        plan = queue.next()
-        if plan is not None:
-            best.append(plan)
+    with _collection_paused():
+        for division in found:
+            queue.add(division)
+        best: list[Plan] = []
+        while queue.entries and len(best) < most:
+            plan = queue.next()
+            if plan is not None:
+                best.append(plan)
     return PlanSearchResult(
         tuple(queue.steps.prediction(plan) for plan in best),
         queue.plans,
@@ -92,6 +95,18 @@ def search(
         queue.plans - queue.too_large - queue.fits,
         impossible,
     )
+
+
+@contextmanager
+def _collection_paused() -> Iterator[None]:
+    """Pause the collection of reference cycles: a search makes millions of objects, but no cycles."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 _Key = tuple[int, int, int, int, int]

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from plait.plan import Plan
 from plait.prediction.decoder import LayerKind, stage_kinds
 from plait.prediction.layer_operations import StepShape
-from plait.prediction.memory_by_size import RankActivations, rank_activations
-from plait.prediction.plan_bounds import KINDS, Bounds, least_ends
+from plait.prediction.memory_bounds import KINDS
+from plait.prediction.memory_by_size import RankActivations, RankMemories
+from plait.prediction.plan_bounds import Bounds, least_ends
+from plait.prediction.state_memory import RankSizes
 from plait.prediction.step_end import RankWork, latest_ends
 from plait.prediction.step_prediction import Prediction, costs_for_cut, prediction_of
 from plait.prediction.step_times import StepTimes, hides_sums, hop_seconds, stage_modes
-from plait.schedules.held_microbatches import HeldMicrobatches
+from plait.schedules.held_microbatches import HeldMicrobatches, RankHeld
 from plait.schedules.schedule import Schedule
 from plait.schedules.stage_cuts.schedule_and_cut import schedule_and_cut
 
@@ -26,7 +28,8 @@ class CutPipeline:
     schedule: Schedule
     cut: tuple[int, ...]
     stages: tuple[tuple[LayerKind, ...], ...]
-    held: HeldMicrobatches
+    ranks: tuple[RankHeld, ...]
+    """Those that may have most memory."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class PlanSteps:
                 limit=plan.memory_limit,
             )
             stages = stage_kinds(self.bounds.model.kinds, cut)
-            self._pipelines[key] = CutPipeline(schedule, cut, stages, HeldMicrobatches(schedule))
+            self._pipelines[key] = CutPipeline(schedule, cut, stages, _largest_ranks(schedule, stages))
         return self._pipelines[key]
 
     def step(self, plan: Plan) -> SharedStep:
@@ -97,15 +100,25 @@ class PlanSteps:
         return max(rank.with_state(shape, 0.0).allocated for rank in self._activations(plan, shape))
 
     def _activations(self, plan: Plan, shape: StepShape) -> tuple[RankActivations, ...]:
-        """Return what the ranks keep, without ranks that need no more than an equal one."""
+        """Return what the ranks keep; those of equal sizes count as one."""
         pipeline, layers = self.pipeline(plan), (plan.tp, plan.cp, shape.rows, plan.sequence_parallel)
         key = (plan.schedule, plan.chunks, plan.pp, plan.microbatches, *layers, plan.recompute)
         if key not in self._kept:
             modes = stage_modes(plan, pipeline.cut)
-            most: dict[tuple[float, ...], RankActivations] = {}
-            for rank in rank_activations(shape, pipeline.held, pipeline.stages, modes):
-                same = (rank.parameters, rank.largest, rank.running)
-                if same not in most or rank.kept > most[same].kept:
-                    most[same] = rank
+            most: dict[RankSizes, RankActivations] = {}
+            known = RankMemories(shape, pipeline.schedule, pipeline.stages, modes)
+            for rank in map(known.activations, pipeline.ranks):
+                same = most.get(rank.sizes)
+                most[rank.sizes] = rank if same is None else rank.joined(same)
             self._kept[key] = tuple(most.values())
         return self._kept[key]
+
+
+def _largest_ranks(schedule: Schedule, stages: Sequence[tuple[LayerKind, ...]]) -> tuple[RankHeld, ...]:
+    """Return the ranks that may have most memory: of those with equal stages the ones that hold most."""
+    messages = [schedule.exchanges_before(stage) for stage in range(schedule.stages)] + [False]
+    alike = [
+        tuple((stages[stage], messages[stage], messages[stage + 1]) for stage in schedule.stages_of(rank))
+        for rank in range(schedule.ranks)
+    ]
+    return tuple(HeldMicrobatches(schedule).largest(alike))

@@ -174,7 +174,7 @@ def hides_sums(shape: StepShape, schedule: Schedule, stage: int) -> bool:
     """Return whether the weight gradients of a stage's layers run during sums over `tp`."""
     if schedule.splits and not shape.framework.layer_by_layer:
         return False
-    return shape.framework.weights_at_once(shape.plan, stage)
+    return shape.framework.weights_at_once(shape.plan, sends=schedule.exchanges_before(stage))
 
 
 def hop_seconds(timer: LayerTimer) -> float:

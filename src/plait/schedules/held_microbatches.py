@@ -1,13 +1,16 @@
-"""How many micro-batches each rank of a schedule holds at once, for the memory of many models."""
+"""What each rank of a schedule holds when its actions start: micro-batches, gradients and receive buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import mul
+from operator import le
+from typing import NamedTuple
 
 from plait.schedules.action import Action, Kind
+from plait.schedules.messages import SENDS_IN_FLIGHT
 from plait.schedules.schedule import Schedule
 
 Held = tuple[int, ...]
@@ -17,43 +20,169 @@ MOST_COMPARED = 64
 """Counts that are compared with each other, to leave out the smaller ones; more are all kept."""
 
 
+class ActionStart(NamedTuple):
+    """The start of some of a rank's actions."""
+
+    place: int
+    """Which of the rank's stages it is, by its number among them."""
+    kind: Kind
+    after_backward: bool
+    """Whether the rank has run a backward before, so that gradients are allocated."""
+
+
+class RankHeld(NamedTuple):
+    """What one rank holds in a step, whatever a micro-batch takes on its stages."""
+
+    stages: tuple[int, ...]
+    starts: Mapping[ActionStart, tuple[Held, ...]]
+    """The largest counts with which actions start; a forward counts its own micro-batch. Left out are those
+    before a backward that are not larger than some after one."""
+    received: int
+    """The most inputs and gradients of other ranks in use, each until the weight gradient."""
+    receive_buffers: int
+    """Buffers for them, with one of each channel posted ahead."""
+    sending: int
+    """Gradients that are being sent, after the first backwards."""
+
+    def covers(self, other: RankHeld) -> bool:
+        """Return whether this rank holds at least what another with equal stages does."""
+        return self[2:] >= other[2:] and all(
+            _covered(held, self.starts.get(start, ()))
+            for start, most in other.starts.items()
+            for held in most
+        )
+
+
 @dataclass(frozen=True)
 class HeldMicrobatches:
-    """What the ranks of a schedule hold at their peaks, whatever a micro-batch takes on each stage."""
+    """What the ranks of a schedule hold when their actions start."""
 
     schedule: Schedule
 
     @cached_property
-    def peaks(self) -> tuple[tuple[Held, ...], ...]:
-        """Per rank, the counts of held micro-batches at which its memory may peak, whatever stages take."""
-        stages = map(self.schedule.stages_of, range(self.schedule.ranks))
-        return tuple(map(_most_held, self.schedule.actions, stages))
+    def ranks(self) -> tuple[RankHeld, ...]:
+        """What each rank holds."""
+        return tuple(_rank_held(self.schedule, rank) for rank in range(self.schedule.ranks))
 
-    def peak_memory(self, until_input: Sequence[int], until_weight: Sequence[int]) -> tuple[int, ...]:
-        """Return each rank's peak, as `peak_memory` does, from what a micro-batch takes on stages."""
-        found = []
-        for rank, peaks in enumerate(self.peaks):
-            own = self.schedule.stages_of(rank)
-            sizes = [*(until_input[stage] for stage in own), *(until_weight[stage] for stage in own)]
-            found.append(max(sum(map(mul, held, sizes)) for held in peaks))
-        return tuple(found)
+    def largest(self, alike: Sequence[object]) -> list[RankHeld]:
+        """Return the ranks that hold most: of those with equal stages, the ones that no other covers.
+
+        `alike`: for each rank a value that is equal for ranks with equal stages.
+        """
+        found: dict[object, list[RankHeld]] = {}
+        for key, rank in zip(alike, self.ranks, strict=True):
+            others = found.setdefault(key, [])
+            if not any(other.covers(rank) for other in others):
+                others[:] = [*(other for other in others if not rank.covers(other)), rank]
+        return [rank for ranks in found.values() for rank in ranks]
 
 
-def _most_held(actions: Sequence[Action], stages: Sequence[int]) -> tuple[Held, ...]:
-    place = {stage: number for number, stage in enumerate(stages)}
-    held, seen = [0] * (2 * len(stages)), set[Held]()
+def _rank_held(schedule: Schedule, rank: int) -> RankHeld:
+    stages = schedule.stages_of(rank)
+    first, later = _seen(schedule.actions[rank], stages)
+    starts: dict[ActionStart, tuple[Held, ...]] = {}
+    for (place, kind), counts in later.items():
+        starts[ActionStart(place, kind, True)] = _largest(counts)
+    for (place, kind), counts in first.items():
+        most = _largest(counts) if counts else ()
+        larger = tuple(
+            one for one in most if not _covered(one, starts.get(ActionStart(place, kind, True), ()))
+        )
+        if larger:
+            starts[ActionStart(place, kind, False)] = larger
+    in_use = _most_received(schedule, rank, starts)
+    peers = {schedule.rank_of[stage - 1] for stage in stages if schedule.exchanges_before(stage)}
+    return RankHeld(
+        stages,
+        starts,
+        in_use.total(),
+        sum(min(used + 1, _messages(schedule, rank, channel)) for channel, used in in_use.items()),
+        len(peers) * min(SENDS_IN_FLIGHT, schedule.microbatches),
+    )
+
+
+_Channel = tuple[int, Kind]
+"""The rank that sends; `F` for inputs, `I` for gradients."""
+_Seen = dict[tuple[int, Kind], set[Held]]
+"""The counts with which actions start, by stage and kind."""
+
+
+def _seen(actions: Sequence[Action], stages: Sequence[int]) -> tuple[_Seen, _Seen]:
+    """Return the counts with which actions start: until the first backward, and after it."""
+    place, width = {stage: number for number, stage in enumerate(stages)}, len(stages)
+    before: _Seen = {(number, kind): set() for number in range(width) for kind in Kind}
+    after: _Seen = {key: set() for key in before}
+    held, seen = [0] * (2 * width), before
     for stage, kind, _ in actions:
-        first, second = place[stage], place[stage] + len(stages)
+        here = place[stage]
         if kind is Kind.F:
-            held[first] += 1
-        elif kind is not Kind.W:
-            held[first] -= 1
-            held[second] += 1
-        seen.add(tuple(held))
-        if kind in (Kind.W, Kind.B):
-            held[second] -= 1
-    for axis in range(2 * len(stages)):  # of those that differ here only, the largest: leaves few to compare
-        largest: dict[Held, int] = {}
+            held[here] += 1
+            seen[here, kind].add((*held,))
+            continue
+        seen[here, kind].add((*held,))
+        seen = after
+        if kind is Kind.W:
+            held[width + here] -= 1
+        else:
+            held[here] -= 1
+            held[width + here] += kind is Kind.I
+    used = {key for key in before if before[key] or after[key]}
+    return {key: before[key] for key in used}, {key: after[key] for key in used if after[key]}
+
+
+def _most_received(
+    schedule: Schedule, rank: int, starts: Mapping[ActionStart, Sequence[Held]]
+) -> Counter[_Channel]:
+    """Return how many received tensors are in use, by channel, when most are."""
+    stages = schedule.stages_of(rank)
+    sources = [_sources(schedule, stage) for stage in stages]
+    inputs = [sum(kind is Kind.F for _, kind in one) for one in sources]
+    gradients = [len(one) - count for one, count in zip(sources, inputs, strict=True)]
+    weights = [*inputs, *map(len, sources)]
+
+    def used(start: ActionStart, held: Held) -> int:
+        own = gradients[start.place] if start.kind in (Kind.I, Kind.B) else 0
+        return own + sum(count * times for count, times in zip(held, weights, strict=True))
+
+    start, held = max(
+        ((start, held) for start, most in starts.items() for held in most), key=lambda one: used(*one)
+    )
+    found = Counter[_Channel]()
+    for place, stage_sources in enumerate(sources):
+        unfinished, later = held[place], held[len(stages) + place]
+        own = place == start.place and start.kind in (Kind.I, Kind.B)
+        for channel in stage_sources:
+            found[channel] += later + (unfinished if channel[1] is Kind.F else own)
+    return found
+
+
+def _messages(schedule: Schedule, rank: int, channel: _Channel) -> int:
+    """Return how many messages a rank receives on a channel."""
+    users = sum(channel in _sources(schedule, stage) for stage in schedule.stages_of(rank))
+    return users * schedule.microbatches
+
+
+def _sources(schedule: Schedule, stage: int) -> list[_Channel]:
+    """Return the other ranks that send a stage inputs and gradients."""
+    found = []
+    if schedule.exchanges_before(stage):
+        found.append((schedule.rank_of[stage - 1], Kind.F))
+    if stage + 1 < schedule.stages and schedule.exchanges_before(stage + 1):
+        found.append((schedule.rank_of[stage + 1], Kind.I))
+    return found
+
+
+def _covered(one: Held, others: Iterable[Held]) -> bool:
+    """Return whether no count is larger than that of some other."""
+    return any(all(map(le, one, other)) for other in others)
+
+
+def _largest(seen: set[Held]) -> tuple[Held, ...]:
+    """Return the counts that are not smaller than others in `seen`, or some more."""
+    for axis in range(len(next(iter(seen)))):
+        if len(seen) == 1:
+            break
+        largest: dict[Held, int] = {}  # of those that differ here only, the largest: leaves few to compare
         for one in seen:
             rest = one[:axis] + one[axis + 1 :]
             largest[rest] = max(one[axis], largest.get(rest, 0))
@@ -62,6 +191,6 @@ def _most_held(actions: Sequence[Action], stages: Sequence[int]) -> tuple[Held, 
         return tuple(sorted(seen, reverse=True))
     most: list[Held] = []
     for one in sorted(seen, key=lambda held: (sum(held), held), reverse=True):
-        if not any(all(map(int.__le__, one, other)) for other in most):
+        if not _covered(one, most):
             most.append(one)
     return tuple(most)

@@ -95,6 +95,10 @@ class Schedule:
         """Return the stages of `rank`, in model order."""
         return self._stages[rank]
 
+    def exchanges_before(self, stage: int) -> bool:
+        """Return whether `stage` and the stage before it are on different ranks, which exchange messages."""
+        return stage > 0 and self.rank_of[stage - 1] != self.rank_of[stage]
+
     @cached_property
     def _stages(self) -> tuple[tuple[int, ...], ...]:
         found: list[list[int]] = [[] for _ in self.actions]

@@ -12,13 +12,17 @@ from plait.model_size_rules import default_inner
 from plait.plan import Plan
 from plait.prediction.decoder import Decoder
 from plait.prediction.framework import PLAIT
-from plait.prediction.memory_by_size import PredictedMemory
+from plait.prediction.layer_memory import LayerMemory
+from plait.prediction.layer_operations import StepShape
+from plait.prediction.memory_by_size import PredictedMemory, stage_memory
 from plait.prediction.model_sizes import decoder_of
+from plait.prediction.state_memory import RankSizes, whole_gradients
 from plait.prediction.step_prediction import predict
+from plait.schedules.action import Kind
 
 SIZES: dict[str, Any] = {"layers": 4, "hidden": 256, "heads": 8, "vocab": 1000, "context": 128}
-# Layers on the CPU: RMS norms are not fused there, and keep copies in fp32.
-FRAMEWORK = replace(PLAIT, fused_norm=False)
+# Layers on the CPU: RMS norms and rotations are not fused there, and keep copies.
+FRAMEWORK = replace(PLAIT, composes_operations=True)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -43,14 +47,18 @@ QUICK = (
 """Each kind of option with one of the models; the full run has all."""
 
 
+ALLOWED = {"full": 0.04}
+"""Which layers are gathered while memory peaks is not known: the largest two that follow each other count."""
+
+
 @pytest.mark.parametrize(("name", "options"), in_quick(product(("gpt2", "llama"), OPTIONS), *QUICK))
-def test_within_five_percent_of_the_simulated_step(name: str, options: str) -> None:
+def test_within_one_percent_of_the_simulated_step(name: str, options: str) -> None:
     model = getattr(plait.models, name)(**SIZES)
     plan = Plan(microbatches=4, precision="bf16", **OPTIONS[options])
     expected = plait.memory(model, plan, rows=8, device="cpu").ranks
     found = predict(decoder_of(model), plan, "h100-sxm", rows=8, framework=FRAMEWORK).memory
     for rank, predicted in zip(expected, found, strict=True):
-        assert predicted.allocated == pytest.approx(rank.most, rel=0.05)
+        assert predicted.allocated == pytest.approx(rank.most, rel=ALLOWED.get(options, 0.01))
 
 
 def _memory(pp: int = 1, **framework: Any) -> PredictedMemory:
@@ -79,5 +87,41 @@ def test_placeholder_gradients_are_one_of_each_size_or_all() -> None:
 
 def test_recomputed_blocks_keep_one_input_for_attention_and_mlp() -> None:
     layers, blocks = _memory(recomputes_blocks=False), _memory(recomputes_blocks=True)
-    assert layers.activations - blocks.activations == 6 * 256 * 512 * 2
+    one = 256 * 512 * 2
+    head = one + 4 * 256  # it is no block: its norm's output and statistics are kept
+    assert layers.activations - blocks.activations == 6 * one - head
     assert blocks.temporary > layers.temporary
+
+
+def test_stages_free_what_they_keep_layer_by_layer() -> None:
+    layer = LayerMemory(until_inputs=10, until_weights=4, forward=12, backward=5, weights=1, gradient=2)
+    at_once = stage_memory([layer] * 3, at_once=True, receives=True)
+    assert at_once.until_inputs == 30
+    assert at_once.until_weights == 3 * 4 - 2  # the last gradient is in a receive buffer
+    assert at_once.most == {Kind.F: 2, Kind.I: 5, Kind.W: 1, Kind.B: 5}
+    assert at_once.last == {Kind.F: 2, Kind.I: 2 - 8 - 6 + 5, Kind.W: 1 - 2 - 4, Kind.B: 2 - 20 + 5}
+
+
+def test_weight_gradients_after_all_input_gradients_keep_more() -> None:
+    layer = LayerMemory(until_inputs=1, until_weights=4, forward=3, backward=5, weights=1, gradient=2)
+    at_once, later = (
+        stage_memory([layer] * 3, at_once=at_once, receives=False).most[Kind.B] for at_once in (True, False)
+    )
+    assert (at_once, later) == (7, 2 * (4 - 1) + 2 + 5)
+
+
+def test_whole_gradients_are_allocated_from_the_first_backward_on() -> None:
+    plan = Plan(dp=4, microbatches=2, precision="bf16", strategy="gradients")
+    sizes = RankSizes(whole=1000, twice=0, pair=150)
+    added = whole_gradients(_shape(plan), sizes, splits=False)
+    assert (added.of_layers(Kind.F), added.of_layers(Kind.B)) == (0, 2 * 150)
+    assert added.after_backward(Kind.F) == 2 * 1000
+    each = whole_gradients(_shape(replace(plan, reduce="each")), sizes, splits=False)
+    assert (each.after_backward(Kind.F), each.after_backward(Kind.B)) == (0, 2 * 150)
+    once = replace(plan, microbatches=1)
+    assert whole_gradients(_shape(once), sizes, splits=False).after_backward(Kind.F) == 0
+    assert whole_gradients(_shape(once), sizes, splits=True).after_backward(Kind.F) == 2 * 1000
+
+
+def _shape(plan: Plan) -> StepShape:
+    return StepShape(Decoder(layers=2, hidden=64, heads=4, vocab=100, context=32), plan, PLAIT, 1)
