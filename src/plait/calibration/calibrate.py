@@ -122,6 +122,7 @@ def hardware_of(found: Sequence[RankMeasurement]) -> Hardware:
         memory=min(one.memory for one in found),
         reserved=2.5 * 2**30 if first.accelerated else 0.0,
         host_memory=first.host_memory,
+        waiting_speedup=1.0,
         multiprocessors=first.multiprocessors,
         memory_bandwidth=bandwidth,
         peak=middle,
@@ -147,12 +148,14 @@ def hardware_of(found: Sequence[RankMeasurement]) -> Hardware:
 
 def _medians(steps: Sequence[StepSeconds]) -> StepSeconds:
     divided = [one.divided for one in steps if one.divided is not None]
+    pipelined = [one.pipelined for one in steps if one.pipelined is not None]
     return StepSeconds(
         median(one.small for one in steps),
         median(one.middle for one in steps),
         median(one.large for one in steps),
         median(one.recomputed for one in steps),
         median(divided) if divided else None,
+        median(pipelined) if pipelined else None,
     )
 
 

@@ -27,6 +27,8 @@ multiprocessors = {hardware.multiprocessors}
 [host]
 devices = {hardware.devices}
 memory_gib = {hardware.host_memory / GIB:.6g}
+# Above 1 where there were more ranks than cores.
+waiting_speedup = {hardware.waiting_speedup:.6g}
 
 [links]
 inside_gb = {hardware.inside.bandwidth / GB:.6g}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,6 +30,9 @@ LARGE = Decoder(layers=2, hidden=320, heads=8, vocab=1536, context=128, biases=T
 PLAN, _ROWS = Plan(microbatches=4), 8
 """Plan and sequences of a step of a model."""
 _RECOMPUTING = replace(PLAN, recompute="full")
+_PIPELINED = replace(PLAN, schedule="gpipe")
+_HALVINGS = 12
+"""Of the range in which a speedup is searched."""
 _SMALL_STEPS, _MIDDLE_STEPS, _LARGE_STEPS = 50, 25, 12
 _TURNS = 10
 """Repetitions after which the fitted figures no longer change each other."""
@@ -46,6 +50,8 @@ class StepSeconds:
     divided: float | None
     """Of the same without, its layers divided over the ranks; None for one rank, and where its heads cannot
     be divided."""
+    pipelined: float | None
+    """Of the large model as a pipeline of all ranks; None where each rank has a core of its own."""
 
 
 def measure_steps(group: Group, timer: Timer, *, divides: bool) -> StepSeconds:
@@ -63,13 +69,21 @@ def measure_steps(group: Group, timer: Timer, *, divides: bool) -> StepSeconds:
         timer(model_step(LARGE, group), times=_LARGE_STEPS),
         timer(model_step(MIDDLE, group, _RECOMPUTING), times=_MIDDLE_STEPS),
         divided,
+        _pipelined(group, timer, divides=divides),
     )
 
 
-def model_step(sizes: Decoder, group: Group, plan: Plan = PLAN) -> Callable[[], object]:
-    """Return a function that runs forward and backward of a model on the CPU, on each rank or over `tp`.
+def _pipelined(group: Group, timer: Timer, *, divides: bool) -> float | None:
+    shares = group.size > len(os.sched_getaffinity(0))
+    if not (divides and shares and group.size <= len(LARGE.kinds)):
+        return None
+    return timer(model_step(LARGE, group, replace(_PIPELINED, pp=group.size)), times=_LARGE_STEPS)
 
-    It returns when all ranks of the group are done. Communication: that of `tp`, and a barrier.
+
+def model_step(sizes: Decoder, group: Group, plan: Plan = PLAN) -> Callable[[], object]:
+    """Return a function that runs forward and backward of a model on the CPU, on each rank or over all.
+
+    It returns when all ranks of the group are done. Communication: that of the plan, and a barrier.
     """
     model = gpt2(
         layers=sizes.layers,
@@ -78,7 +92,7 @@ def model_step(sizes: Decoder, group: Group, plan: Plan = PLAN) -> Callable[[], 
         vocab=sizes.vocab,
         context=sizes.context,
     )
-    engine = parallelize(model, plan, Mesh(plan, device="cpu", alone=plan.tp == 1), loss=cross_entropy)
+    engine = parallelize(model, plan, Mesh(plan, device="cpu", alone=plan.world == 1), loss=cross_entropy)
     tokens = torch.zeros(_ROWS, sizes.context, dtype=torch.int64)
 
     def run() -> None:
@@ -95,12 +109,13 @@ def predicted_seconds(sizes: Decoder, hardware: Hardware, plan: Plan = PLAN) -> 
 
 
 def fitted_to_steps(hardware: Hardware, steps: StepSeconds) -> Hardware:
-    """Return `hardware` with fixed costs and a rate of products' bytes that predict the measured steps.
+    """Return `hardware` with the figures that predict the measured steps.
 
     From the small model's follows the fixed cost of an operation; from the large one's at which rate products
     read and write, as their operands are not in the caches that the products alone find them in; from the
     recomputed one's the fixed cost of a repeated layer; from the divided one's that of a collective, with the
-    time that one rank waits for the slower one.
+    time that one rank waits for the slower one; from the pipeline's how much faster ranks that share cores are
+    while others wait.
     """
     for _ in range(_TURNS):  # each has a little influence on the other model's step
         kernel = _at_which(steps.small, partial(_small, hardware))
@@ -113,7 +128,19 @@ def fitted_to_steps(hardware: Hardware, steps: StepSeconds) -> Hardware:
     if steps.divided is not None:
         collective = _at_which(steps.divided, partial(_divided, hardware), slower)
         hardware = _with(hardware, collective=max(collective, 0.0))
+    if steps.pipelined is not None:
+        hardware = replace(hardware, waiting_speedup=_speedup(hardware, steps.pipelined))
     return hardware
+
+
+def _speedup(hardware: Hardware, wanted: float) -> float:
+    """Return the `waiting_speedup` at which a pipeline's step takes `wanted` seconds, or the nearest."""
+    plan, least, most = replace(_PIPELINED, pp=hardware.devices), 1.0, float(hardware.devices)
+    for _ in range(_HALVINGS):
+        middle = (least + most) / 2
+        slow = predicted_seconds(LARGE, replace(hardware, waiting_speedup=middle), plan) > wanted
+        least, most = (middle, most) if slow else (least, middle)
+    return least
 
 
 def _small(hardware: Hardware, kernel: float) -> float:

@@ -77,6 +77,8 @@ class Hardware:
     reserved: float
     """Bytes of `memory` that the driver, communicators and fragmentation of the allocator take."""
     host_memory: float
+    waiting_speedup: float
+    """How many times as fast a rank computes while enough others wait: above 1 where ranks share cores."""
     multiprocessors: int
     """Units of a device that compute a tile of a product each; 0 on a CPU, whose rates depend on no tiles."""
     memory_bandwidth: float
@@ -109,7 +111,11 @@ _NUMBERS: Mapping[str, Mapping[str, tuple[float, float, float]]] = {
         "memory_bandwidth_gb": (GB, 0.001, 1e7),
         "multiprocessors": (1, 0, 1e5),
     },
-    "host": {"devices": (1, 1, 1e4), "memory_gib": (GIB, 0.001, 1e7)},
+    "host": {
+        "devices": (1, 1, 1e4),
+        "memory_gib": (GIB, 0.001, 1e7),
+        "waiting_speedup": (1, 1, 1000),
+    },
     "links": {
         "inside_gb": (GB, 1e-6, 1e6),
         "inside_latency_us": (MICRO, 0, 1e6),
@@ -211,6 +217,7 @@ def _parsed(found: Mapping[str, Any], source: str) -> Hardware:
         memory=device["memory_gib"],
         reserved=device["reserved_gib"],
         host_memory=host["memory_gib"],
+        waiting_speedup=host["waiting_speedup"],
         multiprocessors=int(device["multiprocessors"]),
         memory_bandwidth=device["memory_bandwidth_gb"],
         peak={name: _peak(name, value, source) for name, value in peaks.items()},

@@ -130,6 +130,11 @@ class LayerTimer:
         """The network of the plan's axes, which times transfers."""
         return Network(self.shape.plan, self.hardware)
 
+    @property
+    def speedup(self) -> float:
+        """How many times as fast a rank computes while enough others of a pipeline wait."""
+        return self.hardware.waiting_speedup if self.shape.plan.pp > 1 else 1.0
+
     def times(self, kind: LayerKind, recompute: Recompute, *, at_once: bool = True) -> PassTimes:
         """Return the times of a layer of `kind`.
 

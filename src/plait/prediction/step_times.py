@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 from itertools import chain, pairwise
 
@@ -23,7 +24,9 @@ from plait.prediction.step_end import (
 from plait.schedules.action import Kind
 from plait.schedules.event_simulation import Timing
 from plait.schedules.schedule import Schedule
+from plait.schedules.shared_simulation import simulate_shared
 from plait.schedules.simulation.costs import Costs
+from plait.schedules.simulation.timed_schedule import Cell
 from plait.schedules.simulation.timeline import Timeline, simulate
 
 NANOSECOND = 1e-9
@@ -83,7 +86,16 @@ class StepTimes:
 
     def timeline(self) -> Timeline:
         """Return the simulated actions with their times in nanoseconds."""
-        return simulate(self._executed(self.schedule), self.costs)
+        schedule, timing = self._executed(self.schedule), self._timing(self.hop)
+        found = simulate(schedule, self.costs)
+        if self.timer.speedup == 1:
+            return found
+        shared = simulate_shared(schedule.event_order, timing, self.timer.speedup)
+        cells = tuple(
+            tuple(Cell(action, round(start), round(end)) for action, start, end in zip(*row, strict=True))
+            for row in zip(schedule.actions, *shared, strict=True)
+        )
+        return replace(found, tick=Fraction(1), cells=cells, hop=max(timing.forward_hops))
 
     @cached_property
     def ends(self) -> tuple[float, ...]:
@@ -92,15 +104,21 @@ class StepTimes:
 
     def _ends(self, hop: float) -> tuple[float, ...]:
         timing = self._timing(hop)
-        ends = self._executed(self.schedule).event_order.last_ends(timing)
+        ends = self._last_ends(self.schedule, timing)
         if self.shorter is None:
             return tuple(end * NANOSECOND for end in ends)
-        before = self._executed(self.shorter).event_order.last_ends(timing)
+        before = self._last_ends(self.shorter, timing)
         left = self.timer.shape.plan.microbatches - self.schedule.microbatches
         repeats = left / (self.schedule.microbatches - self.shorter.microbatches)
         return tuple(
             (end + repeats * (end - earlier)) * NANOSECOND for end, earlier in zip(ends, before, strict=True)
         )
+
+    def _last_ends(self, schedule: Schedule, timing: Timing) -> Sequence[float]:
+        order = self._executed(schedule).event_order
+        if self.timer.speedup == 1:
+            return order.last_ends(timing)
+        return [ends[-1] for ends in simulate_shared(order, timing, self.timer.speedup).ends]
 
     def _timing(self, hop: float) -> Timing:
         blocks = self.timer.shape.framework.blocking_messages
@@ -151,7 +169,7 @@ class StepTimes:
         parts = Parts()
         for stage in self.schedule.stages_of(last):
             parts = parts + self.passes[stage].total
-        parts = parts.times(plan.microbatches)
+        parts = parts.times(plan.microbatches * self._busy(last))
         waiting = self.ends[last] - parts.total
         without = self._ends(0.0)[last] if self.hop else self.ends[last]
         pp = min(max(self.ends[last] - without, 0.0), max(waiting, 0.0))
@@ -168,6 +186,14 @@ class StepTimes:
             "optimizer": slowest[0],
             "host overhead": parts.host,
         }
+
+    def _busy(self, rank: int) -> float:
+        """Return the part of its actions' time that a rank needs for them: less where others wait."""
+        if self.timer.speedup == 1:
+            return 1.0
+        order, timing = self._executed(self.schedule).event_order, self._timing(self.hop)
+        shared, alike = (simulate_shared(order, timing, speedup) for speedup in (self.timer.speedup, 1.0))
+        return shared.busy(rank) / alike.busy(rank)
 
 
 def hides_sums(shape: StepShape, schedule: Schedule, stage: int) -> bool:

@@ -24,11 +24,15 @@ class EventOrder:
     stages: int
     steps: tuple[tuple[int, int, int, int], ...]
     """For each action: its rank, the position of the action whose message it needs (-1: none), the index of
-    the message's duration, and the index of its own, see `last_ends`."""
+    the message's duration, and the index of its own, see `durations`."""
+
+    def durations(self, timing: Timing) -> list[int]:
+        """Return the durations of actions, by the indices in `steps`."""
+        return [time for kind in _KINDS for time in timing.durations[kind]]
 
     def last_ends(self, timing: Timing) -> list[int]:
         """Return the end of each rank's last action, as `simulate_events` computes it."""
-        durations = [time for kind in _KINDS for time in timing.durations[kind]]
+        durations = self.durations(timing)
         hops = [*timing.forward_hops, *timing.backward_hops]
         now, ends = [0] * self.ranks, list[int]()
         append = ends.append

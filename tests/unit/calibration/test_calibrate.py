@@ -54,17 +54,20 @@ def test_steps_of_models_give_fixed_costs_and_the_rate_of_products_bytes() -> No
         rates=rates,
         multiprocessors=0,
         devices=2,
-        steps=StepSeconds(1e-3, 1.0, 1.0, 1.0, None),
+        steps=StepSeconds(1e-3, 1.0, 1.0, 1.0, None, None),
     )
     real = hardware_of([cpu])
     figures = replace(real.efficiency, kernel=5e-5, operands=0.125, repetition=3e-4, collective=7e-4)
-    real = replace(real, efficiency=figures)
+    real = replace(real, efficiency=figures, waiting_speedup=1.4)
     seconds = [predicted_seconds(one, real) for one in (SMALL, MIDDLE, LARGE)]
     seconds += [
         predicted_seconds(MIDDLE, real, replace(PLAN, **one)) for one in ({"recompute": "full"}, {"tp": 2})
     ]
+    seconds.append(predicted_seconds(LARGE, real, replace(PLAN, pp=2, schedule="gpipe")))
     steps = StepSeconds(*seconds)
-    found = hardware_of([replace(cpu, steps=steps)]).efficiency
+    machine = hardware_of([replace(cpu, steps=steps)])
+    assert machine.waiting_speedup == pytest.approx(1.4, rel=0.01)
+    found = machine.efficiency
     assert found.kernel == pytest.approx(5e-5, rel=1e-3)
     assert found.operands == pytest.approx(0.125, rel=1e-3)
     assert found.repetition == pytest.approx(3e-4, rel=1e-3)

@@ -35,9 +35,10 @@ PLANS = [
 ]
 
 
+@pytest.mark.parametrize("speedup", [1.0, 1.5])
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.schedule}-{plan.world}")
-def test_the_breakdown_adds_up_to_the_step_and_has_no_negative_part(plan: Plan) -> None:
-    found = predict(SMALL, plan, "h100-sxm")
+def test_the_breakdown_adds_up_to_the_step_and_has_no_negative_part(plan: Plan, speedup: float) -> None:
+    found = predict(SMALL, plan, replace(load_hardware("h100-sxm"), waiting_speedup=speedup))
     assert sum(found.breakdown.values()) == pytest.approx(found.step_seconds, rel=1e-12)
     assert min(found.breakdown.values()) >= -1e-6 * found.step_seconds
     assert found.step_seconds >= found.timeline.makespan * 1e-9 * (1 - 1e-9)
@@ -186,6 +187,21 @@ def test_nothing_is_hidden_on_hardware_that_moves_the_bytes_itself() -> None:
             for one in (True, False)
         )
         assert shown > 1.2 * hidden, axis
+
+
+def test_ranks_that_share_cores_are_faster_while_others_wait() -> None:
+    cpu = load_hardware("cpu-two-cores")
+    plan = Plan(pp=4, microbatches=4, schedule="gpipe")
+    alone, shared = (
+        predict(SMALL, plan, replace(cpu, waiting_speedup=speedup), rows=4) for speedup in (1.0, 2.0)
+    )
+    busy = sum(one.total.total for one in alone.times.passes) * 4 / 4  # micro-batches, ranks
+    assert busy < max(shared.times.ends) < max(alone.times.ends)
+    assert shared.timeline.makespan == pytest.approx(max(shared.times.ends) * 1e9)
+    one = replace(plan, pp=1, tp=4)  # none waits
+    assert predict(SMALL, one, replace(cpu, waiting_speedup=2.0), rows=4).times.seconds == (
+        predict(SMALL, one, cpu, rows=4).times.seconds
+    )
 
 
 def test_small_layers_are_limited_by_the_host() -> None:
