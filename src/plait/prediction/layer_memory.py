@@ -41,6 +41,15 @@ def layer_memory(kind: LayerKind, recompute: Recompute, shape: StepShape) -> Lay
     return found
 
 
+def sending_pieces(last: LayerMemory, shape: StepShape) -> LayerMemory:
+    """Return the memory of a stage's last layer whose ranks of `tp` each send and keep a piece of its output.
+
+    See `Framework.messages_divided`; what one keeps of an output that is a piece already stays.
+    """
+    rest = shape.outside - shape.activation / shape.plan.tp
+    return replace(last, until_inputs=max(last.until_inputs - rest, 0.0))
+
+
 def _embedding(recompute: Recompute, shape: StepShape) -> LayerMemory:
     decoder, plan, whole = shape.decoder, shape.plan, shape.activation
     indices = 8 * shape.tokens * (decoder.positions + (plan.tp > 1))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from plait.prediction.decoder import Decoder, LayerKind
 from plait.prediction.framework import Framework
-from plait.prediction.layer_memory import layer_memory
+from plait.prediction.layer_memory import layer_memory, sending_pieces
 from plait.prediction.layer_operations import StepShape
 from plait.prediction.state_memory import RankSizes, shards_gradients, state_bytes, whole_gradients
 from plait.schedules.action import Kind
@@ -23,7 +23,7 @@ _WARM = ("1f1b", "zb-h1", "zb-h2")
 """Policies in which rank r holds p − r micro-batches or more at once."""
 
 
-class _Parameters(NamedTuple):
+class ModelParameters(NamedTuple):
     """Parameters of a model on a rank of `tp`."""
 
     whole: float
@@ -52,7 +52,7 @@ class MemoryBounds:
 
     model: Decoder
     framework: Framework
-    _parameters: dict[int, _Parameters] = field(default_factory=dict)
+    _parameters: dict[int, ModelParameters] = field(default_factory=dict)
     _activations: dict[tuple[object, ...], _Activations] = field(default_factory=dict)
 
     def least(self, shape: StepShape, policy: str | None, *, gathered: bool = True) -> float:
@@ -60,11 +60,11 @@ class MemoryBounds:
 
         `gathered`: count what plans with more copies of state need less of: buffers for whole parameters, and
         pieces of gradients beside whole ones. It is the largest of three bounds: when the last stage has run
-        a forward and all keep a micro-batch; after a backward, when whole gradients are allocated too; and
-        that of a rank with the head alone.
+        a forward and all keep a micro-batch; after a backward, when whole gradients are allocated too, and
+        with one stage a rank the next micro-batch is kept; and that of a rank with the head alone.
         """
-        parameters, activations = self._counted(shape.plan.tp), self._kept(shape)
-        mean = _sizes(parameters.whole / shape.plan.pp)
+        parameters, activations = self.parameters(shape.plan.tp), self._kept(shape)
+        mean = _in_a_row(parameters.whole / shape.plan.pp)
         state, buffers = state_bytes(shape, mean), gathered and shards_gradients(shape.plan)
         pieces = sum(state[:3])
         least = self._held_at_once(shape, policy, pieces, buffers=buffers)
@@ -74,10 +74,10 @@ class MemoryBounds:
             after = self._held_at_once(shape, policy, both, buffers=buffers, after_backward=True)
             least = max(least, after)
         alone = (
-            sum(state_bytes(shape, _sizes(parameters.head))[:3]) + activations.head + activations.temporary
+            sum(state_bytes(shape, _in_a_row(parameters.head))[:3]) + activations.head + activations.temporary
         )
         alone += _buffers(shape, parameters.head, policy) if buffers else 0.0
-        return max(least, alone - 1)
+        return max(least, alone)
 
     def _held_at_once(
         self,
@@ -104,10 +104,11 @@ class MemoryBounds:
                 for count in self._buffered(shape, policy)
             )
             one += largest - every
-        if after_backward and policy not in LINEAR:  # the stage that runs may not be the largest
+        # After a backward the stage that runs may be the smallest of several, or no micro-batch may be left.
+        if after_backward and (policy not in LINEAR or held == 0):
             return state + every
         least = state + (activations.kept + one) / ranks
-        if policy in _WARM and held > 0:
+        if policy in _WARM:
             at_once = [min(held, ranks - rank) for rank in range(ranks)]
             whole = activations.kept + (state * ranks + one) / at_once[0]
             least = max(least, whole / sum(1 / count for count in at_once))
@@ -115,7 +116,7 @@ class MemoryBounds:
 
     def _buffered(self, shape: StepShape, policy: str | None) -> tuple[float, float]:
         """Return the parameters of layers that run one after another: on all ranks at least, and on one."""
-        counted = self._counted(shape.plan.tp)
+        counted = self.parameters(shape.plan.tp)
         if shape.plan.pp > 1 or policy not in LINEAR:  # a stage may have one layer
             return counted.smallest, counted.largest
         return counted.pair, counted.pair
@@ -128,18 +129,19 @@ class MemoryBounds:
         if key not in self._activations:
             layers = {kind: layer_memory(kind, recompute, shape) for kind in KINDS}
             kept = sum(layers[kind].until_inputs for kind in self.model.kinds)
-            if self.framework.messages_divided:  # at every cut a part of an output is freed
-                kept = max(kept - len(self.model.kinds) * shape.outside, 0.0)
+            if self.framework.messages_divided:  # at every cut
+                kept = sum(sending_pieces(layers[kind], shape).until_inputs for kind in self.model.kinds)
             head = layers["head"]
             self._activations[key] = _Activations(kept, head.until_inputs, head.backward)
         return self._activations[key]
 
-    def _counted(self, tp: int) -> _Parameters:
+    def parameters(self, tp: int) -> ModelParameters:
+        """Return the parameters of the model on a rank of `tp`."""
         if tp not in self._parameters:
             each = {kind: self.model.parameters(kind, tp) for kind in KINDS}
             pair = max(each[one] + each[other] for one, other in pairwise(self.model.kinds))
             whole, head = (self.model.parameters_of(kinds, tp) for kinds in (self.model.kinds, ("head",)))
-            self._parameters[tp] = _Parameters(whole, head, min(each.values()), max(each.values()), pair)
+            self._parameters[tp] = ModelParameters(whole, head, min(each.values()), max(each.values()), pair)
         return self._parameters[tp]
 
 
@@ -148,11 +150,11 @@ def _buffers(shape: StepShape, count: float, policy: str | None, *, after_backwa
 
     `after_backward`: of the parameters alone.
     """
-    sizes, kind = _sizes(count), Kind.B if policy in WHOLE else Kind.I
+    sizes, kind = _in_a_row(count), Kind.B if policy in WHOLE else Kind.I
     found = state_bytes(shape, sizes)[3]
     return found if after_backward else found + whole_gradients(shape, sizes, splits=False).of_layers(kind)
 
 
-def _sizes(count: float) -> RankSizes:
+def _in_a_row(count: float) -> RankSizes:
     """Return the sizes of a rank with layers of `count` parameters, all of which run one after another."""
     return RankSizes(count, 0.0, count)

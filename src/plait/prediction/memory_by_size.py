@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import mul
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from plait.plan import Recompute
 from plait.prediction.decoder import LayerKind
-from plait.prediction.layer_memory import LayerMemory, layer_memory
+from plait.prediction.layer_memory import LayerMemory, layer_memory, sending_pieces
 from plait.prediction.layer_operations import StepShape
 from plait.prediction.state_memory import (
     RankSizes,
@@ -29,6 +29,7 @@ class PredictedMemory:
 
     parameters: float
     gradients: float
+    """Kept ones, and whole ones beside pieces of them, where those are allocated at the peak."""
     optimizer: float
     activations: float
     """What unfinished micro-batches keep for their backward, and messages, when the action starts in which
@@ -51,19 +52,11 @@ class ActivationPeak(NamedTuple):
     """What unfinished micro-batches keep when the action starts, with messages."""
     running: float
     """The most that the action allocates beside it."""
-    last: float
-    """The most that it allocates while the last of its layers runs."""
 
-    @property
-    def total(self) -> float:
-        """The bytes at the peak."""
-        return self.kept + self.running
 
-    def joined(self, other: ActivationPeak) -> ActivationPeak:
-        """Return the larger of two peaks, with the larger memory while the last layer runs."""
-        last = max(self.kept + self.last, other.kept + other.last)
-        larger = self if self.total >= other.total else other
-        return ActivationPeak(larger.kept, larger.running, last - larger.kept)
+PeakKey: TypeAlias = tuple[Kind, bool]
+"""The kind of an action; whether the weight gradients of all layers may be allocated while it runs: after a
+backward, and while the last layer of the first one runs."""
 
 
 @dataclass(frozen=True)
@@ -71,20 +64,20 @@ class RankActivations:
     """Activation memory and parameter counts of a rank, from which a strategy gives the whole memory."""
 
     sizes: RankSizes
-    peaks: Mapping[tuple[Kind, bool], ActivationPeak]
-    """By the kind of the action, and whether the rank has run a backward before."""
+    peaks: Mapping[PeakKey, ActivationPeak]
+
+    @property
+    def splits(self) -> bool:
+        """Whether weight gradients are actions of their own."""
+        return any(kind is Kind.W for kind, _ in self.peaks)
 
     def with_state(self, shape: StepShape, reserved: float) -> PredictedMemory:
         """Return the rank's memory with parameters, gradients and optimizer state as the plan shards them."""
         parameters, gradients, optimizer, gathered = state_bytes(shape, self.sizes)
-        splits = any(kind is Kind.W for kind, _ in self.peaks)
-        added = whole_gradients(shape, self.sizes, splits=splits)
+        added = whole_gradients(shape, self.sizes, splits=self.splits)
         peaks = [(added.after_backward(Kind.F), 0.0, 0.0)]
         for (kind, after), peak in self.peaks.items():
-            in_use = added.after_backward(kind) if after else added.of_layers(kind)
-            peaks.append((in_use, peak.kept, peak.running))
-            if not after and kind is not Kind.F:  # the first backward has allocated all when it ends
-                peaks.append((added.after_backward(kind), peak.kept, peak.last))
+            peaks.append((added.after_backward(kind) if after else added.of_layers(kind), *peak))
         in_use, kept, running = max(peaks, key=sum)
         return PredictedMemory(parameters, gradients + in_use, optimizer, kept, running + gathered, reserved)
 
@@ -92,7 +85,7 @@ class RankActivations:
         """Return the activations of a rank that needs what either of two ranks of equal sizes does."""
         peaks = {**self.peaks}
         for key, peak in other.peaks.items():
-            peaks[key] = peak.joined(peaks[key]) if key in peaks else peak
+            peaks[key] = max(peak, peaks.get(key, peak), key=sum)
         return RankActivations(self.sizes, peaks)
 
 
@@ -140,17 +133,16 @@ class RankMemories:
             for kind in {*layers} - {*self._layers}:
                 self._layers[kind] = layer_memory(*kind, shape)
             found = [self._layers[kind] for kind in layers]
-            if receives and shape.framework.messages_divided:  # what is kept of the output is the piece
-                rest = shape.outside * (1 - 1 / shape.plan.tp)
-                found[-1] = replace(found[-1], until_inputs=found[-1].until_inputs - rest)
+            if receives and shape.framework.messages_divided:
+                found[-1] = sending_pieces(found[-1], shape)
             self._stages[layers, at_once, receives] = stage_memory(found, at_once=at_once, receives=receives)
         return self._stages[layers, at_once, receives]
 
 
 def activation_peaks(
     rank: RankHeld, stages: Sequence[StageMemory], shape: StepShape, always: float
-) -> dict[tuple[Kind, bool], ActivationPeak]:
-    """Return a rank's peaks by the kind of the action, and whether a backward was before.
+) -> dict[PeakKey, ActivationPeak]:
+    """Return the peaks of a rank's activations.
 
     `stages`: the memory of the rank's stages; `always`: bytes that each action takes.
     """
@@ -158,13 +150,15 @@ def activation_peaks(
     sizes = [*(one.until_inputs for one in stages), *(one.until_weights for one in stages)]
     received = (rank.received if blocks else rank.receive_buffers) * shape.outside
     sent = 0.0 if blocks else rank.sending * shape.outside
-    peaks: dict[tuple[Kind, bool], ActivationPeak] = {}
+    peaks: dict[PeakKey, ActivationPeak] = {}
     for (place, kind, after), most in rank.starts.items():
         kept = max(sum(map(mul, held, sizes)) for held in most) + received + (sent if after else 0.0)
-        added = stages[place]
-        peak = ActivationPeak(kept, added.most[kind] + always, added.last[kind] + always)
-        known = peaks.get((kind, after))
-        peaks[kind, after] = peak if known is None else peak.joined(known)
+        found = [(after, stages[place].most[kind])]
+        if not after and kind is not Kind.F:
+            found.append((True, stages[place].last[kind]))
+        for whole_gradients_in_use, running in found:
+            key, peak = (kind, whole_gradients_in_use), ActivationPeak(kept, running + always)
+            peaks[key] = max(peak, peaks.get(key, peak), key=sum)
     return peaks
 
 
@@ -180,7 +174,7 @@ class StageMemory:
     """The most that an action of each kind allocates: a forward beside what it keeps in the end, a backward
     beside what is kept when it starts."""
     last: Mapping[Kind, float]
-    """The same while the last of its layers runs."""
+    """The same of a backward while all weight gradients may be allocated, as its last layer runs."""
 
 
 def stage_memory(layers: Sequence[LayerMemory], *, at_once: bool, receives: bool) -> StageMemory:
@@ -197,17 +191,19 @@ def stage_memory(layers: Sequence[LayerMemory], *, at_once: bool, receives: bool
     inputs, both, weights = [], [], []
     left = left_at_once = left_of_weights = 0.0
     received = layers[-1].gradient if receives else 0.0
-    for layer in reversed(layers):
+    for layer, before in zip(reversed(layers), [*reversed(layers[:-1]), None], strict=True):
         running = layer.gradient - received + layer.backward
         later, received = layer.until_weights - received, 0.0
         inputs.append(left + running)
-        both.append(max(running, later + layer.weights - layer.until_inputs) + left_at_once)
+        weighing = later + layer.weights - layer.until_inputs + (before.gradient if before else 0.0)
+        both.append(max(running, weighing) + left_at_once)
         weights.append(left_of_weights + layer.weights)
         left += later - layer.until_inputs
         left_at_once -= layer.until_inputs
         left_of_weights -= later
-    if not at_once:  # while the last input gradient runs, all weight gradients may be allocated
+    if not at_once:  # its last part: the last input gradient, and all weight gradients
         both = [*inputs, max(inputs[-1], left + max(weights))]
-    passes = {Kind.F: [0.0, forward - kept], Kind.I: inputs, Kind.W: weights, Kind.B: both}
-    most = {kind: max(added) for kind, added in passes.items()}
-    return StageMemory(kept, -left_of_weights, most, {kind: added[-1] for kind, added in passes.items()})
+    backwards = {Kind.I: inputs, Kind.W: weights, Kind.B: both}
+    most = {kind: max(added) for kind, added in backwards.items()}
+    last = {kind: added[-1] for kind, added in backwards.items()}
+    return StageMemory(kept, -left_of_weights, {Kind.F: forward - kept, **most}, last)

@@ -53,7 +53,6 @@ class Bounds:
     _layers: dict[tuple[object, ...], dict[LayerVariant, PassTimes]] = field(default_factory=dict)
     _whole: dict[tuple[object, ...], dict[LayerVariant, WholeLayerTimes]] = field(default_factory=dict)
     _times: dict[tuple[object, ...], ModelTime] = field(default_factory=dict)
-    _parameters: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def shape(self, plan: Plan) -> StepShape:
         """Return what the sizes of a plan's layers depend on."""
@@ -114,6 +113,9 @@ class Bounds:
           stages on each rank after the wait for the first layers, one at least on each rank before;
         - the path of one micro-batch through all forwards and backwards, with its messages;
         - for one stage on each rank, what `pipeline_seconds` returns.
+
+        Where ranks share cores the first holds too, and the others for actions that are as short as they can
+        be, see `LayerTimer.speedup`.
         """
         timer, ranks = self.timer(plan), plan.pp
         whole, sends = policy in WHOLE, self.framework.sends_inputs_first(plan)
@@ -130,15 +132,17 @@ class Bounds:
         busy = plan.microbatches * (time.total - rounding) / ranks + sums
         path = time.forward + (backward if waits else time.inputs) - rounding
         path += 2 * chunks * (ranks - 1) * hop
-        found = max(busy, path)
+        found = max(busy, path / timer.speedup)
         if policy in _CHUNKED:
             before, after_last = self._waits(plan, time, hop)
             work = plan.microbatches * (time.total - rounding) / ranks
-            found = max(found, before + work + (max(sums, after_last) if waits else sums))
+            end = (before + work) / timer.speedup
+            found = max(found, end + (max(sums, after_last / timer.speedup) if waits else sums))
         if policy in LINEAR:
             last = time.weights_part if whole and sends else 0.0
             part, hops = (1 - last, 2 * hop) if whole else (time.forward_part, hop)
-            found = max(found, pipeline_seconds(time.total - rounding, plan, part, hops, last))
+            least = pipeline_seconds(time.total - rounding, plan, part, hops, last)
+            found = max(found, least / timer.speedup)
         return (found + after) * ROUNDING
 
     def _waits(self, plan: Plan, time: ModelTime, hop: float) -> tuple[float, float]:
@@ -172,17 +176,11 @@ class Bounds:
 
     def _mean(self, plan: Plan) -> float:
         """Return the parameters of the model on a rank of `tp`, over the ranks of `pp`."""
-        return self._sizes(plan.tp)[0] / plan.pp
+        return self._memory.parameters(plan.tp).whole / plan.pp
 
     def _largest(self, plan: Plan) -> float:
         """Return the parameters of the largest layer, which some rank has."""
-        return self._sizes(plan.tp)[1]
-
-    def _sizes(self, tp: int) -> tuple[float, float]:
-        if tp not in self._parameters:
-            whole = self.model.parameters_of(self.model.kinds, tp)
-            self._parameters[tp] = whole, max(self.model.parameters(kind, tp) for kind in KINDS)
-        return self._parameters[tp]
+        return self._memory.parameters(plan.tp).largest
 
 
 def pipeline_seconds(total: float, plan: Plan, part: float, hops: float, last: float = 0.0) -> float:
@@ -224,4 +222,4 @@ def least_ends(step: StepTimes) -> list[float]:
             before = passes[rank].backward - weights + hop - 2 * NANOSECOND
             sent = max(ends[rank] - weights - NANOSECOND, (sent + before) * ROUNDING)
             ends[rank] = max(ends[rank], sent + weights - NANOSECOND)
-    return ends
+    return [end / step.timer.speedup for end in ends]

@@ -87,6 +87,7 @@ def search(
             plan = queue.next()
             if plan is not None:
                 best.append(plan)
+        queue.entries.clear()  # they refer to the queue
     return PlanSearchResult(
         tuple(queue.steps.prediction(plan) for plan in best),
         queue.plans,
@@ -99,7 +100,7 @@ def search(
 
 @contextmanager
 def _collection_paused() -> Iterator[None]:
-    """Pause the collection of reference cycles: a search makes millions of objects, but no cycles."""
+    """Pause the collection of reference cycles: a search makes millions of objects, and breaks its cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:

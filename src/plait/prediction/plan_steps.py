@@ -105,11 +105,11 @@ class PlanSteps:
         key = (plan.schedule, plan.chunks, plan.pp, plan.microbatches, *layers, plan.recompute)
         if key not in self._kept:
             modes = stage_modes(plan, pipeline.cut)
-            most: dict[RankSizes, RankActivations] = {}
+            most: dict[tuple[RankSizes, bool], RankActivations] = {}
             known = RankMemories(shape, pipeline.schedule, pipeline.stages, modes)
             for rank in map(known.activations, pipeline.ranks):
-                same = most.get(rank.sizes)
-                most[rank.sizes] = rank if same is None else rank.joined(same)
+                alike = rank.sizes, rank.splits
+                most[alike] = rank.joined(most[alike]) if alike in most else rank
             self._kept[key] = tuple(most.values())
         return self._kept[key]
 

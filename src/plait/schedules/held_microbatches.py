@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import le
+from operator import ge, le
 from typing import NamedTuple
 
 from plait.schedules.action import Action, Kind
@@ -17,7 +17,7 @@ Held = tuple[int, ...]
 """For each of a rank's stages, micro-batches before their input gradient; then those between it and `W`."""
 
 MOST_COMPARED = 64
-"""Counts that are compared with each other, to leave out the smaller ones; more are all kept."""
+"""Up to so many counts are compared with each other, to leave out smaller ones; of more all are kept."""
 
 
 class ActionStart(NamedTuple):
@@ -46,7 +46,7 @@ class RankHeld(NamedTuple):
 
     def covers(self, other: RankHeld) -> bool:
         """Return whether this rank holds at least what another with equal stages does."""
-        return self[2:] >= other[2:] and all(
+        return all(map(ge, self[2:], other[2:])) and all(
             _covered(held, self.starts.get(start, ()))
             for start, most in other.starts.items()
             for held in most

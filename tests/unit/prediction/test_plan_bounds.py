@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -25,6 +26,7 @@ CPU = replace(
     multiprocessors=0,
     efficiency=replace(A100.efficiency, operands=0.2, activation=0.2, repetition=3e-4, collective=3e-4),
 )
+SHARED = replace(CPU, waiting_speedup=1.6)
 CHOICES = PlanChoices()
 
 
@@ -50,7 +52,7 @@ def _random_problem(random: Random) -> tuple[Decoder, Hardware, Plan, int]:
     plan = random.choice([*division.options(base, CHOICES)])
     policy, chunks = random.choice(division.schedules(len(model.kinds), CHOICES))
     plan = replace(plan, schedule=policy, chunks=chunks)
-    return model, random.choice((H100, A100, SLOW_LINKS, CPU)), plan, batch
+    return model, random.choice((H100, A100, SLOW_LINKS, CPU, SHARED)), plan, batch
 
 
 def _bounded(problem: tuple[Decoder, Hardware, Plan, int]) -> tuple[Bounds, Plan, Prediction]:
@@ -74,6 +76,27 @@ def _check(seed: int) -> None:
     assert bounds.memory(plan) <= used
     assert bounds.memory(plan, plan.schedule) <= used
     assert steps.memory(plan) == found.peak_memory
+    even = predict(
+        bounds.model, _evenly_cut(plan, bounds.model), bounds.hardware, rows=bounds.batch // plan.dp
+    )
+    assert bounds.memory(plan, plan.schedule) <= even.peak_memory + bounds.hardware.reserved
+    assert bounds.step_seconds(plan, plan.schedule, plan.chunks or 1) <= even.step_seconds
+
+
+def _evenly_cut(plan: Plan, model: Decoder) -> Plan:
+    """Return the plan with as many layers on each stage as possible, whatever they cost."""
+    layers, stages = len(model.kinds), plan.pp * (plan.chunks or 1)
+    cuts = [layers * stage // stages for stage in range(stages + 1)]
+    return replace(plan, layers_per_stage=tuple(end - start for start, end in pairwise(cuts)))
+
+
+def test_after_the_only_micro_batch_no_activations_are_bound() -> None:
+    model = replace(EVEN, layers=12, vocab=1000, context=2048)
+    plan = Plan(
+        pp=2, dp=8, strategy="full", precision="bf16", master_precision="fp32", layers_per_stage=(13, 13)
+    )
+    found = predict(model, plan, H100, rows=1)
+    assert Bounds(model, H100, 8, PLAIT).memory(plan, "1f1b") <= found.peak_memory + H100.reserved
 
 
 @pytest.mark.parametrize("seed", range(60))
