@@ -114,8 +114,8 @@ def fitted_to_steps(hardware: Hardware, steps: StepSeconds) -> Hardware:
     From the small model's follows the fixed cost of an operation; from the large one's at which rate products
     read and write, as their operands are not in the caches that the products alone find them in; from the
     recomputed one's the fixed cost of a repeated layer; from the divided one's that of a collective, with the
-    time that one rank waits for the slower one; from the pipeline's how much faster ranks that share cores are
-    while others wait.
+    time that one rank waits for the slower one; from the pipeline's how much faster ranks that share
+    cores are while others wait.
     """
     for _ in range(_TURNS):  # each has a little influence on the other model's step
         kernel = _at_which(steps.small, partial(_small, hardware))
