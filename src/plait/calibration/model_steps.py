@@ -109,7 +109,7 @@ def predicted_seconds(sizes: Decoder, hardware: Hardware, plan: Plan = PLAN) -> 
 
 
 def fitted_to_steps(hardware: Hardware, steps: StepSeconds) -> Hardware:
-    """Return `hardware` with the figures that predict the measured steps.
+    """Return `hardware` with fixed costs and rates set so that predictions equal the measured steps.
 
     From the small model's follows the fixed cost of an operation; from the large one's at which rate products
     read and write, as their operands are not in the caches that the products alone find them in; from the

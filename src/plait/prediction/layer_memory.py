@@ -11,7 +11,7 @@ from plait.prediction.layer_operations import StepShape, context_method, keys_re
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """Bytes of one layer for a micro-batch: what it keeps, and the most that its passes allocate."""
+    """Bytes of activations of a layer for one micro-batch: kept, and at most in each pass."""
 
     until_inputs: float
     """Kept from the forward to the end of the input gradient: the output and what is saved, not the input."""
@@ -42,7 +42,7 @@ def layer_memory(kind: LayerKind, recompute: Recompute, shape: StepShape) -> Lay
 
 
 def sending_pieces(last: LayerMemory, shape: StepShape) -> LayerMemory:
-    """Return the memory of a stage's last layer whose ranks of `tp` each send and keep a piece of its output.
+    """Return the memory of a stage's last layer, if each rank of `tp` keeps only the piece that it sends.
 
     See `Framework.messages_divided`; what one keeps of an output that is a piece already stays.
     """
@@ -89,7 +89,7 @@ def _head(recompute: Recompute, shape: StepShape) -> LayerMemory:
 
 
 def _loss(shape: StepShape, elements: float) -> LayerMemory:
-    """Return the memory of the loss beside the logits; `gradient`: theirs, where it is not in place."""
+    """Return the bytes of the cross-entropy beside the logits; `gradient`: theirs, if not in place."""
     logits, copy = elements * shape.item, 4 * elements
     if shape.framework.fused_loss:
         return LayerMemory(0.0, 0.0, 0.0, logits, gradient=logits)

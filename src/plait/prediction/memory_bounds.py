@@ -24,7 +24,7 @@ _WARM = ("1f1b", "zb-h1", "zb-h2")
 
 
 class ModelParameters(NamedTuple):
-    """Parameters of a model on a rank of `tp`."""
+    """Parameter counts of a model whose tensors are divided over the ranks of `tp`."""
 
     whole: float
     head: float
@@ -36,7 +36,7 @@ class ModelParameters(NamedTuple):
 
 
 class _Activations(NamedTuple):
-    """Bytes for one micro-batch."""
+    """Bytes of activations of one micro-batch."""
 
     kept: float
     """What all layers keep until their input gradients."""
@@ -48,7 +48,7 @@ class _Activations(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryBounds:
-    """Lower bounds for plans of one model."""
+    """Computes lower bounds of the memory of plans of one model, however it is cut into stages."""
 
     model: Decoder
     framework: Framework
@@ -56,7 +56,7 @@ class MemoryBounds:
     _activations: dict[tuple[object, ...], _Activations] = field(default_factory=dict)
 
     def least(self, shape: StepShape, policy: str | None, *, gathered: bool = True) -> float:
-        """Return bytes that some rank allocates at least under a policy (None: any).
+        """Return a number of bytes that at least one rank must allocate under a policy (None: any).
 
         `gathered`: count what plans with more copies of state need less of: buffers for whole parameters, and
         pieces of gradients beside whole ones. It is the largest of three bounds: when the last stage has run
@@ -88,7 +88,9 @@ class MemoryBounds:
         buffers: bool,
         after_backward: bool = False,
     ) -> float:
-        """Return bytes that some rank holds at least, with `state` and activations of all ranks in the mean.
+        """Return a number of bytes that at least one rank must hold, from the mean of all ranks.
+
+        `state`: bytes of parameters, gradients and optimizer state of the mean rank.
 
         Let rank r hold c_r of state, and k_r micro-batches of a_r each at once. Then the largest memory is
         M ≥ c_r + k_r · a_r for every r, and the (M − c_r) / k_r add up to the sum of the a_r at least. With
@@ -115,14 +117,14 @@ class MemoryBounds:
         return least + every
 
     def _buffered(self, shape: StepShape, policy: str | None) -> tuple[float, float]:
-        """Return the parameters of layers that run one after another: on all ranks at least, and on one."""
+        """Return the fewest parameters gathered at once: on every rank, and on the rank with most."""
         counted = self.parameters(shape.plan.tp)
         if shape.plan.pp > 1 or policy not in LINEAR:  # a stage may have one layer
             return counted.smallest, counted.largest
         return counted.pair, counted.pair
 
     def _kept(self, shape: StepShape) -> _Activations:
-        """Return the memory of activations, all with the plan's recomputation."""
+        """Return the bytes of activations of all layers, and of the head, for one micro-batch."""
         plan, recompute = shape.plan, shape.plan.recompute
         assert not isinstance(recompute, tuple)
         key = plan.tp, plan.cp, shape.rows, plan.sequence_parallel, recompute
@@ -136,7 +138,7 @@ class MemoryBounds:
         return self._activations[key]
 
     def parameters(self, tp: int) -> ModelParameters:
-        """Return the parameters of the model on a rank of `tp`."""
+        """Return the parameter counts of the model where its tensors are divided over `tp` ranks."""
         if tp not in self._parameters:
             each = {kind: self.model.parameters(kind, tp) for kind in KINDS}
             pair = max(each[one] + each[other] for one, other in pairwise(self.model.kinds))
@@ -156,5 +158,5 @@ def _buffers(shape: StepShape, count: float, policy: str | None, *, after_backwa
 
 
 def _in_a_row(count: float) -> RankSizes:
-    """Return the sizes of a rank with layers of `count` parameters, all of which run one after another."""
+    """Return the `RankSizes` of a rank with `count` parameters that are all gathered at once."""
     return RankSizes(count, 0.0, count)

@@ -46,7 +46,7 @@ class PredictedMemory:
 
 
 class ActivationPeak(NamedTuple):
-    """The largest memory of activations with which a rank runs some of its actions."""
+    """Bytes of activations at the moment when some actions of a rank need most."""
 
     kept: float
     """What unfinished micro-batches keep when the action starts, with messages."""
@@ -68,7 +68,7 @@ class RankActivations:
 
     @property
     def splits(self) -> bool:
-        """Whether weight gradients are actions of their own."""
+        """Whether the schedule runs weight gradients apart from input gradients, as zero-bubble ones do."""
         return any(kind is Kind.W for kind, _ in self.peaks)
 
     def with_state(self, shape: StepShape, reserved: float) -> PredictedMemory:
@@ -82,7 +82,7 @@ class RankActivations:
         return PredictedMemory(parameters, gradients + in_use, optimizer, kept, running + gathered, reserved)
 
     def joined(self, other: RankActivations) -> RankActivations:
-        """Return the activations of a rank that needs what either of two ranks of equal sizes does."""
+        """Return, for each kind of action, the larger of the peaks of two ranks with equal parameters."""
         peaks = {**self.peaks}
         for key, peak in other.peaks.items():
             peaks[key] = max(peak, peaks.get(key, peak), key=sum)
@@ -105,7 +105,7 @@ def predicted_memory(
 
 @dataclass(frozen=True)
 class RankMemories:
-    """Computes the activations of the ranks of `pp`; what equal stages and ranks need is computed once."""
+    """Computes the bytes of activations of each pipeline rank; equal stages are computed once."""
 
     shape: StepShape
     schedule: Schedule
@@ -116,7 +116,7 @@ class RankMemories:
     _sizes: dict[tuple[Sequence[LayerKind], ...], tuple[RankSizes, float]] = field(default_factory=dict)
 
     def activations(self, rank: RankHeld) -> RankActivations:
-        """Return the activations of a rank, and the sizes of its layers."""
+        """Return a rank's peaks of activations, and its parameter counts."""
         kinds = tuple(self.stages[stage] for stage in rank.stages)
         if kinds not in self._sizes:
             self._sizes[kinds] = rank_sizes(self.shape, kinds), placeholder_gradients(self.shape, kinds)
@@ -142,7 +142,7 @@ class RankMemories:
 def activation_peaks(
     rank: RankHeld, stages: Sequence[StageMemory], shape: StepShape, always: float
 ) -> dict[PeakKey, ActivationPeak]:
-    """Return the peaks of a rank's activations.
+    """Return the most bytes of activations on a rank, by the kind of action that reaches them.
 
     `stages`: the memory of the rank's stages; `always`: bytes that each action takes.
     """
@@ -164,7 +164,7 @@ def activation_peaks(
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of one stage for a micro-batch."""
+    """Bytes of activations of a pipeline stage for one micro-batch: kept, and at most in each pass."""
 
     until_inputs: float
     """Kept from the forward to the end of the input gradient."""
@@ -178,7 +178,7 @@ class StageMemory:
 
 
 def stage_memory(layers: Sequence[LayerMemory], *, at_once: bool, receives: bool) -> StageMemory:
-    """Return the memory of a stage, whose layers run one after another.
+    """Return the activation memory of a pipeline stage from that of its layers, first layer first.
 
     `at_once`: full backwards compute each layer's weight gradient at once, else after all input gradients.
     `receives`: the last output's gradient is in a receive buffer, which is counted apart.

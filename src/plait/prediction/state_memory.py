@@ -73,12 +73,12 @@ class WholeGradients:
     """Whether input gradients add to weight gradients, as those of biases and norms."""
 
     def of_layers(self, kind: Kind) -> float:
-        """Return the bytes in the first actions of `kind`."""
+        """Return the bytes while an action of `kind` runs, before any backward has ended."""
         adds = kind in (Kind.W, Kind.B) or (kind is Kind.I and self.inputs_add)
         return self.layer if adds else 0.0
 
     def after_backward(self, kind: Kind) -> float:
-        """Return the bytes in an action of `kind`, after a backward."""
+        """Return the bytes while an action of `kind` runs, once a backward has ended."""
         return max(self.always, self.of_layers(kind))
 
 
@@ -97,5 +97,5 @@ def whole_gradients(shape: StepShape, sizes: RankSizes, *, splits: bool) -> Whol
 
 
 def shards_gradients(plan: Plan) -> bool:
-    """Return whether ranks keep pieces of gradients."""
+    """Return whether each data-parallel rank keeps a piece of the gradients instead of all."""
     return plan.strategy in ("gradients", "full") and plan.state_ranks > 1

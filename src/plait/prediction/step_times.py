@@ -188,7 +188,7 @@ class StepTimes:
         }
 
     def _busy(self, rank: int) -> float:
-        """Return the part of its actions' time that a rank needs for them: less where others wait."""
+        """Return a rank's computing time as a fraction of what it would be if no other rank ever waited."""
         if self.timer.speedup == 1:
             return 1.0
         order, timing = self._executed(self.schedule).event_order, self._timing(self.hop)

@@ -21,7 +21,7 @@ MOST_COMPARED = 64
 
 
 class ActionStart(NamedTuple):
-    """The start of some of a rank's actions."""
+    """Identifies actions of a rank that start alike: same stage, same kind, before or after a backward."""
 
     place: int
     """Which of the rank's stages it is, by its number among them."""
@@ -31,7 +31,7 @@ class ActionStart(NamedTuple):
 
 
 class RankHeld(NamedTuple):
-    """What one rank holds in a step, whatever a micro-batch takes on its stages."""
+    """How many micro-batches, receive buffers and sent gradients one rank holds during a step."""
 
     stages: tuple[int, ...]
     starts: Mapping[ActionStart, tuple[Held, ...]]
@@ -45,7 +45,7 @@ class RankHeld(NamedTuple):
     """Gradients that are being sent, after the first backwards."""
 
     def covers(self, other: RankHeld) -> bool:
-        """Return whether this rank holds at least what another with equal stages does."""
+        """Return whether all counts of this rank are at least those of another with equal stages."""
         return all(map(ge, self[2:], other[2:])) and all(
             _covered(held, self.starts.get(start, ()))
             for start, most in other.starts.items()
@@ -55,17 +55,17 @@ class RankHeld(NamedTuple):
 
 @dataclass(frozen=True)
 class HeldMicrobatches:
-    """What the ranks of a schedule hold when their actions start."""
+    """Counts the micro-batches that each rank of a schedule holds when its actions start."""
 
     schedule: Schedule
 
     @cached_property
     def ranks(self) -> tuple[RankHeld, ...]:
-        """What each rank holds."""
+        """The counts of each rank."""
         return tuple(_rank_held(self.schedule, rank) for rank in range(self.schedule.ranks))
 
     def largest(self, alike: Sequence[object]) -> list[RankHeld]:
-        """Return the ranks that hold most: of those with equal stages, the ones that no other covers.
+        """Return the ranks that may need most memory: those whose counts no rank with equal stages exceeds.
 
         `alike`: for each rank a value that is equal for ranks with equal stages.
         """
@@ -108,7 +108,7 @@ _Seen = dict[tuple[int, Kind], set[Held]]
 
 
 def _seen(actions: Sequence[Action], stages: Sequence[int]) -> tuple[_Seen, _Seen]:
-    """Return the counts with which actions start: until the first backward, and after it."""
+    """Return how many micro-batches are held when actions start: until the first backward, and after it."""
     place, width = {stage: number for number, stage in enumerate(stages)}, len(stages)
     before: _Seen = {(number, kind): set() for number in range(width) for kind in Kind}
     after: _Seen = {key: set() for key in before}

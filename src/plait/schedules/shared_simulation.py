@@ -1,4 +1,4 @@
-"""Event simulation of ranks that share processors: while some wait, the others compute faster."""
+"""Simulates a pipeline schedule on ranks that share CPU cores: while some wait, the others are faster."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ class SharedTimes(NamedTuple):
     ends: list[list[float]]
 
     def busy(self, rank: int) -> float:
-        """Return how long a rank computes."""
+        """Return the total time in which a rank runs actions."""
         return sum(self.ends[rank]) - sum(self.starts[rank])
 
 
 def simulate_shared(order: EventOrder, timing: Timing, speedup: float) -> SharedTimes:
-    """Return the times of actions, each rank running its own in order, as early as possible.
+    """Return when each action of a schedule starts and ends, if ranks share CPU cores.
+
+    Each rank runs its actions in order, as early as possible.
 
     `timing`: durations while all ranks compute. Where k of n do, each is n / k times as fast, at most
     `speedup` times. Messages take as long as ever. Linear in the number of actions, times that of ranks.
