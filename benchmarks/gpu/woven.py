@@ -15,7 +15,8 @@ import plait
 def plan_of(work: Work, ranks: int, fields: Mapping[str, Any]) -> plait.Plan:
     """Return the plan that cuts the batch of `ranks` GPUs into micro-batches as large as the peers'."""
     microbatches = work.microbatches * ranks // fields.get("dp", 1)
-    return plait.Plan(precision="bf16", microbatches=microbatches, **fields)
+    formats = {"precision": "bf16", "master_precision": "bf16"}  # as the peers' models in bf16
+    return plait.Plan(microbatches=microbatches, **(formats | fields))
 
 
 def woven(
@@ -25,7 +26,7 @@ def woven(
     plan = plan_of(work, ranks, fields)
     mesh = plait.Mesh(plan, timeout=timeout)
     assert mesh.device.type == device.type
-    dtype = torch.bfloat16 if plan.master_precision is None else torch.float32
+    dtype = torch.bfloat16 if plan.master_precision == "bf16" else torch.float32
     model = with_values(work, mesh.device, dtype)
     engine = plait.parallelize(model, plan, mesh, loss=plait.cross_entropy)
     optimizer = optimizer_of(engine.parameters())

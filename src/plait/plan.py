@@ -29,6 +29,7 @@ _CHOICES = {
     "context_layout": ContextLayout,
 }
 _PRECISIONS = ("precision", "master_precision", "gradient_precision", "reduce_precision")
+_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +54,9 @@ class Plan:
     gradients, and reduce them once.
 
     `precision` is the dtype of parameters and activations, by default the model's. `master_precision` is that
-    of the parameters that the optimizer updates, `gradient_precision` that of gradient accumulation,
-    `reduce_precision` that of gradient reduction; each defaults to the one before (gradients to the
-    master's). `offload` keeps on the CPU a rank's parameters except during a step, or also its gradients and
+    of the parameters that the optimizer updates, by default fp32 where `precision` is bf16 or fp16, else the
+    same as `precision`; `gradient_precision` is that of gradient accumulation, by default the master's,
+    `reduce_precision` that of gradient reduction, by default that of accumulation. `offload` keeps on the CPU a rank's parameters except during a step, or also its gradients and
     optimizer state at all times (`full`).
 
     `recompute`: the operations that a layer's backward recomputes from its input: nothing, cheap operations
@@ -131,11 +132,7 @@ class Plan:
         for name in _PRECISIONS:
             if getattr(self, name) is not None:
                 _require_choice(name, getattr(self, name), get_args(Precision))
-        if self.precision == "fp16" and self.master_precision not in ("fp32", "fp64"):
-            raise PlanError(
-                f"plan.precision is 'fp16' and plan.master_precision is {self.master_precision!r}: small "
-                "steps of an optimizer are lost in half precision, so set plan.master_precision to 'fp32'."
-            )
+        self._require_masters()
         for name in ("loss_scale", "memory_limit"):
             _require_positive(name, getattr(self, name))
         if self.offload != "none" and self.strategy == "none":
@@ -159,6 +156,23 @@ class Plan:
                 _require_count("layers_per_stage", count)
             # A list would make the plan unhashable, and unequal to one with a tuple.
             object.__setattr__(self, "layers_per_stage", tuple(self.layers_per_stage))
+
+    def _require_masters(self) -> None:
+        """Set the default of `master_precision`; raise PlanError for masters narrower than they must be."""
+        if self.master_precision is None and self.precision in ("bf16", "fp16"):
+            # An update smaller than half a step between two 16-bit numbers would be rounded away.
+            object.__setattr__(self, "master_precision", "fp32")
+        master = self.master_precision
+        if self.precision == "fp16" and master not in ("fp32", "fp64"):
+            raise PlanError(
+                f"plan.precision is 'fp16' and plan.master_precision is {master!r}: small "
+                "steps of an optimizer are lost in half precision, so set plan.master_precision to 'fp32'."
+            )
+        if master is not None and self.precision is not None and _BYTES[master] < _BYTES[self.precision]:
+            raise PlanError(
+                f"plan.master_precision is {master!r}, narrower than plan.precision = {self.precision!r}, in "
+                f"which the layers compute: give {self.precision!r} or leave plan.master_precision out."
+            )
 
     def _require_recompute(self) -> None:
         modes = self.recompute

@@ -191,7 +191,8 @@ def test_a_model_in_half_precision_has_a_loss_scale(thread_ranks: Any) -> None:
 
 
 def test_sums_of_fewer_digits_than_asked_for_are_refused() -> None:
-    plan = Plan(dp=2, strategy="full", reduce="each", precision="bf16", gradient_precision="fp32")
+    formats = {"precision": "bf16", "master_precision": "bf16", "gradient_precision": "fp32"}
+    plan = Plan(dp=2, strategy="full", reduce="each", **formats)
     with pytest.raises(PlanError, match=r"add up in the torch\.bfloat16 .*choose reduce 'last'"):
         plait.memory(gpt2().build(), plan)
 

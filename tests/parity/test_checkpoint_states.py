@@ -48,6 +48,32 @@ def test_optimizers(thread_ranks: RankPool, tmp_path: Path, name: str) -> None:
     check_close(tensors_of(Path(end)), tensors_of(Path(never)), 1e-9)  # some divide noise by its size
 
 
+def in_bf16(path: str, master: Any, loads: bool) -> list[torch.dtype]:
+    """Save a run of one step or go on with it; return the dtypes of parameters and moments."""
+    plan = Plan(dp=2, strategy="optimizer", precision="bf16", master_precision=master)
+    with run_of(plan) as run:
+        if loads:
+            plait.load(run.engine, run.optimizer, path)
+        run.train(range(int(loads), 1 + loads))
+        if not loads:
+            plait.save(run.engine, run.optimizer, path)
+        moments = [state["exp_avg"].dtype for state in run.optimizer.state.values()]
+        return sorted({*moments, *(one.dtype for one in run.engine.parameters())}, key=str)
+
+
+def test_a_checkpoint_of_bf16_masters_goes_on_in_fp32_with_a_warning(
+    thread_ranks: RankPool, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "stop")
+    assert thread_ranks.run(in_bf16, path, "bf16", False, ranks=2)[0] == [torch.bfloat16]
+    assert thread_ranks.run(in_bf16, path, "bf16", True, ranks=2)[0] == [torch.bfloat16]  # without a warning
+    with pytest.warns(
+        UserWarning, match="updated in bfloat16, and the optimizer goes on in float32: "
+    ) as told:
+        assert thread_ranks.run(in_bf16, path, None, True, ranks=2)[0] == [torch.float32]
+    assert len(told) == 1  # of rank 0
+
+
 def grouped_by_stage(plan: Plan, path: str, *, loads: bool) -> list[float]:
     """Each stage has a group for each of its parameters, with a rate of its own."""
     with run_of(plan) as run:

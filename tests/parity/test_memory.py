@@ -99,11 +99,16 @@ OTHERS = {
     "chunked-loss-sequence": make(tp=2, sequence_parallel="regather", loss_rows=256),
     "chunked-loss-context": make(pp=2, cp=2, context_parallel="ring", schedule="zb-h1", loss_rows=40),
     "chunked-loss-mixed": Plan(
-        dp=2, microbatches=4, precision="bf16", gradient_precision="fp32", loss_rows=100
+        dp=2,
+        microbatches=4,
+        precision="bf16",
+        master_precision="bf16",
+        gradient_precision="fp32",
+        loss_rows=100,
     ),
     "offload-alone": make(strategy="full", offload="full"),
-    "sums": Plan(dp=2, microbatches=4, precision="bf16", gradient_precision="fp32"),
-    "mixed": Plan(dp=2, microbatches=4, precision="bf16", master_precision="fp32"),
+    "sums": Plan(dp=2, microbatches=4, precision="bf16", master_precision="bf16", gradient_precision="fp32"),
+    "mixed": Plan(dp=2, microbatches=4, precision="bf16"),
     "mixed-full": Plan(
         dp=2,
         microbatches=4,

@@ -121,7 +121,6 @@ def test_masters_in_fp32(thread_ranks: Any, strategy: Any, reduce_precision: Any
         strategy=strategy,
         microbatches=MICROBATCHES,
         precision="bf16",
-        master_precision="fp32",
         reduce_precision=reduce_precision,
         offload=offload,
     )
@@ -139,7 +138,12 @@ def test_masters_in_fp32(thread_ranks: Any, strategy: Any, reduce_precision: Any
 def test_sums_in_fp32_without_masters(thread_ranks: Any, strategy: Any) -> None:
     """The first step's gradients; the optimizer then rounds to what parameters are."""
     plan = Plan(
-        dp=2, strategy=strategy, microbatches=MICROBATCHES, precision="bf16", gradient_precision="fp32"
+        dp=2,
+        strategy=strategy,
+        microbatches=MICROBATCHES,
+        precision="bf16",
+        master_precision="bf16",
+        gradient_precision="fp32",
     )
     ranks = thread_ranks.run(train, plan, 1, ranks=2)
     _, gradients = by_hand(plan, 1)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -104,7 +105,9 @@ def test_the_optimizer_has_pieces_where_something_is_cut_or_offloaded(strategy: 
     ("precision", "master", "has_master"),
     [
         (None, None, False),
-        ("bf16", None, False),
+        ("fp32", None, False),
+        ("bf16", None, True),
+        ("fp16", None, True),
         ("bf16", "bf16", False),
         ("bf16", "fp32", True),
         (None, "fp32", True),
@@ -124,7 +127,23 @@ def test_without_a_strategy_nothing_is_offloaded(offload: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("master", [None, "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_masters_of_16_bit_training_are_fp32_unless_others_are_asked_for(precision: Any) -> None:
+    assert Plan(precision=precision) == Plan(precision=precision, master_precision="fp32")
+    assert Plan(precision=precision, master_precision="fp64").master_precision == "fp64"
+    assert Plan(precision="bf16", master_precision="bf16").master_precision == "bf16"
+    assert replace(Plan(), precision=precision).master_precision == "fp32"
+
+
+@pytest.mark.parametrize(("precision", "master"), [("fp64", "fp32"), ("fp32", "bf16"), ("fp64", "fp16")])
+def test_masters_of_fewer_digits_than_the_layers_compute_in_are_refused(precision: Any, master: Any) -> None:
+    with pytest.raises(
+        PlanError, match=rf"plan\.master_precision is {master!r}, narrower than .*{precision}"
+    ):
+        Plan(precision=precision, master_precision=master)
+
+
+@pytest.mark.parametrize("master", ["bf16", "fp16"])
 def test_half_precision_needs_a_master(master: Any) -> None:
     with pytest.raises(
         PlanError, match=rf"plan\.precision is 'fp16' and plan\.master_precision is {master!r}: "

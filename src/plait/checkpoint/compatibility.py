@@ -68,6 +68,26 @@ def require_model(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], ali
         )
 
 
+def precision_change(manifest: Manifest, pieces: Mapping[str, nn.Parameter]) -> str:
+    """Return a sentence about parameters that were updated in another precision when saved; "" if none.
+
+    `pieces`: this rank's parameters, as the optimizer updates them. Imported checkpoints, which record no run
+    of plait, say nothing of the precision in which they were trained.
+    """
+    if not manifest.run:
+        return ""
+    saved = {name: manifest.tensors[parameter_key(name)].torch_dtype for name in pieces}
+    changed = [name for name, one in pieces.items() if one.requires_grad and one.dtype != saved[name]]
+    if not changed:
+        return ""
+    before, now = (str(one).removeprefix("torch.") for one in (saved[changed[0]], pieces[changed[0]].dtype))
+    return (
+        f"the checkpoint holds {listed(changed)} as updated in {before}, and the optimizer goes on in {now}: "
+        "to go on as before, set plan.master_precision (by default fp32 for bf16 and fp16; it was the same as "
+        "plan.precision once)."
+    )
+
+
 def applicable_run_state(plan: Plan, manifest: Manifest) -> dict[str, Any]:
     """Return the saved `Engine.run_state`, without `order` if `plan` differs in schedule or memory limit."""
     wanted = {name: getattr(plan, name) for name in ("schedule", "memory_limit")}

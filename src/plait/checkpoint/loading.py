@@ -7,6 +7,7 @@ tensors of the model are there. Then each rank reads its own pieces, box by box.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from plait.checkpoint.box_reader import BoxReader, open_manifest, require_undamaged
 from plait.checkpoint.compatibility import (
     applicable_run_state,
+    precision_change,
     group_sources,
     require_compatible,
     require_same_groups,
@@ -43,7 +45,8 @@ def load(engine: Checkpointable, optimizer: torch.optim.Optimizer | None, path: 
     this rank's pieces and one tensor. Raises `CheckpointError` on all ranks, before anything is changed,
     where the checkpoint is missing, damaged (the message names the one before it) or of another model (it
     names the tensors), or the optimizer has other parameters or groups; `PlanError` for an optimizer that
-    does not work under the plan. Communication: the path, the options of groups and error messages, over
+    does not work under the plan. Rank 0 warns where the optimizer updated parameters in another precision when
+    they were saved. Communication: the path, the options of groups and error messages, over
     `world`.
     """
     if optimizer is not None:
@@ -58,6 +61,9 @@ def load(engine: Checkpointable, optimizer: torch.optim.Optimizer | None, path: 
         require_compatible(manifest, engine, optimizer)
     if optimizer is not None:
         _compare_groups(engine, optimizer, manifest)
+        change = precision_change(manifest, dict(engine.named_parameters()))
+        if change and mesh.rank == 0:
+            warnings.warn(f"{path}: {change}", stacklevel=2)
     _check_files(folder, manifest, mesh)
     _read_in_rounds(_read(engine, optimizer, manifest, folder), mesh)
     if manifest.run:  # empty in checkpoints that were imported

@@ -52,13 +52,13 @@ def state_bytes(shape: StepShape, sizes: RankSizes) -> tuple[float, float, float
     master = ITEM[plan.master_precision or plan.precision or "fp32"]
     ranks = plan.state_ranks if plan.strategy != "none" else 1
     moments = shape.framework.moment_bytes
-    moments = 2 * master if moments is None else moments
-    optimizer = count / ranks * (moments + (master if plan.has_master else 0))
+    optimizer = count / ranks * (2 * master if moments is None else moments)
     gradients = (count / ranks if shards_gradients(plan) else count + sizes.twice) * shape.gradient_item
     if plan.strategy != "full" or ranks == 1:
-        return count * compute, gradients, optimizer, 0.0
-    # The layer that runs and the next one are whole.
-    return count * compute / ranks, gradients, optimizer, sizes.pair * compute
+        masters = count / ranks * master if plan.has_master else 0
+        return count * compute, gradients, optimizer + masters, 0.0
+    # Pieces are kept in the optimizer's precision alone; the layer that runs and the next one are whole.
+    return count * master / ranks, gradients, optimizer, sizes.pair * compute
 
 
 @dataclass(frozen=True)

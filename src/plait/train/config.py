@@ -84,9 +84,7 @@ class Config(Section):
             **self.parallel.model_dump(exclude={"balance", "reorder"}),
             microbatches=self.train.microbatches,
             precision=self.train.precision,
-            # By default fp32 for 16-bit training, in which small updates would be rounded to zero.
-            master_precision=self.train.master_precision
-            or ("fp32" if self.train.precision in ("bf16", "fp16") else None),
+            master_precision=self.train.master_precision,
             gradient_precision=self.train.gradient_precision,
             reduce_precision=self.train.reduce_precision,
             loss_scale=self.train.loss_scale,

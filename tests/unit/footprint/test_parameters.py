@@ -103,7 +103,7 @@ def test_masters_are_beside_parameters() -> None:
 
 
 def test_sums_in_more_digits_than_parameters_have() -> None:
-    held = Account(precision="bf16", gradient_precision="fp32").after().held
+    held = Account(precision="bf16", master_precision="bf16", gradient_precision="fp32").after().held
     assert held[Category.PARAMETERS] == 2 * P / 2
     assert held[Category.GRADIENTS] == 2 * (P + P / 2)
 

@@ -19,14 +19,18 @@ MIXED = Plan(precision="bf16", master_precision="fp32")
     ("plan", "dtypes"),
     [
         (Plan(), (FP32, FP32, FP32, FP32)),
-        (Plan(precision="bf16"), (BF16, BF16, BF16, BF16)),
+        (Plan(precision="bf16"), (BF16, FP32, FP32, FP32)),
+        (Plan(precision="bf16", master_precision="bf16"), (BF16, BF16, BF16, BF16)),
         (MIXED, (BF16, FP32, FP32, FP32)),
         (
             Plan(precision="bf16", master_precision="fp32", gradient_precision="bf16"),
             (BF16, FP32, BF16, BF16),
         ),
         (Plan(precision="bf16", master_precision="fp32", reduce_precision="bf16"), (BF16, FP32, FP32, BF16)),
-        (Plan(precision="bf16", gradient_precision="fp32"), (BF16, BF16, FP32, FP32)),
+        (
+            Plan(precision="bf16", master_precision="bf16", gradient_precision="fp32"),
+            (BF16, BF16, FP32, FP32),
+        ),
     ],
 )
 def test_each_precision_is_that_before_it_unless_told(plan: Plan, dtypes: tuple[torch.dtype, ...]) -> None:
