@@ -8,6 +8,7 @@ mesh  ─ groups ─────────────────────
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from itertools import chain
 
@@ -20,6 +21,7 @@ from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.blueprint import Blueprint, shared_blueprint
 from plait.comm.consistency_check import ranks_unlike_first, require_same_text
 from plait.comm.mesh import Mesh
+from plait.comm.rank_device import device_change
 from plait.compilation.compiled_layer import LayerCompiler
 from plait.engine import Engine, Runtime
 from plait.engine.loss_stages import build_loss_stage
@@ -72,6 +74,7 @@ def parallelize(
     CommunicationError where they have different models or plans.
     """
     mesh.check_plan(plan)
+    warn_of_another_device(model, mesh)
     refuse_compiled_loss(loss)
     loss = as_loss(loss)
     blueprint, sequence = shared_blueprint(model, plan, rules, mesh.shared_results), sequence_of(model)
@@ -104,6 +107,15 @@ def parallelize(
         context=getattr(model, "context", None),
     )
     return Engine(runtime)
+
+
+def warn_of_another_device(model: nn.Module, mesh: Mesh) -> None:
+    """Warn on rank 0 where the model's tensors are moved to a device where its user may not expect them."""
+    tensors = chain(model.parameters(), model.buffers()) if isinstance(model, nn.Module) else ()
+    chosen_by_default = mesh.has_default_device and mesh.world == 1
+    change = device_change((one.device for one in tensors), mesh.device, by_default=chosen_by_default)
+    if change and mesh.rank == 0:
+        warnings.warn(change, stacklevel=3)
 
 
 def agreed_source(

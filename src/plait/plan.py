@@ -56,8 +56,9 @@ class Plan:
     `precision` is the dtype of parameters and activations, by default the model's. `master_precision` is that
     of the parameters that the optimizer updates, by default fp32 where `precision` is bf16 or fp16, else the
     same as `precision`; `gradient_precision` is that of gradient accumulation, by default the master's,
-    `reduce_precision` that of gradient reduction, by default that of accumulation. `offload` keeps on the CPU a rank's parameters except during a step, or also its gradients and
-    optimizer state at all times (`full`).
+    `reduce_precision` that of gradient reduction, by default that of accumulation. `offload`
+    keeps on the CPU a rank's parameters except during a step, or also its gradients and optimizer state at
+    all times (`full`).
 
     `recompute`: the operations that a layer's backward recomputes from its input: nothing, cheap operations
     (`selective`: all but matrix products and attention), or everything (`full`). A tuple has one entry for

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from plait import device
 from plait.comm import world as worlds
-from plait.comm.mesh import GridMesh
+from plait.comm.mesh import GridMesh, Mesh
+from plait.comm.rank_device import device_change
 from plait.comm.world import World
+from plait.composer import warn_of_another_device
 from plait.device import CPU, StreamEvent, accelerator_of_rank
 from plait.errors import MeshError
 
@@ -111,6 +115,70 @@ def test_the_device_of_a_rank_by_launcher(
     world = World(3, 4, 3, 4, launcher, "env://")
     expected = None if chosen is None else torch.device("cuda", chosen)
     assert worlds._accelerator(world, asked, environment) == expected
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in: torch says that there is a GPU, number 2 of which is the current one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda chosen: None)
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_a_process_by_itself_takes_the_gpu_that_torch_takes() -> None:
+    assert Mesh().device == torch.device("cuda", 2)
+    assert Mesh(alone=True).device == torch.device("cuda", 2)
+    assert GridMesh(rows=1, device="cpu").device == CPU
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_ranks_without_nccl_stay_on_the_cpu(thread_ranks: Any) -> None:
+    assert thread_ranks.run(lambda: Mesh().device.type, ranks=1) == ["cpu"]
+    assert thread_ranks.run(lambda: Mesh(dp=2).device.type, ranks=2) == ["cpu"] * 2
+
+
+@pytest.mark.parametrize(
+    ("tensors", "chosen", "by_default", "told"),
+    [
+        (
+            ["cuda:0"],
+            "cpu",
+            True,
+            "are on cuda, and the mesh's device is cpu, .*: give the mesh device='cuda'",
+        ),
+        (["cuda:0", "cpu"], "cpu", False, "are on cuda, and"),
+        (["cpu", "meta"], "cuda:0", True, "are on cpu, and the mesh's device is cuda:0"),
+        (["cpu"], "cuda:0", False, "^$"),
+        (["cpu", "meta"], "cpu", True, "^$"),
+        (["cuda:1", "meta"], "cuda:0", True, "^$"),
+        ([], "cuda:0", True, "^$"),
+    ],
+)
+def test_a_model_that_moves_to_another_device_is_told(
+    tensors: list[str], chosen: str, by_default: bool, told: str
+) -> None:
+    found = device_change(map(torch.device, tensors), torch.device(chosen), by_default=by_default)
+    assert re.search(told, found)
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_parallelize_warns_of_a_model_elsewhere() -> None:
+    model, mesh = nn.Sequential(nn.Linear(2, 2)), Mesh()
+    with pytest.warns(UserWarning, match="tensors are on cpu, and the mesh's device is cuda:2"):
+        warn_of_another_device(model, mesh)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "openmpi"])
+def test_a_process_that_has_not_joined_the_ranks_of_its_launcher_is_refused(
+    monkeypatch: pytest.MonkeyPatch, launcher: str
+) -> None:
+    names = {"torchrun": ("RANK", "WORLD_SIZE"), "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")}
+    for name, value in zip((*names[launcher], "MASTER_ADDR", "MASTER_PORT"), "12ab", strict=True):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(MeshError, match=f"{launcher} started this process as rank 1 of 2, and it has not"):
+        Mesh()
+    assert Mesh(alone=True).world == 1
 
 
 @pytest.mark.parametrize("visible", [0, 1, 2])

@@ -83,8 +83,7 @@ def precision_change(manifest: Manifest, pieces: Mapping[str, nn.Parameter]) -> 
     before, now = (str(one).removeprefix("torch.") for one in (saved[changed[0]], pieces[changed[0]].dtype))
     return (
         f"the checkpoint holds {listed(changed)} as updated in {before}, and the optimizer goes on in {now}: "
-        "to go on as before, set plan.master_precision (by default fp32 for bf16 and fp16; it was the same as "
-        "plan.precision once)."
+        "plan.master_precision decides (without it fp32 for bf16 and fp16; earlier versions had bf16)."
     )
 
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from plait.checkpoint.box_reader import BoxReader, open_manifest, require_undamaged
 from plait.checkpoint.compatibility import (
     applicable_run_state,
-    precision_change,
     group_sources,
+    precision_change,
     require_compatible,
     require_same_groups,
 )
@@ -45,9 +45,8 @@ def load(engine: Checkpointable, optimizer: torch.optim.Optimizer | None, path: 
     this rank's pieces and one tensor. Raises `CheckpointError` on all ranks, before anything is changed,
     where the checkpoint is missing, damaged (the message names the one before it) or of another model (it
     names the tensors), or the optimizer has other parameters or groups; `PlanError` for an optimizer that
-    does not work under the plan. Rank 0 warns where the optimizer updated parameters in another precision when
-    they were saved. Communication: the path, the options of groups and error messages, over
-    `world`.
+    does not work under the plan. Rank 0 warns where the optimizer updated the saved parameters in another
+    precision. Communication: the path, the options of groups and error messages, over `world`.
     """
     if optimizer is not None:
         engine.check_optimizer(optimizer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,16 +18,12 @@ from plait.comm.group import Group
 from plait.comm.handle import Handle
 from plait.comm.operation_watch import OperationWatch
 from plait.comm.point_to_point import receive, send
+from plait.comm.rank_device import device_of_rank, require_joined
 from plait.comm.traffic import Traffic
-from plait.comm.transport.interface import Ranks
 from plait.comm.transport.torch_distributed import TorchTransport
 from plait.comm.transport.world_ranks import Processes, current_ranks, joined_processes
 from plait.device import (
-    CPU,
     StreamEvent,
-    accelerator_of_rank,
-    current_accelerator,
-    default_device,
     is_accelerator,
     make_current,
 )
@@ -60,9 +55,10 @@ class GridMesh:
         """Make a group along every axis. All ranks of the world call it, with the same sizes.
 
         `timeout` is in seconds and holds for every wait. `device` is this rank's, by default
-        `cuda:LOCAL_RANK` where the backend is NCCL, else the CPU. `alone` makes a mesh of this rank only,
-        without the other ranks of its world. Raises `MeshError` for sizes whose product is not the number of
-        ranks in the world.
+        `cuda:LOCAL_RANK` where the backend is NCCL, the CPU where it is not, and the current GPU, if there is
+        one, where the process is no rank of a world. `alone` makes a mesh of this rank only, without the
+        other ranks of its world. Raises `MeshError` for sizes whose product is not the number of ranks in the
+        world, and in a process that a launcher started as one of several, but which has not joined them.
 
         `guarded` checks every collective of every group for consistency before it starts, and the bits of
         each tensor that enters a region of tensor parallelism: a difference is a `CommunicationError` on
@@ -78,11 +74,15 @@ class GridMesh:
             )
         self.sizes = dict(sizes)
         self._ranks = None if alone else current_ranks()
+        if self._ranks is None and not alone:
+            require_joined()
         self.rank, self.world = (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)
         self.shared_results: dict[Hashable, Any] = {} if self._ranks is None else self._ranks.shared_results
         """Results that one rank of this process has computed for all of them, keyed by their inputs."""
         self._check_world()
-        self.device = _device(device, self._ranks)
+        self.device = device_of_rank(device, self._ranks)
+        self.has_default_device = device is None
+        """Whether nobody has chosen the device."""
         make_current(self.device)
         self.timeout = float(timeout)
         self.guarded = guarded
@@ -284,20 +284,6 @@ class GridMesh:
         if not self.uses_nccl:
             return None
         return OperationWatch(self.rank, self.timeout, partial(StreamEvent, self.device))
-
-
-def _device(device: str | torch.device | None, ranks: Ranks | None) -> torch.device:
-    """Return this rank's device: `device`, or if None a GPU where the ranks use NCCL, else the CPU.
-
-    `cuda` without an index is this rank's GPU.
-    """
-    if device is None:
-        device = default_device() if ranks is not None and ranks.uses_nccl else CPU
-    chosen = torch.device(device)
-    if is_accelerator(chosen) and chosen.index is None:
-        own = os.environ.get("LOCAL_RANK")  # set by torchrun; else `join_world` has set the current device
-        return current_accelerator() if own is None else accelerator_of_rank(int(own))
-    return chosen
 
 
 class Mesh(GridMesh):

@@ -40,8 +40,8 @@ def _without_adapters(model: ModelConfig, vocab: int) -> nn.Sequential:
         "context": model.context,
     }
     if model.name == "gpt2":
-        return gpt2(**sizes, tied=model.tied)
-    return llama(**sizes, kv_heads=model.kv_heads, inner=model.inner, tied=model.tied)
+        return gpt2(**sizes, tied=model.is_tied)
+    return llama(**sizes, kv_heads=model.kv_heads, inner=model.inner, tied=model.is_tied)
 
 
 def initial_weights(config: ModelConfig, model: nn.Sequential, seed: int) -> dict[str, Any] | None:

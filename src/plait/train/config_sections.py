@@ -99,7 +99,11 @@ class ModelConfig(Section):
         default=None, description="tokens in the vocabulary; none: as many as the tokenizer has"
     )
     context: Count = Field(default=128, description="tokens in a sequence")
-    tied: bool = Field(default=True, description="whether the head shares the embedding's weight")
+    tied: bool | None = Field(
+        default=None,
+        description="whether the head shares the embedding's weight; none: as the family does, gpt2 yes, "
+        "llama no",
+    )
     lora: LoraConfig = LoraConfig()
 
     @model_validator(mode="before")
@@ -107,6 +111,11 @@ class ModelConfig(Section):
     def _sized(cls, given: object) -> object:
         name = given.get("name", OWN_MODELS[0]) if isinstance(given, dict) else OWN_MODELS[0]
         return given if name in OWN_MODELS or not isinstance(name, str) else with_folder_sizes(given)
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the head shares the embedding's weight: `tied`, or as `plait.models` has the family."""
+        return self.name == "gpt2" if self.tied is None else self.tied
 
     @property
     def folder(self) -> Path | None:

@@ -53,7 +53,7 @@ def configured_decoder(config: Config) -> Decoder:
         biases=not llama,
         positions=not llama,
         rotary=llama,
-        tied=model.tied,
+        tied=model.is_tied,
     )
 
 
