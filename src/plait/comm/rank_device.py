@@ -47,6 +47,6 @@ def device_change(tensors: Iterable[torch.device], chosen: torch.device, *, by_d
     if not elsewhere or (is_accelerator(chosen) and not by_default):
         return ""
     return (
-        f"the model's tensors are on {listed(elsewhere)}, and the mesh's device is {chosen}, to which they are "
-        f"copied: give the mesh device={elsewhere[0]!r} to train there."
+        f"the model's tensors are on {listed(elsewhere)}, and the mesh's device is {chosen}, to which they "
+        f"are copied: give the mesh device={elsewhere[0]!r} to train there."
     )
