@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 import plait
 from plait import device
 from plait.checkpoint import saving
-from plait.comm import mesh
+from plait.comm import mesh, rank_device
 from plait.comm.transport.local.stream_rules import Part, StreamOperation, StreamRules
 from plait.comm.transport.local.transport import RankThread, current_local_rank
 from plait.device import StreamEvent
@@ -253,7 +253,7 @@ def stand_for_gpus(monkeypatch: pytest.MonkeyPatch, order: AccessOrder) -> None:
     for name, new in _device_room(order).items():
         original = getattr(device, name)
         for module in [one for path, one in sys.modules.items() if path.startswith("plait.")]:
-            if getattr(module, name, None) is original and module not in (device, mesh):
+            if getattr(module, name, None) is original and module not in (device, mesh, rank_device):
                 monkeypatch.setattr(module, name, new)
     start, join, resize = threading.Thread.start, threading.Thread.join, torch.UntypedStorage.resize_
     after = saving._after

@@ -119,7 +119,8 @@ def states() -> list[Any]:
 
 @pytest.mark.parametrize(("strategy", "precision", "ranks"), states())
 def test_state_is_that_of_the_formula(rank_pool: Any, strategy: Any, ranks: int, precision: Any) -> None:
-    plan = Plan(dp=ranks, strategy=strategy, reduce="each", microbatches=MICROBATCHES, precision=precision)
+    formats = {"precision": precision, "master_precision": precision}
+    plan = Plan(dp=ranks, strategy=strategy, reduce="each", microbatches=MICROBATCHES, **formats)
     item = ITEM[precision]
     for counted, elements in rank_pool.run(state_of, plan, ranks=ranks):
         expected = STATE[strategy](item, item, 2 * item, ranks) * elements
@@ -129,7 +130,7 @@ def test_state_is_that_of_the_formula(rank_pool: Any, strategy: Any, ranks: int,
 @pytest.mark.parametrize("strategy", ["optimizer", "gradients", "full"])
 def test_state_with_masters(rank_pool: Any, strategy: Any) -> None:
     """bf16 for layers, fp32 for gradients, masters and both moments."""
-    plan = Plan(dp=2, strategy=strategy, reduce="each", precision="bf16", master_precision="fp32")
+    plan = Plan(dp=2, strategy=strategy, reduce="each", precision="bf16")
     for counted, elements in rank_pool.run(state_of, plan, ranks=2):
         pieces = {"optimizer": (2 + 4, 12), "gradients": (2, 4 + 12), "full": (0, 4 + 12)}[strategy]
         expected = (pieces[0] + pieces[1] / 2) * elements

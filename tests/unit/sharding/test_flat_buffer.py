@@ -135,7 +135,7 @@ def test_the_gradients_of_pieces_are_views_of_what_was_reduced(strategy: Any) ->
     "precisions",
     [
         {"gradient_precision": "bf16"},
-        {"precision": "bf16", "gradient_precision": "fp32"},
+        {"precision": "bf16", "master_precision": "bf16", "gradient_precision": "fp32"},
         {"precision": "bf16", "master_precision": "fp32", "gradient_precision": "bf16"},
     ],
     ids=str,
