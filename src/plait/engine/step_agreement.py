@@ -1,0 +1,143 @@
+"""Comparison of what all ranks must do alike in a step, besides their batches: optimizer, clipping, settings.
+
+    over world          the calls of `forward_backward`, the arguments of `clip_grad_norm_` and
+                        `parameter_groups`, the loss scale, torch's settings
+    over world          of ranks that train: how often gradients were added up, and the optimizer's class,
+                        defaults and steps
+    over dp_cp and tp   the optimizer and the options of each parameter
+
+An optimizer is known when it is given to an engine, or from its first step. Ranks compare at their first call
+of `forward_backward` and of `clip_grad_norm_`, at the second, the fourth, the eighth …: others cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from weakref import WeakKeyDictionary
+
+from torch.optim.optimizer import Optimizer
+
+from plait.comm.consistency_check import different_texts, shown
+from plait.engine.runtime_objects import Runtime
+from plait.errors import CommunicationError, PlaitError
+from plait.layers.fingerprint import settings_lines
+from plait.layers.value_text import ValueTexts
+from plait.pipeline.loss_scale import LossScale
+from plait.sharding.optimizer_check import is_free_of_order
+
+_NOT_OPTIONS = ("params", "param_names")
+
+
+class StepAgreement:
+    """Notes what this rank does in steps, and compares it with the other ranks."""
+
+    def __init__(self, runtime: Runtime, scale: LossScale) -> None:
+        """`scale`: the engine's loss scale."""
+        self._mesh, self._dropout, self._scale = runtime.mesh, runtime.dropout, scale
+        parameters = dict(runtime.named_parameters())
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._trains = any(parameter.requires_grad for parameter in parameters.values())
+        self._calls: Counter[str] = Counter()
+        self._accumulated = 0
+        """Calls of `forward_backward` since gradients were None."""
+        self._options: dict[str, object] = {}
+        """Those of the latest calls, by name."""
+        self._decays: set[float] = set()
+        """With which weight decays parameter groups were made."""
+        self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        """How many steps each optimizer has taken since ranks compared."""
+        self._latest: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        """After which call of `forward_backward` each optimizer stepped, or was given, last."""
+
+    def note_decay(self, weight_decay: float) -> None:
+        """Note that groups of parameters were made with this weight decay for matrices."""
+        self._decays.add(weight_decay)
+
+    def note_optimizer(self, optimizer: Optimizer, steps: int = 1) -> None:
+        """Note that an optimizer of this engine is about to take some steps, or was given to the engine."""
+        self._steps[optimizer] = self._steps.get(optimizer, 0) + steps
+        self._latest[optimizer] = self._calls["forward_backward"]
+
+    def note_gradients(self, *, anew: bool) -> None:
+        """Note that a step adds to this rank's gradients, which begin `anew`."""
+        self._accumulated = 1 if anew else self._accumulated + 1
+
+    def compare_at(self, call: str, **options: object) -> None:
+        """Compare with the other ranks at the first, second, fourth, eighth … `call` of its kind.
+
+        `options`: those of the call. Communication: as `compare`. Raises CommunicationError.
+        """
+        self._calls[call] += 1
+        self._options |= options
+        if self._calls[call].bit_count() == 1:
+            self.compare(call, CommunicationError)
+
+    def compare(self, call: str, error_type: type[PlaitError]) -> None:
+        """Raise an `error_type` on every rank of a group whose ranks differ.
+
+        Communication: 256 bytes over `world`, twice, and over `dp_cp` and `tp`; more where ranks differ.
+        """
+        alike = [*settings_lines(), f"engine.passes = {self._dropout.step}"]
+        alike += [f"the loss scale = {self._scale.value}"]
+        alike += [f"calls of {name} = {count}" for name, count in sorted(self._calls.items())]
+        alike += [f"{name} = {ValueTexts().of(one)}" for name, one in sorted(self._options.items())]
+        self._require("world", alike, call, error_type)
+        latest = max(self._latest.values(), default=0)
+        optimizers = [one for one, when in self._latest.items() if when == latest]
+        self._require("world", self._of_training_ranks(optimizers), call, error_type, optional=True)
+        for axis in ("dp_cp", "tp"):
+            self._require(axis, self._of_parameters(optimizers), call, error_type, optional=True)
+        self._steps.clear()
+
+    def _require(
+        self,
+        axis: str,
+        lines: Iterable[str],
+        call: str,
+        error_type: type[PlaitError],
+        *,
+        optional: bool = False,
+    ) -> None:
+        group = self._mesh.group(axis)
+        text = "".join(f"{line}\n" for line in lines)
+        versions = different_texts(text, group, self._mesh.device, about=call, optional=optional)
+        if versions:
+            raise error_type(
+                f"the ranks of {axis} do not agree ({call}; {shown(versions)}): make the same calls with the "
+                "same optimizer and options on each, in each step."
+            )
+
+    def _of_training_ranks(self, optimizers: list[Optimizer]) -> Iterator[str]:
+        """Yield what ranks with trainable parameters have alike; with one optimizer each, also that."""
+        if not self._trains:
+            return
+        yield f"calls of forward_backward since zero_grad = {self._accumulated}"
+        if len(optimizers) == 1:
+            optimizer, texts = optimizers[0], ValueTexts()
+            yield f"optimizer = {texts.of_class(type(optimizer))}"
+            yield from (
+                f"optimizer.defaults, {key} = {texts.of(one)}" for key, one in _options(optimizer.defaults)
+            )
+            decays = [group["weight_decay"] for group in optimizer.param_groups if "weight_decay" in group]
+            if len(decays) == 2 and decays[0] in self._decays and decays[1] == 0:
+                yield f"engine.parameter_groups, weight_decay = {decays[0]}"
+            yield f"steps of the optimizer since ranks compared = {self._steps.get(optimizer, 0)}"
+
+    def _of_parameters(self, optimizers: list[Optimizer]) -> Iterator[str]:
+        """Yield the optimizer and options of each parameter; in order where an optimizer may need it."""
+        texts = ValueTexts()
+        lines: list[str] = []
+        for optimizer in optimizers:
+            kind, numbered = texts.of_class(type(optimizer)), not is_free_of_order(optimizer)
+            for group in optimizer.param_groups:
+                options = ", ".join(f"{key}={texts.of(value)}" for key, value in _options(group))
+                named = (self._names[id(one)] for one in group["params"] if id(one) in self._names)
+                place = f"number {len(lines)}, " if numbered else ""
+                lines += [f"{name} = {place}{kind}({options})" for name in named]
+        yield from sorted(lines)
+
+
+def _options(group: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """Yield the options of a parameter group, or the defaults of an optimizer, sorted by name."""
+    return ((key, group[key]) for key in sorted(group) if key not in _NOT_OPTIONS)
