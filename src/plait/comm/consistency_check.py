@@ -26,13 +26,13 @@ _FITS = HEADER_BYTES - _DIGEST_BYTES - _LENGTH_BYTES
 """Bytes of a text that a header has room for."""
 _CONTEXT = 60
 """Bytes of a long line that are shown before the first difference."""
-_SAME_CALL = "make the same call with the same shapes on each"
+SAME_CALL = "make the same call with the same shapes on each"
 SIZE_BYTES = 16
 """Bytes that each rank passes to the check of piece sizes, for each rank of the group."""
 
 
 def require_same_text(
-    text: str, group: Group, device: torch.device, *, doing: str = "", remedy: str = _SAME_CALL
+    text: str, group: Group, device: torch.device, *, doing: str = "", remedy: str = SAME_CALL
 ) -> None:
     """Block until all ranks of `group` make this call, and raise unless their `text` is the same.
 

@@ -69,11 +69,11 @@ class Engine:
         `dp_cp`, with dropout the number of rows over `dp`, one reduction per unit, the loss over `world`; in
         the first call, the second, the fourth …: settings (256 bytes) over `world`, `dp_cp` and `tp`.
         """
-        runner, anew = self._runner, self._runner.reducer.starts_anew
+        runner = self._runner
         self._traffic_before = self.mesh.traffic.snapshot()
-        self._agreement.note_gradients(anew=anew)
+        self._agreement.note_gradients()
         self._agreement.compare_at("forward_backward", input_gradients=input_gradients)
-        runner.scale.begin(anew=anew)
+        runner.scale.begin(anew=runner.reducer.starts_anew)
         for stage in self._pipeline.stages.values():
             stage.input_gradients = input_gradients
         with torch.enable_grad():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from plait.autograd.dropout import names_of
 from plait.autograd.running_sequence import LocalSequence, running
 from plait.comm.collectives import all_reduce, broadcast
-from plait.comm.consistency_check import require_same_text
+from plait.comm.consistency_check import SAME_CALL, require_same_text
 from plait.device import sent
 from plait.engine.local_batch import (
     LocalInputs,
@@ -123,7 +123,8 @@ class Runner:
         (inputs, targets), part = without_part(self.runtime.context_parallelism, inputs, targets)
         self._batches += 1
         every = self._batches <= COMPARED_BATCHES or self.mesh.guarded
-        tokens = fingerprint_of_tokens(inputs, targets, every=every)
+        hashes = [fingerprint_of_tokens(value, every=every) for value in (inputs, targets)]
+        tokens = f"{hashes[0]}, of the targets {hashes[1]}"
         self.inputs_are_cut = isinstance(inputs, Microbatches)
         batch, parts = split_both(inputs, targets, self.plan.microbatches, (self.as_input, self._as_target))
         shapes = f"{signatures(batch)} with targets {signatures(parts)}"
@@ -229,11 +230,12 @@ class Runner:
         """
         alike = f"{call} on micro-batches of {shapes}"
         same = f"{alike}, tokens {tokens}"
-        self.require_same_call(same if over_pp or not self.mesh.uses_nccl else alike, "pp")
-        self.require_same_call(same if part is None else f"{call} on parts of {part.whole}", "cp")
-        self.require_same_call(same, "tp")
+        own = "give ranks that differ in pp, cp or tp only the same batch"
+        self.require_same_call(same if over_pp or not self.mesh.uses_nccl else alike, "pp", own)
+        self.require_same_call(same if part is None else f"{call} on parts of {part.whole}", "cp", own)
+        self.require_same_call(same, "tp", own)
 
-    def require_same_call(self, call: str, axis: str) -> None:
+    def require_same_call(self, call: str, axis: str, remedy: str = SAME_CALL) -> None:
         """Raise CommunicationError where ranks along `axis` make different calls.
 
         Communication: one all-gather of 256 bytes over `axis`, on the CPU, so that the host does not wait for
@@ -243,7 +245,7 @@ class Runner:
         group = self.mesh.group(axis)
         if group.device_for_text(self.mesh.device).type != "cpu" or (axis, call) in self._agreed:
             return
-        require_same_text(call, group, torch.device("cpu"))
+        require_same_text(call, group, torch.device("cpu"), remedy=remedy)
         if self.mesh.uses_nccl:
             self._agreed[axis, call] = None
             while len(self._agreed) > REMEMBERED_SHAPES:

@@ -2,8 +2,8 @@
 
     over world          the calls of `forward_backward`, the arguments of `clip_grad_norm_` and
                         `parameter_groups`, the loss scale, torch's settings
-    over world          of ranks that train: how often gradients were added up, and the optimizer's class,
-                        defaults and steps
+    over world          of ranks with an optimizer: how often gradients were added up, the class, defaults and
+                        steps of the optimizer
     over dp_cp and tp   the optimizer and the options of each parameter
 
 An optimizer is known when it is given to an engine, or from its first step. Ranks compare at their first call
@@ -35,12 +35,10 @@ class StepAgreement:
     def __init__(self, runtime: Runtime, scale: LossScale) -> None:
         """`scale`: the engine's loss scale."""
         self._mesh, self._dropout, self._scale = runtime.mesh, runtime.dropout, scale
-        parameters = dict(runtime.named_parameters())
-        self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self._trains = any(parameter.requires_grad for parameter in parameters.values())
+        self._names = {id(parameter): name for name, parameter in runtime.named_parameters()}
         self._calls: Counter[str] = Counter()
         self._accumulated = 0
-        """Calls of `forward_backward` since gradients were None."""
+        """Calls of `forward_backward` since the optimizers' gradients were None."""
         self._options: dict[str, object] = {}
         """Those of the latest calls, by name."""
         self._decays: set[float] = set()
@@ -59,9 +57,11 @@ class StepAgreement:
         self._steps[optimizer] = self._steps.get(optimizer, 0) + steps
         self._latest[optimizer] = self._calls["forward_backward"]
 
-    def note_gradients(self, *, anew: bool) -> None:
-        """Note that a step adds to this rank's gradients, which begin `anew`."""
-        self._accumulated = 1 if anew else self._accumulated + 1
+    def note_gradients(self) -> None:
+        """Note that a step is about to add to the gradients."""
+        groups = (group for optimizer in self._latest_optimizers() for group in optimizer.param_groups)
+        held = (one.grad for group in groups for one in group["params"] if id(one) in self._names)
+        self._accumulated = 1 if all(gradient is None for gradient in held) else self._accumulated + 1
 
     def compare_at(self, call: str, **options: object) -> None:
         """Compare with the other ranks at the first, second, fourth, eighth … `call` of its kind.
@@ -83,9 +83,8 @@ class StepAgreement:
         alike += [f"calls of {name} = {count}" for name, count in sorted(self._calls.items())]
         alike += [f"{name} = {ValueTexts().of(one)}" for name, one in sorted(self._options.items())]
         self._require("world", alike, call, error_type)
-        latest = max(self._latest.values(), default=0)
-        optimizers = [one for one, when in self._latest.items() if when == latest]
-        self._require("world", self._of_training_ranks(optimizers), call, error_type, optional=True)
+        optimizers = self._latest_optimizers()
+        self._require("world", self._of_optimizers(optimizers), call, error_type, optional=True)
         for axis in ("dp_cp", "tp"):
             self._require(axis, self._of_parameters(optimizers), call, error_type, optional=True)
         self._steps.clear()
@@ -108,34 +107,43 @@ class StepAgreement:
                 "same optimizer and options on each, in each step."
             )
 
-    def _of_training_ranks(self, optimizers: list[Optimizer]) -> Iterator[str]:
-        """Yield what ranks with trainable parameters have alike; with one optimizer each, also that."""
-        if not self._trains:
-            return
-        yield f"calls of forward_backward since zero_grad = {self._accumulated}"
+    def _latest_optimizers(self) -> list[Optimizer]:
+        """Return those that stepped, or were given, after the latest step that had any."""
+        latest = max(self._latest.values(), default=0)
+        return [one for one, when in self._latest.items() if when == latest]
+
+    def _of_optimizers(self, optimizers: list[Optimizer]) -> Iterator[str]:
+        """Yield what ranks with optimizers have alike; of a single one also its class and defaults."""
+        if optimizers:
+            yield f"calls of forward_backward since zero_grad = {self._accumulated}"
         if len(optimizers) == 1:
             optimizer, texts = optimizers[0], ValueTexts()
             yield f"optimizer = {texts.of_class(type(optimizer))}"
             yield from (
                 f"optimizer.defaults, {key} = {texts.of(one)}" for key, one in _options(optimizer.defaults)
             )
-            decays = [group["weight_decay"] for group in optimizer.param_groups if "weight_decay" in group]
-            if len(decays) == 2 and decays[0] in self._decays and decays[1] == 0:
-                yield f"engine.parameter_groups, weight_decay = {decays[0]}"
+            decays = [group.get("weight_decay") for group in optimizer.param_groups]
+            made = len(decays) == 2 and decays[0] in self._decays and decays[1] == 0
+            yield f"engine.parameter_groups, weight_decay = {decays[0] if made else 'not called'}"
             yield f"steps of the optimizer since ranks compared = {self._steps.get(optimizer, 0)}"
 
     def _of_parameters(self, optimizers: list[Optimizer]) -> Iterator[str]:
-        """Yield the optimizer and options of each parameter; in order where an optimizer may need it."""
-        texts = ValueTexts()
-        lines: list[str] = []
+        """Yield the options of each parameter's group; the order too, where an optimizer may depend on it."""
+        texts, groups = ValueTexts(), {}
         for optimizer in optimizers:
-            kind, numbered = texts.of_class(type(optimizer)), not is_free_of_order(optimizer)
+            kind, free = texts.of_class(type(optimizer)), is_free_of_order(optimizer)
             for group in optimizer.param_groups:
-                options = ", ".join(f"{key}={texts.of(value)}" for key, value in _options(group))
-                named = (self._names[id(one)] for one in group["params"] if id(one) in self._names)
-                place = f"number {len(lines)}, " if numbered else ""
-                lines += [f"{name} = {place}{kind}({options})" for name in named]
-        yield from sorted(lines)
+                members = [self._names[id(one)] for one in group["params"] if id(one) in self._names]
+                if members:
+                    lines = [f"{key} = {texts.of(value)}" for key, value in _options(group)]
+                    listed = sorted(members) if free else members
+                    groups[min(members)] = [
+                        f"optimizer = {kind}",
+                        *lines,
+                        f"parameters = {', '.join(listed)}",
+                    ]
+        for first, lines in sorted(groups.items()):
+            yield from (f"the group of {first}: {line}" for line in lines)
 
 
 def _options(group: Mapping[str, object]) -> Iterator[tuple[str, object]]:

@@ -104,10 +104,8 @@ def _lines_of_model(model: nn.Module, texts: ValueTexts) -> Iterator[str]:
         for name, value in attributes_of(module).items():
             if name not in _UNCOUNTED:
                 yield f"{place}.{name} = {texts.of(value)}"
-        for kind in _HOOKS:
-            hooks = getattr(module, kind, None)
-            if hooks:
-                yield f"{place}.{kind} = {texts.of(list(hooks.values()))}"
+        hooks = {kind[1:]: list(vars(module)[kind].values()) for kind in _HOOKS if vars(module).get(kind)}
+        yield f"hooks of {place} = {texts.of(hooks)}"
         own = {"recurse": False, "remove_duplicate": False}
         for name, tensor in (*module.named_parameters(**own), *module.named_buffers(**own)):
             full = join(path, name)
