@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -252,7 +253,17 @@ def adamw(engine: Engine, lr: float = 0.01, decay: float = 0.1, **options: Any) 
 
 
 def set_rate(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.param_groups[1]["lr"] = 0.02
+    for group in optimizer.param_groups:
+        group["lr"] = 0.02
+
+
+def by_layer(engine: Engine, rate: float = 0.03) -> torch.optim.Optimizer:
+    """Rates by layer, so that stages have others."""
+    groups = [
+        {"params": [one], "lr": rate if name.startswith("0") else 0.01}
+        for name, one in engine.named_parameters()
+    ]
+    return torch.optim.AdamW(groups, lr=0.01)
 
 
 def without_one(engine: Engine) -> torch.optim.Optimizer:
@@ -263,7 +274,7 @@ def shifted(tensor: Tensor) -> Tensor:
     return tensor.roll(1, 0)
 
 
-DEFAULTS = r"optimizer\.defaults, {} = {}"
+DEFAULTS = r"optimizer\.defaults: {} = {}"
 EVERYWHERE = {
     "none": Case(Run(), "^$"),
     "class of optimizer": Case(
@@ -280,7 +291,7 @@ EVERYWHERE = {
     ),
     "decay": Case(
         Run(optimizer=partial(adamw, decay=0.2)),
-        unlike("engine.parameter_groups, weight_decay = 0.1", "engine.parameter_groups, weight_decay = 0.2"),
+        unlike("matrices of .*: weight_decay = 0.1", "matrices of .*: weight_decay = 0.2"),
     ),
     "epsilon of optimizer": Case(
         Run(optimizer=partial(adamw, eps=1e-7)),
@@ -298,6 +309,9 @@ EVERYWHERE = {
         Run(between=lambda engine, optimizer: None),
         unlike(".*since zero_grad = 1", ".*since zero_grad = 2"),
     ),
+    "rate set later": Case(
+        Run(before=set_rate), unlike("matrices of .*: lr = 0.01", "matrices of .*: lr = 0.02")
+    ),
     "passes": Case(
         Run(before=lambda engine, optimizer: setattr(engine, "passes", 7)),
         unlike("engine.passes = 0", "engine.passes = 7"),
@@ -308,16 +322,6 @@ BATCHES = {
     "inputs": Case(Run(inputs=shifted), unlike(r".*, tokens \w+, .*", r".*, tokens \w+, .*")),
     "dtype of inputs": Case(Run(inputs=Tensor.double), unlike(r".*float32.*", r".*float64.*")),
 }
-OF_PARAMETERS = {
-    "rate of a group": Case(
-        Run(before=set_rate),
-        unlike(r"the group of 0\.inner\.bias: lr = 0\.01", r"the group of 0\.inner\.bias: lr = 0\.02"),
-    ),
-    "without a parameter": Case(
-        Run(optimizer=without_one),
-        "engine.parameter_groups, .* = not called|calls of forward_backward since zero_grad",
-    ),
-}
 
 
 @pytest.mark.quick_cases(5)
@@ -326,6 +330,160 @@ OF_PARAMETERS = {
 def test_another_step_is_found_in_the_first_two(thread_ranks: Any, plan: str, by_hand: bool) -> None:
     cases = dict(EVERYWHERE)
     cases |= BATCHES if plan in ("pp", "tp", "cp") else {}
-    cases |= OF_PARAMETERS if plan != "pp" else {}
     cases = {name: replace(case, odd=replace(case.odd, by_hand=by_hand)) for name, case in cases.items()}
     check(thread_ranks, cases, PLANS[plan], Run(by_hand=by_hand), 2)
+
+
+def shadowed(engine: Engine) -> torch.optim.Optimizer:
+    """One optimizer a stage knows nothing of the other's."""
+    return by_layer(engine, 0.02)
+
+
+def test_rates_by_layer_are_the_stages_own_and_compared_between_replicas(thread_ranks: Any) -> None:
+    usual = Run(optimizer=by_layer)
+    cases = {
+        "none": Case(usual, "^$"),
+        "another rate": Case(
+            Run(optimizer=shadowed),
+            unlike(r"the group of 0\.\w+\.\w+: lr = 0\.03", r"the group of 0\.\w+\.\w+: lr = 0\.02"),
+        ),
+        "without a parameter": Case(
+            Run(optimizer=without_one), unlike(r"the group of .*", r"the group of .*")
+        ),
+    }
+    check(thread_ranks, cases, PLANS["dp"], usual, 2)
+    check(thread_ranks, {"none": cases["none"]}, PLANS["pp"], usual, 4)
+
+
+def test_a_stage_without_an_optimizer_is_not_compared(thread_ranks: Any) -> None:
+    """Its gradients are never set to None, and it clips and steps with the others."""
+
+    def body() -> list[str]:
+        plan = PLANS["pp"]
+        mesh = plait.Mesh(plan)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES))
+        engine = plait.parallelize(model, plan, mesh, plait.cross_entropy)
+        optimizer = torch.optim.SGD(engine.parameters(), lr=0.1) if mesh.rank else None
+        for _ in range(4):
+            engine.forward_backward(torch.ones(ROWS, WIDTH), torch.zeros(ROWS, dtype=torch.int64))
+            engine.clip_grad_norm_(1.0)
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
+            engine.check_replicas()
+        return ["done"]
+
+    assert thread_ranks.run(body, ranks=2) == [["done"]] * 2
+
+
+def write(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+    next(engine.parameters()).data[0] += 1
+
+
+def write_gradient(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+    next(engine.parameters()).grad[0] += 1  # type: ignore[index]
+
+
+def add_to_step(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state[next(engine.parameters())]["step"] += 1
+
+
+def keep(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+    """Keeps the gradients."""
+
+
+def test_what_comes_later_is_found_by_check_replicas(thread_ranks: Any) -> None:
+    """In the third step, which compares nothing by itself."""
+    name = r"0\.\w+\.\w+"
+    cases = {
+        "none": Case(Run(between=keep), "^$"),
+        "parameter": Case(Run(between=in_step(3, write)), rf"ReplicaError: the value of {name} is"),
+        "gradient": Case(
+            Run(between=in_step(3, write_gradient)), rf"ReplicaError: the gradient of {name} is"
+        ),
+        "state": Case(
+            Run(between=in_step(3, add_to_step)), rf"ReplicaError: the optimizer state step of {name} is"
+        ),
+        "rate": Case(
+            Run(between=in_step(3, set_rate)),
+            r"ReplicaError: .* do not agree \(check_replicas; rank 0: .*lr = 0.01; rank 1: .*lr = 0.02\)",
+        ),
+        "zero_grad": Case(
+            Run(between=in_step(3, lambda engine, optimizer: optimizer.zero_grad())),
+            rf"ReplicaError: the gradient of {name} is .* on rank 0 \(dp 0\) but missing on rank 1",
+        ),
+    }
+    check(thread_ranks, cases, PLANS["dp"], Run(between=keep), 3, True)
+
+
+def in_step(number: int, act: Callable[[Engine, torch.optim.Optimizer], object]) -> Any:
+    """Does something after a step, and nothing after others."""
+
+    def between(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+        if engine.passes == number:
+            act(engine, optimizer)
+
+    return between
+
+
+def test_a_guard_compares_every_batch(thread_ranks: Any) -> None:
+    """Tensors with fractions too, of which otherwise only those of the first two steps are."""
+
+    def late(inputs: Tensor) -> Tensor:
+        calls.append(1)
+        return shifted(inputs) if len(calls) == 3 else inputs
+
+    for guarded in (True, False):
+        calls: list[int] = []
+        told = unlike(".*, tokens .*", ".*, tokens .*") if guarded else "^$"
+        cases = {"inputs": Case(Run(inputs=late, guarded=guarded), told)}
+        check(thread_ranks, cases, PLANS["pp"], Run(guarded=guarded), 3)
+
+
+def with_settings(change: Callable[[], object], moment: str) -> str:
+    """What is raised where the last rank changes a setting of its process before or after `parallelize`."""
+    before = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    plan = PLANS["dp"]
+    odd = plait.Mesh(plan).rank == plan.world - 1
+
+    def act(*_: object) -> None:
+        if odd:
+            change()
+
+    try:
+        act() if moment == "before" else None
+        run = Run(before=act) if moment == "after" else Run()
+        return run.carry_out(plan, 1)
+    except PlaitError as error:
+        return str(error)
+    finally:
+        torch.set_default_dtype(before[0])
+        torch.set_float32_matmul_precision(before[1])
+        torch.use_deterministic_algorithms(False)
+        os.environ.pop("NCCL_ALGO", None)
+
+
+SETTINGS: dict[str, tuple[Callable[[], object], str, str]] = {
+    "precision": (
+        lambda: torch.set_float32_matmul_precision("high"),
+        "after",
+        r"matmul_precision\(\) = highest; rank 1: .* = high\)",
+    ),
+    "determinism": (
+        lambda: torch.use_deterministic_algorithms(True),
+        "before",
+        r"algorithms_enabled\(\) = False; rank 1: .* = True\)",
+    ),
+    "variable": (
+        lambda: os.environ.update(NCCL_ALGO="Ring"),
+        "before",
+        r"rank 1: environment variable NCCL_ALGO = Ring\)",
+    ),
+}
+
+
+def test_other_settings_of_a_process_are_found(rank_pool: Any) -> None:
+    for change, moment, told in SETTINGS.values():
+        for sentence in rank_pool.run(with_settings, change, moment, ranks=2):
+            assert re.search(told, sentence), sentence

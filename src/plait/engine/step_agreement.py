@@ -26,8 +26,6 @@ from plait.layers.value_text import ValueTexts
 from plait.pipeline.loss_scale import LossScale
 from plait.sharding.optimizer_check import is_free_of_order
 
-_NOT_OPTIONS = ("params", "param_names")
-
 
 class StepAgreement:
     """Notes what this rank does in steps, and compares it with the other ranks."""
@@ -119,13 +117,22 @@ class StepAgreement:
         if len(optimizers) == 1:
             optimizer, texts = optimizers[0], ValueTexts()
             yield f"optimizer = {texts.of_class(type(optimizer))}"
-            yield from (
-                f"optimizer.defaults, {key} = {texts.of(one)}" for key, one in _options(optimizer.defaults)
-            )
-            decays = [group.get("weight_decay") for group in optimizer.param_groups]
-            made = len(decays) == 2 and decays[0] in self._decays and decays[1] == 0
-            yield f"engine.parameter_groups, weight_decay = {decays[0] if made else 'not called'}"
+            yield from (f"optimizer.defaults: {line}" for line in _lines(optimizer.defaults, texts))
+            yield from self._of_made_groups(optimizer, texts)
             yield f"steps of the optimizer since ranks compared = {self._steps.get(optimizer, 0)}"
+
+    def _of_made_groups(self, optimizer: Optimizer, texts: ValueTexts) -> Iterator[str]:
+        """Yield the options of groups that `Engine.parameter_groups` made, which are those of all stages.
+
+        Of other groups nothing is known: a stage may have rates of its own.
+        """
+        groups = optimizer.param_groups
+        decays = [group.get("weight_decay") for group in groups]
+        if len(decays) != 2 or decays[0] not in self._decays or decays[1] != 0:
+            yield "engine.parameter_groups = not used"
+            return
+        for name, group in zip(("matrices", "others"), groups, strict=True):
+            yield from (f"{name} of engine.parameter_groups: {line}" for line in _lines(group, texts))
 
     def _of_parameters(self, optimizers: list[Optimizer]) -> Iterator[str]:
         """Yield the options of each parameter's group; the order too, where an optimizer may depend on it."""
@@ -135,17 +142,15 @@ class StepAgreement:
             for group in optimizer.param_groups:
                 members = [self._names[id(one)] for one in group["params"] if id(one) in self._names]
                 if members:
-                    lines = [f"{key} = {texts.of(value)}" for key, value in _options(group)]
-                    listed = sorted(members) if free else members
+                    parameters = ", ".join(sorted(members) if free else members)
                     groups[min(members)] = [
-                        f"optimizer = {kind}",
-                        *lines,
-                        f"parameters = {', '.join(listed)}",
+                        *(f"optimizer = {kind}", *_lines(group, texts), f"parameters = {parameters}")
                     ]
         for first, lines in sorted(groups.items()):
             yield from (f"the group of {first}: {line}" for line in lines)
 
 
-def _options(group: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+def _lines(options: Mapping[str, object], texts: ValueTexts) -> Iterator[str]:
     """Yield the options of a parameter group, or the defaults of an optimizer, sorted by name."""
-    return ((key, group[key]) for key in sorted(group) if key not in _NOT_OPTIONS)
+    names = sorted(name for name in options if name not in ("params", "param_names"))
+    return (f"{name} = {texts.of(options[name])}" for name in names)

@@ -15,7 +15,7 @@ import hashlib
 import os
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
@@ -25,6 +25,7 @@ from types import (
     BuiltinFunctionType,
     CodeType,
     FunctionType,
+    MappingProxyType,
     MethodType,
     ModuleType,
     SimpleNamespace,
@@ -48,6 +49,7 @@ _BOOKKEEPING = frozenset(
 _LONGEST_TEXT, _MOST_ITEMS, _DEEPEST = 200, 10_000, 12
 _PLAIN = (bool, int, float, complex, type(None), type(Ellipsis), range, slice, Decimal, Fraction)
 _NAMED = (torch.dtype, torch.layout, torch.memory_format)
+_CONTAINERS = (dict, MappingProxyType, list, tuple, set, frozenset, deque)
 _CONFIGURING = (SimpleNamespace, Pattern)
 _OWN_OPAQUE = ("plait.comm", "plait.engine", "plait.loop", "plait.train", "plait.data", "plait.checkpoint")
 
@@ -55,8 +57,8 @@ _OWN_OPAQUE = ("plait.comm", "plait.engine", "plait.loop", "plait.train", "plait
 def attributes_of(thing: object) -> dict[str, Any]:
     """Return the attributes of an object that ranks compare, by name, sorted.
 
-    Not those that `differs_by_rank` names, values of a `cached_property`, and caches by their name: they may
-    be filled on some ranks only.
+    Not those that `differs_by_rank` names, nor values of a `cached_property`, nor caches and hashes, by their
+    names: they may be there on some ranks only, or be others in each process.
     """
     kind = type(thing)
     held = dict(getattr(thing, "__dict__", {}))
@@ -70,7 +72,7 @@ def attributes_of(thing: object) -> dict[str, Any]:
         name: held[name]
         for name in sorted(held, key=str)
         if name not in free
-        and "cache" not in str(name).lower()
+        and not any(word in str(name).lower() for word in ("cache", "hash"))
         and not isinstance(getattr(kind, str(name), None), cached_property)
     }
 
@@ -105,6 +107,8 @@ class ValueTexts:
         self._within.append(id(thing))
         try:
             text = self._of_object(thing)
+        except Exception:  # of any kind: objects of others, which may refuse to be looked at
+            text = _name_of(type(thing))
         finally:
             self._within.pop()
         self._known[id(thing)] = text
@@ -134,7 +138,7 @@ class ValueTexts:
             return _name_of(thing)
         if isinstance(thing, FunctionType | MethodType | BuiltinFunctionType | partial):
             return self._of_function(thing)
-        if isinstance(thing, Mapping | list | tuple | set | frozenset | deque):
+        if isinstance(thing, _CONTAINERS):
             return self._of_container(thing)
         kind = type(thing)
         described = isinstance(thing, (nn.Module, *_CONFIGURING)) or not (
@@ -150,7 +154,7 @@ class ValueTexts:
         name = "" if type(thing) in (dict, list, tuple, set) else type(thing).__name__
         if len(thing) > _MOST_ITEMS:
             return f"{name or type(thing).__name__} of {len(thing)} items"
-        if isinstance(thing, Mapping):
+        if isinstance(thing, dict | MappingProxyType):
             pairs = [f"{self.of(key)}: {self.of(value)}" for key, value in thing.items()]
             return f"{name}{{{', '.join(pairs)}}}"
         items = [self.of(item) for item in thing]
