@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
 import traceback
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,14 +20,6 @@ def weave_with_seed(seeds: tuple[int, ...]) -> None:
     mesh = plait.Mesh(plan)
     torch.manual_seed(seeds[mesh.rank])
     plait.parallelize(nn.Sequential(nn.Linear(4, 3)), plan, mesh, loss=plait.cross_entropy)
-
-
-def weave_with_width(widths: tuple[int, ...]) -> None:
-    plan = plait.Plan(dp=2)
-    mesh = plait.Mesh(plan)
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4, widths[mesh.rank]))
-    plait.parallelize(model, plan, mesh, loss=plait.cross_entropy)
 
 
 def test_ranks_that_start_from_other_values_are_refused(rank_pool):
@@ -42,9 +37,58 @@ def test_ranks_that_start_from_other_values_are_refused(rank_pool):
     assert "in weave_with_seed" in shown
 
 
-def test_ranks_with_other_models_are_refused(thread_ranks):
-    with pytest.raises(CommunicationError, match="do not agree"):
-        thread_ranks.run(weave_with_width, (3, 5), ranks=2)
+def weave_and_step(change: Callable[[], object], after: bool) -> str:
+    """What is raised where rank 1 changes a setting of its process before or after `parallelize`."""
+    plan = plait.Plan(dp=2)
+    mesh, default = plait.Mesh(plan), torch.get_default_dtype()
+    try:
+        if mesh.rank and not after:
+            change()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3, dtype=torch.float32))
+        engine = plait.parallelize(model, plan, mesh, loss=plait.cross_entropy)
+        if mesh.rank and after:
+            change()
+        engine.forward_backward(torch.ones(2, 4, dtype=torch.float32), torch.tensor([0, 1]))
+        return ""
+    except CommunicationError as error:
+        return str(error)
+    finally:
+        torch.set_default_dtype(default)
+        torch.set_float32_matmul_precision("highest")
+        torch.use_deterministic_algorithms(False)
+        os.environ.pop("NCCL_ALGO", None)
+
+
+SETTINGS: tuple[tuple[Callable[[], object], bool, str], ...] = (
+    (lambda: None, False, "^$"),
+    (
+        lambda: torch.set_float32_matmul_precision("high"),
+        True,
+        r"matmul_precision\(\) = highest; rank 1: .* = high\)",
+    ),
+    (
+        lambda: torch.set_default_dtype(torch.float64),
+        True,
+        r"get_default_dtype\(\) = torch.float32; rank 1: .* = torch.float64\)",
+    ),
+    (
+        lambda: torch.use_deterministic_algorithms(True),
+        False,
+        r"algorithms_enabled\(\) = False; rank 1: .* = True\)",
+    ),
+    (
+        lambda: os.environ.update(NCCL_ALGO="Ring"),
+        False,
+        r"rank 1: environment variable NCCL_ALGO = Ring\)",
+    ),
+)
+
+
+def test_other_settings_of_a_process_are_refused(rank_pool):
+    for change, after, told in SETTINGS:
+        for sentence in rank_pool.run(weave_and_step, change, after, ranks=2):
+            assert re.search(told, sentence), sentence
 
 
 def first_loss(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -227,6 +226,7 @@ LOSSES_AND_PLANS = {
         Run(change_plan={"microbatches": 4}), unlike(r"plan\.microbatches = \d", r"plan\.microbatches = 4")
     ),
     "seed": Case(Run(options={"seed": 1}), unlike("seed = 0", "seed = 1")),
+    "broadcast": Case(Run(options={"broadcast": True}), unlike("broadcast = False", "broadcast = True")),
     "guard": Case(Run(guarded=True), unlike("guarded = False", "guarded = True")),
 }
 USUAL = Run({"config": SimpleNamespace(base=1e4, inner={"window": [1, 2]}), "mask": torch.zeros(3)})
@@ -272,6 +272,10 @@ def without_one(engine: Engine) -> torch.optim.Optimizer:
 
 def shifted(tensor: Tensor) -> Tensor:
     return tensor.roll(1, 0)
+
+
+def fewer(tensor: Tensor) -> Tensor:
+    return tensor[:2]
 
 
 DEFAULTS = r"optimizer\.defaults: {} = {}"
@@ -320,6 +324,7 @@ EVERYWHERE = {
 BATCHES = {
     "targets": Case(Run(targets=shifted), unlike(r".* of the targets \w+", r".* of the targets \w+")),
     "inputs": Case(Run(inputs=shifted), unlike(r".*, tokens \w+, .*", r".*, tokens \w+, .*")),
+    "rows": Case(Run(inputs=fewer, targets=fewer), unlike(r"a step on .*", r"a step on .*")),
     "dtype of inputs": Case(Run(inputs=Tensor.double), unlike(r".*float32.*", r".*float64.*")),
 }
 
@@ -439,51 +444,3 @@ def test_a_guard_compares_every_batch(thread_ranks: Any) -> None:
         told = unlike(".*, tokens .*", ".*, tokens .*") if guarded else "^$"
         cases = {"inputs": Case(Run(inputs=late, guarded=guarded), told)}
         check(thread_ranks, cases, PLANS["pp"], Run(guarded=guarded), 3)
-
-
-def with_settings(change: Callable[[], object], moment: str) -> str:
-    """What is raised where the last rank changes a setting of its process before or after `parallelize`."""
-    before = torch.get_default_dtype(), torch.get_float32_matmul_precision()
-    plan = PLANS["dp"]
-    odd = plait.Mesh(plan).rank == plan.world - 1
-
-    def act(*_: object) -> None:
-        if odd:
-            change()
-
-    try:
-        act() if moment == "before" else None
-        run = Run(before=act) if moment == "after" else Run()
-        return run.carry_out(plan, 1)
-    except PlaitError as error:
-        return str(error)
-    finally:
-        torch.set_default_dtype(before[0])
-        torch.set_float32_matmul_precision(before[1])
-        torch.use_deterministic_algorithms(False)
-        os.environ.pop("NCCL_ALGO", None)
-
-
-SETTINGS: dict[str, tuple[Callable[[], object], str, str]] = {
-    "precision": (
-        lambda: torch.set_float32_matmul_precision("high"),
-        "after",
-        r"matmul_precision\(\) = highest; rank 1: .* = high\)",
-    ),
-    "determinism": (
-        lambda: torch.use_deterministic_algorithms(True),
-        "before",
-        r"algorithms_enabled\(\) = False; rank 1: .* = True\)",
-    ),
-    "variable": (
-        lambda: os.environ.update(NCCL_ALGO="Ring"),
-        "before",
-        r"rank 1: environment variable NCCL_ALGO = Ring\)",
-    ),
-}
-
-
-def test_other_settings_of_a_process_are_found(rank_pool: Any) -> None:
-    for change, moment, told in SETTINGS.values():
-        for sentence in rank_pool.run(with_settings, change, moment, ranks=2):
-            assert re.search(told, sentence), sentence
