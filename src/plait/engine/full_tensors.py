@@ -35,8 +35,10 @@ from plait.tensor.tensor_parallelism import named
 
 def state_dict(runtime: Runtime, *, everywhere: bool) -> dict[str, Tensor]:
     """Return the whole model's parameters and buffers on the CPU; see `Engine.state_dict`."""
+    mesh = runtime.mesh
+    require_same_text(f"state_dict(everywhere={everywhere})", mesh.group("world"), mesh.device)
     held: dict[str, Tensor] = {**dict(runtime.named_parameters()), **dict(runtime.named_buffers())}
-    keeps = everywhere or runtime.mesh.rank == 0
+    keeps = everywhere or mesh.rank == 0
     found = {
         name: tensor.to("cpu", copy=True)
         for name, tensor in _full(runtime, held, "a state dict", everywhere=everywhere)
@@ -82,6 +84,7 @@ def _agreed(runtime: Runtime, values: LocalSource, *, from_rank_zero: bool) -> T
     ModelError on every rank where one has values that do not fit; CommunicationError where they differ.
     """
     mesh, world = runtime.mesh, runtime.mesh.group("world")
+    require_same_text(f"load_state_dict(broadcast={from_rank_zero})", world, mesh.device)
     error_text, lines = "", ""
     if mesh.rank == 0 or not from_rank_zero:
         try:
