@@ -18,11 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm.contiguous_buffers import describe
-from plait.comm.tensor_hash import as_hex, tensor_hash
 from plait.device import computation_settings
 from plait.layers.layer_sequence import LayerSequence, bits_of
 from plait.layers.nested import Microbatches, Value, tensors_of
-from plait.layers.value_text import ValueTexts, attributes_of, text_of_tensor
+from plait.layers.value_text import ValueTexts, attributes_of, digest_of
 from plait.plan import Plan
 from plait.rules import Rule, join
 from plait.schedules.schedule import Schedule
@@ -117,7 +116,7 @@ def _lines_of_model(model: nn.Module, texts: ValueTexts) -> Iterator[str]:
 def fingerprint_of_order(order: Schedule) -> str:
     """Return a hash of a schedule: the actions of all ranks, in order."""
     rows = "\n".join(" ".join(row) for row in order.order)
-    return hashlib.blake2b(rows.encode(), digest_size=8).hexdigest()
+    return digest_of(rows.encode())
 
 
 def fingerprint_of_tokens(*values: Value, every: bool = False) -> str:
@@ -129,9 +128,7 @@ def fingerprint_of_tokens(*values: Value, every: bool = False) -> str:
     digest = hashlib.blake2b(digest_size=8)
     whole = [list(value.values) if isinstance(value, Microbatches) else value for value in values]
     for tensor in tensors_of(whole):
-        if every:
-            digest.update(text_of_tensor(tensor).encode())
-        elif tensor.device.type == "cpu" and not tensor.is_floating_point():
+        if every or (tensor.device.type == "cpu" and not tensor.is_floating_point()):
             digest.update(f"{tensor.dtype}".encode() + bits_of(tensor))
     return digest.hexdigest()
 
@@ -140,6 +137,6 @@ def lines_of_values(values: Iterable[tuple[str, Tensor]]) -> str:
     """Return a line for each of the named tensors, with a hash of its bits."""
     lines = []
     for name, value in values:
-        lines.append(f"{name} = bits {as_hex(tensor_hash(value))}")
+        lines.append(f"{name} = bits {digest_of(bits_of(value))}")
         del value  # before the next is read
     return "\n".join(lines)

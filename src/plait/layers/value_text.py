@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm.contiguous_buffers import describe
-from plait.comm.tensor_hash import as_hex, tensor_hash
+from plait.layers.layer_sequence import bits_of
 from plait.layers.result_cache import ResultCache
 
 DIFFERS_BY_RANK = "differs_by_rank"
@@ -97,7 +97,7 @@ class ValueTexts:
         if isinstance(thing, _PLAIN):
             return repr(thing)
         if isinstance(thing, bytes | bytearray):
-            return f"bytes {_digest(bytes(thing))}"
+            return f"bytes {digest_of(bytes(thing))}"
         if isinstance(thing, _NAMED):
             return str(thing)
         if id(thing) in self._known:
@@ -119,7 +119,7 @@ class ValueTexts:
         """Return a class's name, with a hash of the code of its methods; without, where torch defines it."""
         if kind not in self._classes:
             code = [one for base in kind.__mro__ if not _is_library(base) for one in self._methods(base)]
-            of_code = f" of code {_digest(repr(code).encode())[:8]}" if code else ""
+            of_code = f" of code {digest_of(repr(code).encode())[:8]}" if code else ""
             self._classes[kind] = _name_of(kind) + of_code
         return self._classes[kind]
 
@@ -132,7 +132,7 @@ class ValueTexts:
         if isinstance(thing, Tensor):
             return text_of_tensor(thing)
         if isinstance(thing, np.ndarray | np.generic):
-            bits = "" if thing.dtype.hasobject else f" of bits {_digest(thing.tobytes())}"
+            bits = "" if thing.dtype.hasobject else f" of bits {digest_of(thing.tobytes())}"
             return f"{thing.dtype}{list(thing.shape)}{bits}"
         if isinstance(thing, type):
             return _name_of(thing)
@@ -228,7 +228,7 @@ def text_of_tensor(tensor: Tensor) -> str:
     kinds = (Tensor, nn.Parameter, nn.Buffer)
     if tensor.is_meta or type(tensor) not in kinds or tensor.layout is not torch.strided:
         return describe(tensor)
-    return f"{describe(tensor)} of bits {as_hex(tensor_hash(tensor))}"
+    return f"{describe(tensor)} of bits {digest_of(bits_of(tensor))}"
 
 
 def _text_of_string(text: str) -> str:
@@ -237,7 +237,7 @@ def _text_of_string(text: str) -> str:
         return "a path"
     if len(text) <= _LONGEST_TEXT:
         return repr(text)
-    return f"{text[:_LONGEST_TEXT]!r}... {_digest(text.encode())}"
+    return f"{text[:_LONGEST_TEXT]!r}... {digest_of(text.encode())}"
 
 
 def _name_of(thing: Any) -> str:
@@ -259,7 +259,7 @@ def _is_opaque(kind: type) -> bool:
 
 
 def _digest_of_code(code: CodeType) -> str:
-    return _digest(_text_of_code(code).encode())[:8]
+    return digest_of(_text_of_code(code).encode())[:8]
 
 
 def _text_of_code(code: CodeType) -> str:
@@ -276,5 +276,6 @@ def _text_of_constant(constant: Any) -> str:
     return repr(constant)
 
 
-def _digest(data: bytes) -> str:
+def digest_of(data: bytes) -> str:
+    """Return a hash of `data`: 16 hexadecimal digits."""
     return hashlib.blake2b(data, digest_size=8).hexdigest()
