@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
+import random
 import re
+import time
 import traceback
 from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import plait
 from plait.errors import CommunicationError, ModelError
+from plait.layers.result_cache import ResultCache
 
 
 def weave_with_seed(seeds: tuple[int, ...]) -> None:
@@ -89,6 +97,50 @@ def test_other_settings_of_a_process_are_refused(rank_pool):
     for change, after, told in SETTINGS:
         for sentence in rank_pool.run(weave_and_step, change, after, ranks=2):
             assert re.search(told, sentence), sentence
+
+
+class Unlike(nn.Linear):
+    """Holds what is another in each process, or on each rank, and computes the same everywhere."""
+
+    differs_by_rank = ("rank", "started")
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(4, 3)
+        self.rank, self.started = rank, time.time()
+        self.names, self.modes = {"query", "key", "value", "output"}, frozenset(("sum", "mean", "none"))
+        self.log, self.text = logging.getLogger(f"rank {rank}"), io.StringIO(f"rank {rank}")
+        self.folder, self.path = f"/scratch/rank{rank}", Path(f"rank{rank}")
+        self.generators = random.Random(rank), torch.Generator().manual_seed(rank)
+        self.where, self.angles = torch.device("cpu", rank), ResultCache()
+        self.act, self.config = lambda x: x.relu(), SimpleNamespace(sizes={"a", "b", "c"}, made=object())
+        if rank:
+            assert self.doubled == 8
+
+    @cached_property
+    def doubled(self) -> int:
+        return 2 * self.in_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.config is None or "a" in {"a", "b", "c", "d"}
+        return super().forward(self.act(x))
+
+
+def step_unlike(shared: nn.Module | None) -> float:
+    plan = plait.Plan(dp=2)
+    mesh = plait.Mesh(plan)
+    torch.manual_seed(0)
+    model = nn.Sequential(Unlike(mesh.rank)) if shared is None else shared
+    loss = plait.tensor.mean_loss(lambda output, targets: (output - targets).square().mean(), over="targets")
+    engine = plait.parallelize(model, plan, mesh, loss=loss)
+    return engine.forward_backward(torch.ones(2, 4), torch.ones(2, 3)).item()
+
+
+def test_what_is_another_in_each_process_is_no_reason_to_refuse(rank_pool, thread_ranks):
+    torch.manual_seed(0)
+    shared = nn.Sequential(Unlike(0))
+    assert len(
+        set(rank_pool.run(step_unlike, None, ranks=2) + thread_ranks.run(step_unlike, shared, ranks=2))
+    )
 
 
 def first_loss(

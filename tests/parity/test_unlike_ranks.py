@@ -360,8 +360,9 @@ def test_rates_by_layer_are_the_stages_own_and_compared_between_replicas(thread_
     check(thread_ranks, {"none": cases["none"]}, PLANS["pp"], usual, 4)
 
 
-def test_a_stage_without_an_optimizer_is_not_compared(thread_ranks: Any) -> None:
-    """Its gradients are never set to None, and it clips and steps with the others."""
+@pytest.mark.parametrize("empty", [True, False], ids=["an empty optimizer", "no optimizer"])
+def test_a_stage_without_parameters_to_step_is_not_compared(thread_ranks: Any, empty: bool) -> None:
+    """Gradients of the first stage are never set to None, and it clips with the others."""
 
     def body() -> list[str]:
         plan = PLANS["pp"]
@@ -369,14 +370,40 @@ def test_a_stage_without_an_optimizer_is_not_compared(thread_ranks: Any) -> None
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES))
         engine = plait.parallelize(model, plan, mesh, plait.cross_entropy)
-        optimizer = torch.optim.SGD(engine.parameters(), lr=0.1) if mesh.rank else None
+        mine = list(engine.parameters()) if mesh.rank else []
+        optimizer = torch.optim.SGD([{"params": mine}], lr=0.1) if mine or empty else None
+        for _ in range(4):
+            engine.forward_backward(torch.ones(ROWS, WIDTH), torch.zeros(ROWS, dtype=torch.int64))
+            if optimizer is None:
+                engine.clip_grad_norm_(1.0)
+            else:
+                engine.step(optimizer, 1.0)
+                optimizer.zero_grad()
+            engine.check_replicas(optimizer)
+        return ["done"]
+
+    assert thread_ranks.run(body, ranks=2) == [["done"]] * 2
+
+
+def test_several_optimizers_may_divide_the_stages_between_them(thread_ranks: Any) -> None:
+    """Matrices have one, vectors another: a stage without vectors has one only."""
+
+    def body() -> list[str]:
+        plan = PLANS["pp"]
+        mesh = plait.Mesh(plan)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, CLASSES))
+        engine = plait.parallelize(model, plan, mesh, plait.cross_entropy)
+        matrices = [one for one in engine.parameters() if one.dim() == 2]
+        vectors = [one for one in engine.parameters() if one.dim() == 1]
+        optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(matrices, lr=0.1)]
+        optimizers += [torch.optim.AdamW(vectors)] if vectors else []
         for _ in range(4):
             engine.forward_backward(torch.ones(ROWS, WIDTH), torch.zeros(ROWS, dtype=torch.int64))
             engine.clip_grad_norm_(1.0)
-            if optimizer is not None:
+            for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-            engine.check_replicas()
         return ["done"]
 
     assert thread_ranks.run(body, ranks=2) == [["done"]] * 2

@@ -103,6 +103,17 @@ def require_matching_sizes(sizes: PieceSizes, call: str, group: Group, device: t
         )
 
 
+def all_numbers(number: int, group: Group, device: torch.device, about: str) -> list[int]:
+    """Return, on every rank, the `number` of each rank of `group`; `about` names the call, for errors.
+
+    Communication: one all-gather of 8 bytes a rank, as that of `require_same_text`.
+    """
+    if group.transport is None:
+        return [number]
+    mine = torch.tensor([number], device=group.device_for_text(device))
+    return [int(one) for one in _all_gather(mine, about, group, group.transport)]
+
+
 def _all_gather_headers(text: str, group: Group, device: torch.device, about: str) -> list[bytes]:
     transport = group.transport
     if transport is None:

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 from torch.optim.optimizer import Optimizer
 
-from plait.comm.consistency_check import different_texts, shown
+from plait.comm.consistency_check import all_numbers, different_texts, shown
 from plait.engine.runtime_objects import Runtime
 from plait.errors import CommunicationError, PlaitError
 from plait.layers.fingerprint import settings_lines
@@ -51,7 +51,12 @@ class StepAgreement:
         self._decays.add(weight_decay)
 
     def note_optimizer(self, optimizer: Optimizer, steps: int = 1) -> None:
-        """Note that an optimizer of this engine is about to take some steps, or was given to the engine."""
+        """Note that an optimizer is about to take some steps, or was given to the engine.
+
+        One without parameters of this rank, such as that of a stage that has none, is as good as none.
+        """
+        if not any(id(one) in self._names for group in optimizer.param_groups for one in group["params"]):
+            return
         self._steps[optimizer] = self._steps.get(optimizer, 0) + steps
         self._latest[optimizer] = self._calls["forward_backward"]
 
@@ -74,15 +79,18 @@ class StepAgreement:
     def compare(self, call: str, error_type: type[PlaitError]) -> None:
         """Raise an `error_type` on every rank of a group whose ranks differ.
 
-        Communication: 256 bytes over `world`, twice, and over `dp_cp` and `tp`; more where ranks differ.
+        Communication: 520 bytes over `world`, 256 over `dp_cp` and `tp`; more where ranks differ.
         """
         alike = [*settings_lines(), f"engine.passes = {self._dropout.step}"]
         alike += [f"the loss scale = {self._scale.value}"]
         alike += [f"calls of {name} = {count}" for name, count in sorted(self._calls.items())]
         alike += [f"{name} = {ValueTexts().of(one)}" for name, one in sorted(self._options.items())]
         self._require("world", alike, call, error_type)
-        optimizers = self._latest_optimizers()
-        self._require("world", self._of_optimizers(optimizers), call, error_type, optional=True)
+        optimizers, world = self._latest_optimizers(), self._mesh.group("world")
+        # With several a stage may have matrices only, and so one of them.
+        single = max(all_numbers(len(optimizers), world, self._mesh.device, call)) == 1
+        lines = self._of_optimizers(optimizers, single=single)
+        self._require("world", lines, call, error_type, optional=True)
         for axis in ("dp_cp", "tp"):
             self._require(axis, self._of_parameters(optimizers), call, error_type, optional=True)
         self._steps.clear()
@@ -110,11 +118,11 @@ class StepAgreement:
         latest = max(self._latest.values(), default=0)
         return [one for one, when in self._latest.items() if when == latest]
 
-    def _of_optimizers(self, optimizers: list[Optimizer]) -> Iterator[str]:
-        """Yield what ranks with optimizers have alike; of a single one also its class and defaults."""
+    def _of_optimizers(self, optimizers: list[Optimizer], *, single: bool) -> Iterator[str]:
+        """Yield what ranks with optimizers have alike; where no rank has several, also class and defaults."""
         if optimizers:
             yield f"calls of forward_backward since zero_grad = {self._accumulated}"
-        if len(optimizers) == 1:
+        if optimizers and single:
             optimizer, texts = optimizers[0], ValueTexts()
             yield f"optimizer = {texts.of_class(type(optimizer))}"
             yield from (f"optimizer.defaults: {line}" for line in _lines(optimizer.defaults, texts))

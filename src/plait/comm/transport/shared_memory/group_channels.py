@@ -76,7 +76,7 @@ class Channels:
         `RuntimeError` where one makes another call.
         """
         self._receive_until(lambda channel: sequence in channel.received)
-        self.require_same_call(sequence)
+        self._compare(sequence)
         messages = [channel.received.pop(sequence) for channel in self._channels]
         return [*messages[: self.index], own, *messages[self.index :]]
 
@@ -87,6 +87,9 @@ class Channels:
         sends its own.
         """
         self._receive_pending(self._channels)
+        self._compare(sequence)
+
+    def _compare(self, sequence: int) -> None:
         mine = self._unfinished.get(sequence, b"")
         for channel in self._channels:
             message = channel.received.get(sequence)
