@@ -111,7 +111,8 @@ def all_numbers(number: int, group: Group, device: torch.device, about: str) -> 
     if group.transport is None:
         return [number]
     mine = torch.tensor([number], device=group.device_for_text(device))
-    return [int(one) for one in _all_gather(mine, about, group, group.transport)]
+    numbers: list[int] = _all_gather(mine, about, group, group.transport).flatten().tolist()
+    return numbers
 
 
 def _all_gather_headers(text: str, group: Group, device: torch.device, about: str) -> list[bytes]:
