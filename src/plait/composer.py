@@ -67,11 +67,11 @@ def parallelize(
     default the model's own, `model.rules`. `loss` has `total` and `weight`, or is one of PyTorch's, or a
     function within `plait.tensor.mean_loss`: see `as_loss`.
 
-    Communication, once: the ranks compare model, plan and values (256 bytes each), make groups for
-    messages, tied parameters and repeated heads, and map each other's gradients on one host; with `broadcast`
-    every parameter and buffer goes over `world`. Raises PlanError, MeshError, ModelError or ScheduleError
-    before anything runs, ModelError also where ranks have different values without `broadcast`, and
-    CommunicationError where they have different models or plans.
+    Communication, once: the ranks compare model, plan, loss, environment and values (256 bytes each), make
+    groups for messages, tied parameters and repeated heads, and map each other's gradients on one host; with
+    `broadcast` every parameter and buffer goes over `world`. Raises PlanError, MeshError, ModelError or
+    ScheduleError before anything runs, ModelError also where ranks have different values without
+    `broadcast`, and CommunicationError where anything else differs that `differs_by_rank` does not name.
     """
     mesh.check_plan(plan)
     refuse_compiled_loss(loss)
