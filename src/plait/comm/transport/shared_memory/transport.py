@@ -199,13 +199,18 @@ class AnnouncedPending:
         """Block until all others have made the same call, and until it is complete; raise if one has not."""
         if not self._compared:
             self._channels.receive(self._sequence, ChannelMessage(0))
-            self._channels.acknowledge(self._sequence)
-            self._compared = True
+            self._finish_comparison()
         self._pending.wait(awaited)
 
     def abandon(self) -> bool:
-        """Return what the operation of the backend does."""
+        """Compare no calls any more, and return what the operation of the backend returns."""
+        with suppress(OSError):  # after an error the channels are closed
+            self._finish_comparison()
         return self._pending.abandon()
+
+    def _finish_comparison(self) -> None:
+        self._compared = True
+        self._channels.acknowledge(self._sequence)
 
 
 class SharedMemoryTransport(TorchTransport):
