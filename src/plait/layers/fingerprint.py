@@ -100,9 +100,8 @@ def _lines_of_model(model: nn.Module, texts: ValueTexts) -> Iterator[str]:
             yield f"{place} = {names[id(module)]}"
             continue
         yield f"{place} = {texts.of_class(type(module))}"
-        for name, value in attributes_of(module).items():
-            if name not in _UNCOUNTED:
-                yield f"{place}.{name} = {texts.of(value)}"
+        for name, value in attributes_of(module, _UNCOUNTED).items():
+            yield f"{place}.{name} = {texts.of(value)}"
         hooks = {kind[1:]: list(vars(module)[kind].values()) for kind in _HOOKS if vars(module).get(kind)}
         yield f"hooks of {place} = {texts.of(hooks)}"
         own = {"recurse": False, "remove_duplicate": False}

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from re import Pattern
 from types import (
     BuiltinFunctionType,
@@ -48,33 +48,43 @@ _BOOKKEEPING = frozenset(
 """Attributes by which transformers notes where a model came from."""
 _LONGEST_TEXT, _MOST_ITEMS, _DEEPEST = 200, 10_000, 12
 _PLAIN = (bool, int, float, complex, type(None), type(Ellipsis), range, slice, Decimal, Fraction)
+_COMMON = frozenset({bool, int, float, type(None)})
+"""The most frequent of them, found without a look at base classes."""
 _NAMED = (torch.dtype, torch.layout, torch.memory_format)
 _CONTAINERS = (dict, MappingProxyType, list, tuple, set, frozenset, deque)
 _CONFIGURING = (SimpleNamespace, Pattern)
 _OWN_OPAQUE = ("plait.comm", "plait.engine", "plait.loop", "plait.train", "plait.data", "plait.checkpoint")
 
 
-def attributes_of(thing: object) -> dict[str, Any]:
-    """Return the attributes of an object that ranks compare, by name, sorted.
+def attributes_of(thing: Any, besides: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """Return the attributes of an object that ranks compare, by name, sorted; without those of `besides`.
 
     Not those that `differs_by_rank` names, nor values of a `cached_property`, nor caches and hashes, by their
     names: they may be there on some ranks only, or be others in each process.
     """
-    kind = type(thing)
+    slots, lazy = _slots_and_lazy_names(type(thing))
     held = dict(getattr(thing, "__dict__", {}))
+    held |= {name: getattr(thing, name) for name in slots if hasattr(thing, name)}
+    declared = held.get(DIFFERS_BY_RANK) or getattr(type(thing), DIFFERS_BY_RANK, ())
+    free = {*declared, DIFFERS_BY_RANK, *_BOOKKEEPING, *lazy}
+    found = {}
+    for name in sorted(held.keys() - besides - free):
+        lower = name.lower()
+        if "cache" not in lower and "hash" not in lower:
+            found[name] = held[name]
+    return found
+
+
+@lru_cache(1024)
+def _slots_and_lazy_names(kind: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of a class's slots, and those whose values a `cached_property` computes."""
+    slots: list[str] = []
     for base in kind.__mro__:
-        slots = vars(base).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(thing, name):
-                held[name] = getattr(thing, name)
-    free = {*getattr(thing, DIFFERS_BY_RANK, ()), DIFFERS_BY_RANK, *_BOOKKEEPING}
-    return {
-        name: held[name]
-        for name in sorted(held, key=str)
-        if name not in free
-        and not any(word in str(name).lower() for word in ("cache", "hash"))
-        and not isinstance(getattr(kind, str(name), None), cached_property)
-    }
+        own = vars(base).get("__slots__", ())
+        slots += (own,) if isinstance(own, str) else own
+    members = (item for base in kind.__mro__ for item in vars(base).items())
+    lazy = tuple(name for name, value in members if isinstance(value, cached_property))
+    return tuple(name for name in slots if name not in ("__dict__", "__weakref__")), lazy
 
 
 class ValueTexts:
@@ -90,6 +100,8 @@ class ValueTexts:
 
     def of(self, thing: Any) -> str:
         """Return the text of a value, on one line."""
+        if type(thing) in _COMMON:
+            return repr(thing)
         if isinstance(thing, Enum):
             return f"{type(thing).__qualname__}.{thing.name}"
         if isinstance(thing, str):
