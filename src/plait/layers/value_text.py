@@ -15,7 +15,7 @@ import hashlib
 import os
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
@@ -62,10 +62,10 @@ def attributes_of(thing: Any, besides: frozenset[str] = frozenset()) -> dict[str
     Not those that `differs_by_rank` names, nor values of a `cached_property`, nor caches and hashes, by their
     names: they may be there on some ranks only, or be others in each process.
     """
-    slots, lazy = _slots_and_lazy_names(type(thing))
+    slots, lazy = _slots_and_lazy_names(type(thing))  # type: ignore[arg-type]  # classes are hashable
     held = dict(getattr(thing, "__dict__", {}))
     held |= {name: getattr(thing, name) for name in slots if hasattr(thing, name)}
-    declared = held.get(DIFFERS_BY_RANK) or getattr(type(thing), DIFFERS_BY_RANK, ())
+    declared: Iterable[str] = held.get(DIFFERS_BY_RANK, getattr(type(thing), DIFFERS_BY_RANK, ()))
     free = {*declared, DIFFERS_BY_RANK, *_BOOKKEEPING, *lazy}
     found = {}
     for name in sorted(held.keys() - besides - free):
