@@ -52,11 +52,12 @@ def computation_settings() -> dict[str, object]:
     backends, kernels = torch.backends, torch.backends.cuda
     return {
         "torch.get_default_dtype()": torch.get_default_dtype(),
-        "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
         "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
-        "torch.backends.fp32_precision": [
-            getattr(one, "fp32_precision", None)
-            for one in (backends, kernels.matmul, backends.cudnn, backends.mkldnn)
+        "torch.backends.fp32_precision": getattr(backends, "fp32_precision", None),  # has no type
+        "torch.backends.cudnn.fp32_precision": backends.cudnn.fp32_precision,
+        # "ieee" is what "none" means there; `torch.set_float32_matmul_precision` sets both.
+        "fp32_precision of matmul in torch.backends.cuda, mkldnn": [
+            one.matmul.fp32_precision.replace("none", "ieee") for one in (kernels, backends.mkldnn)
         ],
         "torch.backends.cudnn, enabled, benchmark, deterministic": [
             *(backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic)

@@ -70,10 +70,11 @@ def weave_and_step(change: Callable[[], object], after: bool) -> str:
 
 SETTINGS: tuple[tuple[Callable[[], object], bool, str], ...] = (
     (lambda: None, False, "^$"),
+    (lambda: torch.set_float32_matmul_precision("highest"), False, "^$"),  # as it is, but said
     (
         lambda: torch.set_float32_matmul_precision("high"),
         True,
-        r"matmul_precision\(\) = highest; rank 1: .* = high\)",
+        r"fp32_precision of matmul .* = \['ieee', 'ieee'\]; rank 1: .* = \['tf32', 'tf32'\]\)",
     ),
     (
         lambda: torch.set_default_dtype(torch.float64),
