@@ -19,17 +19,18 @@ from plait.autograd.dropout import DropoutGenerator
 from plait.autograd.running_sequence import ContextParallelism
 from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.blueprint import Blueprint, shared_blueprint
-from plait.comm.consistency_check import ranks_unlike_first, require_same_text
+from plait.comm.consistency_check import different_texts, require_same_text
 from plait.comm.mesh import Mesh
 from plait.comm.rank_device import device_change
 from plait.compilation.compiled_layer import LayerCompiler
 from plait.engine import Engine, Runtime
 from plait.engine.loss_stages import build_loss_stage
 from plait.errors import ModelError, listed
-from plait.layers.fingerprint import fingerprint, fingerprint_of_values
+from plait.layers.fingerprint import fingerprint, lines_of_values
 from plait.layers.layer_sequence import LayerSequence, NamedLayer, private_copy, sequence_of
 from plait.layers.precision import DTYPES, convert
 from plait.layers.validation import refuse_compiled_loss
+from plait.layers.value_text import DIFFERS_BY_RANK
 from plait.layout import shard
 from plait.models.tensor_sources import LocalSource, RankZeroSource, TensorSource, locate_tensors
 from plait.pipeline.exchange import Exchange
@@ -42,6 +43,7 @@ from plait.schedules.messages import channels_of
 from plait.sharding.owners import counted_parameters, reduction_axis, reduction_groups
 from plait.sharding.unit import Unit, UnitFactory
 from plait.tensor.feature_partition import is_sharded
+from plait.tensor.losses import Loss
 from plait.tensor.meta_device_runs import MetaLayers
 from plait.tensor.tensor_parallelism import TensorParallelism, named
 from plait.tensor.torch_losses import GivenLoss, as_loss
@@ -67,18 +69,18 @@ def parallelize(
     default the model's own, `model.rules`. `loss` has `total` and `weight`, or is one of PyTorch's, or a
     function within `plait.tensor.mean_loss`: see `as_loss`.
 
-    Communication, once: the ranks compare model, plan and values (256 bytes each), make groups for
-    messages, tied parameters and repeated heads, and map each other's gradients on one host; with `broadcast`
-    every parameter and buffer goes over `world`. Raises PlanError, MeshError, ModelError or ScheduleError
-    before anything runs, ModelError also where ranks have different values without `broadcast`, and
-    CommunicationError where they have different models or plans.
+    Communication, once: the ranks compare model, plan, loss, environment and values (256 bytes each), make
+    groups for messages, tied parameters and repeated heads, and map each other's gradients on one host; with
+    `broadcast` every parameter and buffer goes over `world`. Raises PlanError, MeshError, ModelError or
+    ScheduleError before anything runs, ModelError also where ranks have different values without
+    `broadcast`, and CommunicationError where anything else differs that `differs_by_rank` does not name.
     """
     mesh.check_plan(plan)
-    warn_of_another_device(model, mesh)
     refuse_compiled_loss(loss)
     loss = as_loss(loss)
     blueprint, sequence = shared_blueprint(model, plan, rules, mesh.shared_results), sequence_of(model)
-    source = agreed_source(blueprint, sequence, mesh, seed, values, broadcast=broadcast)
+    require_alike(model, blueprint, sequence, loss, mesh, {"seed": seed, "broadcast": broadcast})
+    source = agreed_source(sequence, mesh, seed, values, broadcast=broadcast)
     local = blueprint.schedule.stages_of(mesh.index("pp"))
     spans = {stage: blueprint.stage_layers[stage] for stage in local}
     units = build_units(blueprint, spans, mesh, source)
@@ -109,17 +111,44 @@ def parallelize(
     return Engine(runtime)
 
 
-def warn_of_another_device(model: nn.Module, mesh: Mesh) -> None:
+def warn_of_another_device(tensors: Iterable[Tensor], mesh: Mesh) -> None:
     """Warn on rank 0 where the model's tensors are moved to a device where its user may not expect them."""
-    tensors = chain(model.parameters(), model.buffers()) if isinstance(model, nn.Module) else ()
     chosen_by_default = mesh.has_default_device and mesh.world == 1
     change = device_change((one.device for one in tensors), mesh.device, by_default=chosen_by_default)
     if change and mesh.rank == 0:
-        warnings.warn(change, stacklevel=3)
+        warnings.warn(change, stacklevel=4)
+
+
+def require_alike(
+    model: nn.Module,
+    blueprint: Blueprint,
+    sequence: LayerSequence,
+    loss: Loss,
+    mesh: Mesh,
+    options: Mapping[str, object],
+) -> None:
+    """Raise CommunicationError on every rank where ranks call `parallelize` with unlike arguments.
+
+    The values of tensors aside, and attributes that `differs_by_rank` names.
+    """
+    text = fingerprint(
+        model,
+        sequence,
+        blueprint.plan,
+        blueprint.layers_per_stage,
+        blueprint.schedule,
+        blueprint.module_rules,
+        loss,
+        {"device": mesh.device.type, "guarded": mesh.guarded, **options},
+    )
+    remedy = (
+        "give every rank the same model, loss, plan and environment, or name an attribute that may be unlike "
+        f"in `{DIFFERS_BY_RANK}` of its class"
+    )
+    require_same_text(text, mesh.group("world"), mesh.device, doing="parallelize", remedy=remedy)
 
 
 def agreed_source(
-    blueprint: Blueprint,
     sequence: LayerSequence,
     mesh: Mesh,
     seed: int,
@@ -127,25 +156,26 @@ def agreed_source(
     *,
     broadcast: bool,
 ) -> TensorSource:
-    """Compare model and plan on all ranks, and return the source of initial parameter and buffer values.
+    """Return the source of initial parameter and buffer values, which with `broadcast` are rank 0's.
 
     Raises ModelError where the values of a rank differ from rank 0's.
     """
     world = mesh.group("world")
-    own = LocalSource(locate_tensors(named(sequence.layers)), seed, given)
-    print_of_model = fingerprint(
-        sequence, blueprint.plan, blueprint.layers_per_stage, blueprint.module_rules, seed
-    )
-    start = "start from the values of rank 0" if broadcast else "start from each rank's own values"
-    require_same_text(f"{start}, {print_of_model}", world, mesh.device)
+    places = locate_tensors(named(sequence.layers))
+    warn_of_another_device((place.tensor for place in places.values()), mesh)
+    own = LocalSource(places, seed, given)
     if broadcast:
         return RankZeroSource(own, world, mesh.device)
-    others = ranks_unlike_first(fingerprint_of_values(own.known()), world, mesh.device)
-    if others:
+    values = lines_of_values(own.known())
+    versions = different_texts(values, world, mesh.device, about="the initial values")
+    if versions:
+        (first, _), *unlike = versions.items()
+        others = sorted(rank for _, ranks in unlike for rank in ranks)
         raise ModelError(
             f"the model starts from other values on {'rank' if len(others) == 1 else 'ranks'} "
-            f"{listed(list(map(str, others)))} than on rank 0: give parallelize broadcast=True, and those of "
-            "rank 0 count, or seed each rank alike (torch.manual_seed) before it builds the model."
+            f"{listed(list(map(str, others)))} than on rank 0, first in {first.partition(' = ')[0]}: give "
+            "parallelize broadcast=True, and those of rank 0 count, or seed each rank alike "
+            "(torch.manual_seed) before it builds the model."
         )
     return own
 

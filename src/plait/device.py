@@ -47,6 +47,32 @@ def multiplies_into_float32(where: torch.device | Tensor, dtype: torch.dtype) ->
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def computation_settings() -> dict[str, object]:
+    """Return torch's settings for this process by which operations give other results, by name."""
+    backends, kernels = torch.backends, torch.backends.cuda
+    return {
+        "torch.get_default_dtype()": torch.get_default_dtype(),
+        "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
+        "torch.backends.fp32_precision": getattr(backends, "fp32_precision", None),  # has no type
+        "torch.backends.cudnn.fp32_precision": backends.cudnn.fp32_precision,
+        # "ieee" is what "none" means there; `torch.set_float32_matmul_precision` sets both.
+        "fp32_precision of matmul in torch.backends.cuda, mkldnn": [
+            one.matmul.fp32_precision.replace("none", "ieee") for one in (kernels, backends.mkldnn)
+        ],
+        "torch.backends.cudnn, enabled, benchmark, deterministic": [
+            *(backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic)
+        ],
+        "torch.backends.mkldnn.enabled": backends.mkldnn.enabled,
+        "torch.backends.cuda.matmul, reduced precision in fp16, bf16": [
+            kernels.matmul.allow_fp16_reduced_precision_reduction,
+            kernels.matmul.allow_bf16_reduced_precision_reduction,
+        ],
+        "scaled dot product attention, flash, efficient, math, cudnn": [
+            getattr(kernels, f"{one}_sdp_enabled")() for one in ("flash", "mem_efficient", "math", "cudnn")
+        ],
+    }
+
+
 def visible_accelerators() -> int:
     """Return the number of GPUs that this process sees and NCCL can connect."""
     return torch.cuda.device_count() if dist.is_nccl_available() else 0

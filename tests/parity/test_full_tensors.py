@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import plait
 from parity import data, woven
 from parity.case import SEED, Case, Recipe
 from parity.cases import USER_CASES, case, gpt2, llama
@@ -184,3 +185,25 @@ def test_only_rank_0_is_sent_what_it_has_not(thread_ranks: RankPool) -> None:
     assert [one is None for one in sent] == [False, True, False, True]
     largest = sum(tensor.nbytes for tensor in model.state_dict().values())
     assert 0 < sent[0].bytes < largest
+
+
+def test_calls_with_other_options_are_refused(thread_ranks: Any) -> None:
+    def body() -> list[str]:
+        plan = Plan(pp=2)
+        mesh = plait.Mesh(plan)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        engine, odd = plait.parallelize(model, plan, mesh, plait.cross_entropy), mesh.rank == 1
+        told = []
+        for call in (
+            lambda: engine.state_dict(everywhere=odd),
+            lambda: engine.load_state_dict(model.state_dict(), broadcast=odd),
+        ):
+            with pytest.raises(CommunicationError) as error:
+                call()
+            told.append(str(error.value))
+        return told
+
+    for told in thread_ranks.run(body, ranks=2):
+        assert "(rank 0: state_dict(everywhere=False); rank 1: state_dict(everywhere=True))" in told[0]
+        assert "rank 1: load_state_dict(broadcast=True)" in told[1]

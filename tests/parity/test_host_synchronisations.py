@@ -157,6 +157,7 @@ ALLOWED = {
     "comm/tensor_hash.py": "hashes of values are asked for by guards and loads",
     "comm/text_collectives.py": "texts are exchanged at the start, on saves and for errors",
     "comm/transport/shared_memory/host_discovery.py": "once per mesh",
+    "comm/transport/shared_memory/transport.py": "where pieces begin, in the CPU memory that ranks share",
     "layers/layer_sequence.py": "a hash of the model's values, once",
     "sharding/gradient_norm.py": "the factor of a clipped gradient that is offloaded to the CPU",
     "sharding/optimizer_probe.py": "once per optimizer, on CPU tensors of its own",

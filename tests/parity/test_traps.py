@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 
 import plait
 from plait.engine import Engine
-from plait.errors import CommunicationError, DataError, ModelError, PlanError, RankError
+from plait.errors import DataError, ModelError, PlanError, RankError
 
 
 class Squares:
@@ -99,29 +99,6 @@ def test_evaluation_may_send_something_else(thread_ranks):
     (trained, evaluated), other = thread_ranks.run(train_and_evaluate, ranks=2)
     assert (trained, evaluated) == other
     assert trained != evaluated
-
-
-def freeze_on_one_rank() -> None:
-    model = nn.Sequential(*linears(3, 3, 3))
-    model[0].requires_grad_(torch.distributed.get_rank() == 0)
-    weave(model, pp=2)
-
-
-def test_a_model_frozen_on_one_rank_is_refused(rank_pool):
-    with pytest.raises(CommunicationError, match="do not agree"):
-        rank_pool.run(freeze_on_one_rank, ranks=2)
-
-
-def give_other_batches() -> None:
-    count = 4 if torch.distributed.get_rank() == 0 else 2
-    weave(nn.Sequential(*linears(3, 3, 3)), pp=2).forward_backward(rows(count, 3), rows(count, 3))
-
-
-def test_other_batches_in_one_pipeline_are_refused(rank_pool):
-    with pytest.raises(
-        CommunicationError, match=r"the ranks of pp do not agree .*a step on micro-batches of"
-    ):
-        rank_pool.run(give_other_batches, ranks=2)
 
 
 def test_refreezing_is_refused():

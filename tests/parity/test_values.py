@@ -183,18 +183,6 @@ def test_ranks_that_are_given_other_values_are_refused(rank_pool: Any) -> None:
         rank_pool.run(weave_other_values, 1.0, ranks=2)
 
 
-def weave_other_wishes() -> None:
-    mesh = plait.Mesh(dp=2)
-    model = nn.Sequential(nn.Linear(3, 2))
-    plait.parallelize(model, Plan(dp=2), mesh, plait.cross_entropy, broadcast=mesh.rank == 0)
-
-
-def test_broadcast_is_for_all_ranks(rank_pool: Any) -> None:
-    told = "rank 0: start from the values of rank 0, .*; rank 1: start from each rank's own values"
-    with pytest.raises(CommunicationError, match=told):
-        rank_pool.run(weave_other_wishes, ranks=2)
-
-
 def weave_other_buffers() -> None:
     mesh = plait.Mesh(dp=2)
     layer = nn.Linear(3, 2, device="meta")

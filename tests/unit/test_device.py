@@ -166,7 +166,7 @@ def test_a_model_that_moves_to_another_device_is_told(
 def test_parallelize_warns_of_a_model_elsewhere() -> None:
     model, mesh = nn.Sequential(nn.Linear(2, 2)), Mesh()
     with pytest.warns(UserWarning, match="tensors are on cpu, and the mesh's device is cuda:2"):
-        warn_of_another_device(model, mesh)
+        warn_of_another_device(model.parameters(), mesh)
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "openmpi"])

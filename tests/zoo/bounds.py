@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from plait.engine import Engine, engine
+from plait.engine import Engine, gradient_clipping
 from plait.sharding.gradient_norm import scale_to, start_norm
 from plait.verification.location import StepPhase
 from zoo.patching import rank
@@ -28,7 +28,7 @@ def scaling(factor_of: Callable[[Tensor, float], Tensor]) -> Any:
                 if piece.grad is not None:
                     piece.grad.mul_(factor.to(piece.grad.dtype))
 
-    return patch.object(engine, "scale_to", scale)
+    return patch.object(gradient_clipping, "scale_to", scale)
 
 
 def right_factor(norm: Tensor, max_norm: float) -> Tensor:
@@ -80,12 +80,12 @@ def clipped_element_by_element() -> Any:
             for piece in unit.pieces.values():
                 piece.grad.clamp_(-max_norm / 8, max_norm / 8)
 
-    return patch.object(engine, "scale_to", scale)
+    return patch.object(gradient_clipping, "scale_to", scale)
 
 
 def first_unit_not_clipped() -> Any:
     """The embedding keeps its gradients."""
-    return patch.object(engine, "scale_to", lambda units, *how: scale_to(list(units)[1:], *how))
+    return patch.object(gradient_clipping, "scale_to", lambda units, *how: scale_to(list(units)[1:], *how))
 
 
 def clipped_on_the_last_rank_only() -> Any:
@@ -95,7 +95,7 @@ def clipped_on_the_last_rank_only() -> Any:
         if rank() == 1:
             scale_to(units, norm, max_norm)
 
-    return patch.object(engine, "scale_to", scale)
+    return patch.object(gradient_clipping, "scale_to", scale)
 
 
 def clipped_in_the_first_step_only() -> Any:
@@ -107,7 +107,7 @@ def clipped_in_the_first_step_only() -> Any:
         if len(calls) <= 3:
             scale_to(units, norm, max_norm)
 
-    return patch.object(engine, "scale_to", scale)
+    return patch.object(gradient_clipping, "scale_to", scale)
 
 
 def norm_is_the_clipped_one() -> Any:
@@ -122,7 +122,9 @@ def norm_is_the_clipped_one() -> Any:
 
 def norm_in_16_bits() -> Any:
     """A norm that travels in bfloat16."""
-    return patch.object(engine, "start_norm", lambda *how: lambda: start_norm(*how)().bfloat16().double())
+    return patch.object(
+        gradient_clipping, "start_norm", lambda *how: lambda: start_norm(*how)().bfloat16().double()
+    )
 
 
 def largest_element_of_own_rank() -> Any:
@@ -134,12 +136,12 @@ def largest_element_of_own_rank() -> Any:
         grads = [piece.grad for unit in units for piece in unit.pieces.values() if piece.grad is not None]
         return lambda: torch.stack([grad.abs().max() for grad in grads]).max()
 
-    return patch.object(engine, "start_norm", own)
+    return patch.object(gradient_clipping, "start_norm", own)
 
 
 def norm_of_the_engine_is_always_two() -> Any:
     """`norm_type` is taken and not used."""
-    return patch.object(engine, "start_norm", lambda *how: start_norm(*how[:4]))
+    return patch.object(gradient_clipping, "start_norm", lambda *how: start_norm(*how[:4]))
 
 
 BOUNDS = (

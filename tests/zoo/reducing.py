@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.collectives import all_reduce
-from plait.engine import engine, runner
+from plait.engine import gradient_clipping, runner
 from plait.plan import Plan
 from plait.sharding import gatherer, reducer
 from zoo import cases
@@ -137,7 +137,7 @@ def norm_of_absolute_values() -> Any:
         found = [buffer.gradient.abs().sum() for unit in units for buffer in unit.trainable]
         return lambda: torch.stack(found).sum()
 
-    return patch.object(engine, "start_norm", start)
+    return patch.object(gradient_clipping, "start_norm", start)
 
 
 @contextmanager

@@ -137,7 +137,7 @@ def scale_never_grows() -> Any:
 
 
 def scale_grows_on_one_rank() -> Any:
-    """Rank 0 counts one good step too few."""
+    """Rank 0 counts one good step too few: refused by the engine, which compares scales."""
 
     def update(scale: LossScale, finite: bool) -> None:
         if rank() == 0 and finite and scale.good_steps == 0:
@@ -190,15 +190,6 @@ SCALING = (
         parameter=LAST,
         step=1,
         ranks=BOTH,
-        options=TWO_NATIVE_STEPS,
-    ),
-    native_row(
-        StepPhase.LOSS_GRADIENT,
-        scale_grows_on_one_rank,
-        HALF,
-        parameter=LAST,
-        step=1,
-        ranks=(0,),
         options=TWO_NATIVE_STEPS,
     ),
 )

@@ -14,7 +14,7 @@ from plait import composer
 from plait.comm.collectives import all_reduce, reduce_scatter
 from plait.comm.group import Group
 from plait.comm.handle import Handle
-from plait.engine import engine
+from plait.engine import gradient_clipping
 from plait.pipeline.stage import Stage
 from plait.schedules import unit_passes
 from plait.sharding import reducer
@@ -218,7 +218,7 @@ def padding_counted() -> Iterator[None]:
 
 def offloaded_gradients_not_clipped() -> Any:
     """Their copies on the device are."""
-    return patch.object(engine, "scale_to", lambda units, norm, max_norm: None)
+    return patch.object(gradient_clipping, "scale_to", lambda units, norm, max_norm: None)
 
 
 def _row(phase: StepPhase, defect: Any, plan: Any, model: Any = cases.GPT2, **more: Any) -> Row:

@@ -2,11 +2,11 @@
 
 import pytest
 
-from plait.errors import ModelError
+from plait.errors import CommunicationError, ModelError
 from plait.verification.options import VerifyOptions
 from zoo.backward import BACKWARD
 from zoo.bounds import BOUNDS
-from zoo.cases import TWO_COPIES
+from zoo.cases import GPT2, TWO_COPIES
 from zoo.chunks import CHUNKS
 from zoo.context import CONTEXT
 from zoo.dropping import DROPPING
@@ -15,10 +15,10 @@ from zoo.forward import FORWARD
 from zoo.four import FOUR
 from zoo.losses import LOSSES
 from zoo.models import RANDOM
-from zoo.precision import PRECISION
+from zoo.precision import PRECISION, TWO_NATIVE_STEPS
 from zoo.reductions import REDUCTIONS
 from zoo.row import report_of
-from zoo.scaling import SCALING
+from zoo.scaling import HALF, SCALING, scale_grows_on_one_rank
 from zoo.scattering import SCATTERING
 from zoo.sequence import SEQUENCE
 from zoo.sharding import SHARDING
@@ -115,6 +115,13 @@ def test_whole_numbers_show_it_too(rank_pool, row):
     report = report_of(rank_pool, row.model, row.plan, row.defect, EXACT)
     missed = row.named.missed_by(report)
     assert not missed, "\n".join([*missed, "", str(report)])
+
+
+@pytest.mark.full
+def test_scales_that_differ_are_refused_before_anything_is_compared(rank_pool):
+    told = "rank 0: the loss scale = 32768.0; rank 1: the loss scale = 65536.0"
+    with pytest.raises(CommunicationError, match=told):
+        report_of(rank_pool, GPT2, HALF, scale_grows_on_one_rank, TWO_NATIVE_STEPS)
 
 
 def test_random_numbers_are_refused(rank_pool):

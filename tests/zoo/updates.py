@@ -15,7 +15,7 @@ from parity.defects import norm_of_own_stage_only
 from parity.tensor_defects import whole_parameters_counted_by_every_rank
 from plait import composer
 from plait.comm.handle import Handle
-from plait.engine import Engine, engine, runner
+from plait.engine import Engine, engine, gradient_clipping, runner
 from plait.sharding.gradient_norm import scale_to, start_norm
 from plait.verification.location import StepPhase
 from zoo import cases, models
@@ -41,12 +41,14 @@ def largest_gradient_for_the_norm() -> Any:
         found = [buffer.gradient.abs().max() for unit in units for buffer in unit.trainable]
         return lambda: torch.stack(found).max()
 
-    return patch.object(engine, "start_norm", largest)
+    return patch.object(gradient_clipping, "start_norm", largest)
 
 
 def norm_summed_over_data_ranks() -> Any:
     """Squares are summed over dp as well, where all ranks have the same."""
-    return patch.object(engine, "start_norm", lambda *arguments: lambda: start_norm(*arguments)() * 2**0.5)
+    return patch.object(
+        gradient_clipping, "start_norm", lambda *arguments: lambda: start_norm(*arguments)() * 2**0.5
+    )
 
 
 def clipped_by_own_norm() -> Any:
@@ -57,7 +59,7 @@ def clipped_by_own_norm() -> Any:
         norms = [buffer.gradient.norm() for unit in held for buffer in unit.trainable]
         scale_to(held, torch.stack(norms).norm(), max_norm)
 
-    return patch.object(engine, "scale_to", scale)
+    return patch.object(gradient_clipping, "scale_to", scale)
 
 
 def clipped_twice() -> Any:
@@ -68,7 +70,7 @@ def clipped_twice() -> Any:
         scale_to(held, norm, max_norm)
         scale_to(held, norm, max_norm)
 
-    return patch.object(engine, "scale_to", scale)
+    return patch.object(gradient_clipping, "scale_to", scale)
 
 
 def vectors_not_clipped() -> Any:
@@ -82,7 +84,7 @@ def vectors_not_clipped() -> Any:
         for vector, gradient in zip(vectors, before, strict=True):
             vector.grad.copy_(gradient)
 
-    return patch.object(engine, "scale_to", scale)
+    return patch.object(gradient_clipping, "scale_to", scale)
 
 
 def _groups(change: Any) -> Any:

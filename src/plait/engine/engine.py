@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from plait.comm.traffic import Counts
 from plait.engine.full_tensors import load_state_dict, named_gradients, state_dict
+from plait.engine.gradient_clipping import clip_gradients
 from plait.engine.inference import generated, model_output
 from plait.engine.recorder import Recording
 from plait.engine.rescheduling import (
@@ -23,7 +24,8 @@ from plait.engine.rescheduling import (
 )
 from plait.engine.runner import Runner
 from plait.engine.runtime_objects import InstructionObserver, Runtime
-from plait.errors import NonFiniteError
+from plait.engine.step_agreement import StepAgreement
+from plait.errors import ReplicaError
 from plait.layers.evaluation_mode import evaluating
 from plait.layers.fingerprint import fingerprint_of_order
 from plait.layers.nested import Value
@@ -31,7 +33,6 @@ from plait.layout import Layout
 from plait.layout.shard_plan import ShardPlan
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.costs import Costs
-from plait.sharding.gradient_norm import scale_to, start_norm
 from plait.sharding.optimizer_check import OptimizerGuard, Partitioning
 from plait.sharding.replica_check import check_replicas
 from plait.tensor.sampling import TokenChoice
@@ -49,7 +50,10 @@ class Engine:
         self._runtime = runtime
         self._pipeline = runtime.pipeline
         self._runner = Runner(runtime)
-        self._guard = OptimizerGuard(self.parameters(), Partitioning.of(self.plan))
+        self._agreement = StepAgreement(runtime, self._runner.scale)
+        self._guard = OptimizerGuard(
+            self.parameters(), Partitioning.of(self.plan), self._agreement.note_optimizer
+        )
         self._traffic_before = self.mesh.traffic.snapshot()
 
     def forward_backward(self, inputs: Value, targets: Value, *, input_gradients: bool = False) -> Tensor:
@@ -60,13 +64,15 @@ class Engine:
         `plan.microbatches` micro-batches; or both as `Microbatches`, cut already and each of its own
         shapes. Returns the mean loss over the global batch, equal on every rank. Gradients add to existing
         ones, and are then equal on all ranks that hold them; an exception leaves them as they were.
-        Communication: the batch's shapes (256 bytes) over `pp`, and tokens over `cp` and `tp`, boundary
-        tensors over `pp`, attention over `cp`, what regions and the loss sum over `tp`, the loss's weight
-        over `dp_cp`, with dropout the number of rows over `dp`, one reduction per unit, the loss over
-        `world`.
+        Communication: the batch's shapes and hash (256 bytes) over `pp`, `cp` and `tp`, boundary tensors
+        over `pp`, attention over `cp`, what regions and the loss sum over `tp`, the loss's weight over
+        `dp_cp`, with dropout the number of rows over `dp`, one reduction per unit, the loss over `world`; in
+        the first call, the second, the fourth …: settings (256 bytes) over `world`, `dp_cp` and `tp`.
         """
         runner = self._runner
         self._traffic_before = self.mesh.traffic.snapshot()
+        self._agreement.note_gradients()
+        self._agreement.compare_at("forward_backward", input_gradients=input_gradients)
         runner.scale.begin(anew=runner.reducer.starts_anew)
         for stage in self._pipeline.stages.values():
             stage.input_gradients = input_gradients
@@ -137,21 +143,8 @@ class Engine:
         the device. Communication: one all-reduce of 8 bytes over `model`, or over `world` where gradients are
         cut.
         """
-        units, counted = self._runtime.units.values(), self._runtime.counted
-        group = self.mesh.group("world" if self.plan.shards else "model")
-        norm = start_norm(units, counted, group, self.mesh.device, norm_type)()
-        scale_to(units, norm, max_norm)
-        if self._runner.scale.guards or error_if_nonfinite:
-            finite = bool(norm.isfinite())
-            self._runner.scale.update(finite=finite)
-            if not finite and self._runner.scale.guards:
-                self._runner.reducer.drop()
-            if not finite and error_if_nonfinite:
-                raise NonFiniteError(
-                    f"the gradient norm is {norm.item()} over all ranks: lower the learning rate, raise the "
-                    "warm-up, or look at the data of that step."
-                )
-        return norm
+        self._agreement.compare_at("clip_grad_norm_", max_norm=max_norm, norm_type=norm_type)
+        return clip_gradients(self._runner, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients, call `optimizer.step()`, and return the gradient norm before clipping, 0-d.
@@ -162,6 +155,7 @@ class Engine:
         Communication: as `clip_grad_norm_`.
         """
         self.check_optimizer(optimizer)
+        self._agreement.note_optimizer(optimizer, 0)
         norm = self.clip_grad_norm_(max_norm, norm_type)
         optimizer.step()
         return norm
@@ -231,6 +225,7 @@ class Engine:
             if parameter.requires_grad:
                 is_matrix = len(self.layouts[name].shape) >= 2
                 trainable[is_matrix].append(parameter)
+        self._agreement.note_decay(weight_decay)
         return [
             {"params": trainable[True], "weight_decay": weight_decay},
             {"params": trainable[False], "weight_decay": 0.0},
@@ -248,10 +243,14 @@ class Engine:
     def check_replicas(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Raise `ReplicaError` on every rank if the replicas of a parameter differ in any bit.
 
-        With an `optimizer` its state of each parameter counts too. Communication: 8 bytes a parameter of the
-        model over `dp_cp`, `tp` and (if some are tied across stages) `pp`, 2 bytes a parameter over `world`.
+        Gradients count too, with an `optimizer` its options and its state, and how ranks have clipped and
+        accumulated. Communication: 8 bytes a parameter of the model over `dp_cp`, `tp` and (if some are tied
+        across stages) `pp`, 2 bytes a parameter over `world`, settings as in `forward_backward`.
         """
         parameters, owners = dict(self.named_parameters()), self.blueprint.owners
+        if optimizer is not None:
+            self._agreement.note_optimizer(optimizer, 0)
+        self._agreement.compare("check_replicas", ReplicaError)
         check_replicas(parameters, self.layouts, owners, self.mesh, optimizer)
 
     def microbatch_losses(self) -> Tensor:

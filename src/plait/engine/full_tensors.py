@@ -20,7 +20,7 @@ from plait.comm.consistency_check import require_same_text
 from plait.comm.text_collectives import all_gather_text, first_nonempty_text
 from plait.engine.runtime_objects import Runtime
 from plait.errors import ModelError, PlaitError
-from plait.layers.fingerprint import fingerprint_of_values
+from plait.layers.fingerprint import lines_of_values
 from plait.layout import shard
 from plait.models.tensor_sources import (
     LocalSource,
@@ -35,8 +35,10 @@ from plait.tensor.tensor_parallelism import named
 
 def state_dict(runtime: Runtime, *, everywhere: bool) -> dict[str, Tensor]:
     """Return the whole model's parameters and buffers on the CPU; see `Engine.state_dict`."""
+    mesh = runtime.mesh
+    require_same_text(f"state_dict(everywhere={everywhere})", mesh.group("world"), mesh.device)
     held: dict[str, Tensor] = {**dict(runtime.named_parameters()), **dict(runtime.named_buffers())}
-    keeps = everywhere or runtime.mesh.rank == 0
+    keeps = everywhere or mesh.rank == 0
     found = {
         name: tensor.to("cpu", copy=True)
         for name, tensor in _full(runtime, held, "a state dict", everywhere=everywhere)
@@ -82,17 +84,19 @@ def _agreed(runtime: Runtime, values: LocalSource, *, from_rank_zero: bool) -> T
     ModelError on every rank where one has values that do not fit; CommunicationError where they differ.
     """
     mesh, world = runtime.mesh, runtime.mesh.group("world")
-    error_text, digest = "", ""
+    require_same_text(f"load_state_dict(broadcast={from_rank_zero})", world, mesh.device)
+    error_text, lines = "", ""
     if mesh.rank == 0 or not from_rank_zero:
         try:
-            digest = fingerprint_of_values(values.known())
+            lines = lines_of_values(values.known())
         except PlaitError as error:  # the other ranks wait for a text
             error_text = str(error)
     if first_error := first_nonempty_text(error_text, world, mesh.device):
         raise ModelError(first_error)
     if from_rank_zero:
         return RankZeroSource(values, world, mesh.device)
-    require_same_text(f"load a state dict of values {digest}", world, mesh.device)
+    doing, remedy = "load a state dict", "give the same values on each, or broadcast=True"
+    require_same_text(lines, world, mesh.device, doing=doing, remedy=remedy)
     return values
 
 

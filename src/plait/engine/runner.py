@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from plait.autograd.dropout import names_of
 from plait.autograd.running_sequence import LocalSequence, running
 from plait.comm.collectives import all_reduce, broadcast
-from plait.comm.consistency_check import require_same_text
+from plait.comm.consistency_check import SAME_CALL, require_same_text
 from plait.device import sent
 from plait.engine.local_batch import (
     LocalInputs,
@@ -50,6 +50,8 @@ from plait.tensor.torch_losses import divisor
 
 REMEMBERED_SHAPES = 256
 """Micro-batch shapes whose boundaries are remembered, beside those of the step."""
+COMPARED_BATCHES = 2
+"""How many batches are compared whole, with tensors that have fractions or are on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ class Runner:
         """This rank's part of each micro-batch's sequences in the latest step; None where they are whole."""
         self._weights: tuple[Tensor, Tensor] | None = None  # of each micro-batch, of the global batch
         self._totals: list[Tensor] = []
+        self._batches = 0
+        """How many batches with targets there were."""
         self._agreed: dict[tuple[str, str], None] = {}
         """On GPUs the calls that the ranks along an axis have agreed on, oldest first."""
         self.observe(None)
@@ -117,10 +121,14 @@ class Runner:
         Communication: as `Engine.forward_backward`, without that of the program and of the mean loss.
         """
         (inputs, targets), part = without_part(self.runtime.context_parallelism, inputs, targets)
+        self._batches += 1
+        every = self._batches <= COMPARED_BATCHES or self.mesh.guarded
+        hashes = [fingerprint_of_tokens(value, every=every) for value in (inputs, targets)]
+        tokens = f"{hashes[0]}, of the targets {hashes[1]}"
         self.inputs_are_cut = isinstance(inputs, Microbatches)
         batch, parts = split_both(inputs, targets, self.plan.microbatches, (self.as_input, self._as_target))
         shapes = f"{signatures(batch)} with targets {signatures(parts)}"
-        self.require_same_batch("a step", shapes, fingerprint_of_tokens(inputs, targets), part)
+        self.require_same_batch("a step", shapes, tokens, part, over_pp=every)
         length = None if part is None else part.length
         local = self.local_inputs(batch, length)
         pairs = zip(parts, local.sequences, strict=True)
@@ -211,20 +219,23 @@ class Runner:
         gradients = non_finite_gradients(self.runtime.units.values(), self.mesh.device)
         return torch.stack([~losses.isfinite().all(), gradients])
 
-    def require_same_batch(self, call: str, shapes: str, tokens: str, part: PartOf | None) -> None:
+    def require_same_batch(
+        self, call: str, shapes: str, tokens: str, part: PartOf | None, *, over_pp: bool = False
+    ) -> None:
         """Raise CommunicationError where ranks along `pp`, `cp` or `tp` make a call on different batches.
 
-        `shapes`: of the micro-batches. `tokens`: a hash of the batch's tokens. `part`: of what the batch is
-        a part, if it is one.
+        `shapes`: of the micro-batches. `tokens`: a hash of the batch's tokens, which on GPUs counts along
+        `pp` with `over_pp` only. `part`: of what the batch is a part, if it is one.
         Communication: as `require_same_call`, over each of these axes.
         """
         alike = f"{call} on micro-batches of {shapes}"
         same = f"{alike}, tokens {tokens}"
-        self.require_same_call(alike, "pp")
-        self.require_same_call(same if part is None else f"{call} on parts of {part.whole}", "cp")
-        self.require_same_call(same, "tp")
+        own = "give ranks that differ in pp, cp or tp only the same batch"
+        self.require_same_call(same if over_pp or not self.mesh.uses_nccl else alike, "pp", own)
+        self.require_same_call(same if part is None else f"{call} on parts of {part.whole}", "cp", own)
+        self.require_same_call(same, "tp", own)
 
-    def require_same_call(self, call: str, axis: str) -> None:
+    def require_same_call(self, call: str, axis: str, remedy: str = SAME_CALL) -> None:
         """Raise CommunicationError where ranks along `axis` make different calls.
 
         Communication: one all-gather of 256 bytes over `axis`, on the CPU, so that the host does not wait for
@@ -234,7 +245,7 @@ class Runner:
         group = self.mesh.group(axis)
         if group.device_for_text(self.mesh.device).type != "cpu" or (axis, call) in self._agreed:
             return
-        require_same_text(call, group, torch.device("cpu"))
+        require_same_text(call, group, torch.device("cpu"), remedy=remedy)
         if self.mesh.uses_nccl:
             self._agreed[axis, call] = None
             while len(self._agreed) > REMEMBERED_SHAPES:

@@ -90,11 +90,11 @@ class LocalSource:
     def skip(self, name: str) -> None:
         """Do nothing: `read` does not communicate, so a rank need not take part in reading `name`."""
 
-    def known(self) -> Iterator[Tensor]:
-        """Yield each tensor that is given or that the model has off the meta device, in the model's order."""
+    def known(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and tensor of each that is given or that the model has off the meta device, in order."""
         for name, location in self.locations.items():
             if name in self._found or not location.tensor.is_meta:
-                yield self.read(name)
+                yield name, self.read(name)
 
     @cached_property
     def _found(self) -> Mapping[str, str]:

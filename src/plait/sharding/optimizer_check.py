@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +94,13 @@ def _reach_of(optimizer: Optimizer, partitioning: Partitioning) -> tuple[Reach, 
     return "parameter", (probe(optimizer, "element") or "") if partitioning.sharded else ""
 
 
+def is_free_of_order(optimizer: Optimizer) -> bool:
+    """Return whether the order of the parameters is known not to matter to the updates of `optimizer`."""
+    kind = type(optimizer)
+    declared = any(vars(kind).get(name) is True for name in ("elementwise", "parameterwise"))
+    return declared or kind in ELEMENTWISE or kind in PARAMETERWISE
+
+
 def _plan_for(reach: Reach, partitioning: Partitioning) -> str:
     """Return, for an error message, the change of the plan with which an optimizer of this `reach` works."""
     if not partitioning.sharded:
@@ -110,9 +117,15 @@ class OptimizerGuard:
     for the process asks them: hooks that come and go would disturb other threads' steps.
     """
 
-    def __init__(self, pieces: Iterable[nn.Parameter], partitioning: Partitioning) -> None:
-        """`pieces`: the parameters that this rank's optimizer updates."""
+    def __init__(
+        self,
+        pieces: Iterable[nn.Parameter],
+        partitioning: Partitioning,
+        note_step: Callable[[Optimizer], None] = lambda optimizer: None,
+    ) -> None:
+        """`pieces`: the parameters that this rank's optimizer updates. `note_step` is called before steps."""
         self._partitioning = partitioning
+        self.note_step = note_step
         self._checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         """How many parameter groups each optimizer had when it was checked."""
         reference = _GuardReference(self)
@@ -158,6 +171,7 @@ def _check_before_step(optimizer: Optimizer, arguments: tuple[Any, ...], options
     """Check `optimizer` with the guards of its parameters. A hook of torch, called before each step."""
     for guard in _guards_of(optimizer):
         guard.check_once(optimizer)
+        guard.note_step(optimizer)
 
 
 register_optimizer_step_pre_hook(_check_before_step)

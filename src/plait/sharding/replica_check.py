@@ -1,4 +1,4 @@
-"""Check of replicas: compares the bits of parameters and optimizer state held by several ranks.
+"""Check of replicas: compares the bits of parameters, gradients and optimizer state held by several ranks.
 
     over `dp_cp`    every parameter, or every piece of one
     over `tp`       parameters that are whole, and copies of the same piece
@@ -31,22 +31,24 @@ from plait.errors import ReplicaError
 from plait.layout import Layout
 from plait.sharding.owners import Owners
 
+_PLAIN = (bool, int, float, complex, str, type(None))
+"""Types of optimizer state and options that are compared, beside tensors."""
 _MOST_RANKS = 8
 """The ranks that are listed for each version of a tensor."""
 
 
 class Fingerprint(NamedTuple):
-    """The hash of one tensor of a parameter or its optimizer state."""
+    """The hash of one tensor of a parameter or its optimizer state, or the text of an option."""
 
     what: str
-    """`value`, or `optimizer state` and its key."""
+    """`value`, `gradient`, `optimizer state` and its key, or `option` of the optimizer and its name."""
     kind: str
-    """Dtype and shape."""
-    hash: Tensor
-    """int64, 0-d, on the tensor's device."""
+    """Dtype and shape; of what is no tensor, its text."""
+    hash: Tensor | None
+    """int64, 0-d, on the tensor's device; None for what is no tensor."""
 
     def __str__(self) -> str:
-        return f"{self.kind} of bits {as_hex(self.hash)}"
+        return self.kind if self.hash is None else f"{self.kind} of bits {as_hex(self.hash)}"
 
 
 @torch.no_grad()
@@ -64,7 +66,11 @@ def check_replicas(
     Communication: 8 bytes a parameter of the model over each of `dp_cp`, `tp` and, where some are tied across
     stages, `pp`; 2 bytes a parameter over `world`. It blocks until the device has computed all hashes.
     """
-    prints = {name: _fingerprints(parameter, optimizer) for name, parameter in parameters.items()}
+    options = _options(optimizer)
+    prints = {
+        name: [*_fingerprints(parameter, optimizer), *options.get(id(parameter), ())]
+        for name, parameter in parameters.items()
+    }
     numbers = _numbers(prints, list(layouts), mesh.device)
     tied = any(len(stages) > 1 for stages in owners.values())
     groups = [mesh.group(axis) for axis in ("dp_cp", "tp", *(["pp"] if tied else []))]
@@ -102,13 +108,34 @@ def _replicas_along(
 
 
 def _fingerprints(parameter: nn.Parameter, optimizer: torch.optim.Optimizer | None) -> list[Fingerprint]:
-    """Return the fingerprints of a parameter and of the tensors of its optimizer state, sorted by key."""
-    tensors = {"value": parameter.detach()}
+    """Return the fingerprints of a parameter, its gradient and its optimizer state, sorted by key."""
+    held: dict[str, object] = {"value": parameter.detach()}
+    if parameter.grad is not None:
+        held["gradient"] = parameter.grad
     state = {} if optimizer is None else optimizer.state.get(parameter, {})
-    for key in sorted(state, key=str):
-        if isinstance(state[key], Tensor):
-            tensors[f"optimizer state {key}"] = state[key]
-    return [Fingerprint(what, describe(one), tensor_hash(one)) for what, one in tensors.items()]
+    held |= {f"optimizer state {key}": state[key] for key in sorted(state, key=str)}
+    return [
+        Fingerprint(what, describe(one), tensor_hash(one))
+        if isinstance(one, Tensor)
+        else Fingerprint(what, repr(one), None)
+        for what, one in held.items()
+        if isinstance(one, (Tensor, *_PLAIN))
+    ]
+
+
+def _options(optimizer: torch.optim.Optimizer | None) -> dict[int, list[Fingerprint]]:
+    """Return fingerprints of the optimizer and its options for each parameter, by the parameter's `id`."""
+    found: dict[int, list[Fingerprint]] = {}
+    for group in () if optimizer is None else optimizer.param_groups:
+        prints = [Fingerprint("optimizer", type(optimizer).__qualname__, None)]
+        for key in sorted(group):
+            value = group[key]
+            if isinstance(value, Tensor):
+                prints.append(Fingerprint(f"option {key}", describe(value), tensor_hash(value)))
+            elif isinstance(value, (*_PLAIN, tuple)):
+                prints.append(Fingerprint(f"option {key}", repr(value), None))
+        found |= {id(parameter): prints for parameter in group["params"]}
+    return found
 
 
 def _numbers(prints: Mapping[str, list[Fingerprint]], names: list[str], device: torch.device) -> Tensor:
@@ -117,8 +144,10 @@ def _numbers(prints: Mapping[str, list[Fingerprint]], names: list[str], device: 
     rows = [(index, one) for index, name in enumerate(names) for one in prints.get(name, ())]
     if not rows:
         return numbers
-    hashes = torch.stack([moved_later(one.hash, device) for _, one in rows])
-    known = [(index, *_salt(f"{one.what} {one.kind}")) for index, one in rows]
+    none = torch.zeros((), dtype=torch.int64, device=device)
+    hashes = torch.stack([none if one.hash is None else moved_later(one.hash, device) for _, one in rows])
+    salts_of = {text: _salt(text) for text in {f"{one.what} {one.kind}" for _, one in rows}}
+    known = [(index, *salts_of[f"{one.what} {one.kind}"]) for index, one in rows]
     indices, salts, factors = moved_later(torch.tensor(known).T.contiguous(), device)
     # Sums of whole numbers are the same in any order.
     return numbers.index_add_(0, indices, (hashes ^ salts) * factors)

@@ -130,7 +130,7 @@ def test_without_given_values_the_model_keeps_its_own() -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         assert values.read(name).data_ptr() == tensor.data_ptr()
         assert not values.read(name).requires_grad
-    assert [tuple(known.shape) for known in values.known()] == [(3, 3), (3, 3), (3,), (3,), (3,), (), (3,)]
+    assert [tuple(known.shape) for _, known in values.known()] == [(3, 3), (3, 3), (3,), (3,), (3,), (), (3,)]
 
 
 def test_on_meta_rules_make_values_and_nothing_is_known() -> None:
@@ -152,7 +152,7 @@ def test_given_values_stand_in_place_of_the_models_own(make: Any) -> None:
     known = [given[name] for name in ("0.weight", "1.linear.weight", "1.linear.bias", "1.shift", "1.order")]
     known += [model[1].factor] if make is small else []  # it is not saved, so nobody can give it
     known.append(given["2.bias"])
-    assert all(torch.equal(one, other) for one, other in zip(values.known(), known, strict=True))
+    assert all(torch.equal(one, other) for (_, one), other in zip(values.known(), known, strict=True))
 
 
 @pytest.mark.parametrize("alias", ["0.weight", "2.weight", "3.weight"])
@@ -230,7 +230,7 @@ def test_one_tensor_at_a_time_is_held() -> None:
     values = values_of(on_meta(), given)
     for name in ("2.bias", "0.weight", "1.order"):
         assert torch.equal(values.read(name), tensors[name])
-    for known in values.known():
+    for _, known in values.known():
         assert known is not None
         del known
     held = values.read("2.bias")

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 
 import pytest
 import torch
 
-from plait.comm import Group, Handle, Mesh, all_gather, all_reduce, all_to_all, reduce_scatter
+from plait.comm import (
+    Group,
+    Handle,
+    Mesh,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    all_to_all_uneven,
+    barrier,
+    broadcast,
+    gather,
+    reduce,
+    reduce_scatter,
+)
 from plait.comm.collectives import SMALLEST_SHARED, shared_zeros
 from plait.comm.transport.shared_memory import shared_staging, transport
 from plait.errors import CommunicationError, RankError
@@ -385,3 +399,79 @@ def test_after_an_error_what_is_under_way_may_be_abandoned(rank_pool):
         return [handle.abandon() for handle in others]
 
     assert rank_pool.run(body, ranks=2) == [[True, True], []]
+
+
+def ones(group: Group, usual: int = 6, odd: int = 12) -> torch.Tensor:
+    return torch.ones(odd if group.index == 1 else usual)
+
+
+def in_place(group: Group) -> Handle[torch.Tensor]:
+    first, second = (shared_zeros(size, torch.float32, CPU, group) for size in (2**17, 2**16))
+    return all_reduce(second if group.index == 1 else first, group, checked=False)
+
+
+def uneven(group: Group, most: int | None) -> Handle[torch.Tensor]:
+    """Index 1 sends two elements to index 0, which expects one."""
+    sent = [2 if group.index == 1 else 1, 1, 1]
+    received = [2 if group.index == 1 else 1, 1, 1]
+    received[group.index] = sent[group.index]
+    return all_to_all_uneven(torch.ones(sum(sent)), group, sent, received, most=most, checked=False)
+
+
+UNLIKE = {
+    "all_reduce": lambda group: all_reduce(ones(group), group, checked=False),
+    "dtype": lambda group: all_reduce(
+        torch.ones(6, dtype=(torch.int32, torch.float32)[group.index == 1]), group, checked=False
+    ),
+    "reduction": lambda group: all_reduce(
+        torch.ones(6), group, "max" if group.index == 1 else "sum", checked=False
+    ),
+    "reduce_scatter": lambda group: reduce_scatter(ones(group), group, checked=False),
+    "all_gather": lambda group: all_gather(ones(group), group, checked=False),
+    "all_to_all": lambda group: all_to_all(ones(group), group, checked=False),
+    "broadcast": lambda group: broadcast(ones(group), group, checked=False),
+    "gather": lambda group: gather(ones(group), group, checked=False),
+    "reduce": lambda group: reduce(ones(group), group, checked=False),
+    "another": lambda group: (barrier if group.index == 1 else all_gather)(
+        *(() if group.index == 1 else (ones(group),)), group, checked=False
+    ),
+    "in place": in_place,
+    "algorithm": lambda group: all_reduce(ones(group, 6, 2**19 + 12), group, checked=False),
+}
+"""What one rank of three calls otherwise, without a check: Gloo then ends the process, or sums are wrong."""
+
+
+@pytest.mark.parametrize("staged", [True, False], ids=["staged", "sent by the backend"])
+def test_unlike_calls_that_nobody_checks_are_refused_on_every_rank(rank_pool, staged):
+    def body():
+        limit, transport.STAGING_LIMIT = transport.STAGING_LIMIT, 2**25 if staged else 0
+        mesh, told = Mesh(dp=3), {}
+        try:
+            for name, call in UNLIKE.items():
+                group = mesh.new_group([range(3)], name)
+                with pytest.raises(CommunicationError) as error:
+                    call(group).wait()
+                told[name] = str(error.value)
+        finally:
+            transport.STAGING_LIMIT = limit
+        return told
+
+    for told in rank_pool.run(body, ranks=3):
+        for name, sentence in told.items():
+            both = r"make different calls \((?=.*rank 1: )(?=.*ranks? (0|2|0, 2): )"
+            assert re.search(both, sentence), f"{name}: {sentence}"
+        assert "all_reduce sum of float32[6]" in told["all_reduce"]
+        assert "rank 1: all_reduce sum of float32[12]" in told["all_reduce"]
+
+
+def test_a_size_that_is_not_expected_is_refused(rank_pool):
+    def body():
+        group = Mesh(dp=3).group("dp")
+        try:
+            uneven(group, 4).wait()
+        except CommunicationError as error:
+            return str(error)
+        return ""
+
+    told = rank_pool.run(body, ranks=3)
+    assert "index 1 sends 2 elements to index 0, which expects 1" in told[0]

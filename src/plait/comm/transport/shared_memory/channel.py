@@ -15,7 +15,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 NO_SEQUENCE = -1
-_PACKET = struct.Struct("=qqq")  # sequence number, value, acknowledged
+_PACKET = struct.Struct("=qqq")  # sequence number, value, acknowledged; then the call
+MOST_CALL_BYTES = 160
+"""Of the description of a call in a packet."""
+_MOST_BYTES = _PACKET.size + MOST_CALL_BYTES
 _DESCRIPTOR = struct.Struct("=i")
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_DESCRIPTOR.size) if hasattr(socket, "CMSG_SPACE") else 0
 _CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
@@ -103,6 +106,8 @@ class ChannelMessage(NamedTuple):
 
     value: int
     descriptor: int | None = None
+    call: bytes = b""
+    """A description of the call that the message belongs to."""
 
 
 class PeerChannel:
@@ -122,9 +127,9 @@ class PeerChannel:
         self._hung_up = self._outgoing is None
 
     @staticmethod
-    def encode(sequence: int, value: int, acknowledged: int) -> bytes:
-        """Return a message as the bytes of one packet."""
-        return _PACKET.pack(sequence, value, acknowledged)
+    def encode(sequence: int, value: int, acknowledged: int, call: bytes = b"") -> bytes:
+        """Return a message as the bytes of one packet; `call` has at most `MOST_CALL_BYTES`."""
+        return _PACKET.pack(sequence, value, acknowledged) + call
 
     def send(self, packet: bytes, descriptor: int | None) -> bool:
         """Send a packet; return False when the send buffer is full. Succeeds even if the peer has closed."""
@@ -155,7 +160,7 @@ class PeerChannel:
             return
         while not self.gone:
             try:
-                packet, extra, _, _ = self._incoming.recvmsg(_PACKET.size, _ANCILLARY_BYTES, _CLOSE_ON_EXEC)
+                packet, extra, _, _ = self._incoming.recvmsg(_MOST_BYTES, _ANCILLARY_BYTES, _CLOSE_ON_EXEC)
             except BlockingIOError:
                 return
             except ConnectionError:
@@ -163,10 +168,10 @@ class PeerChannel:
             if not packet:
                 self.gone = True
                 return
-            sequence, value, self.acknowledged = _PACKET.unpack(packet)
+            sequence, value, self.acknowledged = _PACKET.unpack_from(packet)
             if sequence != NO_SEQUENCE:
                 descriptor = _DESCRIPTOR.unpack(extra[0][2])[0] if extra else None
-                self.received[sequence] = ChannelMessage(value, descriptor)
+                self.received[sequence] = ChannelMessage(value, descriptor, packet[_PACKET.size :])
 
     def register(self, poll: select.poll, writable: bool) -> None:
         """Register with `poll` for incoming messages and, if `writable`, for free send-buffer space."""

@@ -2,8 +2,9 @@
 
 A message is a number, maybe with a file descriptor, sent to all others under a *sequence number*. Ranks make
 the same calls in the same order, so their sequence numbers agree, and the messages of several operations may
-be received in any order. What a rank wrote to shared memory before it sent a message is visible to the ranks
-that have received it, since both enter the kernel in between.
+be received in any order. A message also describes its call, so that ranks which make other calls fail.
+What a rank wrote to shared memory before it sent a message is visible to the ranks that have received it,
+since both enter the kernel in between.
 """
 
 from __future__ import annotations
@@ -19,12 +20,20 @@ class Channels:
     """The channels from one rank to the others of a group. An error closes them, and all ranks fail."""
 
     def __init__(
-        self, listener: Listener, listeners: Sequence[str], index: int, label: str, timeout: float
+        self,
+        listener: Listener,
+        listeners: Sequence[str],
+        index: int,
+        label: str,
+        timeout: float,
+        ranks: Sequence[int] = (),
     ) -> None:
         """Open channels to the ranks with these `listeners`; the listener of this rank is at `index`.
 
         `label` is the group's, the same on all its ranks. `timeout`, in seconds, holds for every wait.
+        `ranks`: their global numbers, for errors; by default their indices.
         """
+        self._ranks = ranks or range(len(listeners))
         self.index, self.size = index, len(listeners)
         self._listener = listener
         self._timeout = timeout
@@ -34,14 +43,17 @@ class Channels:
             if number != index
         ]
         self._next = 0
-        self._unfinished: set[int] = set()
+        self._unfinished: dict[int, bytes] = {}
+        """The call of each sequence number that is not finished."""
         self._error: str | None = None
+        self.call = b""
+        """The description of the call that sequence numbers are reserved for."""
 
     def next_sequence(self) -> int:
         """Reserve and return a sequence number for a new operation; `acknowledge` marks it as finished."""
         sequence = self._next
         self._next += 1
-        self._unfinished.add(sequence)
+        self._unfinished[sequence] = self.call
         return sequence
 
     def send(self, sequence: int, value: int = 0, descriptor: int | None = None) -> None:
@@ -51,7 +63,8 @@ class Channels:
         `receive`, except for a peer that is gone: receiving from it raises that.
         """
         self._raise_if_failed()
-        packet = PeerChannel.encode(sequence, value, self._acknowledged)
+        call = self._unfinished.get(sequence, b"")
+        packet = PeerChannel.encode(sequence, value, self._acknowledged, call)
         for channel in self._channels:
             if not channel.send(packet, descriptor):
                 self._send_when_possible(channel, packet, descriptor)
@@ -59,11 +72,43 @@ class Channels:
     def receive(self, sequence: int, own: ChannelMessage) -> list[ChannelMessage]:
         """Block until all others have sent message `sequence`; return all messages by rank index, with `own`.
 
-        Raises `ConnectionError` where a peer is gone, `TimeoutError` where one does not send in time.
+        Raises `ConnectionError` where a peer is gone, `TimeoutError` where one does not send in time, and
+        `RuntimeError` where one makes another call.
         """
         self._receive_until(lambda channel: sequence in channel.received)
+        self._compare(sequence)
         messages = [channel.received.pop(sequence) for channel in self._channels]
         return [*messages[: self.index], own, *messages[self.index :]]
+
+    def require_same_call(self, sequence: int) -> None:
+        """Raise `RuntimeError` where a message `sequence` that has come describes another call.
+
+        Does not block. Of ranks that make two calls at least one is told before it goes on, since each first
+        sends its own.
+        """
+        self._receive_pending(self._channels)
+        self._compare(sequence)
+
+    def _compare(self, sequence: int) -> None:
+        mine = self._unfinished.get(sequence, b"")
+        for channel in self._channels:
+            message = channel.received.get(sequence)
+            if message is not None and message.call != mine:
+                raise self._failed(RuntimeError(self._difference(sequence, mine)))
+
+    def _difference(self, sequence: int, mine: bytes) -> str:
+        others = [channel.received.get(sequence) for channel in self._channels]
+        calls = [None if one is None else one.call for one in others]
+        calls.insert(self.index, mine)
+        ranks_of: dict[bytes, list[str]] = {}
+        for rank, call in zip(self._ranks, calls, strict=True):
+            if call is not None:
+                ranks_of.setdefault(call, []).append(str(rank))
+        parts = "; ".join(
+            f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)}: {call.decode(errors='replace')}"
+            for call, ranks in ranks_of.items()
+        )
+        return f"the ranks make different calls ({parts}): make the same call with the same shapes on each."
 
     def acknowledge(self, *sequences: int) -> None:
         """Mark all messages of these sequence numbers as no longer needed by this rank.
@@ -71,7 +116,8 @@ class Channels:
         The next message carries the acknowledgement; where later operations are pending, so that none may
         follow, it is sent at once.
         """
-        self._unfinished.difference_update(sequences)
+        for sequence in sequences:
+            self._unfinished.pop(sequence, None)
         if self._unfinished and max(self._unfinished) > max(sequences):
             self.send_acknowledgement()
 

@@ -38,7 +38,7 @@ class HostRanks:
     def channels(self, ranks: Sequence[int], index: int, label: str, timeout: float) -> Channels:
         """Open channels between `ranks` of this host, closed by `close`. Arguments as for `Channels`."""
         listeners = [self._infos[rank]["listener"] for rank in ranks]
-        channels = Channels(self._listener, listeners, index, label, timeout)
+        channels = Channels(self._listener, listeners, index, label, timeout, ranks)
         self._channels.add(channels)
         return channels
 

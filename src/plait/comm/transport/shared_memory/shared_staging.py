@@ -83,7 +83,7 @@ class PendingRead:
         read: Read,
     ) -> None:
         self._staging = staging
-        self._sequences = sequences
+        self.sequences = sequences
         self._offset = offset
         self._dtype, self._nbytes = dtype, nbytes
         self._read: Read | None = read
@@ -92,20 +92,20 @@ class PendingRead:
         """Block until the others have staged their tensors, then read once. Raises as `Channels.receive`."""
         if self._read is None:
             return
-        self._staging.finish_before(self._sequences[0])
+        self._staging.finish_before(self.sequences[0])
         segments = self._staging.segments.all_segments()
-        messages = self._staging.channels.receive(self._sequences[0], ChannelMessage(self._offset))
+        messages = self._staging.channels.receive(self.sequences[0], ChannelMessage(self._offset))
         pairs = zip(segments, messages, strict=True)
         self._read([segment[message.value :][: self._nbytes].view(self._dtype) for segment, message in pairs])
         self._read = None
-        self._staging.done(self._sequences)
+        self._staging.done(self.sequences)
 
     def abandon(self) -> bool:
         """Skip the read; return True, since this rank's tensors are not used any more."""
         if self._read is not None:
             self._read = None
             with suppress(OSError):  # after an error the channels are closed
-                self._staging.done(self._sequences)
+                self._staging.done(self.sequences)
         return True
 
 
@@ -121,15 +121,15 @@ class SharedStagingBuffers:
         """Sequence number, size and offset of the blocks that others may still read."""
         self._pending: dict[int, PendingRead] = {}
 
-    def stage(self, tensor: Tensor, read: Read, *sequences: int) -> PendingRead:
+    def stage(self, tensor: Tensor, read: Read, *, further: int = 0) -> PendingRead:
         """Copy `tensor` to this rank's segment, send the copy's offset; `wait()` of the result calls `read`.
 
-        All ranks call it with the same shape and dtype, of at most `CAPACITY` bytes. `sequences` are further
-        sequence numbers that `read` uses, acknowledged with the read.
+        All ranks call it with the same shape and dtype, of at most `CAPACITY` bytes. `further`: how many more
+        sequence numbers `read` uses, which are acknowledged with the read.
         """
         offset, block = self._lend(tensor.nbytes)
         block.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-        return self._send(offset, sequences, tensor.dtype, tensor.nbytes, read)
+        return self._send(offset, further, tensor.dtype, tensor.nbytes, read)
 
     def stage_parts(self, parts: Sequence[Tensor], most: int, read: Read) -> PendingRead:
         """Copy flat tensors into shared memory, one behind the other; `read` gets `most` bytes of each rank.
@@ -141,7 +141,7 @@ class SharedStagingBuffers:
         for part in parts:
             block[first:][: part.nbytes].view(part.dtype).copy_(part.detach())
             first += part.nbytes
-        return self._send(offset, (), torch.uint8, most, read)
+        return self._send(offset, 0, torch.uint8, most, read)
 
     def _lend(self, nbytes: int) -> tuple[int, Tensor]:
         """Reserve a block of this rank's segment; return its offset and the bytes to write."""
@@ -150,12 +150,11 @@ class SharedStagingBuffers:
         self._lent.append((self.channels.next_sequence(), size, offset))
         return offset, self.segments.own[offset:][:nbytes]
 
-    def _send(
-        self, offset: int, sequences: tuple[int, ...], dtype: torch.dtype, nbytes: int, read: Read
-    ) -> PendingRead:
+    def _send(self, offset: int, further: int, dtype: torch.dtype, nbytes: int, read: Read) -> PendingRead:
         """Send other ranks the offset of the block that was reserved last; return the pending read."""
         sequence = self._lent[-1][0]
-        pending = PendingRead(self, (sequence, *sequences), offset, dtype, nbytes, read)
+        sequences = (sequence, *(self.channels.next_sequence() for _ in range(further)))
+        pending = PendingRead(self, sequences, offset, dtype, nbytes, read)
         self._pending[sequence] = pending
         self.channels.send(sequence, offset)
         return pending

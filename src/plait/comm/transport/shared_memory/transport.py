@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 
 import torch
@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from plait.comm.contiguous_buffers import dtype_name
 from plait.comm.transport.interface import Pending, PieceSizes
 from plait.comm.transport.reduction import Op, blocks, fold
-from plait.comm.transport.shared_memory.channel import ChannelMessage
+from plait.comm.transport.shared_memory.channel import MOST_CALL_BYTES, ChannelMessage
 from plait.comm.transport.shared_memory.group_channels import Channels
 from plait.comm.transport.shared_memory.host_discovery import HostRanks
 from plait.comm.transport.shared_memory.shared_staging import (
@@ -74,19 +75,20 @@ def all_reduce_in_pieces(tensor: Tensor, total: Tensor, op: Op, staging: SharedS
     """
     channels = staging.channels
     own, totals = channels.index, total.view(-1).tensor_split(channels.size)
-    reduced = channels.next_sequence()
 
     def read(staged: Sequence[Tensor]) -> None:
         pieces = [tensor.tensor_split(channels.size) for tensor in staged]
         fold([piece[own] for piece in pieces], op, totals[own])
         pieces[own][own].copy_(totals[own])
+        _, reduced = pending.sequences
         channels.send(reduced)
         channels.receive(reduced, ChannelMessage(0))
         for index, piece in enumerate(pieces):
             if index != own:
                 totals[index].copy_(piece[index])
 
-    return staging.stage(tensor, read, reduced)
+    pending = staging.stage(tensor, read, further=1)
+    return pending
 
 
 def reduce_scatter_staged(
@@ -142,8 +144,11 @@ def all_to_all_uneven_staged(
     def read(staged: Sequence[Tensor]) -> None:
         pieces[own].copy_(own_piece)
         for index, (piece, source) in enumerate(zip(pieces, staged, strict=True)):
+            first, stop = source[: table.nbytes].view(table.dtype)[own : own + 2].tolist()
+            if stop - first != piece.numel():
+                sent = f"index {index} sends {stop - first} elements to index {own}"
+                raise RuntimeError(f"{sent}, which expects {piece.numel()}")
             if index != own and piece.numel():
-                first = int(source[: table.nbytes].view(table.dtype)[own])
                 values = source[table.nbytes :][:most].view(piece.dtype)
                 piece.copy_(values[first : first + piece.numel()])
 
@@ -181,6 +186,31 @@ def all_reduce_in_place(tensors: Sequence[Tensor], op: Op, channels: Channels) -
                 piece.copy_(total)
 
     return BarrieredStep(channels, reduce_piece)
+
+
+class AnnouncedPending:
+    """A pending operation of the backend that this rank has described to the others."""
+
+    def __init__(self, channels: Channels, sequence: int, pending: Pending) -> None:
+        self._channels, self._sequence, self._pending = channels, sequence, pending
+        self._compared = False
+
+    def wait(self, awaited: str = "") -> None:
+        """Block until all others have made the same call, and until it is complete; raise if one has not."""
+        if not self._compared:
+            self._channels.receive(self._sequence, ChannelMessage(0))
+            self._finish_comparison()
+        self._pending.wait(awaited)
+
+    def abandon(self) -> bool:
+        """Compare no calls any more, and return what the operation of the backend returns."""
+        with suppress(OSError):  # after an error the channels are closed
+            self._finish_comparison()
+        return self._pending.abandon()
+
+    def _finish_comparison(self) -> None:
+        self._compared = True
+        self._channels.acknowledge(self._sequence)
 
 
 class SharedMemoryTransport(TorchTransport):
@@ -227,27 +257,35 @@ class SharedMemoryTransport(TorchTransport):
 
     def all_reduce(self, tensor: Tensor, total: Tensor, op: Op) -> Pending:
         """Start an all-reduce: in shared memory and rank order, or, for large tensors, by the backend."""
+        self._call("all_reduce", tensor, op)
         algorithm = self.algorithm("all_reduce", tensor)
         if algorithm == "in place" and total.data_ptr() == tensor.data_ptr():
             return all_reduce_in_place(self._tensors_of_all_ranks(tensor), op, self.channels)
         if algorithm in ("exchange", "backend"):
-            return super().all_reduce(tensor, total, op)
+            return self._announced(tensor, partial(super().all_reduce, tensor, total, op))
         reduction = all_reduce_whole if algorithm == "whole" else all_reduce_in_pieces
         return reduction(tensor, total, op, self.staging)
 
+    def reduce(self, tensor: Tensor, op: Op, destination: int) -> Pending:
+        """Start a reduce by the backend."""
+        self._call("reduce", tensor, op, f"to {destination}")
+        return self._announced(tensor, partial(super().reduce, tensor, op, destination))
+
     def reduce_scatter(self, tensor: Tensor, piece: Tensor, op: Op) -> Pending:
         """Start a reduce-scatter in rank order: in shared memory, or, for large tensors, by an all-to-all."""
+        self._call("reduce_scatter", tensor, op)
         algorithm = self.algorithm("reduce_scatter", tensor)
         if algorithm == "in place":
             return reduce_scatter_in_place(self._tensors_of_all_ranks(tensor), piece, op, self.channels)
         if algorithm != "whole":
-            return super().reduce_scatter(tensor, piece, op)
+            return self._announced(tensor, partial(super().reduce_scatter, tensor, piece, op))
         return reduce_scatter_staged(tensor, piece, op, self.staging)
 
     def all_gather(self, tensor: Tensor, whole: Tensor) -> Pending:
         """Start an all-gather: in shared memory, or, for large tensors, by the backend."""
+        self._call("all_gather", tensor)
         if self.algorithm("all_gather", tensor) != "whole":
-            return super().all_gather(tensor, whole)
+            return self._announced(tensor, partial(super().all_gather, tensor, whole))
         return all_gather_staged(tensor, whole, self.staging)
 
     def all_to_all(self, tensor: Tensor, received: Tensor, sizes: PieceSizes | None = None) -> Pending:
@@ -255,17 +293,58 @@ class SharedMemoryTransport(TorchTransport):
 
         By the backend where a tensor is large, or where it is not known how large it may be on other ranks.
         """
+        if sizes is None:
+            self._call("all_to_all", tensor)
+        else:
+            self._call("all_to_all in uneven pieces", None, dtype_name(tensor.dtype), sizes.most)
         if sizes is None and self.algorithm("all_to_all", tensor) == "whole":
             return all_to_all_staged(tensor, received, self.staging)
-        if sizes is None or sizes.most is None or tensor.device.type != "cpu":
-            return super().all_to_all(tensor, received, sizes)
-        most = sizes.most * tensor.itemsize
-        if most > STAGING_LIMIT:
-            return super().all_to_all(tensor, received, sizes)
+        most = None if sizes is None or sizes.most is None else sizes.most * tensor.itemsize
+        if sizes is None or most is None or tensor.device.type != "cpu" or most > STAGING_LIMIT:
+            return self._announced(tensor, partial(super().all_to_all, tensor, received, sizes))
         return all_to_all_uneven_staged(tensor, received, sizes, most, self.staging)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Pending:
+        """Start a broadcast by the backend."""
+        self._call("broadcast", tensor, f"from {source}")
+        return self._announced(tensor, partial(super().broadcast, tensor, source))
+
+    def gather(self, tensor: Tensor, whole: Tensor | None, destination: int) -> Pending:
+        """Start a gather by the backend."""
+        self._call("gather", tensor, f"to {destination}")
+        return self._announced(tensor, partial(super().gather, tensor, whole, destination))
+
+    def scatter(self, pieces: Tensor | None, own: Tensor, source: int) -> Pending:
+        """Start a scatter by the backend."""
+        self._call("scatter", own, f"from {source}")
+        return self._announced(own, partial(super().scatter, pieces, own, source))
+
+    def barrier(self) -> Pending:
+        """Start a barrier of the backend."""
+        self._call("barrier", None)
+        return self._announced(None, super().barrier)
+
+    def _call(self, kind: str, tensor: Tensor | None, *details: object) -> None:
+        """Note the call that the next messages to other ranks belong to."""
+        if tensor is None or tensor.device.type == "cpu":
+            shape = None if tensor is None else (tensor.dtype, tensor.shape)
+            self.channels.call = _described(kind, shape, details)
+
+    def _announced(self, tensor: Tensor | None, start: Callable[[], Pending]) -> Pending:
+        """Start an operation of the backend, after a comparison with the calls that other ranks have made.
+
+        Where sizes differ a backend ends the process. On a GPU, whose waits do not block, none are compared.
+        """
+        if tensor is not None and tensor.device.type != "cpu":
+            return start()
+        sequence = self.channels.next_sequence()
+        self.channels.send(sequence)
+        self.channels.require_same_call(sequence)
+        return AnnouncedPending(self.channels, sequence, start())
 
     def shared_zeros(self, size: int, dtype: torch.dtype, awaited: str) -> Tensor | None:
         """Return zeros in a new shared-memory segment of this rank; map the other ranks' segments too."""
+        self.channels.call = f"shared_zeros {dtype_name(dtype)}[{size}]".encode()
         segments = SharedSegments(self.channels, size * dtype.itemsize)
         others = [segment.view(dtype) for segment in segments.all_segments()]
         mine = others.pop(self.index)
@@ -284,3 +363,12 @@ class SharedMemoryTransport(TorchTransport):
     def _tensors_of_all_ranks(self, tensor: Tensor) -> tuple[Tensor, ...]:
         others, index = self._others[tensor], self.index
         return (*others[:index], tensor, *others[index:])
+
+
+@lru_cache(1024)
+def _described(kind: str, shape: tuple[torch.dtype, torch.Size] | None, details: tuple[object, ...]) -> bytes:
+    """Return the description of a call, for the comparison between ranks."""
+    words = [kind, *(str(one) for one in details if one is not None)]
+    if shape is not None:
+        words.append(f"of {dtype_name(shape[0])}{list(shape[1])}")
+    return " ".join(words).encode()[:MOST_CALL_BYTES]

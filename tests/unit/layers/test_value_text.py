@@ -1,0 +1,183 @@
+"""Texts of values are equal exactly where ranks may have made them apart, and they act alike."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import io
+import logging
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from plait.layers.result_cache import ResultCache
+from plait.layers.value_text import ValueTexts
+
+
+class Colour(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+@dataclass
+class Inner:
+    window: tuple[int, ...] = (1, 2)
+
+
+@dataclass
+class Configuration:
+    heads: int = 4
+    inner: Inner = field(default_factory=Inner)
+
+
+class Free:
+    """Says what may be unlike."""
+
+    differs_by_rank = ("rank",)
+
+    def __init__(self, rank: int, size: int = 2) -> None:
+        self.rank, self.size = rank, size
+
+
+class Trainer:
+    def __init__(self, rank: int, factor: float = 1.0) -> None:
+        self.rank, self.factor = rank, factor
+
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        return (output - targets).mean() * self.factor
+
+
+class Slotted:
+    __slots__ = ("base",)
+
+    def __init__(self, base: float) -> None:
+        self.base = base
+
+
+class Lazy:
+    def __init__(self) -> None:
+        self.base = 2.0
+
+    @functools.cached_property
+    def table(self) -> float:
+        return self.base**2
+
+
+def enclosing(value: Any) -> Any:
+    return lambda x: x * value
+
+
+def marked(rank: int) -> Any:
+    function = enclosing(rank)
+    function.differs_by_rank = ("value",)
+    return function
+
+
+def used(lazy: Lazy) -> Lazy:
+    assert lazy.table
+    return lazy
+
+
+def holding_itself() -> list[Any]:
+    held: list[Any] = [1]
+    held.append(held)
+    return held
+
+
+def text(value: Any) -> str:
+    return ValueTexts().of(value)
+
+
+ALIKE = {
+    "numbers": (lambda: [1, 2.5, True, None, 1j, ..., range(3), slice(1, 2)], None),
+    "containers": (lambda: {"a": [1, (2, {3, 4})], "b": frozenset("xyz")}, None),
+    "dataclasses": (Configuration, None),
+    "functions": (lambda: enclosing(2), None),
+    "partial": (lambda: functools.partial(enclosing(2), x=torch.ones(2)), None),
+    "tensors": (lambda: torch.arange(4.0), None),
+    "arrays": (lambda: np.arange(4), None),
+    "modules": (lambda: nn.Sequential(nn.LayerNorm(2), nn.ReLU()), None),
+    "paths": (lambda: "/scratch/rank0/log", lambda: "/scratch/rank1/log"),
+    "declared": (lambda: Free(0), lambda: Free(1)),
+    "declared for a function": (lambda: marked(0), lambda: marked(1)),
+    "what a method does not read": (lambda: Trainer(0).loss, lambda: Trainer(1).loss),
+    "lazy": (Lazy, lambda: used(Lazy())),
+    "caches": (lambda: SimpleNamespace(_cos_cache=None), lambda: SimpleNamespace(_cos_cache=3)),
+    "cache of results": (ResultCache, None),
+    "devices": (lambda: torch.device("cuda", 0), lambda: torch.device("cuda", 1)),
+    "locks": (threading.Lock, None),
+    "loggers": (lambda: logging.getLogger("a"), lambda: logging.getLogger("b")),
+    "files": (io.StringIO, None),
+    "objects": (object, None),
+    "generators": (torch.Generator, lambda: torch.Generator().manual_seed(3)),
+    "holds itself": (holding_itself, None),
+    "shared or not": (lambda: [[1]] * 2, lambda: [[1], [1]]),
+    "meta or not": (lambda: torch.ones(2, device="meta"), None),
+    "ordered": (lambda: OrderedDict(a=1, b=2), None),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_the_same_where_ranks_may_have_made_it_apart(name: str) -> None:
+    one, other = ALIKE[name]
+    assert text(one()) == text((other or one)())
+    assert "0x" not in text(one())
+
+
+UNLIKE = {
+    "numbers": (1, 2),
+    "kinds of numbers": (1, 1.0),
+    "truth": (1, True),
+    "texts": ("tanh", "none"),
+    "long texts": ("a" * 500 + "b", "a" * 500 + "c"),
+    "enums": (Colour.RED, Colour.BLUE),
+    "dtypes": (torch.float32, torch.float64),
+    "functions": (torch.relu, torch.tanh),
+    "code": (lambda x: x + 1, lambda x: x + 2),
+    "what is enclosed": (enclosing(1), enclosing(2)),
+    "defaults": (lambda x, y=1: x + y, lambda x, y=2: x + y),
+    "classes": (nn.ReLU, nn.GELU),
+    "modules": (nn.LayerNorm(2), nn.LayerNorm(2, eps=1e-6)),
+    "a module's function": (nn.Softmax(0), nn.Softmax(1)),
+    "nested": (Configuration(), Configuration(inner=Inner((1, 3)))),
+    "objects": (SimpleNamespace(a=SimpleNamespace(b=1)), SimpleNamespace(a=SimpleNamespace(b=2))),
+    "undeclared": (Free(0), Free(0, 3)),
+    "slots": (Slotted(1.0), Slotted(2.0)),
+    "what a method reads": (Trainer(0).loss, Trainer(0, 2.0).loss),
+    "bits": (torch.zeros(2), -torch.zeros(2)),
+    "shapes": (torch.zeros(2), torch.zeros(1, 2)),
+    "arrays": (np.arange(3), np.arange(3) + 1),
+    "order": ([1, 2], [2, 1]),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_another_where_they_act_otherwise(name: str) -> None:
+    one, other = UNLIKE[name]
+    assert text(one) != text(other)
+
+
+def test_a_global_number_with_a_fraction_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scaled(x: float) -> float:
+        return x * SCALE
+
+    before = text(scaled)
+    monkeypatch.setitem(globals(), "SCALE", 3.0)
+    assert text(scaled) != before
+
+
+SCALE = 2.0
+
+
+def test_deep_containers_end() -> None:
+    held: Any = ()
+    for _number in range(200):
+        held = (held, held)
+    assert len(text(held)) < 10**6
