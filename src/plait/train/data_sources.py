@@ -119,10 +119,21 @@ def _split_chats(
         )
     training = DocumentRows(corpus, context, vocab, source, stop=kept)
     held_out = DocumentRows(corpus, context, vocab, source, first=kept)
-    answers, *unanswered = index.answer_counts()
-    notes = [f"{index.tokens:,} tokens, {answers}"]
+    left_out = training.left_out + held_out.left_out
+    for rows, of in ((training, "training"), (held_out, "validation")):
+        if not rows.count and (fraction or of == "training"):
+            raise DataError(
+                f"none of the conversations for {of} in data.source = {source!r} has an answer that is to be "
+                f"predicted, within model.context = {context}: raise data.validation = {fraction:g} or "
+                "model.context, or give data.validation_source."
+            )
+    notes = [f"{index.tokens:,} tokens, {index.count('answers'):,} of them in answers"]
     if cut := training.cut + held_out.cut:
         notes.append(f"{cut:,} conversations longer than model.context = {context} are cut")
-    notes += unanswered
+    if left_out:
+        roles = index.names("unknown_roles")
+        named = f" (no answers to plait: the roles {roles})" if roles else ""
+        notes.append(f"{left_out:,} without an answer within it are left out{named}")
+    notes += index.notes()
     summary = f"{source}, {index.documents:,} conversations in {training.count:,} rows, {'; '.join(notes)}"
     return OpenSource(training, held_out if fraction else None, vocab, unreadable, summary, holds_chats=True)

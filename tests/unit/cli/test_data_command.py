@@ -22,10 +22,10 @@ def test_counts_and_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str], wor
     (word_tokenizer.parent / "tokenizer_config.json").write_text('{"eos_token": "c"}')
     folder = prepared(tmp_path / "a.txt", str(word_tokenizer))
     out = capsys.readouterr().out
-    assert "1 document, 4 tokens in 1 shard." in out
+    assert "1 document, 3 tokens in 1 shard." in out
     assert "\nEnd of a document: c\n" in out
     run(["inspect", str(folder)])
-    assert "document 0, 4 tokens: 'a b c c'" in capsys.readouterr().out
+    assert "document 0, 3 tokens: 'a b c'" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"the tokenizer given is bytes .* leave --tokenizer out"):
         run(["inspect", str(folder), "--tokenizer", "bytes"])
     capsys.readouterr()

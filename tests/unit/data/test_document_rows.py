@@ -26,11 +26,13 @@ from plait.data.token_shards import (
 
 
 def greedy(lengths: list[int], context: int) -> list[list[int]]:
-    """The documents of each row, one after another; empty ones have no token, and so no row."""
+    """The documents of each row, one after another; those without a target have no place in one."""
     rows: list[list[int]] = []
     held = context + 1
     for number, length in enumerate(lengths):
         size = min(length, context)
+        if size < 2:
+            continue
         if held + size > context:
             rows.append([])
             held = 0
@@ -67,7 +69,8 @@ def test_rows_are_those_of_one_document_after_another(
         expected = greedy(lengths[first:stop], context)
         assert rows.count == len(expected)
         inputs, _ = rows.take(np.arange(rows.count))
-    assert rows.cut == sum(length > context for length in lengths[first:stop])
+    assert rows.cut == sum(length > context > 1 for length in lengths[first:stop])
+    assert rows.left_out == sum(min(length, context) < 2 for length in lengths[first:stop])
     for number, documents in enumerate(expected):
         tokens = [
             token
@@ -89,6 +92,7 @@ def corpus_on_disk(folder: Path, shards: int, *, chats: bool) -> None:
         np.arange(20, 20_001, 20).tofile(paths.ends)
         if chats:
             np.ones(20_000, np.uint8).tofile(paths.answers)
+            np.ones(1000, np.uint32).tofile(paths.first_answers)
     entries = (ShardEntry(20_000, 1000),) * shards
     write_index(folder, CorpusIndex("bytes", 256, "uint16", None, chats, entries))
 
@@ -116,12 +120,12 @@ def test_bytes_that_are_read_do_not_grow_with_the_corpus(
         assert not sizes, "opening reads the index only"
         rows = kind(corpus, 64, 256, "some")
         assert rows.count > 100
-        assert sum(sizes) <= (8 * 1000 * shards * 1.02 if kind is DocumentRows else 0)
+        assert sum(sizes) <= (12 * 1000 * shards * 1.02 if kind is DocumentRows else 0)
         assert max(sizes, default=0) <= 8 * 501
         sizes.clear()
         ShuffledBatches(rows, 4, seed=1).batch(7, slice(0, 4))
-        # A row: its tokens and answers, a search of 11 steps, and the ends of the documents near it.
-        assert sum(sizes) <= 4 * (65 * 3 + 2 * 8 * 11 + 8 * (document_rows.APART * 3 + 2))
+        # A row: tokens and answers, a search of 11 steps, ends and first answers of the documents near it.
+        assert sum(sizes) <= 4 * (65 * 3 + 2 * 8 * 11 + 12 * (document_rows.APART * 3 + 2))
 
 
 def test_what_is_kept_of_rows(tmp_path: Path) -> None:

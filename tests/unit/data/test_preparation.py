@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_process import in_one_process
 
-from plait.data.document_sources import divided, files_of, read_pieces
+from plait.data.document_sources import divided, files_of, read_texts
 from plait.data.preparation import portion_size, prepare_corpus
 from plait.data.token_shards import Corpus, TokenShard, open_corpus
 from plait.errors import ConfigError, DataError
@@ -80,13 +80,14 @@ def test_the_pieces_of_a_text_are_the_text(
     path = tmp_path_factory.mktemp("texts") / ("a.txt.gz" if compressed else "a.txt")
     path.write_bytes(gzip.compress(text.encode()) if compressed else text.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("plait.data.document_sources.PIECE", piece)
-        patch.setattr("plait.data.document_sources._LONGEST_LINE", 8)
+        patch.setattr("plait.data.text_files.PART", piece)
+        patch.setattr("plait.data.text_files._LONGEST_LINE", 8)
         portions = [one for file in files_of(str(path)) for one in divided(file, size)]
-        pieces = [one for portion in portions for one in read_pieces(portion, "text")]
+        pieces = [one for portion in portions for one in read_texts(portion, "text")]
     assert "".join(one.text for one in pieces) == text
     assert [one.ends for one in pieces] == [False] * (len(pieces) - 1) + [True]
-    assert all(len(one.text) <= piece + 8 for one in pieces if "\n" not in one.text)
+    assert [one.begins for one in pieces] == [True] + [False] * (len(pieces) - 1)
+    assert all(len(one.text) <= piece for one in pieces)
 
 
 @pytest.mark.parametrize(("total", "size"), [(10, 1 << 20), (100 << 20, 100 << 14), (1 << 40, 1 << 26)])
@@ -140,7 +141,7 @@ def test_the_end_token_follows_each_document(
     sources = [str(tmp_path / "a.jsonl")]
     index = prepare_corpus(sources, tmp_path / "out", str(word_tokenizer), end="b")
     corpus, _ = open_corpus(tmp_path / "out")
-    assert (index.end, corpus.read(0, 5).tolist()) == (2, [1, 2, 2, 3, 2])
+    assert (index.end, corpus.read(0, 9).tolist()) == (2, [1, 2, 3, 2]), "once where the text has it"
     (word_tokenizer.parent / "tokenizer_config.json").write_text('{"eos_token": {"content": "c"}}')
     assert prepare_corpus(sources, tmp_path / "two", str(word_tokenizer.parent)).end == 3
     assert prepare_corpus(sources, tmp_path / "three", str(word_tokenizer), end="").end is None

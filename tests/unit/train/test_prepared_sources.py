@@ -160,7 +160,7 @@ def test_one_process_tokenizes_and_the_others_wait(tmp_path: Path, monkeypatch: 
     """As under an external launcher, whose processes all begin at once."""
     writing = Writing(monkeypatch)
     writing.goes_on.clear()
-    config = make(tmp_path, source := texts(tmp_path, "a", "b"))
+    config = make(tmp_path, source := texts(tmp_path, "aa", "bb"))
     found: list[Path | None] = []
     ranks = [
         threading.Thread(target=lambda: found.append(prepared_folder(config, str(source)))) for _ in range(3)
