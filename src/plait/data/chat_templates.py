@@ -10,7 +10,7 @@ from inspect import signature
 from typing import Any
 
 from plait.data.chat_records import Message, joined_parts, part_texts
-from plait.data.json_lines import whole_characters
+from plait.data.json_records import whole_characters
 from plait.errors import ConfigError, DataError
 
 Span = tuple[int, int]

@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from plait.data.corpus import source_files
-from plait.data.json_lines import read_lines, read_record
+from plait.data.json_records import json_kind, read_lines, read_list, read_record
 from plait.data.long_documents import Encode
 from plait.data.tables import column_names, dataset_files, is_dataset, read_rows, row_ranges
 from plait.data.text_files import decoded, read_text, text_ahead, text_cuts
 from plait.errors import DataError
 
-Kind = Literal["text", "lines", "jsonl", "table"]
-"""text: a file is a document. lines: a line is one. table: a row is one, of Parquet or Arrow."""
+Kind = Literal["text", "lines", "jsonl", "json", "table"]
+"""text: a file is a document. lines: a line is one. jsonl, json, table: a row is one, of JSON lines, a list
+in JSON, or Parquet and Arrow."""
 _TEXT_IN_JSON = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 
 
@@ -75,6 +76,8 @@ def files_of(source: str, *, lines: bool = False) -> list[SourceFile]:
             kind = "table"
         elif path.name.endswith(_TEXT_IN_JSON):
             kind = "jsonl"
+        elif path.suffix == ".json" and not lines and not Path(source).expanduser().is_dir():
+            kind = json_kind(str(path)) or kind
         found.append(SourceFile(str(path), kind, path.stat().st_size))
     if not any(file.size for file in found):
         raise DataError(f"{source!r} is empty: give a file, folder, glob or data set with text in it.")
@@ -87,7 +90,7 @@ def divided(file: SourceFile, size: int, encode: Encode | None = None) -> Iterat
         for begin, end, held in row_ranges(file.path, size):
             yield SourceRange(file.path, file.kind, begin, end, held)
         return
-    if file.path.endswith(".gz"):  # cannot be entered in the middle
+    if file.path.endswith(".gz") or file.kind == "json":  # cannot be entered in the middle
         ends: list[int] = [file.size]
     elif file.kind == "text":
         ends = list(text_cuts(file.path, size, file.size, encode))
@@ -115,13 +118,16 @@ def read_texts(portion: SourceRange, column: str) -> Iterator[TextPart]:
 def read_records(
     portion: SourceRange, columns: Collection[str] | None
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the records of JSON lines, or those `columns` of the rows of a table, each with its place.
+    """Yield the records in JSON, or those `columns` of the rows of a table, each with its place.
 
     `columns`: None for all.
     """
     if portion.kind == "table":
         for number, row in read_rows(portion.path, portion.begin, portion.end, columns):
             yield f"in row {number}", row
+        return
+    if portion.kind == "json":
+        yield from read_list(portion.path)
         return
     if portion.kind != "jsonl":
         raise DataError(f"{portion.path} holds no records: give JSON lines or tables.")
@@ -131,10 +137,10 @@ def read_records(
 
 
 def field_names(file: SourceFile) -> list[str]:
-    """Return the columns of a table, or the fields of the first record of JSON lines; none of other files."""
+    """Return the columns of a table, or the fields of the first record in JSON; none of other files."""
     if file.kind == "table":
         return column_names(file.path)
-    if file.kind != "jsonl":
+    if file.kind not in ("jsonl", "json"):
         return []
     records = read_records(SourceRange(file.path, file.kind, 0, file.size, file.size), None)
     return list(next(records, ("", {}))[1])

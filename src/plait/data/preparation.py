@@ -75,10 +75,10 @@ def prepare_corpus(
 
     `tokenizer`: bytes, or the path of a `tokenizer.json`. `column`: field of JSON lines, column of tables
     that holds the text; None: text, but for conversations. `lines`: each line of a text file is a document,
-    instead of the file. `end`: the token after each document; None: see `FileTokenizer.surrounding`. `portion`:
-    bytes of text in a shard; None: by the size of the sources. `patience`: see `locked_folder`, where another
-    process prepares the same folder. `report` gets the progress and the bytes of all sources. Raises
-    DataError and ConfigError.
+    instead of the file. `end`: the token after each document; None: see `FileTokenizer.surrounding`.
+    `portion`: bytes of text in a shard; None: by the size of the sources. `patience`: see `locked_folder`,
+    where another process prepares the same folder. `report` gets the progress and the bytes of all sources.
+    Raises DataError and ConfigError.
     """
     files = [file for source in sources for file in files_of(source, lines=lines)]
     chats = column is None and _are_chats(files, tokenizer)

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from plait.data.document_sources import SourceRange
 from plait.data.encoded_documents import EncodedPart, TextEncoding, encoded_documents
 from plait.data.token_shards import SHOWN_NAMES, ShardEntry, shard_files
-from plait.data.tokenizer import Tokens
 from plait.errors import DataError
 
 
@@ -26,9 +25,9 @@ def write_shard(
     ends, first_answers, counts = array("q"), array("I"), _Counts()
     with partial_path(paths.tokens).open("wb") as file, partial_path(paths.answers).open("wb") as marks:
         for part in encoded_documents(ranges, settings):
-            _require_known(part.tokens, settings)
             file.write(part.tokens.astype(settings.dtype).data)
             counts.add(part)
+            _require_known(counts.largest, settings)
             if part.answers is not None:
                 marks.write(part.answers.data)
                 first_answers.append(first_answer(part.answers))
@@ -54,9 +53,9 @@ def first_answer(answers: NDArray[np.bool_]) -> int:
     return int(np.argmax(answers[1:])) + 1 if answers[1:].any() else 0
 
 
-def _require_known(tokens: Tokens, settings: TextEncoding) -> None:
+def _require_known(largest: int, settings: TextEncoding) -> None:
     """Raise DataError for a token that the tokenizer's vocabulary does not have."""
-    if len(tokens) and (largest := int(tokens.max())) >= settings.vocab:
+    if largest >= settings.vocab:
         raise DataError(
             f"{settings.tokenizer} gives token {largest} to a text, and its tokenizer.json has the tokens up "
             f"to {settings.vocab - 1} only: save the tokenizer again by transformers' save_pretrained."
@@ -68,6 +67,7 @@ class _Counts:
 
     def __init__(self) -> None:
         self.tokens = self._left_out = self._answers = self._unanswered = 0
+        self.largest = -1
         self._names: dict[str, dict[str, None]] = {"unread": {}, "unknown_roles": {}, "left_out_roles": {}}
         """In the order of the fields of `ShardEntry`."""
 
@@ -75,6 +75,7 @@ class _Counts:
         """Count a part of a document."""
         self.tokens += len(part.tokens)
         self._left_out += part.left_out
+        self.largest = max(self.largest, int(part.tokens.max(initial=0)))
         if part.answers is not None:
             self._answers += (found := int(part.answers.sum()))
             self._unanswered += not found
@@ -85,7 +86,9 @@ class _Counts:
     def entry(self, documents: int) -> ShardEntry:
         """Return the counts of a shard in which some documents end."""
         names = [tuple(known)[:SHOWN_NAMES] for known in self._names.values()]
-        return ShardEntry(self.tokens, documents, self._answers, self._unanswered, self._left_out, *names)
+        return ShardEntry(
+            self.tokens, documents, self._answers, self._unanswered, self._left_out, self.largest, *names
+        )
 
 
 def counts_file(folder: Path, number: int) -> Path:

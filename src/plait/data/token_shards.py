@@ -51,6 +51,8 @@ class ShardEntry:
     """Of chats: the number of conversations without any."""
     left_out: int = 0
     """The number of documents of less than two tokens, of which none can be predicted."""
+    largest: int = -1
+    """The largest token; −1 where there is none."""
     unread: tuple[str, ...] = ()
     """Fields of rows and messages that nothing reads, a few of them."""
     unknown_roles: tuple[str, ...] = ()
@@ -96,6 +98,11 @@ class CorpusIndex:
         """Return the sum of a count of all shards, such as answers."""
         return sum(getattr(shard, name) for shard in self.shards)
 
+    @property
+    def largest(self) -> int:
+        """The largest token of all shards."""
+        return max((shard.largest for shard in self.shards), default=-1)
+
     def names(self, name: str) -> str:
         """Return a few of the roles or fields that the shards name, such as unread, in words."""
         found = dict.fromkeys(one for shard in self.shards for one in getattr(shard, name))
@@ -105,7 +112,9 @@ class CorpusIndex:
         """Return in words what of the sources is not learnt."""
         notes = []
         if left_out := self.count("left_out"):
-            notes.append(f"{left_out:,} documents of less than two tokens are left out")
+            of = "document" if left_out == 1 else "documents"
+            is_ = "is" if left_out == 1 else "are"
+            notes.append(f"{left_out:,} {of} of less than two tokens {is_} left out")
         if roles := self.names("left_out_roles"):
             notes.append(f"the chat template leaves out messages of the roles {roles}")
         if unread := self.names("unread"):

@@ -41,6 +41,12 @@ def open_source(config: Config, source: str, tokenizer: Tokenizer, fraction: flo
         corpus, index = open_corpus(folder)
         vocab, name = config.model.vocab or index.vocab, index.tokenizer
         unreadable = _mismatch(config, folder, index, tokenizer)
+        if index.largest >= vocab:
+            raise DataError(
+                f"data.source = {source!r} holds token {index.largest}, outside the vocabulary of {vocab}: "
+                f"set model.vocab to at least {index.largest + 1}, or use the tokenizer the model is meant "
+                "for."
+            )
         if index.chats:
             return _split_chats(config, source, corpus, index, vocab, unreadable, fraction)
     elif holds_tokens(source):
@@ -120,20 +126,24 @@ def _split_chats(
     training = DocumentRows(corpus, context, vocab, source, stop=kept)
     held_out = DocumentRows(corpus, context, vocab, source, first=kept)
     left_out = training.left_out + held_out.left_out
-    for rows, of in ((training, "training"), (held_out, "validation")):
-        if not rows.count and (fraction or of == "training"):
-            raise DataError(
-                f"none of the conversations for {of} in data.source = {source!r} has an answer that is to be "
-                f"predicted, within model.context = {context}: raise data.validation = {fraction:g} or "
-                "model.context, or give data.validation_source."
-            )
+    if not training.count:
+        raise DataError(
+            f"none of the conversations for training in data.source = {source!r} has an answer that is to be "
+            f"predicted, within model.context = {context}: raise model.context."
+        )
+    if fraction and not held_out.count:
+        raise DataError(
+            f"none of the conversations for validation in data.source = {source!r} has an answer that is to "
+            f"be predicted, within model.context = {context}: raise data.validation = {fraction:g} or "
+            "model.context, or give data.validation_source."
+        )
     notes = [f"{index.tokens:,} tokens, {index.count('answers'):,} of them in answers"]
     if cut := training.cut + held_out.cut:
         notes.append(f"{cut:,} conversations longer than model.context = {context} are cut")
     if left_out:
         roles = index.names("unknown_roles")
         named = f" (no answers to plait: the roles {roles})" if roles else ""
-        notes.append(f"{left_out:,} without an answer within it are left out{named}")
+        notes.append(f"{left_out:,} without an answer in their first {context} tokens are left out{named}")
     notes += index.notes()
     summary = f"{source}, {index.documents:,} conversations in {training.count:,} rows, {'; '.join(notes)}"
     return OpenSource(training, held_out if fraction else None, vocab, unreadable, summary, holds_chats=True)

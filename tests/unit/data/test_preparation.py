@@ -161,6 +161,9 @@ def test_the_end_token_follows_each_document(
         ),
         ("a.jsonl", b"", "is empty"),
         ("a.jsonl.gz", b"no gzip", "cannot be read"),
+        ("a.json", b'[{"text": "a"}, 3]', "has an element 1 that is no JSON object"),
+        ("a.json", b'[{"text": "a"},', r"a\.json is no JSON"),
+        ("a.json", b'[{"conversations": []}]', "has rows of conversations, and of none of the fields"),
     ],
 )
 def test_what_cannot_be_read_is_named(
@@ -170,6 +173,38 @@ def test_what_cannot_be_read_is_named(
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         prepare_corpus([str(tmp_path / name)], tmp_path / "out", "bytes")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        (
+            "a.jsonl",
+            b'{"text": "half \\ud83d", "\\udc00": 1}\n{"text": "bad \xed\xa0\xbd"}\n',
+            ["half \ufffd", "bad \ufffd"],
+        ),
+        ("a.jsonl", b'{"text": "whole \\ud83d\\ude42"}\n', ["whole \U0001f642"]),
+        ("a.json", b'[\n{"text": "half \\ud83d"}, {"text": "bc"}]', ["half \ufffd", "bc"]),
+        ("a.json", b'{"text": "of a line"}\n{"text": "bc"}\n', ["of a line", "bc"]),
+        ("a.json", b'{"other": 3}', ['{"other": 3}']),
+    ],
+)
+def test_texts_in_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes, expected: list[str]
+) -> None:
+    """Half a surrogate pair is no character, and is replaced."""
+    in_one_process(monkeypatch)
+    (tmp_path / name).write_bytes(content)
+    prepare_corpus([str(tmp_path / name)], tmp_path / "out", "bytes")
+    assert documents_in(tmp_path / "out") == expected
+
+
+def test_what_is_not_learnt_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_one_process(monkeypatch)
+    (tmp_path / "a.jsonl").write_text('{"text": "ab", "id": 1, "tools": []}\n{"text": "c", "url": ""}\n')
+    index = prepare_corpus([str(tmp_path / "a.jsonl")], tmp_path / "out", "bytes")
+    notes = ["1 document of less than two tokens is left out", "not read: 'id', 'tools'"]
+    assert (index.notes(), index.documents, index.largest) == (notes, 1, ord("b"))
 
 
 def test_a_folder_holds_one_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,6 +232,7 @@ def test_a_folder_holds_one_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("more text", {}, "txt has another size"),
         ("text", {"column": "body"}, "another --column: text, now body"),
         ("text", {"tokenizer": "{other}"}, "another tokenizer: bytes, now "),
+        ("Text", {}, "txt was written again since"),
     ],
 )
 def test_another_preparation_is_told_apart_in_words(
@@ -216,6 +252,18 @@ def test_another_preparation_is_told_apart_in_words(
     tokenizer = str(given.pop("tokenizer")).format(other=word_tokenizer)
     with pytest.raises(DataError, match=difference):
         prepare_corpus([str(source)], tmp_path / "out", tokenizer, **given)
+
+
+def test_a_tokenizer_that_has_changed_does_not_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word_tokenizer: Path
+) -> None:
+    in_one_process(monkeypatch)
+    (tmp_path / "a.txt").write_text("a b c")
+    arguments = [str(tmp_path / "a.txt")], tmp_path / "out", str(word_tokenizer)
+    prepare_corpus(*arguments)
+    (word_tokenizer.parent / "chat_template.jinja").write_text("x")
+    with pytest.raises(DataError, match=r"the files of the tokenizer .* have changed since"):
+        prepare_corpus(*arguments)
 
 
 def test_rows_of_two_kinds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

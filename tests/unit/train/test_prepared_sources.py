@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -76,12 +77,12 @@ def test_json_lines_in_a_folder_are_no_text(tmp_path: Path, monkeypatch: pytest.
     folder.mkdir()
     with gzip.open(folder / "a.jsonl.gz", "wt") as file:
         file.write('{"text": "from JSON"}\n')
-    (folder / "b.txt").write_text("from a file")
+    (text := folder / os.fsdecode(b"b\xe9.txt")).write_text("from a file")  # a name that is no UTF-8
     config = make(tmp_path, folder)
     found = prepared_folder(config, str(folder))
     assert found is not None
     assert bytes(open_corpus(found)[0].read(0, 20).tolist()) == b"from JSONfrom a file"
-    (folder / "b.txt").write_text("other text")
+    text.write_text("other text")
     prepared_folder(config, str(folder))
     assert writing.count == 2, "a file has changed"
 
@@ -106,6 +107,10 @@ def test_a_run_uses_the_tokenizer_of_its_corpus(
         load_data(with_tokenizer(config, "bytes"))
     word_tokenizer.write_text(json.dumps(other))
     with pytest.raises(ConfigError, match="gives its tokens other numbers: leave"):
+        load_data(with_tokenizer(config, str(word_tokenizer)))
+    own = json.loads((corpus / "tokenizer" / "tokenizer.json").read_text())
+    word_tokenizer.write_text(json.dumps({**own, "normalizer": {"type": "Lowercase"}}))
+    with pytest.raises(ConfigError, match="divides texts into tokens by other rules: leave"):
         load_data(with_tokenizer(config, str(word_tokenizer)))
     shutil.rmtree(corpus / "tokenizer")  # as in folders of an earlier version
     assert "set data.tokenizer to the corpus's own" in load_data(config).unreadable

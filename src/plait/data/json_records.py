@@ -1,15 +1,18 @@
-"""Records in JSON lines, one a line."""
+"""Records in JSON: one a line, or a list of them."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
+from plait.data.chat_records import holds_chats
 from plait.data.text_files import open_file
 from plait.errors import DataError
 
+_START = 1 << 20
+"""Bytes of a file by which it is judged; its first record ends in them."""
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
@@ -27,6 +30,36 @@ def read_lines(path: str, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
                 return
             yield at, line
             at += len(line)
+
+
+def json_kind(path: str) -> Literal["jsonl", "json"] | None:
+    """Return how a file named .json holds records: a list of them, or one a line, of texts or conversations.
+
+    None of a file that holds another value, and is read as text.
+    """
+    with open_file(path) as file:
+        start = file.read(_START).decode(errors="ignore").lstrip("\ufeff \t\r\n")
+    is_list = start.startswith("[")
+    try:
+        found, _ = json.JSONDecoder().raw_decode(start.removeprefix("[").lstrip())
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or not (is_list or holds_chats(found) or "text" in found):
+        return None
+    return "json" if is_list else "jsonl"
+
+
+def read_list(path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the records of a list in JSON, each with its place. Raises DataError where it is none."""
+    with open_file(path) as file:
+        try:
+            found = json.load(file)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path} is no JSON: {error}; mend it.") from None
+    for number, record in enumerate(found):
+        if not isinstance(record, dict):
+            raise DataError(f"{path} has an element {number} that is no JSON object: mend or remove it.")
+        yield f"in element {number}", _characters(record)
 
 
 def read_record(line: bytes, path: str, at: int) -> Mapping[str, Any]:
