@@ -156,7 +156,12 @@ class ChatEncoder:
 
     def _marked(self, text: str, spans: Sequence[Span]) -> EncodedChat:
         """Encode a text; answers are the tokens that overlap `spans` of characters."""
-        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        try:
+            found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(
+                f"cannot be divided into tokens by the tokenizer in {self._path} ({error})"
+            ) from None
         offsets = np.array(found["offset_mapping"], dtype=np.int64).reshape(-1, 2)
         answers = np.zeros(len(offsets), dtype=bool)
         for begin, end in spans:

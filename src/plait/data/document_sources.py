@@ -23,7 +23,9 @@ from plait.errors import DataError
 Kind = Literal["text", "lines", "jsonl", "json", "table"]
 """text: a file is a document. lines: a line is one. jsonl, json, table: a row is one, of JSON lines, a list
 in JSON, or Parquet and Arrow."""
-_TEXT_IN_JSON = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+_JSON_LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+_JSON, _TABLES = (".json", ".json.gz"), (".parquet", ".arrow")
+_OF_RECORDS = _JSON_LINES + _JSON + _TABLES
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +72,18 @@ def files_of(source: str, *, lines: bool = False) -> list[SourceFile]:
     is nothing to read, ConfigError where a package is missing.
     """
     found = []
-    for path in dataset_files(source) if is_dataset(source) else source_files(source):
+    paths = dataset_files(source) if is_dataset(source) else source_files(source)
+    # Among other files of a folder, such as those of a program, a .json is no data set.
+    may_be_records = not lines and (
+        not Path(source).expanduser().is_dir() or all(path.name.endswith(_OF_RECORDS) for path in paths)
+    )
+    for path in paths:
         kind: Kind = "lines" if lines else "text"
-        if path.suffix in (".parquet", ".arrow"):
+        if path.suffix in _TABLES:
             kind = "table"
-        elif path.name.endswith(_TEXT_IN_JSON):
+        elif path.name.endswith(_JSON_LINES):
             kind = "jsonl"
-        elif path.suffix == ".json" and not lines and not Path(source).expanduser().is_dir():
+        elif path.name.endswith(_JSON) and may_be_records:
             kind = json_kind(str(path)) or kind
         found.append(SourceFile(str(path), kind, path.stat().st_size))
     if not any(file.size for file in found):

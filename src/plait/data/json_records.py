@@ -33,7 +33,7 @@ def read_lines(path: str, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
 
 
 def json_kind(path: str) -> Literal["jsonl", "json"] | None:
-    """Return how a file named .json holds records: a list of them, or one a line, of texts or conversations.
+    """Return how a .json file holds records: a list of them, or one a line, of texts or conversations.
 
     None of a file that holds another value, and is read as text.
     """

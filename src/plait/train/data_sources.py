@@ -126,15 +126,14 @@ def _split_chats(
     training = DocumentRows(corpus, context, vocab, source, stop=kept)
     held_out = DocumentRows(corpus, context, vocab, source, first=kept)
     left_out = training.left_out + held_out.left_out
+    late = f"with an answer in its first {context} tokens (model.context)"
     if not training.count:
         raise DataError(
-            f"none of the conversations for training in data.source = {source!r} has an answer that is to be "
-            f"predicted, within model.context = {context}: raise model.context."
+            f"{source!r} has no conversation{' for training' * bool(fraction)} {late}: raise model.context."
         )
     if fraction and not held_out.count:
         raise DataError(
-            f"none of the conversations for validation in data.source = {source!r} has an answer that is to "
-            f"be predicted, within model.context = {context}: raise data.validation = {fraction:g} or "
+            f"{source!r} has no conversation for validation {late}: raise data.validation = {fraction:g} or "
             "model.context, or give data.validation_source."
         )
     notes = [f"{index.tokens:,} tokens, {index.count('answers'):,} of them in answers"]

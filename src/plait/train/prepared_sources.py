@@ -19,7 +19,7 @@ from plait.data.token_files import holds_tokens
 from plait.data.token_shards import FORMAT, INDEX, is_prepared
 from plait.train.config import Config
 
-_RECORDS = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".json", ".parquet", ".arrow")
+_RECORDS = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".json", ".json.gz", ".parquet", ".arrow")
 _KINDS_OF_RECORDS = ("jsonl", "json", "table")
 _NO_FILES = ("stdlib", "random")
 _SECONDS_BETWEEN_LINES = 5.0

@@ -145,7 +145,7 @@ def test_each_row_of_conversations_has_a_target(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("firsts", "fields", "message"),
     [
-        ([9, 0, 9], {"validation": 0}, r"for training .* model\.context = 8: raise model"),
+        ([9, 0, 9], {"validation": 0}, "has no conversation with an answer in its first 8 tokens"),
         ([1, 1, 9], {}, r"for validation .*raise data\.validation = 0\.05 or"),
         (
             [1, 1, 1],
