@@ -17,7 +17,7 @@ Message = Mapping[str, Any]
 ANSWERS = "assistant"
 _OTHER_ROLES = frozenset({"user", "system", "developer", "tool", "function", "ipython"})
 _TEXT_PARTS = ("text", "input_text", "output_text")
-_LEARNT = ("weight", "train", "training")
+_LEARNT = ("weight", "train", "training", "loss")
 """Fields of a message that say whether it is learnt: of OpenAI, and of other trainers."""
 _VARIABLES = "chat_template_kwargs"
 _CONTENT = (

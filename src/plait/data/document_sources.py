@@ -7,6 +7,7 @@ files, the size and the tokenizer alone.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -182,6 +183,11 @@ def _texts_of_records(portion: SourceRange, column: str) -> Iterator[TextPart]:
             raise DataError(
                 f"{portion.path} has a conversation {place} among texts: write them to two files, and "
                 "give both as sources (data.mixture)."
+            )
+        if column in record and not isinstance(text, str):
+            raise DataError(
+                f"{portion.path} has a record {place} whose {column!r} is {json.dumps(text, default=str)[:40]}, "
+                "and no text: mend or remove it."
             )
         if not isinstance(text, str):
             raise DataError(

@@ -30,8 +30,6 @@ class SurroundingTokens(NamedTuple):
 
     def closing(self, tokens: NDArray[Any]) -> tuple[int, ...]:
         """Return the tokens to write after a document that ends with `tokens`, without those that it has."""
-        if len(tokens) and self.after[-1:] == (int(tokens[-1]),):
-            return ()
         ends = tuple(tokens[max(0, len(tokens) - len(self.after)) :].tolist())
         known = max(size for size in range(len(ends) + 1) if ends[len(ends) - size :] == self.after[:size])
         return self.after[known:]

@@ -12,8 +12,8 @@ from plait.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
 from plait.data.tokenizer_file import CONFIG, tokenizer_config
 from plait.errors import ConfigError
 
-_GENERAL = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""Classes of transformers that take a `tokenizer.json` as it is."""
+_GENERAL = ("", "PreTrainedTokenizerFast", "TokenizersBackend")
+"""Classes of transformers that take a `tokenizer.json` as it is; none is named."""
 _PROBE = " Hello  world,\n\n  it's 12345 o'clock.\tNaïve ﬁ e\u0301 漢字🙂 don't\r\n"
 _PROBED_TOKENS = 8
 """The most special tokens that are tried within a text."""

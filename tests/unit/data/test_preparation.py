@@ -161,6 +161,16 @@ def test_the_end_token_follows_each_document(
         ),
         ("a.jsonl", b"", "is empty"),
         ("a.jsonl.gz", b"no gzip", "cannot be read"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"text": 5}\n',
+            "at byte 14 whose 'text' is 5, and no text",
+        ),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"id": 5}\n',
+            "at byte 14 without a text 'text' .it has: id",
+        ),
         ("a.json", b'[{"text": "a"}, 3]', "has an element 1 that is no JSON object"),
         ("a.json", b'[{"text": "a"},', r"a\.json is no JSON"),
         ("a.json", b'[{"conversations": []}]', "has rows of conversations, and of none of the fields"),

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from plait.data.recorded_tokenizer import record_tokenizer
 from plait.data.token_shards import CorpusIndex, ShardEntry, shard_files, write_index
+from plait.data.tokenizer import open_tokenizer
+from plait.data.tokenizer_match import tokenizer_mismatch
 from plait.errors import ConfigError, DataError, PlaitError
 from plait.train.config import Config
 from plait.train.run_data import check_data, load_data
@@ -159,6 +162,18 @@ def test_conversations_that_cannot_be_learnt_are_refused(
 ) -> None:
     with pytest.raises(DataError, match=message):
         check_data(make(conversations_on_disk(tmp_path / "corpus", firsts), context=8, **fields))
+
+
+def test_another_chat_template_than_that_of_the_corpus_is_refused(
+    tmp_path: Path, word_tokenizer: Path
+) -> None:
+    folder = conversations_on_disk(tmp_path / "corpus", [1])
+    record_tokenizer(folder, str(word_tokenizer))
+    index = CorpusIndex("tokenizer.json", 4, "uint16", None, True, ())
+    tokenizer = open_tokenizer(str(word_tokenizer))
+    assert tokenizer_mismatch(folder, index, tokenizer) == ""
+    (word_tokenizer.parent / "chat_template.jinja").write_text("x")
+    assert tokenizer_mismatch(folder, index, tokenizer).endswith("which has another chat template")
 
 
 def test_a_text_begins_and_ends_as_its_tokenizer_says(tmp_path: Path, word_tokenizer: Path) -> None:
