@@ -99,6 +99,13 @@ def unknown_roles(chat: ChatRecord) -> tuple[str, ...]:
     return tuple(role for role in roles if role not in {ANSWERS, *_OTHER_ROLES})
 
 
+def message_fields(chat: ChatRecord) -> Iterator[str]:
+    """Yield the names of the fields of messages, but role and content."""
+    yield from dict.fromkeys(
+        name for message in chat.messages for name in message if name not in ("role", "content")
+    )
+
+
 def joined_parts(message: Message) -> Message:
     """Return a message whose content is given as parts with the text of all of them as its content."""
     parts = message.get("content")
@@ -163,12 +170,12 @@ def _part(part: Any) -> Any:
     )
 
 
-def _is_learnt(message: Message, may_be: bool) -> bool:
+def _is_learnt(message: Message, in_completion: bool) -> bool:
     """Return whether a message is learnt: of the assistant, and not excepted by a weight.
 
     Raises DataError for other weights, and for one that asks for a message of others to be learnt.
     """
-    answers = may_be and message["role"] == ANSWERS
+    answers = in_completion and message["role"] == ANSWERS
     for name in _LEARNT:
         value = message.get(name, answers)
         if value not in (0, 1):
@@ -176,7 +183,7 @@ def _is_learnt(message: Message, may_be: bool) -> bool:
                 f"has a message with {name} = {json.dumps(value)[:40]}, and a message is learnt (1, true) or "
                 "not (0, false): give one of these"
             )
-        if value and not answers and may_be:
+        if value and not answers and in_completion:
             raise DataError(
                 f"has a message of the role {message['role']!r} with {name} = {json.dumps(value)}, and only "
                 f"answers of the role {ANSWERS!r} are learnt: leave it out"
@@ -232,10 +239,3 @@ def _refuse_preferences(record: Mapping[str, Any]) -> None:
             "has a label that says whether its completion is a good one, and all completions are learnt: "
             "keep the good ones, and remove the field"
         )
-
-
-def message_fields(chat: ChatRecord) -> Iterator[str]:
-    """Yield the names of the fields of messages, but role and content."""
-    yield from dict.fromkeys(
-        name for message in chat.messages for name in message if name not in ("role", "content")
-    )

@@ -186,7 +186,7 @@ def _texts_of_records(portion: SourceRange, column: str) -> Iterator[TextPart]:
             )
         if column in record and not isinstance(text, str):
             raise DataError(
-                f"{portion.path} has a record {place} whose {column!r} is {json.dumps(text, default=str)[:40]}, "
+                f"{portion.path} has a record {place} whose {column!r} is {json.dumps(text)[:40]}, "
                 "and no text: mend or remove it."
             )
         if not isinstance(text, str):

@@ -18,9 +18,8 @@ _WINDOW = 12 * AHEAD
 """Bytes that are tokenized to find where to cut."""
 _WINDOWS = 8
 """Windows in which a cut is looked for, before the range is made longer."""
-
 _SHIFTS = (0, 1, 2, 3, 5, 7)
-"""Characters at which a window is tokenized from: it may begin within a number, cut into threes of digits."""
+"""Characters of a window from which it is tokenized: it may begin within a number, whose digits go in threes."""
 
 
 def text_cuts(path: str, size: int, total: int, encode: Encode | None) -> Iterator[int]:
@@ -117,7 +116,7 @@ def _token_cut(file: BinaryIO, path: str, at: int, total: int, encode: Encode) -
         data = file.read(_WINDOW)
         if start + len(data) >= total:
             return None
-        skipped = next(number for number in range(4) if (data[number] & 0xC0) != 0x80)
+        skipped = next((number for number in range(4) if (data[number] & 0xC0) != 0x80), 0)
         data = data[skipped : skipped + _whole_characters(data[skipped:])]
         text = decoded(data, path, start + skipped)
         first = len(data[: max(0, at - start - skipped)].decode(errors="ignore")) + 1

@@ -65,6 +65,14 @@ def test_what_is_tokenized_once(tmp_path: Path) -> None:
     assert is_tokenized(str(chats))
     assert holds_records("hf://owner/name")
     assert not any(is_tokenized(str(one)) for one in (text, "stdlib", "random"))
+    (rows := tmp_path / "rows").mkdir()
+    with gzip.open(rows / "a.json.gz", "wt") as file:
+        file.write('[{"text": "a"}]')
+    assert is_tokenized(str(rows))
+    (rows / "a.py").write_text("")
+    assert not is_tokenized(str(rows)), "a program may have such files"
+    assert is_tokenized(str(rows / "*.json.gz"))
+    shutil.rmtree(rows)
     other.write_text('{"conversations": []}\n')
     for source in (other, tmp_path):
         with pytest.raises(DataError, match="has rows of conversations, and of none of the fields that are"):
