@@ -19,7 +19,7 @@ _WINDOW = 12 * AHEAD
 _WINDOWS = 8
 """Windows in which a cut is looked for, before the range is made longer."""
 _SHIFTS = (0, 1, 2, 3, 5, 7)
-"""Characters of a window from which it is tokenized: it may begin within a number, whose digits go in threes."""
+"""Where a window is tokenized from: it may begin within a number, whose digits are taken in threes."""
 
 
 def text_cuts(path: str, size: int, total: int, encode: Encode | None) -> Iterator[int]:
