@@ -17,6 +17,7 @@ from plait.data import preparation
 from plait.data.preparation import prepare_corpus
 from plait.data.token_shards import open_corpus
 from plait.errors import ConfigError, DataError
+from plait.train import prepared_sources
 from plait.train.config import Config
 from plait.train.prepared_sources import holds_records, is_tokenized, prepared_folder
 from plait.train.run_data import check_data, load_data
@@ -189,15 +190,9 @@ def test_one_process_tokenizes_and_the_others_wait(tmp_path: Path, monkeypatch: 
     assert open_corpus(found[0])[1].documents == 2
 
 
-def test_they_do_not_wait_for_one_that_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writing = Writing(monkeypatch)
-    writing.goes_on.clear()
-    config = make(tmp_path, source := texts(tmp_path, "a"), timeout=1)
-    owner = threading.Thread(target=prepared_folder, args=(config, str(source)))
-    owner.start()
-    assert writing.begun.wait(30)
-    match = r"is being prepared by process \d+ on .+, and has written nothing for 1 seconds"
-    with pytest.raises(DataError, match=match):
-        prepared_folder(config, str(source))
-    writing.goes_on.set()
-    owner.join(30)
+def test_they_wait_as_long_as_a_rank_for_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For one that writes nothing; see `test_folder_lock`."""
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(prepared_sources, "prepare_corpus", lambda *_, **options: asked.update(options))
+    prepared_folder(make(tmp_path, source := texts(tmp_path, "a"), timeout=7), str(source))
+    assert asked["patience"] == 7
