@@ -114,7 +114,13 @@ def _prepare(options: Namespace) -> None:
     speed = shown.read / 1e6 / seconds
     console.print(f"{_described(index)}. {speed:.1f} MB/s in {seconds:.0f} s.")
     if not index.chats:
-        console.print(_end_line(index, open_tokenizer(options.tokenizer)))
+        tokenizer = open_tokenizer(options.tokenizer)
+        console.print(_end_line(index, tokenizer))
+        if unwritten := tokenizer.unwritten_start():
+            console.print(
+                "Beginning of a document: none (tokenizer_config.json has add_bos_token, and the "
+                f"tokenizer.json, which counts, has no {unwritten} in its post_processor)"
+            )
     console.print(f"Train on it: plait train --data.source {options.folder}")
 
 
@@ -168,11 +174,16 @@ def _end_line(index: CorpusIndex, tokenizer: Tokenizer | None) -> str:
 
 
 def _described(index: CorpusIndex) -> str:
+    kind = "conversation" if index.chats else "document"
     shards = _counted(len(index.shards), "shard")
-    if not index.chats:
-        return f"{_counted(index.documents, 'document')}, {index.tokens:,} tokens in {shards}"
-    counts = "; ".join(index.answer_counts())
-    return f"{_counted(index.documents, 'conversation')}, {index.tokens:,} tokens in {shards}, {counts}"
+    parts = [f"{_counted(index.documents, kind)}, {index.tokens:,} tokens in {shards}"]
+    if index.chats:
+        parts[0] += f", {index.count('answers'):,} of them in answers"
+    if unanswered := index.count("unanswered"):
+        roles = index.names("unknown_roles")
+        named = f" (no answers to plait: the roles {roles})" if roles else ""
+        parts.append(f"{unanswered:,} without an answer{named}")
+    return "; ".join([*parts, *index.notes()])
 
 
 def _counted(number: int, name: str) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module, metadata
+from io import TextIOWrapper
 
 from plait.cli.arguments import two_columns
 from plait.cli.help import asks_for_help, help_text
@@ -61,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     interrupted. 141: the reader of the output has closed it.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # texts and names of files may hold any character
     try:
         code = _dispatch(arguments)
         sys.stdout.flush()

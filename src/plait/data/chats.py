@@ -1,26 +1,31 @@
-"""Conversations as training data: tokens by a tokenizer's own chat template, and which of them are answers.
-
-A record has `messages`, each with `role` and `content`, of which those of the assistant are to be learnt; or
-a `prompt` and a `completion`, as text or as messages, of which the completion is.
-"""
+"""Conversations as training data: tokens by a tokenizer's chat template, and which of them are answers."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from plait.data.chat_records import (
+    ANSWERS,
+    ChatRecord,
+    Message,
+    chat_record,
+    message_fields,
+    text_record,
+    unknown_roles,
+)
+from plait.data.chat_templates import ChatTemplate, Span
 from plait.data.tokenizer import Tokens
+from plait.data.tokenizer_file import SurroundingTokens, post_processed
 from plait.errors import ConfigError, DataError
 
-Message = Mapping[str, Any]
-FIELDS = ("messages", "prompt", "completion")
-_ANSWERS = "assistant"
-_OTHER_ROLES = frozenset({"user", "system", "developer", "tool", "function", "ipython"})
-_MARKS_ANSWERS = "{% generation"
+_CALLS = ("tool_calls", "function_call")
+"""Fields of messages that are the answer, where there is no content."""
 
 
 class EncodedChat(NamedTuple):
@@ -29,18 +34,12 @@ class EncodedChat(NamedTuple):
     tokens: Tokens
     answers: NDArray[np.bool_]
     """Whether each token belongs to an answer, and so is to be predicted."""
-
-
-def holds_chats(fields: Collection[str]) -> bool:
-    """Return whether records with these fields are conversations."""
-    return "messages" in fields or {"prompt", "completion"} <= set(fields)
-
-
-def unknown_roles(record: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the roles in a conversation that are neither the assistant's nor others that are usual."""
-    fields = [(name, record[name]) for name in FIELDS if isinstance(record.get(name), list | Mapping)]
-    roles = [str(message["role"]) for name, found in fields for message in _messages_of(found, name)]
-    return tuple(dict.fromkeys(role for role in roles if role not in {_ANSWERS, *_OTHER_ROLES}))
+    unread: tuple[str, ...] = ()
+    """The fields of its row and messages that nothing reads."""
+    unknown_roles: tuple[str, ...] = ()
+    """Roles that are neither the assistant's nor others that are usual."""
+    left_out_roles: tuple[str, ...] = ()
+    """The roles of messages that the chat template leaves out."""
 
 
 class ChatEncoder:
@@ -60,26 +59,33 @@ class ChatEncoder:
         except Exception as error:  # the library raises many types
             reason = " ".join(str(error).split())[:200]
             raise ConfigError(f"{path} holds no tokenizer that transformers can read: {reason}") from None
-        self._name = str(path)
-        end = self._tokenizer.eos_token
-        self._end = "" if end is None else end
+        self._path = path
 
     def encode(self, record: Mapping[str, Any]) -> EncodedChat:
         """Return a conversation in tokens. Raises DataError for a record that is none, by what is missing."""
-        if record.get("messages") is not None:
-            return self._messages([], _messages_of(record["messages"], "messages"))
-        if not {"prompt", "completion"} <= record.keys():
-            raise DataError(f"has neither messages nor prompt and completion (it has: {', '.join(record)})")
-        prompt, completion = record["prompt"], record["completion"]
-        if isinstance(prompt, str) and isinstance(completion, str):
-            text = prompt + completion + self._end
-            return self._marked(text, [(len(prompt), len(text))])
-        before = _messages_of(prompt, "prompt")
-        return self._messages(before, _messages_of(completion, "completion"))
+        if (texts := text_record(record)) is not None:
+            prompt, completion, unread = texts
+            found = self._marked(prompt + completion, [(len(prompt), len(prompt + completion))])
+            return self._completed(found)._replace(unread=unread)
+        template = self._template if record.get("tools") is None else self._tool_template
+        chat = chat_record(record, template.variables)
+        unread = tuple(name for name in message_fields(chat) if not template.reads(name))
+        if calls := [name for name in unread if name in _CALLS]:
+            raise DataError(
+                f"has messages with {calls[0]}, which the chat template of {self._path} does not read: give "
+                "a template that does, or leave such conversations out"
+            )
+        messages = template.readable(chat.messages, chat.variables)
+        text, spans = self._answers(template, chat, messages)
+        return self._marked(text, spans)._replace(
+            unread=(*chat.unread, *(f"messages.{name}" for name in unread)),
+            unknown_roles=unknown_roles(chat),
+            left_out_roles=template.left_out(messages, text),
+        )
 
     def question(self, text: str) -> Tokens:
         """Return a user's message in tokens, up to where the answer begins."""
-        asked = self._rendered([{"role": "user", "content": text}], add_generation_prompt=True)
+        asked = self._template.text([{"role": "user", "content": text}], {}, asks=True)
         return np.array(self._tokenizer(asked, add_special_tokens=False)["input_ids"], dtype=np.uint32)
 
     @property
@@ -88,69 +94,76 @@ class ChatEncoder:
         number = self._tokenizer.eos_token_id
         return () if number is None else (int(number),)
 
-    def _messages(self, before: Sequence[Message], rest: Sequence[Message]) -> EncodedChat:
-        """Return messages in tokens; answers are those of the assistant in `rest`, not in `before`."""
-        messages, first = [*before, *rest], len(before)
-        template = self._template()
-        if not first and _MARKS_ANSWERS in template.replace("{%-", "{%"):
-            found = self._tokenizer.apply_chat_template(
-                messages, return_dict=True, return_assistant_tokens_mask=True
-            )
-            return EncodedChat(
-                np.array(found["input_ids"], dtype=np.uint32), np.array(found["assistant_masks"], dtype=bool)
-            )
-        whole = self._rendered(messages)
-        spans = []
-        for number in range(first, len(messages)):
-            if messages[number]["role"] == _ANSWERS:
-                asked = self._rendered(messages[:number], add_generation_prompt=True)
-                answered = self._rendered(messages[: number + 1])
-                if not (whole.startswith(answered) and answered.startswith(asked)):
-                    raise DataError(
-                        f"has answers whose place in the text cannot be found, since the chat template of "
-                        f"{self._name} changes earlier messages: give one with generation marks"
-                    )
-                spans.append((len(asked), len(answered)))
-        return self._marked(whole, spans)
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(self._tokenizer, str(self._path), None)
 
-    def _template(self) -> str:
-        template = self._tokenizer.chat_template
-        if not isinstance(template, str):
-            raise ConfigError(
-                f"the tokenizer in {self._name} has no chat template: add chat_template.jinja to that folder."
+    @cached_property
+    def _tool_template(self) -> ChatTemplate:
+        """The template of conversations with tools, which may be another one."""
+        return ChatTemplate(self._tokenizer, str(self._path), [])
+
+    @cached_property
+    def _around(self) -> SurroundingTokens:
+        """The tokens around a prompt and its completion that are text."""
+        own = post_processed(self._tokenizer.backend_tokenizer, self._path)
+        return own.ending_with(self._tokenizer.eos_token_id)
+
+    def _answers(
+        self, template: ChatTemplate, chat: ChatRecord, messages: Sequence[Message]
+    ) -> tuple[str, list[Span]]:
+        """Return the text of a conversation, and where in it the answers are that are learnt."""
+        places = range(chat.first, len(messages))
+        if not template.marks_answers:
+            text = template.text(messages, chat.variables)
+            learnt = [place for place in places if chat.learnt[place]]
+            return text, [self._span(template, chat, messages, text, place) for place in learnt]
+        text, marked = template.marked_text(messages, chat.variables)
+        others = [place for place in places if messages[place]["role"] == ANSWERS and not chat.learnt[place]]
+        excepted = [self._span(template, chat, messages, text, place) for place in others]
+        if chat.first:
+            before = template.text(messages[: chat.first], chat.variables)
+            self._require_beginning(text, before)
+            excepted.append((0, len(before)))
+        return text, [span for span in marked if not any(a <= span[0] < b for a, b in excepted)]
+
+    def _span(
+        self, template: ChatTemplate, chat: ChatRecord, messages: Sequence[Message], text: str, place: int
+    ) -> Span:
+        """Return where an answer stands in the text of a conversation."""
+        until = template.text(messages[: place + 1], chat.variables)
+        self._require_beginning(text, until)
+        if not place:  # nothing is asked: the answer begins behind what a template writes to ask for one
+            asked = template.text(messages[:1], chat.variables, asks=True).removeprefix(until)
+            return until.find(asked) + len(asked) if asked in until else 0, len(until)
+        before = template.text(messages[:place], chat.variables, asks=True)
+        self._require_beginning(until, before)
+        return len(before), len(until)
+
+    def _require_beginning(self, text: str, beginning: str) -> None:
+        if not text.startswith(beginning):
+            raise DataError(
+                f"has answers whose place in the text cannot be found, since the chat template of "
+                f"{self._path} changes earlier messages: give one with generation marks"
             )
-        return template
 
-    def _rendered(self, messages: Sequence[Message], **options: Any) -> str:
-        if not messages:
-            options = {}
-        try:
-            text: str = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
-        except Exception as error:  # templates raise their own
-            reason = " ".join(str(error).split()).rstrip(".")[:200]
-            raise DataError(f"is refused by the chat template of {self._name}: {reason}") from None
-        return text
+    def _completed(self, found: EncodedChat) -> EncodedChat:
+        """Return a prompt and its completion with the tokens around a text, of which the last are learnt."""
+        before, after = self._around.opening(found.tokens), self._around.closing(found.tokens)
+        tokens = np.concatenate([np.array(part, np.uint32) for part in (before, found.tokens, after)])
+        answers = np.concatenate([np.zeros(len(before), bool), found.answers, np.ones(len(after), bool)])
+        return found._replace(tokens=tokens, answers=answers)
 
-    def _marked(self, text: str, spans: Sequence[tuple[int, int]]) -> EncodedChat:
+    def _marked(self, text: str, spans: Sequence[Span]) -> EncodedChat:
         """Encode a text; answers are the tokens that overlap `spans` of characters."""
-        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        try:
+            found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(
+                f"cannot be divided into tokens by the tokenizer in {self._path} ({error})"
+            ) from None
         offsets = np.array(found["offset_mapping"], dtype=np.int64).reshape(-1, 2)
         answers = np.zeros(len(offsets), dtype=bool)
         for begin, end in spans:
-            answers |= (offsets[:, 0] < end) & (offsets[:, 1] > begin)
+            answers |= (offsets[:, 0] < end) & (offsets[:, 1] > begin) & (begin < end)
         return EncodedChat(np.array(found["input_ids"], dtype=np.uint32), answers)
-
-
-def _messages_of(found: Any, name: str) -> list[Message]:
-    """Return a field of a record as messages; DataError where it is none.
-
-    In some tables a conversation is a list for each field. Fields that are null, as tables have them where
-    only other messages have one, are left out by transformers.
-    """
-    if isinstance(found, Mapping) and all(isinstance(one, list) for one in found.values()):
-        found = [dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True)]
-    is_list = isinstance(found, list) and all(isinstance(one, Mapping) and "role" in one for one in found)
-    if not is_list:
-        raise DataError(f"has {name} that are no list of messages with role and content")
-    messages: list[Message] = found
-    return messages

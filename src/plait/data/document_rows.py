@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,7 +24,8 @@ DOCUMENTS_AT_ONCE = 1 << 16
 class DocumentRows:
     """The documents of a corpus in rows of `context` tokens: as many consecutive ones as fit, then padding.
 
-    A document longer than `context` is cut at its end. In a row each document, and the padding, is apart.
+    A document longer than `context` is cut at its end; one of which no token is to be predicted within it is
+    left out, so that each row has a target. In a row each document, and the padding, is apart.
     Memory: 8 bytes for each `APART` rows.
     """
 
@@ -51,6 +53,11 @@ class DocumentRows:
         """The number of documents that are longer than a row, and so are cut."""
         return self._division.cut
 
+    @property
+    def left_out(self) -> int:
+        """The number of documents without a token that is to be predicted within `context`."""
+        return self._division.left_out
+
     def take(self, rows: NDArray[Any]) -> InputsAndTargets:
         """Return the rows with these numbers, `[n]`: inputs `tokens` and `document_ids`, and targets.
 
@@ -64,28 +71,37 @@ class DocumentRows:
         tokens, ids = np.zeros(shape, dtype=np.int64), np.full(shape, -1, dtype=np.int64)
         targets = np.full(shape, NO_TARGET, dtype=np.int64)
         for number, row in enumerate(rows):
-            document, begin, ends = self._documents(int(row))
-            length = min(int(ends[-1]) - begin, self.context)
-            read = self.corpus.read(begin, length).astype(np.int64)
-            require_vocabulary(read, begin, self.vocab, self.source)
-            answers = self.corpus.answers(begin, length)
-            of = np.searchsorted(ends, np.arange(begin, begin + length), side="right")
-            tokens[number, :length], ids[number, :length] = read, document - self.first + of
-            counts = of[1:] == of[:-1]
-            if answers is not None:
-                counts &= answers[1:]
-            targets[number, : max(0, length - 1)] = np.where(counts, read[1:], NO_TARGET)
+            at = 0
+            for document, begin, ends in self._documents(int(row)):
+                length = min(int(ends[-1]) - begin, self.context)
+                read = self.corpus.read(begin, length).astype(np.int64)
+                require_vocabulary(read, begin, self.vocab, self.source)
+                answers = self.corpus.answers(begin, length)
+                of = np.searchsorted(ends, np.arange(begin, begin + length), side="right")
+                tokens[number, at : at + length] = read
+                ids[number, at : at + length] = document - self.first + of
+                counts = of[1:] == of[:-1]
+                if answers is not None:
+                    counts &= answers[1:]
+                targets[number, at : at + max(0, length - 1)] = np.where(counts, read[1:], NO_TARGET)
+                at += length
         inputs = {"tokens": torch.from_numpy(tokens), "document_ids": torch.from_numpy(ids)}
         return inputs, torch.from_numpy(targets)
 
-    def _documents(self, row: int) -> tuple[int, int, NDArray[np.int64]]:
-        """Return the first document of a row, where it begins in the corpus, and where its documents end."""
+    def _documents(self, row: int) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
+        """Yield the documents of a row, consecutive ones together.
+
+        Of each run: its first document, where it begins in the corpus, and where each of its documents ends.
+        """
         known, number = divmod(row, APART)
         first, stop = (int(one) for one in self._division.begins[known : known + 2])
         bounds = _bounds(self.corpus, first, stop)
-        begins = [*_row_begins(np.diff(bounds), self.context, number + 2), stop - first]
-        begin, end = begins[number], begins[number + 1]
-        return first + begin, int(bounds[begin]), bounds[begin + 1 : end + 1]
+        sizes = _sizes(self.corpus, first, bounds, self.context)
+        begins = [*_row_begins(sizes, self.context, number + 2), stop - first]
+        kept = begins[number] + np.flatnonzero(sizes[begins[number] : begins[number + 1]])
+        for run in np.split(kept, np.flatnonzero(np.diff(kept) > 1) + 1):
+            begin, end = int(run[0]), int(run[-1]) + 1
+            yield first + begin, int(bounds[begin]), bounds[begin + 1 : end + 1]
 
 
 @dataclass(frozen=True)
@@ -96,28 +112,40 @@ class _Division:
     """The first document of each row whose number `APART` divides, and the document after the last one."""
     rows: int
     cut: int
+    left_out: int
 
 
 def _divide(corpus: Corpus, first: int, stop: int, context: int) -> _Division:
     """Divide the documents `first` … `stop` into rows, reading the ends of some at a time."""
-    kept, rows, cut, seen, at_once = [], 0, 0, first, DOCUMENTS_AT_ONCE
+    kept, rows, cut, left_out, seen, at_once = [], 0, 0, 0, first, DOCUMENTS_AT_ONCE
     while first < stop:
         end = min(first + at_once, stop)
-        lengths = np.diff(_bounds(corpus, first, end))
-        cut += int((lengths[seen - first :] > context).sum())
+        bounds = _bounds(corpus, first, end)
+        sizes = _sizes(corpus, first, bounds, context)
+        new, is_kept = slice(seen - first, None), sizes > 0
+        cut += int((is_kept & (np.diff(bounds) > context))[new].sum())
+        left_out += int((~is_kept)[new].sum())
         seen = end
-        begins = _row_begins(lengths, context)
-        if end < stop:
+        skipped = int(np.argmax(is_kept)) if is_kept.any() else end - first
+        begins = [skipped + one for one in _row_begins(sizes[skipped:], context)]
+        if end < stop and skipped < end - first:
             if len(begins) == 1:
                 at_once *= 2
                 continue
             *begins, last = begins  # which may go on with the documents behind
         else:
-            last = stop - first
+            last = end - first
         kept += [first + one for one in begins[-rows % APART :: APART]]
         rows += len(begins)
         first += last
-    return _Division(np.array([*kept, stop], dtype=np.int64), rows, cut)
+    return _Division(np.array([*kept, stop], dtype=np.int64), rows, cut, left_out)
+
+
+def _sizes(corpus: Corpus, first: int, bounds: NDArray[np.int64], context: int) -> NDArray[np.int64]:
+    """Return the tokens that each of the documents from `first` on takes of a row; 0 where it is left out."""
+    sizes = np.minimum(np.diff(bounds), context)
+    answers = corpus.first_answers(first, first + len(sizes))
+    return np.where((answers > 0) & (answers < sizes), sizes, 0)
 
 
 def _bounds(corpus: Corpus, first: int, stop: int) -> NDArray[np.int64]:
@@ -126,13 +154,16 @@ def _bounds(corpus: Corpus, first: int, stop: int) -> NDArray[np.int64]:
     return before if first else np.concatenate([[0], before])
 
 
-def _row_begins(lengths: NDArray[np.int64], context: int, at_most: int | None = None) -> list[int]:
-    """Return the first document of each row, or of the first `at_most` rows."""
-    before = [0, *np.cumsum(np.minimum(lengths, context)).tolist()]
-    begins = [0]
-    while at_most is None or len(begins) < at_most:
+def _row_begins(sizes: NDArray[np.int64], context: int, at_most: int | None = None) -> list[int]:
+    """Return the first document of each row, or of the first `at_most` rows; none of no documents.
+
+    `sizes`: the tokens that each document takes, of which the first takes some.
+    """
+    before = [0, *np.cumsum(sizes).tolist()]
+    begins = [0] if len(sizes) else []
+    while begins and (at_most is None or len(begins) < at_most):
         following = bisect_right(before, before[begins[-1]] + context, begins[-1]) - 1
-        if following == len(lengths):
+        if following == len(sizes):
             break
         begins.append(following)
     return begins

@@ -21,11 +21,12 @@ from pathlib import Path
 import numpy as np
 
 from plait.data.document_sources import SourceFile, SourceRange, divided, files_of
+from plait.data.encoded_documents import TextEncoding
 from plait.data.folder_lock import locked_folder
 from plait.data.preparation_settings import begin_preparation
 from plait.data.record_fields import are_chats
-from plait.data.recorded_tokenizer import record_tokenizer
-from plait.data.shard_writing import TextEncoding, counts_file, write_shard
+from plait.data.recorded_tokenizer import files_hash, record_tokenizer
+from plait.data.shard_writing import counts_file, write_shard
 from plait.data.token_shards import (
     INDEX,
     CorpusIndex,
@@ -34,7 +35,9 @@ from plait.data.token_shards import (
     shard_files,
     write_index,
 )
-from plait.data.tokenizer import open_tokenizer
+from plait.data.tokenizer import FileTokenizer, open_tokenizer
+from plait.data.tokenizer_file import SurroundingTokens
+from plait.data.tokenizer_match import require_tokens_of_transformers
 from plait.errors import ConfigError, DataError
 
 SMALLEST_PORTION, LARGEST_PORTION = 1 << 20, 1 << 26
@@ -72,30 +75,35 @@ def prepare_corpus(
 
     `tokenizer`: bytes, or the path of a `tokenizer.json`. `column`: field of JSON lines, column of tables
     that holds the text; None: text, but for conversations. `lines`: each line of a text file is a document,
-    instead of the file. `end`: the token after each document; None: the end token of a
-    `tokenizer_config.json` beside the tokenizer, if any. `portion`: bytes of text in a shard; None: by the
-    size of the sources. `patience`: see `locked_folder`, where another process prepares the same folder.
-    `report` gets the progress and the bytes of all sources. Raises DataError and ConfigError.
+    instead of the file. `end`: the token after each document; None: see `FileTokenizer.surrounding`.
+    `portion`: bytes of text in a shard; None: by the size of the sources. `patience`: see `locked_folder`,
+    where another process prepares the same folder. `report` gets the progress and the bytes of all sources.
+    Raises DataError and ConfigError.
     """
     files = [file for source in sources for file in files_of(source, lines=lines)]
     chats = column is None and _are_chats(files, tokenizer)
+    if chats and end is not None:
+        raise ConfigError(
+            f"--end {end!r}: conversations end as the tokenizer's chat template says; leave it out."
+        )
     reader = open_tokenizer(tokenizer)
+    around = SurroundingTokens() if chats else reader.surrounding(end)
+    if isinstance(reader, FileTokenizer):
+        require_tokens_of_transformers(reader)
     size = portion or portion_size(sum(file.size for file in files))
-    shards = _shards(chain.from_iterable(divided(file, size) for file in files), size)
-    settings = TextEncoding(
-        tokenizer,
-        column or "text",
-        None if chats else reader.end_token(end),
-        "uint16" if reader.vocab <= 1 << 16 else "uint32",
-        chats,
-    )
+    encode = reader.encode_each if isinstance(reader, FileTokenizer) else None
+    shards = _shards(chain.from_iterable(divided(file, size, encode) for file in files), size)
+    dtype = "uint16" if reader.vocab <= 1 << 16 else "uint32"
+    found = files_hash(tokenizer)
+    settings = TextEncoding(tokenizer, column or "text", *around, reader.vocab, dtype, chats, found)
     with locked_folder(folder, patience):
         begin_preparation(folder, shards, settings)
         if (folder / INDEX).is_file():
             return _end(folder, read_index(folder))
         entries = _all_written(folder, shards, settings, processes, report)
         record_tokenizer(folder, tokenizer)
-        index = CorpusIndex(reader.name, reader.vocab, settings.dtype, settings.end, chats, entries)
+        last = around.after[-1] if around.after else None
+        index = CorpusIndex(reader.name, reader.vocab, dtype, last, chats, entries)
         write_index(folder, index)
         return _end(folder, index)
 

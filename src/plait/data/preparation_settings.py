@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from plait.data.document_sources import SourceRange
+from plait.data.encoded_documents import TextEncoding
 from plait.data.folder_lock import LOCK
-from plait.data.shard_writing import TextEncoding, partial_path, write_text
+from plait.data.shard_writing import partial_path, write_text
 from plait.data.token_shards import SETTINGS
 from plait.errors import DataError
 
@@ -18,7 +19,12 @@ from plait.errors import DataError
 def begin_preparation(folder: Path, shards: Sequence[Sequence[SourceRange]], settings: TextEncoding) -> None:
     """Write the settings into a new folder; DataError where the folder has those of another preparation."""
     path = folder / SETTINGS
-    asked = {"settings": asdict(settings), "shards": [[asdict(one) for one in shard] for shard in shards]}
+    paths = dict.fromkeys(one.path for shard in shards for one in shard)
+    asked = {
+        "settings": asdict(settings),
+        "changed": {path: Path(path).stat().st_mtime_ns for path in paths},
+        "shards": [[asdict(one) for one in shard] for shard in shards],
+    }
     text = json.dumps(asked, indent=1)
     if path.is_file():
         if (written := path.read_text()) == text:
@@ -36,7 +42,7 @@ def _difference(written: str, now: Mapping[str, Any]) -> str:
     """Return the first difference between the settings of a folder and those of a command, in words."""
     try:
         was = json.loads(written)
-        return _of_settings(was["settings"], now["settings"]) or _of_files(_files(was), _files(now))
+        return _of_settings(was["settings"], now["settings"]) or _of_files(was, now)
     except (ValueError, KeyError, TypeError):
         return f"its {SETTINGS} is of another version, or damaged"
 
@@ -44,10 +50,12 @@ def _difference(written: str, now: Mapping[str, Any]) -> str:
 def _of_settings(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     if was["tokenizer"] != now["tokenizer"]:
         return f"another tokenizer: {was['tokenizer']}, now {now['tokenizer']}"
+    if was["tokenizer_hash"] != now["tokenizer_hash"]:
+        return f"the files of the tokenizer {now['tokenizer']} have changed since"
     if (was["column"], was["chats"]) != (now["column"], now["chats"]):
         return f"another --column: {_column(was)}, now {_column(now)}"
-    if was["end"] != now["end"]:
-        return f"another --end: {_token(was['end'])}, now {_token(now['end'])}"
+    if was["after"] != list(now["after"]):
+        return f"another --end: {_tokens(was['after'])}, now {_tokens(now['after'])}"
     return ""
 
 
@@ -55,8 +63,8 @@ def _column(settings: Mapping[str, Any]) -> str:
     return "conversations" if settings["chats"] else str(settings["column"])
 
 
-def _token(number: int | None) -> str:
-    return "none" if number is None else f"token {number}"
+def _tokens(numbers: Sequence[int]) -> str:
+    return f"token {' '.join(map(str, numbers))}" if numbers else "none"
 
 
 def _files(preparation: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
@@ -69,7 +77,8 @@ def _files(preparation: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
     return found
 
 
-def _of_files(was: Mapping[str, tuple[str, int]], now: Mapping[str, tuple[str, int]]) -> str:
+def _of_files(preparation_was: Mapping[str, Any], preparation_now: Mapping[str, Any]) -> str:
+    was, now = _files(preparation_was), _files(preparation_now)
     if was.keys() != now.keys():
         extra = next(iter([*(was.keys() - now.keys()), *(now.keys() - was.keys())]))
         return f"another source: {extra} is {'no longer' if extra in was else 'newly'} among the files"
@@ -78,4 +87,6 @@ def _of_files(was: Mapping[str, tuple[str, int]], now: Mapping[str, tuple[str, i
             return f"{'without' if kind == 'lines' else 'with'} --lines"
         if size != was[path][1]:
             return f"{path} has another size"
+        if preparation_was["changed"][path] != preparation_now["changed"][path]:
+            return f"{path} was written again since"
     return "another --shard, or another order of the files"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from plait.data.chats import holds_chats
+from plait.data.chat_records import holds_chats
 from plait.data.document_sources import SourceFile, field_names
 from plait.errors import DataError
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 
 FOLDER = "tokenizer"
@@ -15,6 +16,8 @@ FOLDER = "tokenizer"
 TOKENIZER = "tokenizer.json"
 _INDEX = "index.json"
 _BESIDE = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+_NAMED_TEMPLATES = "additional_chat_templates"
+"""The folder of a tokenizer's chat templates but the default one."""
 
 
 def tokenizer_files(tokenizer: str) -> Mapping[str, Path]:
@@ -27,13 +30,22 @@ def tokenizer_files(tokenizer: str) -> Mapping[str, Path]:
     if tokenizer == "bytes" or not path.is_file():
         return {}
     beside = {name: path.parent / name for name in _BESIDE}
+    templates = sorted((path.parent / _NAMED_TEMPLATES).glob("*.jinja"))
+    beside |= {f"{_NAMED_TEMPLATES}/{one.name}": one for one in templates}
     return {TOKENIZER: path} | {name: one for name, one in beside.items() if one.is_file()}
+
+
+def files_hash(tokenizer: str) -> str:
+    """Return a text that changes with the content of a tokenizer's files; empty for bytes."""
+    files = tokenizer_files(tokenizer)
+    hashes = [f"{name} {sha256(path.read_bytes()).hexdigest()}" for name, path in files.items()]
+    return sha256(" ".join(hashes).encode()).hexdigest()[:16] if files else ""
 
 
 def record_tokenizer(folder: Path, tokenizer: str) -> None:
     """Copy the files of a tokenizer into the folder of a corpus; nothing for bytes."""
     for name, path in tokenizer_files(tokenizer).items():
-        (folder / FOLDER).mkdir(exist_ok=True)
+        (folder / FOLDER / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, folder / FOLDER / name)
 
 

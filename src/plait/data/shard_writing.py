@@ -4,127 +4,91 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import lru_cache
-from itertools import chain
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.data.chats import FIELDS, ChatEncoder, unknown_roles
-from plait.data.document_sources import PIECE, SourceRange, TextPiece, read_pieces, read_records
-from plait.data.token_shards import SHOWN_ROLES, ShardEntry, shard_files
-from plait.data.tokenizer import Tokenizer, Tokens, open_tokenizer
+from plait.data.document_sources import SourceRange
+from plait.data.encoded_documents import EncodedPart, TextEncoding, encoded_documents
+from plait.data.token_shards import SHOWN_NAMES, ShardEntry, shard_files
 from plait.errors import DataError
-
-
-@dataclass(frozen=True)
-class TextEncoding:
-    """How text becomes tokens."""
-
-    tokenizer: str
-    """bytes, or the path of a `tokenizer.json`."""
-    column: str
-    end: int | None
-    """The token that is written after each document."""
-    dtype: str
-    chats: bool = False
-    """Whether the sources hold conversations."""
 
 
 def write_shard(
     folder: Path, number: int, ranges: Sequence[SourceRange], settings: TextEncoding
 ) -> ShardEntry:
     """Tokenize ranges of sources and write them as one shard; return its counts, which are written last."""
-    dtype = settings.dtype
     paths = shard_files(folder, number)
-    ends = array("q")
-    total = answers = unanswered = 0
-    roles: dict[str, None] = {}
+    ends, first_answers, counts = array("q"), array("I"), _Counts()
     with partial_path(paths.tokens).open("wb") as file, partial_path(paths.answers).open("wb") as marks:
-        for piece in _encoded(ranges, settings):
-            file.write(piece.tokens.astype(dtype).data)
-            total += len(piece.tokens)
-            if piece.answers is not None:
-                marks.write(piece.answers.data)
-                answers += (found := int(piece.answers.sum()))
-                unanswered += not found
-                roles |= {} if found else dict.fromkeys(piece.unknown_roles)
-            if piece.ends:
-                ends.append(total)
-    with partial_path(paths.ends).open("wb") as file:
-        ends.tofile(file)
-    for path in (paths.tokens, paths.ends, *([paths.answers] if settings.chats else [])):
+        for part in encoded_documents(ranges, settings):
+            file.write(part.tokens.astype(settings.dtype).data)
+            counts.add(part)
+            _require_known(counts.largest, settings)
+            if part.answers is not None:
+                marks.write(part.answers.data)
+                first_answers.append(first_answer(part.answers))
+            if part.ends:
+                ends.append(counts.tokens)
+    for path, values in ((paths.ends, ends), (paths.first_answers, first_answers)):
+        with partial_path(path).open("wb") as file:
+            values.tofile(file)
+    for path in (paths.tokens, paths.ends, *([paths.answers, paths.first_answers] if settings.chats else [])):
         partial_path(path).replace(path)
-    partial_path(paths.answers).unlink(missing_ok=True)
-    entry = ShardEntry(total, len(ends), answers, unanswered, tuple(roles)[:SHOWN_ROLES])
+    for path in (paths.answers, paths.first_answers):
+        partial_path(path).unlink(missing_ok=True)
+    entry = counts.entry(len(ends))
     write_text(counts_file(folder, number), json.dumps(asdict(entry)))
     return entry
 
 
-class _EncodedPiece(NamedTuple):
-    """Tokens of one document, or of a part of it."""
+def first_answer(answers: NDArray[np.bool_]) -> int:
+    """Return the first token of a conversation that is to be predicted; 0 where none is.
 
-    tokens: Tokens
-    answers: NDArray[np.bool_] | None
-    """Whether each is part of an answer; None but for chats."""
-    ends: bool
-    """Whether the document ends with them."""
-    unknown_roles: tuple[str, ...] = ()
-    """Of a conversation."""
+    The token 0 cannot be predicted, since nothing stands before it.
+    """
+    return int(np.argmax(answers[1:])) + 1 if answers[1:].any() else 0
 
 
-def _encoded(ranges: Sequence[SourceRange], settings: TextEncoding) -> Iterator[_EncodedPiece]:
-    """Yield the documents of some ranges in tokens."""
-    if settings.chats:
-        for one in ranges:
-            yield from _encoded_chats(one, settings.tokenizer)
-        return
-    reader = _tokenizer(settings.tokenizer)
-    end = np.array([] if settings.end is None else [settings.end], dtype=settings.dtype)
-    for pieces in _batches(ranges, settings.column):
-        encoded = reader.encode_each([piece.text for piece in pieces])
-        for piece, tokens in zip(pieces, encoded, strict=True):
-            yield _EncodedPiece(np.concatenate([tokens, end]) if piece.ends else tokens, None, piece.ends)
+def _require_known(largest: int, settings: TextEncoding) -> None:
+    """Raise DataError for a token that the tokenizer's vocabulary does not have."""
+    if largest >= settings.vocab:
+        raise DataError(
+            f"{settings.tokenizer} gives token {largest} to a text, and its tokenizer.json has the tokens up "
+            f"to {settings.vocab - 1} only: save the tokenizer again by transformers' save_pretrained."
+        )
 
 
-def _encoded_chats(one: SourceRange, tokenizer: str) -> Iterator[_EncodedPiece]:
-    """Yield the conversations of a range. Raises DataError, which names the place of one that is none."""
-    encoder = _chat_encoder(tokenizer)
-    for place, record in read_records(one, FIELDS):
-        try:
-            yield _EncodedPiece(*encoder.encode(record), True, unknown_roles(record))
-        except DataError as error:
-            raise DataError(f"{one.path} has a conversation {place} that {error}.") from None
+class _Counts:
+    """What `index.json` counts of a shard."""
 
+    def __init__(self) -> None:
+        self.tokens = self._left_out = self._answers = self._unanswered = 0
+        self.largest = -1
+        self._names: dict[str, dict[str, None]] = {"unread": {}, "unknown_roles": {}, "left_out_roles": {}}
+        """In the order of the fields of `ShardEntry`."""
 
-@lru_cache(maxsize=1)
-def _chat_encoder(folder: str) -> ChatEncoder:
-    """Return the tokenizer and chat template of a folder, which a process opens once."""
-    return ChatEncoder(folder)
+    def add(self, part: EncodedPart) -> None:
+        """Count a part of a document."""
+        self.tokens += len(part.tokens)
+        self._left_out += part.left_out
+        self.largest = max(self.largest, int(part.tokens.max(initial=0)))
+        if part.answers is not None:
+            self._answers += (found := int(part.answers.sum()))
+            self._unanswered += not found
+        for name, known in self._names.items():
+            if len(known) < SHOWN_NAMES:
+                known.update(dict.fromkeys(getattr(part, name)))
 
-
-@lru_cache(maxsize=1)
-def _tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer, which a process opens once."""
-    return open_tokenizer(name)
-
-
-def _batches(ranges: Sequence[SourceRange], column: str) -> Iterator[list[TextPiece]]:
-    """Yield lists of pieces of about `PIECE` characters together."""
-    batch: list[TextPiece] = []
-    held = 0
-    for piece in chain.from_iterable(read_pieces(one, column) for one in ranges):
-        batch.append(piece)
-        held += len(piece.text)
-        if held >= PIECE:
-            yield batch
-            batch, held = [], 0
-    if batch:
-        yield batch
+    def entry(self, documents: int) -> ShardEntry:
+        """Return the counts of a shard in which some documents end."""
+        names = [tuple(known)[:SHOWN_NAMES] for known in self._names.values()]
+        return ShardEntry(
+            self.tokens, documents, self._answers, self._unanswered, self._left_out, self.largest, *names
+        )
 
 
 def counts_file(folder: Path, number: int) -> Path:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -77,21 +77,43 @@ def row_ranges(path: str, size: int) -> Iterator[tuple[int, int, int]]:
         yield begin, end, (end - begin) * each
 
 
-def read_rows(path: str, begin: int, end: int, wanted: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield rows of a range of `row_ranges` with their numbers, of the columns in `wanted` that there are."""
+def read_rows(
+    path: str, begin: int, end: int, wanted: Collection[str] | None
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield rows of a range of `row_ranges` with their numbers, of the columns in `wanted` that there are.
+
+    `wanted`: None for all. Raises DataError for a row with text that is no UTF-8.
+    """
     if path.endswith(".parquet"):
         file = _parquet(path)
-        columns = [one for one in file.schema_arrow.names if one in wanted]
+        columns = [one for one in file.schema_arrow.names if wanted is None or one in wanted]
         batches = file.iter_batches(_ROWS_AT_ONCE, row_groups=list(range(begin, end)), columns=columns)
         number = sum(file.metadata.row_group(group).num_rows for group in range(begin))
     else:
         table = _arrow(path)
-        table = table.select([one for one in table.column_names if one in wanted]).slice(begin, end - begin)
+        names = [one for one in table.column_names if wanted is None or one in wanted]
+        table = table.select(names).slice(begin, end - begin)
         batches, number = table.to_batches(max_chunksize=_ROWS_AT_ONCE), begin
     for batch in batches:
-        rows = batch.to_pylist()
-        yield from enumerate(rows, number)
-        number += len(rows)
+        yield from enumerate(_rows(batch, path, number), number)
+        number += batch.num_rows
+
+
+def _rows(batch: Any, path: str, first: int) -> list[dict[str, Any]]:
+    """Return a `pyarrow.RecordBatch` as dictionaries; `first`: the number of its first row."""
+    try:
+        rows: list[dict[str, Any]] = batch.to_pylist()
+        return rows
+    except UnicodeDecodeError:  # Arrow does not look at what a string holds
+        for number in range(batch.num_rows):
+            try:
+                batch.slice(number, 1).to_pylist()
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{path} has text in row {first + number} that is no UTF-8 ({error.reason}): mend or "
+                    "remove it."
+                ) from None
+        raise
 
 
 def column_names(path: str) -> list[str]:

@@ -24,6 +24,10 @@ from plait.errors import DataError
 
 _ARRAYS = frozenset({".bin", ".npy"})
 _HEADER = 256 * 4
+_LOOKED_AT, _FEWEST = 1 << 14, 64
+"""Tokens by which the dtype of a file without a header is judged, at most and at least."""
+_LARGEST_HALF = 7
+"""The largest upper half of a 32-bit token, in vocabularies of up to half a million."""
 _OF_MAGIC = {20240520: "<u2", 20240801: "<u4"}
 """Dtypes by the first number of a GPT-2 trainer's header."""
 _MEGATRON = b"MMIDIDX\x00\x00"
@@ -77,7 +81,21 @@ def _bin(path: Path) -> Callable[[Path, str], TokenShard]:
 
 
 def _plain(path: Path, dtype: str) -> TokenShard:
-    return TokenShard(_checked(path, dtype, 0, None), None)
+    tokens = _checked(path, dtype, 0, None)
+    _require_dtype(path, dtype, tokens[:_LOOKED_AT])
+    return TokenShard(tokens, None)
+
+
+def _require_dtype(path: Path, dtype: str, first: NDArray[np.unsignedinteger]) -> None:
+    """Raise DataError where every second token is the upper half of a number of twice the bytes."""
+    lower, upper = first[::2], first[1::2]
+    if len(first) >= _FEWEST and int(upper.max()) <= _LARGEST_HALF < int(lower.max()):
+        double = {"uint16": "32", "uint32": "64"}[dtype]
+        remedy = 'set data.dtype to "uint32"' if dtype == "uint16" else "write the tokens again as uint32"
+        raise DataError(
+            f"data.source: {path} has next to nothing in every second {dtype}, as {double}-bit numbers have: "
+            f"{remedy}."
+        )
 
 
 def _with_header(path: Path, dtype: str) -> TokenShard:

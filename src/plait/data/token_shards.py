@@ -8,6 +8,7 @@ A folder that `plait data prepare` has written:
     00000.tokens.bin         the tokens of the shard, one after another, little-endian
     00000.documents.bin      int64: the number of the shard's tokens up to the end of each document
     00000.answers.bin        of chats: a byte for each token, 1 where it belongs to an answer
+    00000.first_answers.bin  of chats: uint32: the first token of each document that is to be predicted, or 0
 
 A document may continue in the next shard. Each access reads what it needs from the files, so that a corpus of
 any size opens in milliseconds, and takes no memory.
@@ -32,9 +33,9 @@ from plait.errors import DataError
 INDEX = "index.json"
 SETTINGS = "preparation.json"
 """Sources and settings of the preparation, finished or not."""
-FORMAT = 2
-SHOWN_ROLES = 3
-"""The most unknown roles that are named."""
+FORMAT = 3
+SHOWN_NAMES = 8
+"""The most roles and fields that are named."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,24 @@ class ShardEntry:
     """Of chats: the number of tokens in answers."""
     unanswered: int = 0
     """Of chats: the number of conversations without any."""
+    left_out: int = 0
+    """The number of documents of less than two tokens, of which none can be predicted."""
+    largest: int = -1
+    """The largest token; −1 where there is none."""
+    unread: tuple[str, ...] = ()
+    """Fields of rows and messages that nothing reads, a few of them."""
     unknown_roles: tuple[str, ...] = ()
-    """Of these: roles that are neither the assistant's nor others that are known, a few of them."""
+    """Of conversations without an answer: roles that are neither the assistant's nor others known."""
+    left_out_roles: tuple[str, ...] = ()
+    """The roles of messages that the chat template leaves out."""
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Self:
         """Return the entry of which `found` is the content in JSON."""
-        return cls(**{**found, "unknown_roles": tuple(found.get("unknown_roles", ()))})
+        values: dict[str, Any] = {
+            name: tuple(one) if isinstance(one, list) else one for name, one in found.items()
+        }
+        return cls(**values)
 
 
 @dataclass(frozen=True)
@@ -82,15 +94,32 @@ class CorpusIndex:
         """The number of documents of all shards."""
         return sum(shard.documents for shard in self.shards)
 
-    def answer_counts(self) -> list[str]:
-        """Return in words, of chats: the tokens in answers, and the conversations without any."""
-        answers, unanswered = (
-            sum(getattr(one, name) for one in self.shards) for name in ("answers", "unanswered")
-        )
-        roles = list(dict.fromkeys(role for one in self.shards for role in one.unknown_roles))[:SHOWN_ROLES]
-        named = f" (no answers to plait: the roles {', '.join(map(repr, roles))})" if roles else ""
-        notes = [f"{answers:,} of them in answers"]
-        return [*notes, f"{unanswered:,} without an answer{named}"] if unanswered else notes
+    def count(self, name: str) -> int:
+        """Return the sum of a count of all shards, such as answers."""
+        return sum(getattr(shard, name) for shard in self.shards)
+
+    @property
+    def largest(self) -> int:
+        """The largest token of all shards."""
+        return max((shard.largest for shard in self.shards), default=-1)
+
+    def names(self, name: str) -> str:
+        """Return a few of the roles or fields that the shards name, such as unread, in words."""
+        found = dict.fromkeys(one for shard in self.shards for one in getattr(shard, name))
+        return ", ".join(map(repr, [*found][:SHOWN_NAMES])) + (", …" if len(found) > SHOWN_NAMES else "")
+
+    def notes(self) -> list[str]:
+        """Return in words what of the sources is not learnt."""
+        notes = []
+        if left_out := self.count("left_out"):
+            of = "document" if left_out == 1 else "documents"
+            is_ = "is" if left_out == 1 else "are"
+            notes.append(f"{left_out:,} {of} of less than two tokens {is_} left out")
+        if roles := self.names("left_out_roles"):
+            notes.append(f"the chat template leaves out messages of the roles {roles}")
+        if unread := self.names("unread"):
+            notes.append(f"not read: {unread}")
+        return notes
 
 
 class ShardFiles(NamedTuple):
@@ -99,11 +128,15 @@ class ShardFiles(NamedTuple):
     tokens: Path
     ends: Path
     answers: Path
+    first_answers: Path
+
+
+SHARD_FILES = ("tokens.bin", "documents.bin", "answers.bin", "first_answers.bin")
 
 
 def shard_files(folder: Path, number: int) -> ShardFiles:
     """Return the paths of a shard's files."""
-    names = (f"{number:05}.{name}" for name in ("tokens.bin", "documents.bin", "answers.bin"))
+    names = (f"{number:05}.{name}" for name in SHARD_FILES)
     return ShardFiles(*(folder / name for name in names))
 
 
@@ -146,6 +179,8 @@ class TokenShard:
     """The number of its tokens up to the end of each document; None: documents are not kept apart."""
     answers: NDArray[np.uint8] | ArrayFile | None = None
     """1 where a token belongs to an answer; None: all are to be predicted."""
+    first_answers: NDArray[np.uint32] | ArrayFile | None = None
+    """The first token of each document that is to be predicted, or 0; None: token 1."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,6 +225,14 @@ class Corpus:
             ends = np.array([self.sizes[number]]) if ends is None else ends
             found.append(int(self._starts[number]) + ends[begin:end])
         return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    def first_answers(self, first: int, stop: int) -> NDArray[np.int64]:
+        """Return the first token to be predicted of each of the documents `first` … `stop`, or 0."""
+        found = []
+        for number, begin, end in _pieces(self._document_starts, first, stop):
+            known = self._shards[number].first_answers
+            found.append(np.ones(end - begin, np.int64) if known is None else known[begin:end])
+        return np.concatenate(found).astype(np.int64) if found else np.empty(0, np.int64)
 
     def answers(self, first: int, count: int) -> NDArray[np.bool_] | None:
         """Return for `count` consecutive tokens whether each belongs to an answer; None where all count."""
@@ -269,6 +312,7 @@ def open_corpus(folder: Path) -> tuple[Corpus, CorpusIndex]:
                 _array(paths.tokens, index.dtype, entry.tokens),
                 _array(paths.ends, "<i8", entry.documents),
                 _array(paths.answers, "u1", entry.tokens) if index.chats else None,
+                _array(paths.first_answers, "<u4", entry.documents) if index.chats else None,
             )
         )
     return Corpus(tuple(shard.tokens for shard in index.shards), True, shards), index

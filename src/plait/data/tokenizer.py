@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from plait.data.tokenizer_file import (
+    SurroundingTokens,
+    open_reader,
+    post_processed,
+    token_name,
+    tokenizer_config,
+)
 from plait.errors import ConfigError, DataError
 
 Tokens = NDArray[Any]  # one dim, of an unsigned integer type (a .npy file may hold a signed one)
@@ -32,12 +38,21 @@ class ByteTokenizer:
         """Return the bytes of each text (uint8)."""
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
-    def end_token(self, asked: str | None) -> None:
-        """Return None: there is no token that ends a document. Raises ConfigError where one is asked for."""
+    def prompt(self, text: str) -> list[int]:
+        """Return the bytes of a text."""
+        return list(text.encode())
+
+    def surrounding(self, asked: str | None) -> SurroundingTokens:
+        """Return no tokens: none ends a document. Raises ConfigError where one is asked for."""
         if asked:
             raise ConfigError(
                 f"--end {asked!r}: bytes have no such token; give a tokenizer.json, or no --end."
             )
+        return SurroundingTokens()
+
+    def unwritten_start(self) -> str:
+        """Return "": bytes have no beginning-of-text token."""
+        return ""
 
     def token(self, number: int) -> str:
         """Return the text of one token."""
@@ -63,54 +78,58 @@ class FileTokenizer:
                 f"data.tokenizer = {str(path)!r} is no file: "
                 'give "bytes" or the path of a Hugging Face tokenizer.json, or of its folder.'
             )
-        try:
-            from tokenizers import Tokenizer as Reader
-        except ImportError:
-            raise ConfigError(
-                f"data.tokenizer = {str(path)!r} needs the package tokenizers: "
-                "install it with pip install 'plait[tokenizers]'."
-            ) from None
-        try:
-            self._reader = Reader.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise DataError(f"data.tokenizer = {str(path)!r} is no tokenizer.json: {error}.") from None
+        self._reader: Any = open_reader(path)
         self.path, self.name = path, path.name
-        self.vocab: int = self._reader.get_vocab_size()
+        self.vocab: int = max(self.numbers().values(), default=-1) + 1
+        """One above the largest number of a token, also where numbers below it are left out."""
 
     def encode(self, documents: Sequence[bytes]) -> Tokens:
-        """Return the tokens of all documents (uint32), without special tokens."""
-        pieces = self.encode_each([document.decode() for document in documents])
-        return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.uint32)
+        """Return the tokens of all documents (uint32), with those that the tokenizer has around each text."""
+        around, texts = self.surrounding(None), [one.decode() for one in documents]
+        parts = [around.complete(tokens) for tokens in self.encode_each(texts)]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint32)
 
     def encode_each(self, texts: Sequence[str]) -> list[Tokens]:
-        """Return the tokens of each text (uint32), without special tokens."""
-        encodings = self._reader.encode_batch_fast(texts, add_special_tokens=False)
+        """Return the tokens of each text (uint32), without those that stand before or after each document."""
+        try:
+            encodings = self._reader.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(f"{self.path} cannot divide a text into tokens: {error}.") from None
         # array reads a list three times as fast as NumPy does.
         return [np.array(array("I", encoding.ids), dtype=np.uint32) for encoding in encodings]
 
-    def end_token(self, asked: str | None) -> int | None:
-        """Return the number of the token that ends a document.
+    def prompt(self, text: str) -> list[int]:
+        """Return the tokens of the beginning of a document."""
+        (tokens,) = self.encode_each([text])
+        return [*self.surrounding(None).opening(tokens), *tokens.tolist()]
 
-        `asked`: the token; "" for none; None for that of a `tokenizer_config.json` beside the tokenizer, if
-        there is one. Raises ConfigError for a token that the vocabulary does not have.
+    def surrounding(self, asked: str | None) -> SurroundingTokens:
+        """Return the tokens around each document: those of its `post_processor`, and its end token.
+
+        `asked`: the token after each document, instead; "" for none; None for the `eos_token` of a
+        `tokenizer_config.json` beside the tokenizer, if there is one. Raises ConfigError for a token that the
+        vocabulary does not have.
         """
-        token = self._configured_end() if asked is None else asked
+        own = post_processed(self._reader, self.path)
+        token = token_name(tokenizer_config(self.path), "eos_token") if asked is None else asked
         if not token:
-            return None
+            return own if asked is None else own._replace(after=())
         number: int | None = self._reader.token_to_id(token)
         if number is None:
             raise ConfigError(
                 f"{token!r}, which is to end each document, is no token of {self.name}: give another one by "
                 "--end, or --end '' for none."
             )
-        return number
+        return own.ending_with(number) if asked is None else own._replace(after=(number,))
 
-    def _configured_end(self) -> str | None:
-        try:
-            token = json.loads((self.path.parent / "tokenizer_config.json").read_text()).get("eos_token")
-        except (OSError, ValueError, AttributeError):
-            return None
-        return token.get("content") if isinstance(token, dict) else token
+    def unwritten_start(self) -> str:
+        """Return the first token of texts that `tokenizer_config.json` asks for and no text gets, or ""."""
+        config = tokenizer_config(self.path)
+        token = token_name(config, "bos_token") or ""
+        is_asked = config.get("add_bos_token") is True and token
+        return (
+            token if is_asked and self._reader.token_to_id(token) not in self.surrounding(None).before else ""
+        )
 
     def token(self, number: int) -> str:
         """Return the name of one token, such as <|endoftext|>."""
@@ -127,6 +146,18 @@ class FileTokenizer:
     def numbers(self) -> dict[str, int]:
         """Return the number of each token."""
         return dict(self._reader.get_vocab())
+
+    def rules(self) -> str:
+        """Return all that decides the tokens of a text, as JSON."""
+        return str(self._reader.to_str())
+
+    def special_tokens(self) -> list[str]:
+        """Return the texts of tokens that are not divided."""
+        return [token.content for token in self._reader.get_added_tokens_decoder().values()]
+
+    def post_processed(self, text: str) -> list[int]:
+        """Return the tokens of a text with those that the tokenizer's `post_processor` adds."""
+        return list(self._reader.encode(text).ids)
 
 
 Tokenizer = ByteTokenizer | FileTokenizer

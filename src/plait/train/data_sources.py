@@ -41,6 +41,12 @@ def open_source(config: Config, source: str, tokenizer: Tokenizer, fraction: flo
         corpus, index = open_corpus(folder)
         vocab, name = config.model.vocab or index.vocab, index.tokenizer
         unreadable = _mismatch(config, folder, index, tokenizer)
+        if index.largest >= vocab:
+            raise DataError(
+                f"data.source = {source!r} holds token {index.largest}, outside the vocabulary of {vocab}: "
+                f"set model.vocab to at least {index.largest + 1}, or use the tokenizer the model is meant "
+                "for."
+            )
         if index.chats:
             return _split_chats(config, source, corpus, index, vocab, unreadable, fraction)
     elif holds_tokens(source):
@@ -119,10 +125,24 @@ def _split_chats(
         )
     training = DocumentRows(corpus, context, vocab, source, stop=kept)
     held_out = DocumentRows(corpus, context, vocab, source, first=kept)
-    answers, *unanswered = index.answer_counts()
-    notes = [f"{index.tokens:,} tokens, {answers}"]
+    left_out = training.left_out + held_out.left_out
+    late = f"with an answer in its first {context} tokens (model.context)"
+    if not training.count:
+        raise DataError(
+            f"{source!r} has no conversation{' for training' * bool(fraction)} {late}: raise model.context."
+        )
+    if fraction and not held_out.count:
+        raise DataError(
+            f"{source!r} has no conversation for validation {late}: raise data.validation = {fraction:g} or "
+            "model.context, or give data.validation_source."
+        )
+    notes = [f"{index.tokens:,} tokens, {index.count('answers'):,} of them in answers"]
     if cut := training.cut + held_out.cut:
         notes.append(f"{cut:,} conversations longer than model.context = {context} are cut")
-    notes += unanswered
+    if left_out:
+        roles = index.names("unknown_roles")
+        named = f" (no answers to plait: the roles {roles})" if roles else ""
+        notes.append(f"{left_out:,} without an answer in their first {context} tokens are left out{named}")
+    notes += index.notes()
     summary = f"{source}, {index.documents:,} conversations in {training.count:,} rows, {'; '.join(notes)}"
     return OpenSource(training, held_out if fraction else None, vocab, unreadable, summary, holds_chats=True)

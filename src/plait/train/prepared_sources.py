@@ -16,10 +16,11 @@ from plait.data.record_fields import are_chats
 from plait.data.recorded_tokenizer import tokenizer_files
 from plait.data.tables import HUB, dataset_files, is_dataset
 from plait.data.token_files import holds_tokens
-from plait.data.token_shards import INDEX, is_prepared
+from plait.data.token_shards import FORMAT, INDEX, is_prepared
 from plait.train.config import Config
 
-_RECORDS = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".parquet", ".arrow")
+_RECORDS = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".json", ".json.gz", ".parquet", ".arrow")
+_KINDS_OF_RECORDS = ("jsonl", "json", "table")
 _NO_FILES = ("stdlib", "random")
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -34,8 +35,9 @@ def holds_records(source: str) -> bool:
         return True
     if source in _NO_FILES or not any(path.name.endswith(_RECORDS) for path in source_files(source)):
         return False
-    are_chats(files_of(source))
-    return True
+    files = files_of(source)
+    are_chats(files)
+    return any(file.kind in _KINDS_OF_RECORDS for file in files)
 
 
 def is_tokenized(source: str) -> bool:
@@ -54,8 +56,9 @@ def prepared_folder(config: Config, source: str) -> Path | None:
         return Path(source).expanduser()
     if not holds_records(source):
         return None
-    text = f"{_version(source)} {_states(tokenizer_files(config.tokenizer).values())}"
-    folder = config.run.dir / f"prepared-{sha256(text.encode()).hexdigest()[:12]}"
+    text = f"{FORMAT} {_version(source)} {_states(tokenizer_files(config.tokenizer).values())}"
+    name = sha256(text.encode(errors="surrogateescape")).hexdigest()  # files may have names that are no UTF-8
+    folder = config.run.dir / f"prepared-{name[:12]}"
     if not (folder / INDEX).is_file():
         prepare_corpus(
             [source],

@@ -16,7 +16,8 @@ from plait.data.batches import (
 from plait.data.corpus import read_documents
 from plait.data.mixture import MixedBatches
 from plait.data.read_ahead import ReadAhead
-from plait.data.tokenizer import Tokenizer, open_tokenizer
+from plait.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
+from plait.data.tokenizer_match import require_tokens_of_transformers
 from plait.errors import ConfigError, DataError
 from plait.train.config import Config
 from plait.train.data_sources import open_source
@@ -123,6 +124,8 @@ def check_data(config: Config) -> None:
         holds_chats = loaded.holds_chats
     else:
         tokenizer = open_tokenizer(config.tokenizer)
+        if isinstance(tokenizer, FileTokenizer):
+            require_tokens_of_transformers(tokenizer)
         vocab, readable = config.model.vocab or tokenizer.vocab, data.source != "random"
         for source in texts if readable else ():
             read_documents(source)

@@ -32,7 +32,7 @@ def encode_prompt(config: Config, tokenizer: Tokenizer, *, is_question: bool) ->
     """
     text = config.train.sample
     if not is_question or not text:
-        return Prompt(tokenizer.encode([text.encode()]).tolist())
+        return Prompt(tokenizer.prompt(text))
     encoder = ChatEncoder(config.tokenizer)
     return Prompt(encoder.question(text).tolist(), encoder.end_of_answer, True)
 

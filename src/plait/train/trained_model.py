@@ -85,7 +85,8 @@ def trained_tokenizer(manifest: Manifest) -> tuple[Mapping[str, Path], int | Non
     folders = [Path(one).expanduser() for one in data.sources if recorded_tokenizer(one)]
     ends = [end for folder in folders if (end := read_index(folder).end) is not None]
     try:
-        return files, ends[0] if ends else open_tokenizer(name).end_token(None)
+        after = open_tokenizer(name).surrounding(None).after
+        return files, ends[0] if ends else after[-1] if after else None
     except PlaitError:  # without the package, or the token is not in the vocabulary
         return files, None
 

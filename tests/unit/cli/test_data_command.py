@@ -22,13 +22,16 @@ def test_counts_and_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str], wor
     (word_tokenizer.parent / "tokenizer_config.json").write_text('{"eos_token": "c"}')
     folder = prepared(tmp_path / "a.txt", str(word_tokenizer))
     out = capsys.readouterr().out
-    assert "1 document, 4 tokens in 1 shard." in out
+    assert "1 document, 3 tokens in 1 shard." in out
     assert "\nEnd of a document: c\n" in out
     run(["inspect", str(folder)])
-    assert "document 0, 4 tokens: 'a b c c'" in capsys.readouterr().out
+    assert "document 0, 3 tokens: 'a b c'" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"the tokenizer given is bytes .* leave --tokenizer out"):
         run(["inspect", str(folder), "--tokenizer", "bytes"])
-    capsys.readouterr()
+    written = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "b", "add_bos_token": True}
+    (word_tokenizer.parent / "tokenizer_config.json").write_text(json.dumps(written))
+    run(["prepare", str(tmp_path / "a.txt"), str(tmp_path / "three"), "--tokenizer", str(word_tokenizer)])
+    assert "Beginning of a document: none (tokenizer_config.json has add_bos_token" in capsys.readouterr().out
     run(["prepare", str(tmp_path / "a.txt"), str(tmp_path / "two"), "--tokenizer", "bytes"])
     assert "End of a document: none (bytes have no token for it)" in capsys.readouterr().out
 

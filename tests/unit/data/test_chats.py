@@ -12,11 +12,13 @@ import pytest
 from in_process import in_one_process
 
 from parity.chats import PLAIN, save_tokenizer
-from plait.data.chats import ChatEncoder, holds_chats
+from plait.data.chat_records import holds_chats
+from plait.data.chats import ChatEncoder
 from plait.data.document_rows import DocumentRows
 from plait.data.document_sources import divided, files_of
+from plait.data.encoded_documents import TextEncoding
 from plait.data.preparation import prepare_corpus
-from plait.data.shard_writing import TextEncoding, write_shard
+from plait.data.shard_writing import write_shard
 from plait.data.token_shards import Corpus, TokenShard
 from plait.errors import ConfigError, DataError
 
@@ -99,7 +101,7 @@ def test_a_conversation_that_is_none_is_named_by_its_place(tokenizer_folder: Pat
     encoder(tokenizer_folder, PLAIN)
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps({"messages": CHAT}) + '\n{"messages": 3}\n')
-    settings = TextEncoding(str(tokenizer_folder), "text", None, "uint16", chats=True)
+    settings = TextEncoding(str(tokenizer_folder), "text", (), (), 99, "uint16", chats=True)
     with pytest.raises(DataError, match=r"chats\.jsonl has a conversation at byte \d+ that has messages"):
         write_shard(tmp_path, 0, list(divided(files_of(str(path))[0], 1 << 20)), settings)
 
@@ -165,24 +167,21 @@ def rows_of(lengths: list[int], context: int, answers: list[int] | None = None) 
 def test_rows_hold_whole_documents() -> None:
     made = rows_of([3, 2, 4, 9, 1], 6)
     inputs, targets = made.take(np.arange(made.count))
-    assert (made.count, made.cut) == (4, 1)
+    assert (made.count, made.cut, made.left_out) == (3, 1, 1)
     assert inputs["tokens"].tolist() == [  # type: ignore[index]
         [1, 2, 3, 4, 5, 0],
         [6, 7, 8, 9, 0, 0],
         [10, 11, 12, 13, 14, 15],
-        [19, 0, 0, 0, 0, 0],
     ]
     assert inputs["document_ids"].tolist() == [  # type: ignore[index]
         [0, 0, 0, 1, 1, -1],
         [2, 2, 2, 2, -1, -1],
         [3, 3, 3, 3, 3, 3],
-        [4, -1, -1, -1, -1, -1],
     ]
     assert targets.tolist() == [
         [2, 3, -100, 5, -100, -100],
         [7, 8, 9, -100, -100, -100],
         [11, 12, 13, 14, 15, -100],
-        [-100] * 6,
     ]
 
 

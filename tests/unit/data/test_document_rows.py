@@ -25,12 +25,14 @@ from plait.data.token_shards import (
 )
 
 
-def greedy(lengths: list[int], context: int) -> list[list[int]]:
-    """The documents of each row, one after another; empty ones have no token, and so no row."""
+def greedy(lengths: list[int], context: int, firsts: list[int]) -> list[list[int]]:
+    """The documents of each row, one after another; those without a target have no place in one."""
     rows: list[list[int]] = []
     held = context + 1
     for number, length in enumerate(lengths):
         size = min(length, context)
+        if not 0 < firsts[number] < size:
+            continue
         if held + size > context:
             rows.append([])
             held = 0
@@ -46,37 +48,51 @@ def greedy(lengths: list[int], context: int) -> list[list[int]]:
     taken=st.tuples(st.integers(0, 10), st.integers(0, 10)),
     at_once=st.integers(1, 20),
     apart=st.integers(1, 4),
+    every=st.integers(1, 4),
 )
-@example(lengths=[3] * 40, context=6, shards=2, taken=(0, 0), at_once=7, apart=4)
+@example(lengths=[3] * 40, context=6, shards=2, taken=(0, 0), at_once=7, apart=4, every=1)
+@example(lengths=[3] * 40, context=6, shards=2, taken=(0, 0), at_once=7, apart=1, every=3)
 def test_rows_are_those_of_one_document_after_another(
-    lengths: list[int], context: int, shards: int, taken: tuple[int, int], at_once: int, apart: int
+    lengths: list[int],
+    context: int,
+    shards: int,
+    taken: tuple[int, int],
+    at_once: int,
+    apart: int,
+    every: int,
 ) -> None:
+    """Of documents of which every few have an answer, and some of these too late."""
     first = min(taken[0], len(lengths) - 1)
     stop = max(first + 1, len(lengths) - taken[1])
     ends = np.cumsum(lengths)
+    firsts = [0 if number % every else number % 5 + 1 for number in range(len(lengths))]
     made, parts = [], np.array_split(np.arange(len(lengths)), shards)
     for part in parts:
         begin = int(ends[part[0] - 1]) if len(part) and part[0] else 0
         of = ends[part] - begin
-        made.append(TokenShard(np.arange(begin, begin + int(of[-1] if len(of) else 0)), of))
+        answers = np.array([firsts[one] for one in part], dtype=np.uint32)
+        tokens = np.arange(begin, begin + int(of[-1] if len(of) else 0))
+        made.append(TokenShard(tokens, of, first_answers=answers))
     corpus = Corpus(tuple(len(shard.tokens) for shard in made), True, made)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(document_rows, "DOCUMENTS_AT_ONCE", at_once)
         patch.setattr(document_rows, "APART", apart)
         rows = DocumentRows(corpus, context, 1000, "some", first=first, stop=stop)
-        expected = greedy(lengths[first:stop], context)
+        expected = greedy(lengths[first:stop], context, firsts[first:stop])
         assert rows.count == len(expected)
         inputs, _ = rows.take(np.arange(rows.count))
-    assert rows.cut == sum(length > context for length in lengths[first:stop])
+    held = [one for row in expected for one in row]
+    assert rows.cut == sum(lengths[first + one] > context for one in held)
+    assert rows.left_out == stop - first - len(held)
     for number, documents in enumerate(expected):
-        tokens = [
+        expected_tokens = [
             token
             for one in documents
             for token in range(ends[first + one] - lengths[first + one], ends[first + one])
         ][:context]
         ids = [one for one in documents for _ in range(lengths[first + one])][:context]
-        padding = context - len(tokens)
-        assert inputs["tokens"][number].tolist() == tokens + [0] * padding  # type: ignore[index]
+        padding = context - len(expected_tokens)
+        assert inputs["tokens"][number].tolist() == expected_tokens + [0] * padding  # type: ignore[index]
         assert inputs["document_ids"][number].tolist() == ids + [-1] * padding  # type: ignore[index]
 
 
@@ -89,6 +105,7 @@ def corpus_on_disk(folder: Path, shards: int, *, chats: bool) -> None:
         np.arange(20, 20_001, 20).tofile(paths.ends)
         if chats:
             np.ones(20_000, np.uint8).tofile(paths.answers)
+            np.ones(1000, np.uint32).tofile(paths.first_answers)
     entries = (ShardEntry(20_000, 1000),) * shards
     write_index(folder, CorpusIndex("bytes", 256, "uint16", None, chats, entries))
 
@@ -116,12 +133,12 @@ def test_bytes_that_are_read_do_not_grow_with_the_corpus(
         assert not sizes, "opening reads the index only"
         rows = kind(corpus, 64, 256, "some")
         assert rows.count > 100
-        assert sum(sizes) <= (8 * 1000 * shards * 1.02 if kind is DocumentRows else 0)
+        assert sum(sizes) <= (12 * 1000 * shards * 1.02 if kind is DocumentRows else 0)
         assert max(sizes, default=0) <= 8 * 501
         sizes.clear()
         ShuffledBatches(rows, 4, seed=1).batch(7, slice(0, 4))
-        # A row: its tokens and answers, a search of 11 steps, and the ends of the documents near it.
-        assert sum(sizes) <= 4 * (65 * 3 + 2 * 8 * 11 + 8 * (document_rows.APART * 3 + 2))
+        # A row: tokens and answers, a search of 11 steps, ends and first answers of the documents near it.
+        assert sum(sizes) <= 4 * (65 * 3 + 2 * 8 * 11 + 12 * (document_rows.APART * 3 + 2))
 
 
 def test_what_is_kept_of_rows(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ class Numbered:
         return found, found
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=5),
     rows=st.lists(st.integers(1, 5000), min_size=5, max_size=5),

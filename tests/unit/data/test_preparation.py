@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_process import in_one_process
 
-from plait.data.document_sources import divided, files_of, read_pieces
+from plait.data.document_sources import divided, files_of, read_texts
 from plait.data.preparation import portion_size, prepare_corpus
 from plait.data.token_shards import Corpus, TokenShard, open_corpus
 from plait.errors import ConfigError, DataError
@@ -80,13 +80,14 @@ def test_the_pieces_of_a_text_are_the_text(
     path = tmp_path_factory.mktemp("texts") / ("a.txt.gz" if compressed else "a.txt")
     path.write_bytes(gzip.compress(text.encode()) if compressed else text.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("plait.data.document_sources.PIECE", piece)
-        patch.setattr("plait.data.document_sources._LONGEST_LINE", 8)
+        patch.setattr("plait.data.text_files.PART", piece)
+        patch.setattr("plait.data.text_files._LONGEST_LINE", 8)
         portions = [one for file in files_of(str(path)) for one in divided(file, size)]
-        pieces = [one for portion in portions for one in read_pieces(portion, "text")]
+        pieces = [one for portion in portions for one in read_texts(portion, "text")]
     assert "".join(one.text for one in pieces) == text
     assert [one.ends for one in pieces] == [False] * (len(pieces) - 1) + [True]
-    assert all(len(one.text) <= piece + 8 for one in pieces if "\n" not in one.text)
+    assert [one.begins for one in pieces] == [True] + [False] * (len(pieces) - 1)
+    assert all(len(one.text) <= piece for one in pieces)
 
 
 @pytest.mark.parametrize(("total", "size"), [(10, 1 << 20), (100 << 20, 100 << 14), (1 << 40, 1 << 26)])
@@ -140,7 +141,7 @@ def test_the_end_token_follows_each_document(
     sources = [str(tmp_path / "a.jsonl")]
     index = prepare_corpus(sources, tmp_path / "out", str(word_tokenizer), end="b")
     corpus, _ = open_corpus(tmp_path / "out")
-    assert (index.end, corpus.read(0, 5).tolist()) == (2, [1, 2, 2, 3, 2])
+    assert (index.end, corpus.read(0, 9).tolist()) == (2, [1, 2, 3, 2]), "once where the text has it"
     (word_tokenizer.parent / "tokenizer_config.json").write_text('{"eos_token": {"content": "c"}}')
     assert prepare_corpus(sources, tmp_path / "two", str(word_tokenizer.parent)).end == 3
     assert prepare_corpus(sources, tmp_path / "three", str(word_tokenizer), end="").end is None
@@ -160,6 +161,19 @@ def test_the_end_token_follows_each_document(
         ),
         ("a.jsonl", b"", "is empty"),
         ("a.jsonl.gz", b"no gzip", "cannot be read"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"text": 5}\n',
+            "at byte 14 whose 'text' is 5, and no text",
+        ),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"id": 5}\n',
+            "at byte 14 without a text 'text' .it has: id",
+        ),
+        ("a.json", b'[{"text": "a"}, 3]', "has an element 1 that is no JSON object"),
+        ("a.json", b'[{"text": "a"},', r"a\.json is no JSON"),
+        ("a.json", b'[{"conversations": []}]', "has rows of conversations, and of none of the fields"),
     ],
 )
 def test_what_cannot_be_read_is_named(
@@ -169,6 +183,38 @@ def test_what_cannot_be_read_is_named(
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         prepare_corpus([str(tmp_path / name)], tmp_path / "out", "bytes")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        (
+            "a.jsonl",
+            b'{"text": "half \\ud83d", "\\udc00": 1}\n{"text": "bad \xed\xa0\xbd"}\n',
+            ["half \ufffd", "bad \ufffd"],
+        ),
+        ("a.jsonl", b'{"text": "whole \\ud83d\\ude42"}\n', ["whole \U0001f642"]),
+        ("a.json", b'[\n{"text": "half \\ud83d"}, {"text": "bc"}]', ["half \ufffd", "bc"]),
+        ("a.json", b'{"text": "of a line"}\n{"text": "bc"}\n', ["of a line", "bc"]),
+        ("a.json", b'{"other": 3}', ['{"other": 3}']),
+    ],
+)
+def test_texts_in_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes, expected: list[str]
+) -> None:
+    """Half a surrogate pair is no character, and is replaced."""
+    in_one_process(monkeypatch)
+    (tmp_path / name).write_bytes(content)
+    prepare_corpus([str(tmp_path / name)], tmp_path / "out", "bytes")
+    assert documents_in(tmp_path / "out") == expected
+
+
+def test_what_is_not_learnt_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_one_process(monkeypatch)
+    (tmp_path / "a.jsonl").write_text('{"text": "ab", "id": 1, "tools": []}\n{"text": "c", "url": ""}\n')
+    index = prepare_corpus([str(tmp_path / "a.jsonl")], tmp_path / "out", "bytes")
+    notes = ["1 document of less than two tokens is left out", "not read: 'id', 'tools'"]
+    assert (index.notes(), index.documents, index.largest) == (notes, 1, ord("b"))
 
 
 def test_a_folder_holds_one_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,6 +242,7 @@ def test_a_folder_holds_one_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("more text", {}, "txt has another size"),
         ("text", {"column": "body"}, "another --column: text, now body"),
         ("text", {"tokenizer": "{other}"}, "another tokenizer: bytes, now "),
+        ("Text", {}, "txt was written again since"),
     ],
 )
 def test_another_preparation_is_told_apart_in_words(
@@ -215,6 +262,18 @@ def test_another_preparation_is_told_apart_in_words(
     tokenizer = str(given.pop("tokenizer")).format(other=word_tokenizer)
     with pytest.raises(DataError, match=difference):
         prepare_corpus([str(source)], tmp_path / "out", tokenizer, **given)
+
+
+def test_a_tokenizer_that_has_changed_does_not_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word_tokenizer: Path
+) -> None:
+    in_one_process(monkeypatch)
+    (tmp_path / "a.txt").write_text("a b c")
+    arguments = [str(tmp_path / "a.txt")], tmp_path / "out", str(word_tokenizer)
+    prepare_corpus(*arguments)
+    (word_tokenizer.parent / "chat_template.jinja").write_text("x")
+    with pytest.raises(DataError, match=r"the files of the tokenizer .* have changed since"):
+        prepare_corpus(*arguments)
 
 
 def test_rows_of_two_kinds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

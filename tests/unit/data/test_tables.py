@@ -90,3 +90,14 @@ def test_rows_are_named_by_their_numbers(tmp_path: Path) -> None:
     assert len(portions) == 4
     places = [place for one in portions for place, _ in read_records(one, ("text",))]
     assert places == [f"in row {number}" for number in range(10)]
+
+
+def test_text_that_is_no_utf_8_is_named_by_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    in_one_process(monkeypatch)
+    _, ends, data = pyarrow.array([b"fine", b"half \xed\xa0\xbd"], pyarrow.binary()).buffers()
+    table = pyarrow.table({"text": pyarrow.StringArray.from_buffers(2, ends, data)})
+    with pyarrow.ipc.new_stream(tmp_path / "a.arrow", table.schema) as file:
+        file.write_table(table)
+    with pytest.raises(DataError, match=r"a\.arrow has text in row 1 that is no UTF-8"):
+        prepare_corpus([str(tmp_path / "a.arrow")], tmp_path / "out", "bytes")

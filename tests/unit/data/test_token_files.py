@@ -80,3 +80,18 @@ def test_megatrons_index(tmp_path: Path) -> None:
     (tmp_path / "a.idx").write_bytes(head[:20])
     with pytest.raises(DataError, match=r"a\.idx is no index of Megatron's, or damaged"):
         open_tokens(str(tmp_path / "a.bin"), "uint16")
+
+
+def test_tokens_of_more_bytes_than_their_dtype_are_refused(tmp_path: Path) -> None:
+    tokens = np.arange(70_000)
+    tokens.astype(np.uint32).tofile(tmp_path / "32.bin")
+    tokens.tofile(tmp_path / "64.bin")
+    for dtype, file, remedy in (
+        ("uint16", "32.bin", r'32-bit numbers have: set data\.dtype to "uint32"'),
+        ("uint16", "64.bin", r'set data\.dtype to "uint32"'),
+        ("uint32", "64.bin", "64-bit numbers have: write the tokens again as uint32"),
+    ):
+        with pytest.raises(DataError, match=remedy):
+            open_tokens(str(tmp_path / file), dtype)
+    (tokens % 4).astype(np.uint16).tofile(tmp_path / "few.bin")
+    assert len(open_tokens(str(tmp_path / "few.bin"), "uint16")) == 70_000, "a vocabulary of four"

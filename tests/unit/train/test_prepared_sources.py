@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -16,6 +17,7 @@ from plait.data import preparation
 from plait.data.preparation import prepare_corpus
 from plait.data.token_shards import open_corpus
 from plait.errors import ConfigError, DataError
+from plait.train import prepared_sources
 from plait.train.config import Config
 from plait.train.prepared_sources import holds_records, is_tokenized, prepared_folder
 from plait.train.run_data import check_data, load_data
@@ -64,6 +66,14 @@ def test_what_is_tokenized_once(tmp_path: Path) -> None:
     assert is_tokenized(str(chats))
     assert holds_records("hf://owner/name")
     assert not any(is_tokenized(str(one)) for one in (text, "stdlib", "random"))
+    (rows := tmp_path / "rows").mkdir()
+    with gzip.open(rows / "a.json.gz", "wt") as file:
+        file.write('[{"text": "a"}]')
+    assert is_tokenized(str(rows))
+    (rows / "a.py").write_text("")
+    assert not is_tokenized(str(rows)), "a program may have such files"
+    assert is_tokenized(str(rows / "*.json.gz"))
+    shutil.rmtree(rows)
     other.write_text('{"conversations": []}\n')
     for source in (other, tmp_path):
         with pytest.raises(DataError, match="has rows of conversations, and of none of the fields that are"):
@@ -76,12 +86,12 @@ def test_json_lines_in_a_folder_are_no_text(tmp_path: Path, monkeypatch: pytest.
     folder.mkdir()
     with gzip.open(folder / "a.jsonl.gz", "wt") as file:
         file.write('{"text": "from JSON"}\n')
-    (folder / "b.txt").write_text("from a file")
+    (text := folder / os.fsdecode(b"b\xe9.txt")).write_text("from a file")  # a name that is no UTF-8
     config = make(tmp_path, folder)
     found = prepared_folder(config, str(folder))
     assert found is not None
     assert bytes(open_corpus(found)[0].read(0, 20).tolist()) == b"from JSONfrom a file"
-    (folder / "b.txt").write_text("other text")
+    text.write_text("other text")
     prepared_folder(config, str(folder))
     assert writing.count == 2, "a file has changed"
 
@@ -106,6 +116,10 @@ def test_a_run_uses_the_tokenizer_of_its_corpus(
         load_data(with_tokenizer(config, "bytes"))
     word_tokenizer.write_text(json.dumps(other))
     with pytest.raises(ConfigError, match="gives its tokens other numbers: leave"):
+        load_data(with_tokenizer(config, str(word_tokenizer)))
+    own = json.loads((corpus / "tokenizer" / "tokenizer.json").read_text())
+    word_tokenizer.write_text(json.dumps({**own, "normalizer": {"type": "Lowercase"}}))
+    with pytest.raises(ConfigError, match="divides texts into tokens by other rules: leave"):
         load_data(with_tokenizer(config, str(word_tokenizer)))
     shutil.rmtree(corpus / "tokenizer")  # as in folders of an earlier version
     assert "set data.tokenizer to the corpus's own" in load_data(config).unreadable
@@ -160,7 +174,7 @@ def test_one_process_tokenizes_and_the_others_wait(tmp_path: Path, monkeypatch: 
     """As under an external launcher, whose processes all begin at once."""
     writing = Writing(monkeypatch)
     writing.goes_on.clear()
-    config = make(tmp_path, source := texts(tmp_path, "a", "b"))
+    config = make(tmp_path, source := texts(tmp_path, "aa", "bb"))
     found: list[Path | None] = []
     ranks = [
         threading.Thread(target=lambda: found.append(prepared_folder(config, str(source)))) for _ in range(3)
@@ -176,15 +190,9 @@ def test_one_process_tokenizes_and_the_others_wait(tmp_path: Path, monkeypatch: 
     assert open_corpus(found[0])[1].documents == 2
 
 
-def test_they_do_not_wait_for_one_that_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writing = Writing(monkeypatch)
-    writing.goes_on.clear()
-    config = make(tmp_path, source := texts(tmp_path, "a"), timeout=1)
-    owner = threading.Thread(target=prepared_folder, args=(config, str(source)))
-    owner.start()
-    assert writing.begun.wait(30)
-    match = r"is being prepared by process \d+ on .+, and has written nothing for 1 seconds"
-    with pytest.raises(DataError, match=match):
-        prepared_folder(config, str(source))
-    writing.goes_on.set()
-    owner.join(30)
+def test_they_wait_as_long_as_a_rank_for_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For one that writes nothing; see `test_folder_lock`."""
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(prepared_sources, "prepare_corpus", lambda *_, **options: asked.update(options))
+    prepared_folder(make(tmp_path, source := texts(tmp_path, "a"), timeout=7), str(source))
+    assert asked["patience"] == 7

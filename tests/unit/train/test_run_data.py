@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -7,9 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from plait.data.recorded_tokenizer import record_tokenizer
+from plait.data.token_shards import CorpusIndex, ShardEntry, shard_files, write_index
+from plait.data.tokenizer import open_tokenizer
+from plait.data.tokenizer_match import tokenizer_mismatch
 from plait.errors import ConfigError, DataError, PlaitError
 from plait.train.config import Config
 from plait.train.run_data import check_data, load_data
+from plait.train.sample import encode_prompt
 
 ALL = slice(None)
 
@@ -113,6 +119,78 @@ def test_refused_before_the_ranks_start(tmp_path: Path, case: str) -> None:
     path.write_text(text)
     with pytest.raises(kind, match=match):
         check_data(make(path, **fields))
+
+
+def conversations_on_disk(folder: Path, firsts: list[int]) -> Path:
+    """Conversations of ten tokens each, of which those from `firsts` on are an answer, of 0 none."""
+    folder.mkdir()
+    paths, count = shard_files(folder, 0), len(firsts)
+    answers = [first > 0 and place >= first for first in firsts for place in range(10)]
+    np.arange(10 * count, dtype=np.uint16).tofile(paths.tokens)
+    np.arange(10, 10 * count + 1, 10).tofile(paths.ends)
+    np.array(answers, np.uint8).tofile(paths.answers)
+    np.array(firsts, np.uint32).tofile(paths.first_answers)
+    entry = ShardEntry(10 * count, count, sum(answers), firsts.count(0), largest=10 * count - 1)
+    write_index(folder, CorpusIndex("bytes", 256, "uint16", None, True, (entry,)))
+    return folder
+
+
+def test_each_row_of_conversations_has_a_target(tmp_path: Path) -> None:
+    """Those whose answers are all cut away, or that have none, are left out, and are counted."""
+    source = conversations_on_disk(tmp_path / "corpus", [3, 9, 0, 7, 8, 1] * 3)
+    data = load_data(make(source, context=8, train={"batch": 4}))
+    assert "9 without an answer in their first 8 tokens are left out" in data.summary
+    assert data.rows == 8, "the last conversation is for validation"
+    for step in range(6):
+        assert (data.training.batch(step, ALL)[1] != -100).any(dim=1).all()
+
+
+@pytest.mark.parametrize(
+    ("firsts", "fields", "message"),
+    [
+        ([9, 0, 9], {"validation": 0}, "has no conversation with an answer in its first 8 tokens"),
+        ([1, 1, 9], {}, r"for validation .*raise data\.validation = 0\.05 or"),
+        (
+            [1, 1, 1],
+            {"vocab": 29},
+            r"token 29, outside the vocabulary of 29: set model\.vocab to at least 30",
+        ),
+    ],
+)
+def test_conversations_that_cannot_be_learnt_are_refused(
+    tmp_path: Path, firsts: list[int], fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        check_data(make(conversations_on_disk(tmp_path / "corpus", firsts), context=8, **fields))
+
+
+def test_another_chat_template_than_that_of_the_corpus_is_refused(
+    tmp_path: Path, word_tokenizer: Path
+) -> None:
+    folder = conversations_on_disk(tmp_path / "corpus", [1])
+    record_tokenizer(folder, str(word_tokenizer))
+    index = CorpusIndex("tokenizer.json", 4, "uint16", None, True, ())
+    tokenizer = open_tokenizer(str(word_tokenizer))
+    assert tokenizer_mismatch(folder, index, tokenizer) == ""
+    (word_tokenizer.parent / "chat_template.jinja").write_text("x")
+    assert tokenizer_mismatch(folder, index, tokenizer).endswith("which has another chat template")
+
+
+def test_a_text_begins_and_ends_as_its_tokenizer_says(tmp_path: Path, word_tokenizer: Path) -> None:
+    """Where it is tokenized for the run, each file; a prompt only begins so."""
+    for name in ("1", "2"):
+        (tmp_path / f"{name}.txt").write_text("b c " * 20)
+    written = json.loads(word_tokenizer.read_text())
+    written["post_processor"] = {"type": "BertProcessing", "cls": ["[UNK]", 0], "sep": ["a", 1]}
+    word_tokenizer.write_text(json.dumps(written))
+    (word_tokenizer.parent / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "a"}'
+    )
+    config = make(tmp_path / "?.txt", tokenizer=str(word_tokenizer), validation=0, train={"sample": "b c"})
+    data = load_data(config)
+    assert (data.summary.count("84 tokens"), data.training.describe()["rows"]) == (1, 10)  # type: ignore[attr-defined]
+    assert data.tokenizer.encode([b"b", b"c"]).tolist() == [0, 2, 1, 0, 3, 1]
+    assert encode_prompt(config, data.tokenizer, is_question=False).tokens == [0, 2, 3]
 
 
 def test_just_long_enough(tmp_path: Path) -> None:

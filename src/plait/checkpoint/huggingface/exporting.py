@@ -37,6 +37,8 @@ COPIED = (
     "chat_template.jinja",
 )
 """Files that are copied from the folder of the original model."""
+CHAT_TEMPLATES = "additional_chat_templates"
+"""The folder of chat templates but the default one."""
 
 
 Tensors: TypeAlias = FullTensors | MergedTensors
@@ -87,7 +89,8 @@ def export_adapted(
     ]
     config = read_config(folder)
     config.pop("torch_dtype", None)  # the former name of dtype
-    copied = {name: folder / name for name in COPIED if (folder / name).is_file()}
+    templates = [f"{CHAT_TEMPLATES}/{one.name}" for one in sorted((folder / CHAT_TEMPLATES).glob("*.jinja"))]
+    copied = {name: folder / name for name in (*COPIED, *templates) if (folder / name).is_file()}
     config["dtype"] = _dtype_name(tensors, dtype)
     _export(tensors, target, pairs, config, copied, dtype, max_bytes, Disk())
 
@@ -113,6 +116,7 @@ def _export(
             _write_json(disk, folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         _write_json(disk, folder / CONFIG, config)
         for name, path in copied.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, folder / name)
 
 

@@ -1,0 +1,241 @@
+"""Conversations as records: their messages, which of these are learnt, and what else their template is given.
+
+A record has `messages`, each with `role` and `content`, of which those of the assistant are to be learnt; or
+a `prompt` and a `completion`, as text or as messages, of which the completion is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from plait.errors import DataError
+
+Message = Mapping[str, Any]
+ANSWERS = "assistant"
+_OTHER_ROLES = frozenset({"user", "system", "developer", "tool", "function", "ipython"})
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_LEARNT = ("weight", "train", "training", "loss")
+"""Fields of a message that say whether it is learnt: of OpenAI, and of other trainers."""
+_VARIABLES = "chat_template_kwargs"
+_CONTENT = (
+    *("tools", "functions", "documents", "system", "system_prompt", "enable_thinking", "chat_template"),
+    *("image", "images", "video", "videos", "audio", "audios"),
+)
+"""Fields beside messages that are part of a conversation: refused where the template does not read them."""
+_SET_BY_PLAIT = frozenset({"messages", "add_generation_prompt", "continue_final_message", "chat_template"})
+
+
+@dataclass(frozen=True)
+class ChatRecord:
+    """A conversation as its row has it."""
+
+    messages: Sequence[Message]
+    learnt: Sequence[bool]
+    """Whether each message is learnt."""
+    first: int = 0
+    """The messages before this one are a prompt."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """What the chat template is given beside messages."""
+    unread: tuple[str, ...] = ()
+    """The names of other fields of the row."""
+
+
+def holds_chats(fields: Collection[str]) -> bool:
+    """Return whether records with these fields are conversations."""
+    return "messages" in fields or {"prompt", "completion"} <= set(fields)
+
+
+def text_record(record: Mapping[str, Any]) -> tuple[str, str, tuple[str, ...]] | None:
+    """Return prompt, completion and the fields beside them, where both are text; else None.
+
+    Raises DataError for fields that belong to a conversation, since no chat template reads them.
+    """
+    prompt, completion = record.get("prompt"), record.get("completion")
+    is_text = record.get("messages") is None and isinstance(prompt, str) and isinstance(completion, str)
+    if not is_text:
+        return None
+    assert isinstance(prompt, str)
+    assert isinstance(completion, str)
+    others = _others(record, ("prompt", "completion", "messages"))
+    _refuse_preferences(record)
+    for name, value in others.items():
+        if name in (*_CONTENT, _VARIABLES) and value not in (None, "", [], {}):
+            raise DataError(
+                f"has {name} beside a prompt and a completion that are text, which no chat template reads: "
+                "give them as messages, or remove it"
+            )
+    return prompt, completion, tuple(others)
+
+
+def chat_record(record: Mapping[str, Any], read: Collection[str]) -> ChatRecord:
+    """Return a record as a conversation; `read`: the variables that the chat template reads.
+
+    Raises DataError for a record that is none, by what is missing, and for what it has and cannot be done.
+    """
+    if record.get("messages") is not None:
+        before, rest = list[Message](), _messages(record["messages"], "messages")
+        others = _others(record, ("messages",))
+    elif {"prompt", "completion"} <= record.keys():
+        before, rest = (_messages(record[name], name) for name in ("prompt", "completion"))
+        others = _others(record, ("messages", "prompt", "completion"))
+        _refuse_preferences(record)
+    else:
+        raise DataError(f"has neither messages nor prompt and completion (it has: {', '.join(record)})")
+    if not rest:
+        raise DataError("has no messages")
+    messages = [*before, *rest]
+    variables, unread = _variables(others, read)
+    learnt = [_is_learnt(one, place >= len(before)) for place, one in enumerate(messages)]
+    shown = [{name: value for name, value in one.items() if name not in _LEARNT} for one in messages]
+    return ChatRecord(shown, learnt, len(before), variables, unread)
+
+
+def unknown_roles(chat: ChatRecord) -> tuple[str, ...]:
+    """Return the roles in a conversation that are neither the assistant's nor others that are usual."""
+    roles = dict.fromkeys(str(message["role"]) for message in chat.messages)
+    return tuple(role for role in roles if role not in {ANSWERS, *_OTHER_ROLES})
+
+
+def message_fields(chat: ChatRecord) -> Iterator[str]:
+    """Yield the names of the fields of messages, but role and content."""
+    yield from dict.fromkeys(
+        name for message in chat.messages for name in message if name not in ("role", "content")
+    )
+
+
+def joined_parts(message: Message) -> Message:
+    """Return a message whose content is given as parts with the text of all of them as its content."""
+    parts = message.get("content")
+    return message if not isinstance(parts, list) else {**message, "content": "".join(part_texts(parts))}
+
+
+def part_texts(parts: Sequence[Any]) -> list[str]:
+    """Return the texts of a message's parts."""
+    return [part if isinstance(part, str) else part["text"] for part in parts]
+
+
+def _others(record: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name not in known}
+
+
+def _messages(found: Any, name: str) -> list[Message]:
+    """Return a field of a record as messages; DataError where it is none.
+
+    In some tables a conversation is a list for each field. Fields that are null, as tables have them where
+    only other messages have one, are left out, as transformers does.
+    """
+    if isinstance(found, Mapping) and all(isinstance(one, list) for one in found.values()):
+        found = [dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True)]
+    is_list = isinstance(found, list) and all(isinstance(one, Mapping) and "role" in one for one in found)
+    if not is_list and name == "messages":
+        raise DataError("has messages that are no list of messages with role and content")
+    if not is_list:
+        raise DataError(
+            f"has prompt and completion that are not both text, and a {name} that is no list of messages"
+        )
+    return [_message(one) for one in found]
+
+
+def _message(found: Message) -> Message:
+    """Return a message without fields that are null. Raises DataError for content that is no text."""
+    message = {name: value for name, value in found.items() if value is not None}
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str):
+        raise DataError(f'has a message whose role is {json.dumps(role)[:40]}: give text, such as "user"')
+    if isinstance(content, list):
+        return {**message, "content": [_part(one) for one in content]}
+    if content is None and not message.keys() - {"role", "name", *_LEARNT}:
+        raise DataError(f"has a message of the role {role!r} without content: remove it, or give the content")
+    if content is not None and not isinstance(content, str):
+        raise DataError(
+            f"has a message of the role {role!r} whose content is {json.dumps(content)[:40]}: give text, "
+            "or a list of parts"
+        )
+    return message
+
+
+def _part(part: Any) -> Any:
+    """Return a part of a message's content, without null fields. Raises DataError for one that is no text."""
+    if isinstance(part, str):
+        return part
+    kind = part.get("type", "text") if isinstance(part, Mapping) else json.dumps(part)[:40]
+    if kind in _TEXT_PARTS and isinstance(part.get("text"), str):
+        return {name: value for name, value in part.items() if value is not None}
+    raise DataError(
+        f"has content with a part of the type {kind!r}, and plait learns text alone: leave such "
+        "conversations out"
+    )
+
+
+def _is_learnt(message: Message, in_completion: bool) -> bool:
+    """Return whether a message is learnt: of the assistant, and not excepted by a weight.
+
+    Raises DataError for other weights, and for one that asks for a message of others to be learnt.
+    """
+    answers = in_completion and message["role"] == ANSWERS
+    for name in _LEARNT:
+        value = message.get(name, answers)
+        if value not in (0, 1):
+            raise DataError(
+                f"has a message with {name} = {json.dumps(value)[:40]}, and a message is learnt (1, true) or "
+                "not (0, false): give one of these"
+            )
+        if value and not answers and in_completion:
+            raise DataError(
+                f"has a message of the role {message['role']!r} with {name} = {json.dumps(value)}, and only "
+                f"answers of the role {ANSWERS!r} are learnt: leave it out"
+            )
+        answers = answers and bool(value)
+    for name in message:
+        if name.endswith("_detail") and name.removesuffix("_detail") in _LEARNT:
+            raise DataError(f"has a message with {name}, and messages are learnt whole: leave it out")
+    return answers
+
+
+def _variables(others: Mapping[str, Any], read: Collection[str]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """Return what the chat template is given of a row, and the names of the fields that nothing reads.
+
+    Raises DataError for a field that is part of a conversation and that the template does not read.
+    """
+    given = others.get(_VARIABLES) or {}
+    if not isinstance(given, Mapping):
+        raise DataError(f"has {_VARIABLES} that are no object of names and values")
+    found: dict[str, Any] = {}
+    unread = []
+    for name, value in [*_others(others, (_VARIABLES,)).items(), *given.items()]:
+        if value is None:
+            continue
+        if name in read and name not in _SET_BY_PLAIT:
+            found[name] = _decoded(name, value)
+        elif value in ("", [], {}):
+            continue
+        elif name in (*_CONTENT, *_SET_BY_PLAIT, *given):
+            raise DataError(
+                f"has {name}, which the chat template of its tokenizer does not read: give a template that "
+                "does, or remove it"
+            )
+        else:
+            unread.append(name)
+    return found, tuple(unread)
+
+
+def _decoded(name: str, value: Any) -> Any:
+    """Return the value of a field; tools may be written as JSON, as tables need it."""
+    if name != "tools" or not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        raise DataError("has tools that are text, and no JSON") from None
+
+
+def _refuse_preferences(record: Mapping[str, Any]) -> None:
+    """Raise DataError for rows whose completions are not all to be learnt."""
+    if isinstance(record.get("label"), bool):
+        raise DataError(
+            "has a label that says whether its completion is a good one, and all completions are learnt: "
+            "keep the good ones, and remove the field"
+        )

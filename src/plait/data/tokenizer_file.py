@@ -1,0 +1,140 @@
+"""A `tokenizer.json` and what files beside it add, as transformers' general tokenizer class reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plait.errors import ConfigError, DataError
+
+CONFIG = "tokenizer_config.json"
+_SPECIAL_TOKENS = "special_tokens_map.json"
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_PROBES = ("a", "A", "0", ".", "\n")
+
+
+class SurroundingTokens(NamedTuple):
+    """Tokens around each document."""
+
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+    def opening(self, tokens: NDArray[Any]) -> tuple[int, ...]:
+        """Return the tokens to write before a document: none where its own text begins with them."""
+        return () if len(tokens) and self.before[:1] == (int(tokens[0]),) else self.before
+
+    def closing(self, tokens: NDArray[Any]) -> tuple[int, ...]:
+        """Return the tokens to write after a document that ends with `tokens`, without those that it has."""
+        ends = tuple(tokens[max(0, len(tokens) - len(self.after)) :].tolist())
+        known = max(size for size in range(len(ends) + 1) if ends[len(ends) - size :] == self.after[:size])
+        return self.after[known:]
+
+    def ending_with(self, end: int | None) -> SurroundingTokens:
+        """Return these tokens with `end` as the last one after each document, if there is one."""
+        return self if end is None or end in self.after else self._replace(after=(*self.after, end))
+
+    def complete(self, tokens: NDArray[Any]) -> NDArray[Any]:
+        """Return the tokens of a document between these; none of a document without tokens."""
+        if not len(tokens):
+            return tokens
+        before, after = self.opening(tokens), self.closing(tokens)
+        return np.concatenate([np.array(before, tokens.dtype), tokens, np.array(after, tokens.dtype)])
+
+
+def open_reader(path: Path) -> Any:
+    """Return the `tokenizers.Tokenizer` of a `tokenizer.json`, with the tokens that files beside it add.
+
+    It neither cuts nor pads. Raises ConfigError where the package is missing, DataError for a damaged file.
+    """
+    try:
+        from tokenizers import Tokenizer as Reader
+    except ImportError:
+        raise ConfigError(
+            f"data.tokenizer = {str(path)!r} needs the package tokenizers: "
+            "install it with pip install 'plait[tokenizers]'."
+        ) from None
+    try:
+        reader: Any = Reader.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(f"data.tokenizer = {str(path)!r} is no tokenizer.json: {error}.") from None
+    reader.no_truncation()  # both are for batches of inference, and would cut or fill up documents
+    reader.no_padding()
+    config = tokenizer_config(path)
+    reader.encode_special_tokens = bool(config.get("split_special_tokens", False))
+    try:
+        _add_tokens(reader, config)
+    except (TypeError, AttributeError, ValueError) as error:
+        raise DataError(f"{path.parent / CONFIG} has tokens that cannot be read: {error}.") from None
+    return reader
+
+
+def tokenizer_config(path: Path) -> Mapping[str, Any]:
+    """Return the content of the `tokenizer_config.json` beside a `tokenizer.json`; empty where there is none.
+
+    Where it lists no tokens, a `special_tokens_map.json` of earlier versions counts as well. Raises DataError
+    for a file that is no JSON object.
+    """
+    config = _json_object(path.parent / CONFIG)
+    return (
+        config if "added_tokens_decoder" in config else config | _json_object(path.parent / _SPECIAL_TOKENS)
+    )
+
+
+def token_name(config: Mapping[str, Any], name: str) -> str | None:
+    """Return the text of a token that a configuration names, such as eos_token."""
+    found = config.get(name)
+    text = found.get("content") if isinstance(found, Mapping) else found
+    return text if isinstance(text, str) else None
+
+
+def post_processed(reader: Any, path: Path) -> SurroundingTokens:
+    """Return the tokens that a tokenizer's own post-processor writes around each text.
+
+    Raises DataError for one that changes the tokens of the text themselves.
+    """
+    for text in _PROBES if reader.post_processor is not None else ():
+        inner = reader.encode(text, add_special_tokens=False).ids
+        whole = reader.encode(text).ids
+        if not inner:
+            continue
+        for begin in range(len(whole) - len(inner) + 1):
+            if whole[begin : begin + len(inner)] == inner:
+                return SurroundingTokens(tuple(whole[:begin]), tuple(whole[begin + len(inner) :]))
+        raise DataError(f"{path} has a post_processor that changes the tokens of a text: give one without.")
+    return SurroundingTokens()
+
+
+def _add_tokens(reader: Any, config: Mapping[str, Any]) -> None:
+    """Add the tokens of a configuration that the tokenizer does not have, behind its last one."""
+    from tokenizers import AddedToken
+
+    listed = config.get("added_tokens_decoder", {})
+    known = {repr(token) for token in reader.get_added_tokens_decoder().values()}
+    tokens = [AddedToken(**listed[number]) for number in sorted(listed, key=int)]
+    reader.add_tokens([token for token in tokens if repr(token) not in known])
+    by_text = {token.content: token for token in tokens}
+    named = [by_text.get(text, AddedToken(text, special=True, normalized=False)) for text in _special(config)]
+    reader.add_special_tokens(named)
+
+
+def _special(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the texts of the special tokens that a configuration names."""
+    yield from filter(None, (token_name(config, name) for name in _NAMED))
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    values = extra.values() if isinstance(extra, Mapping) else extra
+    yield from filter(None, (token_name({"": one}, "") for one in values))
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}; mend it.") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{path} holds no JSON object: mend it.")
+    return found
