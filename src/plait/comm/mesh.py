@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from plait.arguments import require_flag, require_instance, require_number
 from plait.comm import coordinates
 from plait.comm.collectives import all_reduce, all_to_all
 from plait.comm.group import Group
@@ -76,6 +77,9 @@ class GridMesh:
                 f"the mesh's axes are {', '.join(sizes) or 'none'}: give at least one, and none of the name "
                 "world, which combines all."
             )
+        require_number("the mesh's timeout", timeout, MeshError, positive=True, infinite="no limit")
+        require_flag("the mesh's alone", alone, MeshError)
+        require_flag("the mesh's guarded", guarded, MeshError)
         self.sizes = dict(sizes)
         self._ranks = None if alone else current_ranks()
         self.rank, self.world = (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)
@@ -293,7 +297,11 @@ def _device(device: str | torch.device | None, ranks: Ranks | None) -> torch.dev
     """
     if device is None:
         device = default_device() if ranks is not None and ranks.uses_nccl else CPU
-    chosen = torch.device(device)
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise MeshError(f"the mesh's device is {device!r} ({reason}): give cpu, cuda or cuda:0.") from None
     if is_accelerator(chosen) and chosen.index is None:
         own = os.environ.get("LOCAL_RANK")  # set by torchrun; else `join_world` has set the current device
         return current_accelerator() if own is None else accelerator_of_rank(int(own))
@@ -330,6 +338,9 @@ class Mesh(GridMesh):
         if plan is not None:
             if (pp, dp, cp, tp, replicate) != (1, 1, 1, 1, 1):
                 raise MeshError("a mesh was given a plan and degrees as well: give one or the other.")
+            require_instance(
+                "the mesh's plan", plan, Plan, "give a plait.Plan, or degrees by name", MeshError
+            )
             sizes = coordinates.sizes_of_plan(plan)
         else:
             sizes = coordinates.sizes_of(pp=pp, dp=dp, cp=cp, tp=tp, replicate=replicate)
