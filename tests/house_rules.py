@@ -36,6 +36,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("layout",),
     ("device",),
     ("plan", "rules", "attention_heads", "model_size_rules", "huggingface_files", "data"),
+    ("arguments",),
     ("errors", "file_lock"),
 )
 """Each room imports rooms of lower floors, and itself. The last three lines are the ground."""
@@ -52,6 +53,7 @@ WITHOUT_TORCH = {
     "model_size_rules",
     "huggingface_files",
     "report",
+    "arguments",
     "errors",
     "file_lock",
 }

@@ -14,6 +14,7 @@ from itertools import chain
 
 from torch import Tensor, nn
 
+from plait.arguments import require_flag, require_instance, require_whole
 from plait.autograd.deferred_weight_gradients import defer_weight_gradients
 from plait.autograd.dropout import DropoutGenerator
 from plait.autograd.running_sequence import ContextParallelism
@@ -25,7 +26,7 @@ from plait.comm.rank_device import device_change
 from plait.compilation.compiled_layer import LayerCompiler
 from plait.engine import Engine, Runtime
 from plait.engine.loss_stages import build_loss_stage
-from plait.errors import ModelError, listed
+from plait.errors import ModelError, PlanError, listed
 from plait.layers.fingerprint import fingerprint, lines_of_values
 from plait.layers.layer_sequence import LayerSequence, NamedLayer, private_copy, sequence_of
 from plait.layers.precision import DTYPES, convert
@@ -75,8 +76,8 @@ def parallelize(
     ScheduleError before anything runs, ModelError also where ranks have different values without
     `broadcast`, and CommunicationError where anything else differs that `differs_by_rank` does not name.
     """
+    _require_arguments(plan, mesh, loss, rules, seed, values, broadcast)
     mesh.check_plan(plan)
-    refuse_compiled_loss(loss)
     loss = as_loss(loss)
     blueprint, sequence = shared_blueprint(model, plan, rules, mesh.shared_results), sequence_of(model)
     require_alike(model, blueprint, sequence, loss, mesh, {"seed": seed, "broadcast": broadcast})
@@ -109,6 +110,29 @@ def parallelize(
         context=getattr(model, "context", None),
     )
     return Engine(runtime)
+
+
+def _require_arguments(
+    plan: object,
+    mesh: object,
+    loss: GivenLoss,
+    rules: object,
+    seed: object,
+    values: object,
+    broadcast: object,
+) -> None:
+    """Raise PlanError for an argument of another type or out of range, and for a compiled loss."""
+    require_instance("the plan", plan, Plan, "give a plait.Plan", PlanError)
+    require_instance("the mesh", mesh, Mesh, "give plait.Mesh(plan)", PlanError)
+    if rules is not None:
+        require_instance(
+            "rules", rules, Mapping, "give a dictionary of rules by the paths of modules", PlanError
+        )
+    require_whole("seed", seed, PlanError, least=0)
+    if values is not None:
+        require_instance("values", values, Mapping, "give a dictionary of tensors by name", PlanError)
+    require_flag("broadcast", broadcast, PlanError)
+    refuse_compiled_loss(loss)
 
 
 def warn_of_another_device(tensors: Iterable[Tensor], mesh: Mesh) -> None:

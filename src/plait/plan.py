@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Literal, get_args
 
+from plait.arguments import require_choice, require_whole
 from plait.errors import PlanError
 
 Strategy = Literal["none", "optimizer", "gradients", "full"]
@@ -122,17 +122,17 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in ("pp", "dp", "cp", "tp", "replicate", "microbatches"):
-            _require_count(name, getattr(self, name))
+            require_whole(f"plan.{name}", getattr(self, name), PlanError)
         for name in ("chunks", "loss_rows"):
             if getattr(self, name) is not None:
-                _require_count(name, getattr(self, name))
+                require_whole(f"plan.{name}", getattr(self, name), PlanError)
         for name, kind in _CHOICES.items():
-            _require_choice(name, getattr(self, name), get_args(kind))
+            require_choice(f"plan.{name}", getattr(self, name), get_args(kind), PlanError)
         self._require_recompute()
         self._require_compile()
         for name in _PRECISIONS:
             if getattr(self, name) is not None:
-                _require_choice(name, getattr(self, name), get_args(Precision))
+                require_choice(f"plan.{name}", getattr(self, name), get_args(Precision), PlanError)
         self._require_masters()
         for name in ("loss_scale", "memory_limit"):
             _require_positive(name, getattr(self, name))
@@ -154,7 +154,7 @@ class Plan:
                     f"plan.layers_per_stage is {self.layers_per_stage!r}: give one count per stage, or None."
                 )
             for count in self.layers_per_stage:
-                _require_count("layers_per_stage", count)
+                require_whole("plan.layers_per_stage", count, PlanError)
             # A list would make the plan unhashable, and unequal to one with a tuple.
             object.__setattr__(self, "layers_per_stage", tuple(self.layers_per_stage))
 
@@ -185,11 +185,11 @@ class Plan:
                     "plan.recompute is (): give one mode for each layer of the model, or one for all."
                 )
         for mode in modes if isinstance(modes, tuple | list) else (modes,):
-            _require_choice("recompute", mode, get_args(Recompute))
+            require_choice("plan.recompute", mode, get_args(Recompute), PlanError)
 
     def _require_compile(self) -> None:
         if not isinstance(self.compile, bool):
-            _require_choice("compile", self.compile, ("True", "False", *get_args(Compile)))
+            require_choice("plan.compile", self.compile, get_args(Compile), PlanError, also="True, False, ")
 
     @property
     def shard(self) -> int:
@@ -222,20 +222,8 @@ class Plan:
         return self.pp * self.dp * self.cp * self.tp
 
 
-def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        near = get_close_matches(str(value).lower(), choices, n=1)
-        remedy = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(choices)}."
-        raise PlanError(f"plan.{name} is {value!r}: {remedy}")
-
-
 def _require_positive(name: str, value: object) -> None:
     if value is not None and not (
         isinstance(value, int | float) and value is not True and 0 < value < float("inf")
     ):
         raise PlanError(f"plan.{name} is {value!r}: give a number above 0, or None.")
-
-
-def _require_count(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise PlanError(f"plan.{name} is {value!r}: give a whole number of at least 1.")

@@ -16,6 +16,7 @@ from parity.pairs import in_quick
 from plait.checkpoint.checkpoint_manager import CheckpointManager
 from plait.checkpoint.folders import resolve
 from plait.checkpoint.manifest import read_manifest
+from plait.checkpoint.optimizer_set import OptimizerSet
 from plait.checkpoint.rank_contents import rank_contents, written_by
 from plait.comm.rank_pool import RankPool
 from plait.comm.text_collectives import all_gather_text
@@ -65,7 +66,7 @@ def bytes_of(plan: Plan, folder: str) -> tuple[int, int, int, int]:
     """That this rank writes, stages, and has alive at most meanwhile; and all of the model and optimizer."""
     with run_of(plan) as run:
         run.train(range(1))
-        held = list(rank_contents(run.engine, run.optimizer))
+        held = list(rank_contents(run.engine, OptimizerSet.of(run.optimizer)))
         series = CheckpointManager(Path(folder))
         with LiveBytes() as live:
             for one in held:

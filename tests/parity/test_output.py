@@ -190,7 +190,7 @@ def test_what_cannot_be_joined_is_refused(thread_ranks: RankPool) -> None:
     assert first == second
     assert "gives a tensor of shape [5] for a micro-batch of 2 rows" in first[0]
     assert "give the inputs as Microbatches" in first[0]
-    assert "3 rows, which do not divide into 2 micro-batches" in first[1]
+    assert "gives a tensor of shape [5] for a micro-batch of 1 rows" in first[1], "of three rows"
     assert "the inputs are 1 micro-batches, but the plan runs 2" in first[2]
     assert "do not agree" in first[3]
 

@@ -31,7 +31,6 @@ OTHERWISE = {
     "model.context": "a model that trains in a minute",
     "train.precision": "fp32, whatever the weights in a folder are; in Python a model keeps its own",
     "train.microbatches": "gradients are the same; pipelines need several",
-    "train.validate_batches": "for now",
     "train.steps": "fit has to be told",
     "train.batch": "a Loader has to be told",
     "train.clip": "a recipe, as AdamW's betas and the warm-up are",

@@ -7,11 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from plait.checkpoint.best_marker import best_step, mark_best
 from plait.checkpoint.disk import Disk
 from plait.checkpoint.folders import checkpoint_name, clean_up, complete_version, prune, rename_later
+from plait.checkpoint.optimizer_set import GivenOptimizers
 from plait.checkpoint.rank_contents import Checkpointable
 from plait.checkpoint.save_task import PendingSave
 from plait.checkpoint.saving import StagingBuffer, start_save
@@ -57,7 +56,7 @@ class CheckpointManager:
     def save(
         self,
         engine: Checkpointable,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: GivenOptimizers,
         step: int,
         state: Mapping[str, Any],
         best_loss: float | None = None,

@@ -10,12 +10,14 @@ import torch
 from torch import nn
 
 from plait.checkpoint.manifest import Manifest
+from plait.checkpoint.optimizer_set import OptimizerSet
 from plait.checkpoint.optimizer_state import NOT_RESTORED, NOT_SAVED, is_number, require_own_parameters
 from plait.checkpoint.rank_contents import Checkpointable, parameter_key, state_key, state_keys
 from plait.errors import CheckpointError, listed
 from plait.layout import Layout
 from plait.plan import Plan
 
+_IN_A_LIST = ", several in a list"
 _OF_SCHEDULERS = frozenset({"initial_lr"})
 """Options that learning-rate schedulers add to groups."""
 Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
@@ -25,23 +27,21 @@ Sources = Sequence[tuple[dict[str, Any], dict[str, str]]]
 text, for JSON), each with the name of one of these parameters."""
 
 
-def require_compatible(
-    manifest: Manifest, engine: Checkpointable, optimizer: torch.optim.Optimizer | None
-) -> None:
-    """Raise CheckpointError unless model and optimizer match those that the checkpoint was saved from."""
+def require_compatible(manifest: Manifest, engine: Checkpointable, optimizers: OptimizerSet | None) -> None:
+    """Raise CheckpointError unless model and optimizers match those that the checkpoint was saved from."""
     require_model(manifest, engine.shard_plan.shapes, engine.shard_plan.aliases)
-    if optimizer is not None and manifest.optimizer is None:
+    if optimizers is not None and manifest.optimizer is None:
         raise CheckpointError(
             "the checkpoint holds no optimizer: give None for it, and it starts anew, or another checkpoint."
         )
-    if optimizer is not None and manifest.optimizer is not None:
-        require_same_class(optimizer, manifest.optimizer)
+    if optimizers is not None and manifest.optimizer is not None:
+        require_same_class(optimizers, manifest.optimizer)
         pieces = dict(engine.named_parameters())
         shapes = {
             name: {key: manifest.tensors[state_key(name, key)].shape for key in keys}
             for name, keys in state_keys(manifest.tensors).items()
         }
-        _require_same_parameters(optimizer, pieces, manifest.optimizer, shapes)
+        _require_same_parameters(optimizers, pieces, manifest.optimizer, shapes)
         _require_states_shardable(pieces, engine.shard_plan.layouts, shapes)
 
 
@@ -82,8 +82,8 @@ def precision_change(manifest: Manifest, pieces: Mapping[str, nn.Parameter]) -> 
         return ""
     before, now = (str(one).removeprefix("torch.") for one in (saved[changed[0]], pieces[changed[0]].dtype))
     return (
-        f"the checkpoint holds {listed(changed)} as updated in {before}, and the optimizer goes on in {now}: "
-        "plan.master_precision decides (without it fp32 for bf16 and fp16; earlier versions had bf16)."
+        f"the checkpoint holds {listed(changed, most=2)} as updated in {before}, and the optimizer goes on in "
+        f"{now}: plan.master_precision decides (without it fp32 for bf16 and fp16; earlier versions had bf16)."
     )
 
 
@@ -94,15 +94,15 @@ def applicable_run_state(plan: Plan, manifest: Manifest) -> dict[str, Any]:
     return {key: value for key, value in manifest.run.items() if same or key != "order"}
 
 
-def require_same_class(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Raise CheckpointError where the saved optimizer is of another class than `optimizer`.
+def require_same_class(optimizers: OptimizerSet, saved: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where the saved optimizers are of other classes than `optimizers`.
 
     Imported checkpoints have the class "": then the names of options are compared, if there are any.
     """
-    kind = type(optimizer).__name__
+    kind = optimizers.kind
     if not saved["class"]:
         options = {key for group in saved["groups"] for key in group} - NOT_RESTORED - _OF_SCHEDULERS
-        wanted = optimizer.defaults.keys() - NOT_RESTORED
+        wanted = optimizers.defaults - NOT_RESTORED
         if options - wanted and wanted - options:  # versions of torch differ in one direction only
             raise CheckpointError(
                 f"the checkpoint holds the state of an optimizer with {', '.join(sorted(options))}, which "
@@ -111,19 +111,28 @@ def require_same_class(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any
     elif kind != saved["class"]:
         raise CheckpointError(
             f"the checkpoint holds the state of {saved['class']}, and the optimizer is {kind}: give one of "
-            "the same class, or None for an optimizer that starts anew."
+            f"the same class{_IN_A_LIST if '+' in kind + saved['class'] else ''}, or None for an optimizer "
+            "that starts anew."
         )
 
 
 def _require_same_parameters(
-    optimizer: torch.optim.Optimizer,
+    optimizers: OptimizerSet,
     pieces: Mapping[str, nn.Parameter],
     saved: Mapping[str, Any],
     with_state: Iterable[str],
 ) -> None:
     """Raise CheckpointError unless the optimizer and the saved one have the same trainable parameters."""
-    require_own_parameters(optimizer, {id(piece): name for name, piece in pieces.items()})
-    given = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    names = {id(piece): name for name, piece in pieces.items()}
+    require_own_parameters(optimizers, names)
+    for name, kind in optimizers.members_of(names).items():
+        before = saved.get("class_of", {}).get(name, kind)
+        if before != kind:
+            raise CheckpointError(
+                f"the checkpoint holds {name} as a parameter of {before}, and {kind} has it now: give each "
+                "optimizer the parameters that it had."
+            )
+    given = {id(one) for group in optimizers.param_groups for one in group["params"]}
     trainable = {name: id(piece) in given for name, piece in pieces.items() if piece.requires_grad}
     had = {*saved["group_of"], *saved["plain"], *with_state}
     left_out = [name for name, is_given in trainable.items() if name in had and not is_given]
@@ -154,15 +163,13 @@ def _require_states_shardable(
                 )
 
 
-def group_sources(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]
-) -> Sources:
-    """Return for each group of `optimizer` the options, and the saved groups that had its parameters.
+def group_sources(optimizers: OptimizerSet, names: Mapping[int, str], saved: Mapping[str, Any]) -> Sources:
+    """Return for each group of the optimizers the options, and the saved groups that had its parameters.
 
     `names`: this rank's parameters, by id.
     """
     found = []
-    for group in optimizer.param_groups:
+    for group in optimizers.param_groups:
         sources: dict[str, str] = {}
         for name in (names[id(one)] for one in group["params"]):
             if name in saved["group_of"]:

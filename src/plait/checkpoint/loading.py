@@ -7,15 +7,16 @@ tensors of the model are there. Then each rank reads its own pieces, box by box.
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
+from plait.arguments import require_choice, require_instance
 from plait.checkpoint.box_reader import BoxReader, open_manifest, require_undamaged
 from plait.checkpoint.compatibility import (
     applicable_run_state,
@@ -26,7 +27,15 @@ from plait.checkpoint.compatibility import (
 )
 from plait.checkpoint.folders import resolve
 from plait.checkpoint.manifest import Manifest, TensorEntry
-from plait.checkpoint.optimizer_state import is_number, number_device, restore_options
+from plait.checkpoint.optimizer_options import (
+    Options,
+    differences,
+    option_line,
+    require_state_for_options,
+    restore_options,
+)
+from plait.checkpoint.optimizer_set import GivenOptimizers, OptimizerSet
+from plait.checkpoint.optimizer_state import is_number, number_device
 from plait.checkpoint.rank_contents import Checkpointable, parameter_key, state_key, state_keys
 from plait.checkpoint.tensor_file import BETWEEN_SYNCS, portions
 from plait.comm.collectives import all_reduce
@@ -36,47 +45,91 @@ from plait.errors import CheckpointError
 from plait.layout import Layout
 
 
-def load(engine: Checkpointable, optimizer: torch.optim.Optimizer | None, path: str | Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Loaded:
+    """What `load_checkpoint` returns: the user's state, and what differs from when it was saved."""
+
+    state: dict[str, Any]
+    options: dict[str, tuple[Any, Any]]
+    """By name: the given value, and the saved one."""
+    precision: str
+    """A sentence where this rank's parameters were updated in another precision, else ""."""
+
+
+def load(
+    engine: Checkpointable, optimizer: GivenOptimizers, path: str | Path, *, options: Options = "saved"
+) -> dict[str, Any]:
     """Load the checkpoint `path` into an engine and an optimizer, and return the user's `state` in it.
 
     Called on all ranks. Plan, number of ranks and dtypes may differ from those of the engine that saved it.
-    `path` may be a folder of checkpoints: then its newest complete one is loaded. The optimizer must be of
-    the saved class, and gets the saved state and group options; with None only the model is loaded. Memory:
-    this rank's pieces and one tensor. Raises `CheckpointError` on all ranks, before anything is changed,
-    where the checkpoint is missing, damaged (the message names the one before it) or of another model (it
-    names the tensors), or the optimizer has other parameters or groups; `PlanError` for an optimizer that
-    does not work under the plan. Rank 0 warns where the optimizer updated the saved parameters in another
-    precision. Communication: the path, the options of groups and error messages, over `world`.
+    `path` may be a folder of checkpoints: then its newest complete one is loaded. The optimizer, or each in a
+    list of several, must be of the saved class, and gets the saved state; with None only the model is loaded.
+    `options`: those of its groups, such as `lr`, are the "saved" ones, as with torch's `load_state_dict`; or
+    the "given" ones stay, but for a learning rate that a scheduler of torch has moved. Rank 0 prints which
+    differ, and where parameters were updated in another precision when they were saved. Memory: this rank's
+    pieces and one tensor. Raises `CheckpointError` on all ranks, before anything is changed, where the
+    checkpoint is missing, damaged (the message names the one before it) or of another model (it names the
+    tensors), or the optimizer has other parameters or groups, or options for which state is missing;
+    `PlanError` for an optimizer that does not work under the plan. Communication: the path, the options of
+    groups and error messages, over `world`.
     """
-    if optimizer is not None:
-        engine.check_optimizer(optimizer)
+    loaded = load_checkpoint(engine, optimizer, path, options)
+    if loaded.options and engine.mesh.rank == 0:
+        print(option_line(loaded.options, options))
+    if loaded.precision and engine.mesh.rank == 0:
+        print(loaded.precision)
+    return loaded.state
+
+
+def load_checkpoint(
+    engine: Checkpointable, optimizer: GivenOptimizers, path: str | Path, options: Options
+) -> Loaded:
+    """Load a checkpoint as `load` does, which prints what differs."""
+    require_choice("options", options, get_args(Options), CheckpointError)
+    require_instance("the path of a checkpoint", path, (str, Path), "give a path", CheckpointError)
+    optimizers = OptimizerSet.of(optimizer)
+    for one in () if optimizers is None else optimizers.members:
+        engine.check_optimizer(one)
     mesh = engine.mesh
     found = broadcast_result(
         lambda: str(resolve(Path(path))), CheckpointError, mesh.group("world"), mesh.device
     )
-    folder = Path(found)
+    folder, unlike = Path(found), dict[str, tuple[Any, Any]]()
     with _raising_on_all_ranks(mesh):
         manifest = open_manifest(folder)
-        require_compatible(manifest, engine, optimizer)
-    if optimizer is not None:
-        _compare_groups(engine, optimizer, manifest)
-        change = precision_change(manifest, dict(engine.named_parameters()))
-        if change and mesh.rank == 0:
-            warnings.warn(f"{path}: {change}", stacklevel=2)
+        require_compatible(manifest, engine, optimizers)
+        if optimizers is not None and options == "given":
+            names = {id(piece): name for name, piece in engine.named_parameters()}
+            keys = state_keys(manifest.tensors)
+            require_state_for_options(optimizers, names, manifest.optimizer or {}, keys)
+    precision = ""
+    if optimizers is not None:
+        unlike = _compare_groups(engine, optimizers, manifest, options)
+        precision = precision_change(manifest, dict(engine.named_parameters()))
     _check_files(folder, manifest, mesh)
-    _read_in_rounds(_read(engine, optimizer, manifest, folder), mesh)
+    _read_in_rounds(_read(engine, optimizers, manifest, folder, options), mesh)
     if manifest.run:  # empty in checkpoints that were imported
         engine.run_state = applicable_run_state(engine.shard_plan.plan, manifest)
-    return dict(manifest.state)
+    return Loaded(dict(manifest.state), unlike, precision)
 
 
-def _compare_groups(engine: Checkpointable, optimizer: torch.optim.Optimizer, manifest: Manifest) -> None:
-    """Raise CheckpointError, on all ranks, unless the optimizer has the parameter groups of the saved one."""
+def _compare_groups(
+    engine: Checkpointable, optimizers: OptimizerSet, manifest: Manifest, options: Options
+) -> dict[str, tuple[Any, Any]]:
+    """Return the options that differ from the saved ones: see `differences`.
+
+    Raises CheckpointError, on all ranks, where saved options count and groups with different ones were merged
+    or split.
+    """
     names = {id(piece): name for name, piece in engine.named_parameters()}
     saved = manifest.optimizer or {}
-    sources = json.dumps(group_sources(optimizer, names, saved))
-    ranks = all_gather_text(sources, engine.mesh.group("world"), engine.mesh.device)
-    require_same_groups(map(json.loads, ranks), saved)
+    sources = json.dumps(group_sources(optimizers, names, saved))
+    ranks = [
+        json.loads(text) for text in all_gather_text(sources, engine.mesh.group("world"), engine.mesh.device)
+    ]
+    if options == "saved":
+        require_same_groups(ranks, saved)
+    return differences(ranks, saved)
 
 
 def _check_files(folder: Path, manifest: Manifest, mesh: Mesh) -> None:
@@ -119,20 +172,24 @@ def _read_in_rounds(sizes: Iterator[int], mesh: Mesh) -> None:
 
 @torch.no_grad()
 def _read(
-    engine: Checkpointable, optimizer: torch.optim.Optimizer | None, manifest: Manifest, folder: Path
+    engine: Checkpointable,
+    optimizers: OptimizerSet | None,
+    manifest: Manifest,
+    folder: Path,
+    options: Options,
 ) -> Iterator[int]:
     """Read this rank's parameters, optimizer state and buffers; yield the bytes of each tensor when read."""
     boxes, where = BoxReader(folder, manifest), engine.mesh.coordinate
     states = state_keys(manifest.tensors)
     saved = manifest.optimizer or {}
-    groups = [] if optimizer is None else optimizer.param_groups
+    groups = [] if optimizers is None else optimizers.param_groups
     group_of = {id(piece): group for group in groups for piece in group["params"]}
     for name, piece in engine.named_parameters():
         layout = engine.shard_plan.layouts[name]
         boxes.fill(piece.detach(), parameter_key(name), layout, where)
         yield piece.nbytes
-        if optimizer is not None and id(piece) in group_of:
-            optimizer.state.pop(piece, None)  # free the memory first
+        if optimizers is not None and id(piece) in group_of:
+            optimizers.replace_state(piece, {})  # free the memory first
             state: dict[str, Any] = dict(saved["plain"].get(name, {}))
             for key in states.get(name, ()):
                 full_key = state_key(name, key)
@@ -142,16 +199,15 @@ def _read(
                 boxes.fill(empty, full_key, state_layout, where)
                 yield empty.nbytes
                 state[key] = empty
-            if state:
-                optimizer.state[piece] = state
+            optimizers.replace_state(piece, state)
     for name, buffer in engine.named_buffers():
         values = torch.empty(buffer.shape, dtype=buffer.dtype, device=buffer.device)  # a buffer may be a view
         boxes.fill(values, parameter_key(name), Layout(tuple(buffer.shape), {"world": 1}), {"world": 0})
         buffer.copy_(values)
         yield values.nbytes
-    if optimizer is not None:
+    if optimizers is not None:
         names = {id(piece): name for name, piece in engine.named_parameters()}
-        restore_options(optimizer, names, saved)
+        restore_options(optimizers, names, saved, options)
 
 
 def _empty_state(

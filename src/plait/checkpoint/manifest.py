@@ -219,6 +219,7 @@ class _Optimizer(_Form):
     groups: list[Plain]
     group_of: dict[StrictStr, Size]
     plain: dict[StrictStr, Plain]
+    class_of: dict[StrictStr, StrictStr] = Field(default_factory=dict)
 
 
 class _LossScale(_Form):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.checkpoint.optimizer_set import OptimizerSet
 from plait.errors import CheckpointError
 from plait.layout import Layout
 
@@ -26,14 +27,14 @@ NOT_SAVED = frozenset({"params", "param_names"})
 
 
 def state_of(
-    optimizer: torch.optim.Optimizer, name: str, piece: nn.Parameter, layout: Layout
+    optimizers: OptimizerSet, name: str, piece: nn.Parameter, layout: Layout
 ) -> dict[str, tuple[tuple[int, ...] | None, Tensor]]:
     """Return a parameter's state tensors by key, each with its global shape (None: sharded as the parameter).
 
     Raises CheckpointError for a tensor of another shape than the piece, unless the parameter is not sharded.
     """
     found: dict[str, tuple[tuple[int, ...] | None, Tensor]] = {}
-    for key, value in optimizer.state.get(piece, {}).items():
+    for key, value in optimizers.state_of(piece).items():
         if "." in str(key):
             raise CheckpointError(f"the optimizer's state of {name} has a key {key!r}: it must have no dot.")
         if not isinstance(value, Tensor):
@@ -59,32 +60,37 @@ def is_number(key: str, shape: Iterable[int], parameter: tuple[int, ...]) -> boo
     return not tuple(shape) and (parameter != () or key in NUMBERS)
 
 
-def describe(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """Return the optimizer's class, parameter groups and non-tensor state by parameter name, as JSON values.
+def describe(optimizers: OptimizerSet, names: Mapping[int, str]) -> dict[str, Any]:
+    """Return the optimizers' classes, parameter groups and other state by parameter name, as JSON values.
 
     `names`: of this rank's parameters, by `id`. Raises CheckpointError for values that JSON cannot hold.
     """
-    require_own_parameters(optimizer, names)
+    require_own_parameters(optimizers, names)
     group_of: dict[str, int] = {}
     plain: dict[str, dict[str, Any]] = {}
-    for number, group in enumerate(optimizer.param_groups):
+    for number, group in enumerate(optimizers.param_groups):
         for parameter in group["params"]:
             name = names[id(parameter)]
             group_of[name] = number
-            state = optimizer.state.get(parameter, {})
+            state = optimizers.state_of(parameter)
             values = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
             if values:
                 plain[name] = {key: _plain(value, f"{key} of {name}") for key, value in values.items()}
     groups = [
         {key: _plain(value, f"option {key}") for key, value in group.items() if key not in NOT_SAVED}
-        for group in optimizer.param_groups
+        for group in optimizers.param_groups
     ]
-    return {"class": type(optimizer).__name__, "groups": groups, "group_of": group_of, "plain": plain}
+    found = {"class": optimizers.kind, "groups": groups, "group_of": group_of, "plain": plain}
+    return found if len(optimizers.members) == 1 else found | {"class_of": optimizers.members_of(names)}
 
 
-def require_own_parameters(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-    """Raise CheckpointError if `names`, of this rank's parameters by id, lacks a parameter of `optimizer`."""
-    for number, group in enumerate(optimizer.param_groups):
+def require_own_parameters(optimizers: OptimizerSet, names: Mapping[int, str]) -> None:
+    """Raise CheckpointError if `names`, of this rank's parameters by id, lacks a parameter of an optimizer.
+
+    Also where two optimizers have a parameter in common.
+    """
+    optimizers.require_apart(names)
+    for number, group in enumerate(optimizers.param_groups):
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise CheckpointError(
@@ -93,31 +99,10 @@ def require_own_parameters(optimizer: torch.optim.Optimizer, names: Mapping[int,
                 )
 
 
-def restore_options(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]
-) -> None:
-    """Set the options of each parameter group, such as `lr`, to those saved for the group's parameters.
-
-    `require_same_groups` has checked that all parameters of a group have the same saved options.
-    """
-    for group in optimizer.param_groups:
-        for number in {saved["group_of"].get(names[id(parameter)]) for parameter in group["params"]}:
-            if number is not None:
-                options = {k: v for k, v in saved["groups"][number].items() if k not in NOT_RESTORED}
-                group.update({key: _like(value, group.get(key)) for key, value in options.items()})
-
-
 def number_device(key: str, group: Mapping[str, Any], piece: Tensor) -> torch.device:
     """Return the device of a scalar state tensor: the CPU for step counts, unless fused or capturable."""
     on_device = key != "step" or group.get("fused") or group.get("capturable")
     return piece.device if on_device else torch.device("cpu")
-
-
-def _like(value: Any, now: Any) -> Any:
-    """Return `value`, an option read from JSON, in the type of the option's current value `now`."""
-    if isinstance(now, Tensor):
-        return now.fill_(value)
-    return tuple(value) if isinstance(now, tuple) and isinstance(value, list) else value
 
 
 def _plain(value: Any, what: str) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from plait.checkpoint.optimizer_set import OptimizerSet
 from plait.checkpoint.optimizer_state import state_of
 from plait.comm.coordinates import replica_ranks
 from plait.comm.mesh import Mesh
@@ -68,7 +69,7 @@ def state_keys(tensors: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
-def rank_contents(engine: Checkpointable, optimizer: torch.optim.Optimizer | None) -> Iterator[RankPiece]:
+def rank_contents(engine: Checkpointable, optimizers: OptimizerSet | None) -> Iterator[RankPiece]:
     """Yield this rank's pieces of the tensors to save; ranks that hold the same pieces use the same order."""
     mesh, shard_plan = engine.mesh, engine.shard_plan
 
@@ -78,8 +79,8 @@ def rank_contents(engine: Checkpointable, optimizer: torch.optim.Optimizer | Non
     for name, piece in engine.named_parameters():
         layout, stages = shard_plan.layouts[name], shard_plan.owners[name]
         yield held(parameter_key(name), layout, piece.detach(), stages)
-        if optimizer is not None:
-            for key, (shape, tensor) in state_of(optimizer, name, piece, layout).items():
+        if optimizers is not None:
+            for key, (shape, tensor) in state_of(optimizers, name, piece, layout).items():
                 state_layout = layout if shape is None else Layout(shape, layout.axis_degrees)
                 yield held(state_key(name, key), state_layout, tensor.detach(), stages)
     for name, buffer in engine.named_buffers():

@@ -80,6 +80,7 @@ def _merge_optimizers(optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any]
     numbers_of: dict[str, list[int]] = {}
     group_of: dict[str, int] = {}
     plain: dict[str, Any] = {}
+    class_of: dict[str, Any] = {}
     for optimizer in optimizers:
         numbers, seen = [], Counter[str]()
         for group in optimizer["groups"]:
@@ -92,7 +93,9 @@ def _merge_optimizers(optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any]
             seen[options] += 1
         group_of |= {name: numbers[number] for name, number in optimizer["group_of"].items()}
         plain |= optimizer["plain"]
-    return {"class": optimizers[0]["class"], "groups": groups, "group_of": group_of, "plain": plain}
+        class_of |= optimizer.get("class_of", {})
+    merged = {"class": optimizers[0]["class"], "groups": groups, "group_of": group_of, "plain": plain}
+    return merged | ({"class_of": class_of} if class_of else {})
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.arguments import require_flag, require_instance
 from plait.checkpoint.disk import Disk
 from plait.checkpoint.folders import restore_name, unfinished_path
 from plait.checkpoint.manifest import FILE, Manifest, TensorEntry
+from plait.checkpoint.optimizer_set import GivenOptimizers, OptimizerSet
 from plait.checkpoint.optimizer_state import describe
 from plait.checkpoint.rank_contents import Checkpointable, RankPiece, rank_contents, written_by
 from plait.checkpoint.save_task import ManifestPart, PendingSave, SaveTask, wait_for_folder
@@ -38,7 +40,7 @@ _FOLDER_TIMEOUT = 30.0
 
 def save(
     engine: Checkpointable,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: GivenOptimizers,
     path: str | Path,
     state: Mapping[str, Any] | None = None,
     *,
@@ -48,12 +50,17 @@ def save(
 
     Called between steps, on all ranks; all hosts must share the folder. `state`: your own state as JSON holds
     it, such as the step or a scheduler's `state_dict()`; that of rank 0 is saved, and `load` returns it.
+    `optimizer`: one, a list of several with different parameters, or None.
     Gradients are not saved. The checkpoint appears at `path` when it is complete; an older one at `path`
     stays until then. With `wait=False` this returns when copies are in CPU memory, as large as what this rank
     writes; call `.wait()` of the result before the next save and before the ranks end. Raises
     `CheckpointError` on all ranks where one cannot write; older checkpoints are then unchanged.
     Communication: two all-reduces of 8 bytes over `world`, and one in `.wait()`.
     """
+    require_flag("wait", wait, CheckpointError)
+    require_instance("the path of a checkpoint", path, (str, Path), "give a path", CheckpointError)
+    if state is not None:
+        require_instance("the state to be saved", state, Mapping, "give a dictionary", CheckpointError)
     pending = start_save(engine, optimizer, Path(path), state or {}, None if wait else StagingBuffer())
     if wait:
         pending.wait()
@@ -62,7 +69,7 @@ def save(
 
 def start_save(
     engine: Checkpointable,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: GivenOptimizers,
     path: Path,
     state: Mapping[str, Any],
     staging: StagingBuffer | None,
@@ -81,10 +88,11 @@ def start_save(
     world = mesh.group("world")
     error, items, made = "", list[BoxToWrite](), False
     try:
-        pieces = list(rank_contents(engine, optimizer))
+        optimizers = OptimizerSet.of(optimizer)
+        pieces = list(rank_contents(engine, optimizers))
         tensors = {one.name: TensorEntry.of(one.layout.shape, one.piece.dtype) for one in pieces}
         names = {id(piece): name for name, piece in engine.named_parameters()}
-        part = ManifestPart(tensors, None if optimizer is None else describe(optimizer, names))
+        part = ManifestPart(tensors, None if optimizers is None else describe(optimizers, names))
         boxes = local_boxes(written_by(pieces, mesh.rank), mesh.coordinate)
         head = _manifest_head(engine, state)
         if mesh.rank == 0:

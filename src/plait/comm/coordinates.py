@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from math import prod
 
+from plait.arguments import require_whole
 from plait.errors import MeshError
 from plait.layout import Layout
 from plait.plan import Plan
@@ -44,8 +45,7 @@ def sizes_of_plan(plan: Plan) -> dict[str, int]:
 def require_degrees(degrees: Mapping[str, int]) -> None:
     """Raise `MeshError` unless every degree is a whole number of at least 1."""
     for name, degree in degrees.items():
-        if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
-            raise MeshError(f"the mesh's {name} is {degree!r}: give a whole number of at least 1.")
+        require_whole(f"the mesh's {name}", degree, MeshError)
 
 
 def combined_axes(axes: Collection[str] = AXES) -> dict[str, tuple[str, ...]]:

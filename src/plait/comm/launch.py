@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
+from plait.arguments import require_choice, require_number, require_whole
 from plait.comm.orphan_watch import OrphanWatch
 from plait.comm.pickling import dumps_result
 from plait.comm.rank_pool import RankPool
@@ -64,6 +65,7 @@ def launch(
         RankError: a local rank failed or died; names it and shows its traceback.
         PlaitError: raised by a rank.
     """
+    _require_arguments(function, ranks, threads, timeout, device, ranks_as)
     world = find_world()
     _require_possible(world, ranks, ranks_as, device)
     if world is not None:
@@ -78,14 +80,27 @@ def launch(
         return pool.run(function, *arguments, timeout=math.inf)
 
 
+def _require_arguments(
+    function: object, ranks: object, threads: object, timeout: object, device: object, ranks_as: object
+) -> None:
+    """Raise MeshError for an argument of `launch` of another type, or out of range."""
+    if not callable(function):
+        raise MeshError(f"launch was given {function!r}: give a function, and then its arguments.")
+    if ranks is not None:
+        require_whole("ranks", ranks, MeshError)
+    if threads is not None:
+        require_whole("threads", threads, MeshError)
+    require_number("timeout", timeout, MeshError, positive=True, infinite="no limit")
+    require_choice("device", device, ("auto", "cpu", "cuda"), MeshError)
+    require_choice("ranks_as", ranks_as, ("processes", "threads"), MeshError)
+
+
 def _require_possible(world: World | None, ranks: int | None, ranks_as: str, device: str) -> None:
     inside = current_ranks()
     if inside is not None:
         raise MeshError(
             f"launch was called inside rank {inside.rank} of {inside.size}: call the function itself."
         )
-    if ranks_as not in ("processes", "threads"):
-        raise MeshError(f"ranks_as is {ranks_as!r}: choose processes or threads.")
     if ranks_as == "threads" and device == "cuda":
         raise MeshError("ranks as threads run on the CPU: choose device cpu, or ranks as processes.")
     if world is None:

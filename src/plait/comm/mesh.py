@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from plait.arguments import require_flag, require_instance, require_number
 from plait.comm import coordinates
 from plait.comm.collectives import all_reduce, all_to_all
 from plait.comm.group import Group
@@ -72,6 +73,9 @@ class GridMesh:
                 f"the mesh's axes are {', '.join(sizes) or 'none'}: give at least one, and none of the name "
                 "world, which combines all."
             )
+        require_number("the mesh's timeout", timeout, MeshError, positive=True, infinite="no limit")
+        require_flag("the mesh's alone", alone, MeshError)
+        require_flag("the mesh's guarded", guarded, MeshError)
         self.sizes = dict(sizes)
         self._ranks = None if alone else current_ranks()
         if self._ranks is None and not alone:
@@ -316,6 +320,9 @@ class Mesh(GridMesh):
         if plan is not None:
             if (pp, dp, cp, tp, replicate) != (1, 1, 1, 1, 1):
                 raise MeshError("a mesh was given a plan and degrees as well: give one or the other.")
+            require_instance(
+                "the mesh's plan", plan, Plan, "give a plait.Plan, or degrees by name", MeshError
+            )
             sizes = coordinates.sizes_of_plan(plan)
         else:
             sizes = coordinates.sizes_of(pp=pp, dp=dp, cp=cp, tp=tp, replicate=replicate)

@@ -20,7 +20,11 @@ def device_of_rank(device: str | torch.device | None, ranks: Ranks | None) -> to
     """
     if device is None:
         device = default_device() if ranks is None or ranks.uses_nccl else CPU
-    chosen = torch.device(device)
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise MeshError(f"the mesh's device is {device!r} ({reason}): give cpu, cuda or cuda:0.") from None
     if is_accelerator(chosen) and chosen.index is None:
         own = os.environ.get("LOCAL_RANK")  # set by torchrun; else `join_world` has set the current device
         return current_accelerator() if own is None else accelerator_of_rank(int(own))

@@ -69,6 +69,11 @@ class TokenWindows:
         """The number of windows."""
         return max(0, self.size - 1) // self.context
 
+    @property
+    def left(self) -> int:
+        """The number of tokens at the end that fill no window."""
+        return max(0, self.size - 1) % self.context
+
     def take(self, windows: NDArray[Any]) -> InputsAndTargets:
         """Return the windows with these numbers, `[rows]`, as inputs and targets `[rows, context]` int64.
 
@@ -119,8 +124,9 @@ class Rows(Protocol):
 class Batches(Protocol):
     """A numbered sequence of global batches; a `plait.Loader` is one.
 
-    A method `describe()`, if there is one, returns JSON values that decide which samples a step has, such as
-    a seed: a run resumes only with the same (see `description`).
+    An attribute `rows`, if there is one, is the number of rows before any of them comes again: a validation
+    takes each of these once. A method `describe()`, if there is one, returns JSON values that decide which
+    samples a step has, such as a seed: a run resumes only with the same (see `description`).
     """
 
     @property
@@ -129,6 +135,12 @@ class Batches(Protocol):
 
     def batch(self, step: int, rows: slice) -> tuple[Any, Any]:
         """Return the inputs and targets of `rows` of the global batch of `step`, counted from 0."""
+
+
+def row_total(batches: Batches) -> int | None:
+    """Return the number of rows of `batches`, their attribute `rows`; None for endless ones, without it."""
+    total = getattr(batches, "rows", None)
+    return total if isinstance(total, int) and not isinstance(total, bool) else None
 
 
 def description(batches: Batches) -> dict[str, Any]:
@@ -170,6 +182,11 @@ class ShuffledBatches:
     size: int
     seed: int
 
+    @property
+    def rows(self) -> int:
+        """The number of rows of an epoch."""
+        return self.windows.count
+
     def describe(self) -> dict[str, Any]:
         """Return what decides the order of rows."""
         return {"seed": self.seed, "rows": self.windows.count}
@@ -186,20 +203,26 @@ class ShuffledBatches:
 
 @dataclass(frozen=True)
 class ValidationBatches:
-    """Validation batches: the same `size` × `count` windows every time, evenly spaced in the corpus."""
+    """Validation batches: each window once, or `limit` batches of windows that are evenly spaced."""
 
     windows: Rows
     size: int
-    count: int
+    limit: int | None = None
+    """The most batches; None: as many as hold all windows."""
+
+    @property
+    def rows(self) -> int:
+        """The number of windows that are taken; the last batch may have fewer than `size` of them."""
+        return min(self.windows.count, self.size * (self.limit or self.windows.count))
 
     def describe(self) -> dict[str, Any]:
         """Return what decides the choice of rows."""
-        return {"rows": self.windows.count}
+        return {"rows": self.windows.count, "taken": self.rows}
 
     def batch(self, step: int, rows: slice) -> InputsAndTargets:
-        """Return `rows` of validation batch `step` < `count`; see `ShuffledBatches.batch`."""
+        """Return those of `rows` that validation batch `step` has; see `ShuffledBatches.batch`."""
         numbers = step * self.size + np.arange(self.size, dtype=np.int64)[rows]
-        return self.windows.take(numbers * self.windows.count // (self.size * self.count))
+        return self.windows.take(numbers[numbers < self.rows] * self.windows.count // self.rows)
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
+from plait.arguments import require_choice, require_flag, require_whole
 from plait.data.batches import permute, rank_rows
 from plait.errors import DataError
 
@@ -26,7 +27,7 @@ class Loader:
 
     Any step's batch can be made directly: nothing has to be saved or replayed to resume, on any number of
     ranks. Each rank reads its own rows only. Epochs follow each other without a gap, so that a batch between
-    two epochs has samples of both.
+    two epochs has samples of both. A validation takes each sample once: its last batch may be smaller.
     """
 
     def __init__(
@@ -54,13 +55,24 @@ class Loader:
                 f"the dataset is {_article(type(dataset).__name__)} without a length or without samples by "
                 "number: give a map-style dataset, with __len__ and __getitem__."
             )
-        if not len(dataset) or batch < 1 or workers < 0 or ahead < 1:
-            raise DataError(
-                f"a loader has a dataset of {len(dataset)} samples, batch = {batch}, workers = {workers} and "
-                f"ahead = {ahead}: give at least 1 sample, 1 a batch, 0 workers and 1 step ahead."
-            )
+        if not len(dataset):
+            raise DataError("a loader has a dataset of 0 samples: give at least one.")
+        for name, value, least in (
+            ("batch", batch, 1),
+            ("seed", seed, 0),
+            ("workers", workers, 0),
+            ("ahead", ahead, 1),
+        ):
+            require_whole(f"a loader's {name}", value, DataError, least=least)
+        require_flag("a loader's shuffle", shuffle, DataError)
+        if context is not None:
+            require_choice("a loader's context", context, get_args(Context), DataError)
+        if not callable(collate):
+            raise DataError(f"a loader's collate is {collate!r}: give a function of a list of samples.")
         self.size = batch
         """Rows of a global batch."""
+        self.rows = len(dataset)
+        """Samples of the dataset: rows of an epoch."""
         self._samples = _Samples(dataset, len(dataset), batch, seed, collate, shuffle)
         self._workers, self._ahead, self._context = workers, ahead, context
         self._next: tuple[int, int, int] | None = None  # the step and rows that `_reader` gives next
@@ -91,7 +103,10 @@ class Loader:
         return self.batch(step, rank_rows(rank, ranks, self.size))
 
     def steps(self, epochs: float = 1) -> int:
-        """Return the number of steps after which each sample was in `epochs` epochs, rounded up."""
+        """Return the number of steps after which each sample was in `epochs` epochs, rounded up.
+
+        The last of them goes on with samples of the next epoch, where `batch` does not divide the samples.
+        """
         return math.ceil(epochs * self._samples.count / self.size)
 
     def describe(self) -> dict[str, Any]:

@@ -39,6 +39,17 @@ class MixedBatches:
         shares[np.argsort(shares - exact, kind="stable")[:missing]] += 1
         return shares
 
+    @property
+    def rows(self) -> int:
+        """The number of rows until those of a corpus come again."""
+        pairs = zip(self.corpora, map(int, self.shares), strict=True)
+        return min(BLOCK * each.count // share for each, share in pairs if share)
+
+    def epochs(self, steps: int) -> list[float]:
+        """Return how many times the rows of each corpus are taken in so many steps."""
+        pairs = zip(self.corpora, map(int, self.shares), strict=True)
+        return [steps * self.size * share / BLOCK / each.count for each, share in pairs]
+
     def describe(self) -> dict[str, Any]:
         """Return what decides the order of rows."""
         return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from plait.data.batches import Batches, InputsAndTargets, description
+from plait.data.batches import Batches, InputsAndTargets, description, row_total
 
 
 class ReadAhead:
@@ -15,25 +15,31 @@ class ReadAhead:
     """
 
     def __init__(self, batches: Batches) -> None:
-        self._batches = batches
+        self.batches = batches
+        """The batches that are read."""
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="plait-read-ahead")
         self._next: tuple[tuple[int, int, int], Future[InputsAndTargets]] | None = None
 
     @property
     def size(self) -> int:
         """The number of rows of a global batch."""
-        return self._batches.size
+        return self.batches.size
+
+    @property
+    def rows(self) -> int | None:
+        """The number of rows of the batches; None for endless ones."""
+        return row_total(self.batches)
 
     def describe(self) -> dict[str, Any]:
         """Return the description of the batches."""
-        return description(self._batches)
+        return description(self.batches)
 
     def batch(self, step: int, rows: slice) -> InputsAndTargets:
         """Return `rows` of the global batch of `step`, and start to read the same rows of the next one."""
         known, key = self._next, _key(step, rows)
-        made = known[1].result() if known is not None and known[0] == key else self._batches.batch(step, rows)
+        made = known[1].result() if known is not None and known[0] == key else self.batches.batch(step, rows)
         following = step + 1
-        self._next = _key(following, rows), self._reader.submit(self._batches.batch, following, rows)
+        self._next = _key(following, rows), self._reader.submit(self.batches.batch, following, rows)
         return made
 
     def close(self) -> None:

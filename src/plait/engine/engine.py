@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from plait.arguments import require_number
 from plait.comm.traffic import Counts
 from plait.engine.full_tensors import load_state_dict, named_gradients, state_dict
 from plait.engine.gradient_clipping import clip_gradients
-from plait.engine.inference import generated, model_output
+from plait.engine.inference import generated, mean_loss, model_output
 from plait.engine.recorder import Recording
 from plait.engine.rescheduling import (
     from_json,
@@ -25,8 +26,7 @@ from plait.engine.rescheduling import (
 from plait.engine.runner import Runner
 from plait.engine.runtime_objects import InstructionObserver, Runtime
 from plait.engine.step_agreement import StepAgreement
-from plait.errors import ReplicaError
-from plait.layers.evaluation_mode import evaluating
+from plait.errors import PlanError, ReplicaError
 from plait.layers.fingerprint import fingerprint_of_order
 from plait.layers.nested import Value
 from plait.layout import Layout
@@ -46,9 +46,7 @@ class Engine:
 
     def __init__(self, runtime: Runtime) -> None:
         self.blueprint, self.plan = runtime.blueprint, runtime.blueprint.plan
-        self.mesh = runtime.mesh
-        self._runtime = runtime
-        self._pipeline = runtime.pipeline
+        self.mesh, self._runtime, self._pipeline = runtime.mesh, runtime, runtime.pipeline
         self._runner = Runner(runtime)
         self._agreement = StepAgreement(runtime, self._runner.scale)
         self._guard = OptimizerGuard(
@@ -87,21 +85,18 @@ class Engine:
         self.passes += 1
         return loss
 
-    def evaluate(self, inputs: Value, targets: Value) -> Tensor:
+    def evaluate(self, inputs: Value, targets: Value, *, rows: int | None = None) -> Tensor:
         """Return the mean loss over the global batch, without gradients and with layers in evaluation mode.
 
-        Takes and returns what `forward_backward` does.
+        Takes and returns what `forward_backward` does, and any number of rows, also unlike ones on the ranks.
+        `rows`: how many count, from the first on; None: all. A rank without any gives one, and `rows = 0`.
         """
-        runner = self._runner
-        with torch.no_grad(), evaluating(runner.modules):
-            batch = runner.loss_batch(inputs, targets)
-            runner.run(runner.steps.evaluate, batch.inputs, batch.targets)
-            return runner.mean_loss(batch)
+        return mean_loss(self._runner, inputs, targets, rows)
 
     def output(self, inputs: Value, *, whole: bool = True, everywhere: bool = True) -> Value | None:
         """Return the last stage's output for this data-parallel rank's `inputs`, without gradients.
 
-        Layers run in evaluation mode. `inputs` are as for `forward_backward`, and dim 0 of the output's
+        Layers run in evaluation mode. `inputs` are as for `evaluate`, and dim 0 of the output's
         tensors is that of the inputs; `Microbatches` give `Microbatches`. With `whole` logits that are cut by
         vocabulary over `tp` are gathered; without, each rank has those of its own classes. With `everywhere`
         every rank gets the output; without, only those of the last stage do, and the others get None.
@@ -124,7 +119,7 @@ class Engine:
     ) -> Tensor:
         """Extend `prompt` `[rows, length]` to int64 `[rows, length + tokens]`, equal on all ranks of a model.
 
-        A row ends at a token of `stop`, which fills it; then the result may be shorter, and the host waits.
+        A row ends at a token of `stop`, which fills it; the result may then be shorter, and the host waits.
         The model must be causal, its output logits `[rows, length, vocab]`; its input is cut to the context.
         Communication: per token the boundaries and the token over `pp`, attention and logits over `cp`,
         regions and 16 bytes a row over `tp` (with `top_k` 8 · k more), with `stop` 4 bytes over `shard`.
@@ -220,11 +215,11 @@ class Engine:
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Return two optimizer parameter groups: `weight_decay` for tensors of 2 or more dims, else 0."""
+        require_number("weight_decay", weight_decay, PlanError)
         trainable: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for name, parameter in self.named_parameters():
             if parameter.requires_grad:
-                is_matrix = len(self.layouts[name].shape) >= 2
-                trainable[is_matrix].append(parameter)
+                trainable[len(self.layouts[name].shape) >= 2].append(parameter)
         self._agreement.note_decay(weight_decay)
         return [
             {"params": trainable[True], "weight_decay": weight_decay},
@@ -247,11 +242,11 @@ class Engine:
         accumulated. Communication: 8 bytes a parameter of the model over `dp_cp`, `tp` and (if some are tied
         across stages) `pp`, 2 bytes a parameter over `world`, settings as in `forward_backward`.
         """
-        parameters, owners = dict(self.named_parameters()), self.blueprint.owners
         if optimizer is not None:
             self._agreement.note_optimizer(optimizer, 0)
         self._agreement.compare("check_replicas", ReplicaError)
-        check_replicas(parameters, self.layouts, owners, self.mesh, optimizer)
+        parameters = dict(self.named_parameters())
+        check_replicas(parameters, self.layouts, self.blueprint.owners, self.mesh, optimizer)
 
     def microbatch_losses(self) -> Tensor:
         """Return the mean loss of each micro-batch of this data-parallel rank's last step, `[microbatches]`.
@@ -263,6 +258,11 @@ class Engine:
     def loss_weight(self) -> Tensor:
         """Return the loss's weight of the last global batch, 0-d: with cross-entropy the counted targets."""
         return self._runner.loss_weight()
+
+    @property
+    def averages_loss(self) -> bool:
+        """Whether the loss of a batch is a mean over it; False for losses with reduction "sum"."""
+        return not getattr(self._runtime.loss, "sums", False)
 
     def non_finite(self) -> Tensor:
         """Return whether this rank's losses and gradients of the last step are not finite: bool `[2]`."""
@@ -340,8 +340,7 @@ class Engine:
     @property
     def tied(self) -> Mapping[str, tuple[int, ...]]:
         """Mapping from each parameter that several ranks of `pp` hold (a tied one) to these ranks."""
-        owners = self.blueprint.owners
-        return {name: ranks for name, ranks in owners.items() if len(ranks) > 1}
+        return {name: ranks for name, ranks in self.blueprint.owners.items() if len(ranks) > 1}
 
     @property
     def run_state(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The model's output for `Engine.output`, and its generation of tokens for `Engine.generate`."""
+"""What an engine computes without gradients: its mean loss, its output, and the generation of tokens."""
 
 from __future__ import annotations
 
@@ -25,25 +25,35 @@ from plait.layers.nested import (
     with_tensors,
 )
 from plait.layers.shape_inference import TensorInfo
+from plait.layers.uneven_rows import counted_microbatches
 from plait.tensor.sampling import TokenChoice, next_token, padded, require_prompt
+
+
+def mean_loss(runner: Runner, inputs: Value, targets: Value, rows: int | None) -> Tensor:
+    """Return the mean loss over the rows that count in the global batch; see `Engine.evaluate`."""
+    with torch.no_grad(), evaluating(runner.modules):
+        batch = runner.loss_batch(inputs, targets, rows, evenly=False)
+        runner.run(runner.steps.evaluate, batch.inputs, batch.targets)
+        return runner.mean_loss(batch)
 
 
 def model_output(runner: Runner, inputs: Value, *, whole: bool, everywhere: bool) -> Value | None:
     """Return the last stage's output for `inputs`; see `Engine.output`."""
     (inputs,), part = without_part(runner.runtime.context_parallelism, inputs)
+    given_cut = isinstance(inputs, Microbatches)
+    inputs, _, counted = counted_microbatches(inputs, inputs, runner.plan.microbatches, None)
     batch = split_one(inputs, "inputs", runner.plan.microbatches, runner.as_input)
     call = f"an output, whole {whole}, everywhere {everywhere},"
     runner.require_same_batch(call, signatures(batch), fingerprint_of_tokens(batch), part)
     with torch.no_grad(), evaluating(runner.modules):
         local = runner.local_inputs(batch, None if part is None else part.length)
         runner.run(runner.steps.output, local)
-        given_cut = isinstance(inputs, Microbatches)
         if not given_cut:
             _require_rows(runner, batch)
         outputs = runner.pipeline.loss_stage.take_outputs()
         if everywhere:
             outputs = list(_broadcast(runner, outputs))
-        pairs = zip(outputs, local.sequences, strict=False)  # none on ranks before the last stage's
+        pairs = zip(outputs[:counted], local.sequences, strict=False)  # none on ranks before the last stage's
         outputs = [joined(output, sequence) for output, sequence in pairs]
         if whole:
             outputs = [_gathered(runner, output) for output in outputs]

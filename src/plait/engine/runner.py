@@ -40,6 +40,7 @@ from plait.layers.nested import (
 )
 from plait.layers.precision import DTYPES
 from plait.layers.shape_inference import LayerInfo
+from plait.layers.uneven_rows import counted_microbatches
 from plait.pipeline.executor import Executor
 from plait.pipeline.loss_scale import loss_scale
 from plait.schedules.program import INSTRUCTION_TYPES, Program
@@ -60,8 +61,10 @@ class LossBatch:
 
     inputs: LocalInputs
     targets: Sequence[Value]
+    counted: int
+    """How many micro-batches count, from the first on; the others are there because each step has as many."""
     weights: Tensor
-    """The loss's weight of each micro-batch, `[microbatches]`."""
+    """The loss's weight of each micro-batch, `[microbatches]`; 0 for those that do not count."""
     total_weight: Tensor
     """The loss's weight of the global batch, 0-d."""
     divisor: Tensor
@@ -115,20 +118,28 @@ class Runner:
         """This rank's layers."""
         return [layer.module for stage in self.pipeline.stages.values() for layer in stage.layers]
 
-    def loss_batch(self, inputs: Value, targets: Value) -> LossBatch:
+    def loss_batch(
+        self, inputs: Value, targets: Value, rows: int | None = None, *, evenly: bool = True
+    ) -> LossBatch:
         """Split the batch into micro-batches, and compute the weights by which their losses are averaged.
 
-        Communication: as `Engine.forward_backward`, without that of the program and of the mean loss.
+        `rows`: how many of its rows count, from the first on; None: all. `evenly`: whether a number of rows
+        that micro-batches do not divide is refused. Communication: as `Engine.forward_backward`, without that
+        of the program and of the mean loss.
         """
         (inputs, targets), part = without_part(self.runtime.context_parallelism, inputs, targets)
         self._batches += 1
         every = self._batches <= COMPARED_BATCHES or self.mesh.guarded
+        counted = self.plan.microbatches
+        if not evenly:
+            inputs, targets, counted = counted_microbatches(inputs, targets, counted, rows)
         hashes = [fingerprint_of_tokens(value, every=every) for value in (inputs, targets)]
         tokens = f"{hashes[0]}, of the targets {hashes[1]}"
         self.inputs_are_cut = isinstance(inputs, Microbatches)
         batch, parts = split_both(inputs, targets, self.plan.microbatches, (self.as_input, self._as_target))
         shapes = f"{signatures(batch)} with targets {signatures(parts)}"
-        self.require_same_batch("a step", shapes, tokens, part, over_pp=every)
+        call = "a step" if rows is None else f"a step that counts {rows} rows"
+        self.require_same_batch(call, shapes, tokens, part, over_pp=every)
         length = None if part is None else part.length
         local = self.local_inputs(batch, length)
         pairs = zip(parts, local.sequences, strict=True)
@@ -137,10 +148,11 @@ class Runner:
             self.runtime.dropout.rows = self._rows(local.values)
         each = [self.runtime.loss.weight(part) for part in parts]
         weights = torch.stack([torch.as_tensor(weight, dtype=torch.float64) for weight in each])
+        weights[counted:] = 0
         weights = sent(weights, self.mesh.device)
         started = all_reduce(weights.sum(), self.mesh.group("dp_cp"), checked=False)
         total = started.about("the loss's weight").wait()
-        return LossBatch(local, parts, weights, total, divisor(self.runtime.loss, total))
+        return LossBatch(local, parts, counted, weights, total, divisor(self.runtime.loss, total))
 
     def local_inputs(self, batch: Sequence[Value], length: int | None = None) -> LocalInputs:
         """Return this rank's part of micro-batches: its positions, without document ids.
@@ -156,7 +168,9 @@ class Runner:
         """
         mean = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if self.is_last:
-            self._totals = self.pipeline.loss_stage.totals
+            totals = self.pipeline.loss_stage.totals
+            filling = map(torch.zeros_like, totals[batch.counted :])
+            self._totals = [*totals[: batch.counted], *filling]
         if self.is_last and self.mesh.index("tp") == 0:
             mean = torch.stack(self._totals).double().sum() / batch.divisor
         self._weights = batch.weights, batch.total_weight

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from plait.arguments import require_instance, require_whole
 from plait.blueprint import Blueprint, build_blueprint
 from plait.device import default_device
 from plait.errors import PlanError
@@ -65,6 +66,7 @@ def memory(
     graph; one whose graphs do not run on meta counts as an eager layer. Raises PlanError, ModelError,
     DataError or ScheduleError, as `parallelize` and the first step would.
     """
+    require_instance("the plan", plan, Plan, "give a plait.Plan", PlanError)
     return MemoryEstimator(model, inputs, targets, as_loss(loss), rules, rows, moments, device).estimate(plan)
 
 
@@ -90,10 +92,8 @@ class MemoryEstimator:
 
     def __post_init__(self) -> None:
         for name, least in (("rows", 1), ("moments", 0)):
-            value = getattr(self, name)
-            counts = isinstance(value, int) and not isinstance(value, bool) and value >= least
-            if not counts and (name, value) != ("rows", None):
-                raise PlanError(f"{name} is {value!r}: give a whole number of at least {least}.")
+            if (name, getattr(self, name)) != ("rows", None):
+                require_whole(name, getattr(self, name), PlanError, least=least)
         if self.rows is not None and self.inputs is not None:
             raise PlanError(f"inputs have rows of their own: give them, or rows = {self.rows}, not both.")
 

@@ -70,6 +70,16 @@ def map_leaves(wanted: Callable[[Any], bool], function: Callable[[Any], Any], va
     return value
 
 
+def row_count(value: Value, what: str) -> int:
+    """Return the size of dim 0, the batch, of the tensors in `value`. DataError where they differ in it."""
+    rows = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors_of(value)}
+    if len(rows) != 1:
+        raise DataError(
+            f"the {what} have {sorted(rows)} rows: give tensors that share their dim 0, the batch."
+        )
+    return rows.pop()
+
+
 def split(value: Value, microbatches: int, what: str) -> list[Value]:
     """Return views of `value`, split along dim 0 of its tensors into `microbatches` equal parts.
 
@@ -81,12 +91,7 @@ def split(value: Value, microbatches: int, what: str) -> list[Value]:
             f"the {what} are Microbatches, which only forward_backward, evaluate and output of an engine "
             "take: give a batch whose dim 0 can be cut."
         )
-    rows = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors_of(value)}
-    if len(rows) != 1:
-        raise DataError(
-            f"the {what} have {sorted(rows)} rows: give tensors that share their dim 0, the batch."
-        )
-    (count,) = rows
+    count = row_count(value, what)
     if count == 0 or count % microbatches:
         raise PlanError(
             f"the {what} have {count} rows, which do not divide into {microbatches} micro-batches: "

@@ -2,13 +2,14 @@
 
 from plait.loop.callbacks import History, Log, ReplicaChecks
 from plait.loop.checkpoints import Checkpoints
+from plait.loop.early_stop import EarlyStop
 from plait.loop.learning_rates import warmup_cosine, warmup_linear
 from plait.loop.loggers import Csv, JsonLines
 from plait.loop.progress import Progress
 from plait.loop.report_files import Report
 from plait.loop.tracking_services import MLflow, TensorBoard, WeightsAndBiases
 from plait.loop.training import Callback, TrainingLoop
-from plait.loop.validation import EarlyStop, Validation
+from plait.loop.validation import Validation
 
 __all__ = [
     "Callback",

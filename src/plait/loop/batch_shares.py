@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from plait.comm.mesh import Mesh
-from plait.data.batches import Batches, rank_rows
+from plait.data.batches import Batches, rank_rows, row_total
 from plait.errors import DataError
 from plait.layers.nested import Value, tensors_of
+
+
+def require_batches(batches: object) -> None:
+    """Raise `DataError` for other objects than batches."""
+    if not (hasattr(batches, "size") and hasattr(batches, "batch")):
+        raise DataError(
+            f"batches are an object of {type(batches).__name__}, without size and batch(step, rows): give a "
+            "plait.Loader of the dataset."
+        )
 
 
 def require_divisible(batches: Batches, mesh: Mesh) -> slice:
@@ -13,12 +22,31 @@ def require_divisible(batches: Batches, mesh: Mesh) -> slice:
 
     Raises `DataError` for other objects than batches, and where ranks cannot share one.
     """
-    if not (hasattr(batches, "size") and hasattr(batches, "batch")):
-        raise DataError(
-            f"batches are an object of {type(batches).__name__}, without size and batch(step, rows): give a "
-            "plait.Loader of the dataset."
-        )
+    require_batches(batches)
     return rank_rows(mesh.index("dp"), mesh.size("dp"), batches.size)
+
+
+def repeated_rows(batches: Batches) -> str:
+    """Return a warning where a batch has more rows than the data, or ""."""
+    rows = row_total(batches)
+    if not rows or batches.size <= rows:
+        return ""
+    return (
+        f"WARNING: a batch has {batches.size} rows, and rows come again after {rows}: some are in a batch "
+        "more than once."
+    )
+
+
+def uneven_epochs(batches: Batches, steps: int) -> str:
+    """Return a line where some rows are taken once more than others, after the first epoch, or ""."""
+    rows, size = row_total(batches), batches.size
+    epochs, more = divmod(steps * size, rows) if rows else (0, 0)
+    if not rows or not epochs or not more:
+        return ""
+    return (
+        f"Data: {steps} steps of {size} rows are {steps * size / rows:.3g} epochs of {rows} rows: {more} of "
+        f"them are taken {epochs + 1} times, the others {epochs}."
+    )
 
 
 def token_count(targets: Value, rows: int) -> int:

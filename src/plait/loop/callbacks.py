@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from plait.errors import ReplicaError
+from plait.arguments import require_whole
+from plait.errors import ConfigError, ReplicaError
 from plait.loop.loggers import Logger, LoggerGroup
 from plait.loop.training import Callback, TrainingLoop
 
@@ -13,6 +14,7 @@ class ReplicaChecks(Callback):
     """Compares parameters and optimizer state that several ranks hold, every `every` steps; 0: never."""
 
     def __init__(self, every: int) -> None:
+        require_whole("ReplicaChecks' every", every, least=0)
         self._every = every
 
     def is_due(self, step: int) -> bool:
@@ -33,6 +35,12 @@ class Log(Callback):
 
     def __init__(self, *loggers: Logger, folder: Path = Path(), field: str = "") -> None:
         """`folder`, and its `field` of a configuration, name the place where a logger fails."""
+        for logger in loggers:
+            if not all(callable(getattr(logger, name, None)) for name in ("begin", "write", "close")):
+                raise ConfigError(
+                    f"Log was given {logger!r}, without begin, write and close: give loggers, such as "
+                    "plait.loop.JsonLines(path)."
+                )
         self._loggers = LoggerGroup(loggers, folder, field)
 
     def begin(self, run: TrainingLoop) -> None:

@@ -8,19 +8,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from plait.arguments import require_flag, require_instance, require_whole
 from plait.checkpoint.best_marker import BEST, best_step
 from plait.checkpoint.checkpoint_manager import CheckpointManager
 from plait.checkpoint.folders import complete_checkpoints
-from plait.checkpoint.loading import load
+from plait.checkpoint.loading import load_checkpoint
 from plait.checkpoint.manifest import section
+from plait.checkpoint.optimizer_options import option_line
 from plait.comm.text_collectives import broadcast_result
 from plait.data.batches import description
-from plait.errors import CheckpointError, DataError, NonFiniteError, ReplicaError, listed
+from plait.errors import CheckpointError, ConfigError, DataError, NonFiniteError, ReplicaError, listed
+from plait.loop.early_stop import watched_validation
 from plait.loop.training import Callback, TrainingLoop
-from plait.loop.validation import LowestLoss, Validation, validation_before
-
-OPTIMIZER_OPTIONS = ("weight_decay", "betas", "eps")
-"""Options of the optimizer that a resumed run takes from its own optimizer, as it does the learning rate."""
+from plait.loop.validation import LowestLoss, Validation
 
 
 class Checkpoints(Callback):
@@ -34,7 +34,8 @@ class Checkpoints(Callback):
         keep_last: int = 2,
         keep_every: int = 0,
         keep_best: bool = False,
-        resume: str = "auto",
+        watch: str | None = None,
+        resume: str | Path = "auto",
         state: Mapping[str, Any] | None = None,
         check: Callable[[Mapping[str, Any], Path], None] | None = None,
         start_over: str = "resume='no'",
@@ -43,11 +44,24 @@ class Checkpoints(Callback):
 
         `keep_last` newest ones are kept (0: all), and those at multiples of `keep_every` steps. `keep_best`:
         save after each validation with the lowest loss so far, too, and keep the last of these: `FOLDER/best`
-        names it. `resume`: "auto", from the newest one in `folder` that is not damaged, if there is one;
-        "no"; or the folder of a checkpoint. `state`: JSON values that are saved too; `check(state, path)` may
-        refuse those of a checkpoint. Each checkpoint has the `state_dict` of all callbacks.
+        names it; of several validations the one named `watch` counts, or the first. `resume`: "auto", from
+        the newest one in `folder` that is not damaged, if there is one; "no"; or the folder of a checkpoint.
+        `state`: JSON values that are saved too; `check(state, path)` may refuse those of a checkpoint. Each
+        checkpoint has the `state_dict` of all callbacks. Raises `ConfigError` for other arguments.
         """
-        self._folder, self._every, self._resume, self._start_over = Path(folder), every, resume, start_over
+        if every is not None:
+            require_whole("Checkpoints' every", every, least=0)
+        require_whole("Checkpoints' keep_last", keep_last, least=0)
+        require_whole("Checkpoints' keep_every", keep_every, least=0)
+        require_flag("Checkpoints' keep_best", keep_best)
+        require_instance("Checkpoints' resume", resume, (str, Path), 'give "auto", "no" or a folder')
+        require_instance("Checkpoints' state", state or {}, Mapping, "give a dictionary of JSON values")
+        if watch is not None and not keep_best:
+            raise ConfigError(
+                f"Checkpoints' watch is {watch!r}, but keep_best is False: set it to True, too."
+            )
+        self._folder, self._every, self._start_over = Path(folder), every, start_over
+        self._resume, self._watch = str(resume), watch
         self._state = {} if state is None else dict(state)
         self._check = check or (lambda state, path: None)
         self._keep_best = keep_best
@@ -90,7 +104,7 @@ class Checkpoints(Callback):
         """Find the validation whose lowest loss counts. Raises `DataError` where there is none."""
         self._tell = run.tell
         if self._keep_best:
-            self._validation = validation_before(self, run)
+            self._validation = watched_validation(self, run, self._watch)
         lowest = self._validation.lowest
         if lowest is not None and run.resumed_steps and run.mesh.rank == 0:
             with suppress(OSError):  # a folder that cannot be written to is told when a checkpoint is due
@@ -143,12 +157,8 @@ class Checkpoints(Callback):
         return f"The lowest validation loss, {lowest.loss:.3f}, is that of step {lowest.step}{where}."
 
     def _load(self, path: Path, run: TrainingLoop) -> None:
-        optimizer = run.optimizer
-        groups = optimizer.param_groups
-        options = [{name: group[name] for name in OPTIMIZER_OPTIONS if name in group} for group in groups]
-        state = load(run.engine, optimizer, path)
-        for group, kept in zip(optimizer.param_groups, options, strict=True):
-            group.update(kept)
+        loaded = load_checkpoint(run.engine, run.optimizer, path, "given")
+        state = loaded.state
         step = state.get("step")
         if type(step) is not int or step < 0:
             raise CheckpointError(
@@ -157,13 +167,29 @@ class Checkpoints(Callback):
             )
         self._check(state, path)
         self._require_same_batches(section(state, "batches"), run, path)
-        for name, callback in run.named_callbacks():
-            if saved := section(state, "callbacks", name):
-                callback.load_state_dict(saved)
+        self._load_callbacks(state, run, path)
         if self._folder.resolve() in (path.resolve(), path.resolve().parent):
             run.resumed_steps = self._manager.start_step = step
         self._tell(f"Resumed from {path}, after step {step}.")
+        # A rate that the run sets in each step is none of the optimizer's settings.
+        options = {key: both for key, both in loaded.options.items() if key != "lr" or not run.sets_rate}
+        if options:
+            self._tell(option_line(options, "given"))
+        if loaded.precision:
+            self._tell(loaded.precision)
         run.done = step
+
+    def _load_callbacks(self, state: Mapping[str, Any], run: TrainingLoop, path: Path) -> None:
+        """Load the state of each callback; say which state there is no callback for."""
+        saved = dict(section(state, "callbacks"))
+        for name, callback in run.named_callbacks():
+            if found := saved.pop(name, None):
+                callback.load_state_dict(found)
+        if saved:
+            self._tell(
+                f"WARNING: {path} holds the state of {listed(sorted(saved))}, and the run has no such "
+                "callback: it is left out."
+            )
 
     def _require_same_batches(self, before: Mapping[str, Any], run: TrainingLoop, path: Path) -> None:
         """Raise `DataError` where the batches would not go on with the samples of those in the checkpoint."""

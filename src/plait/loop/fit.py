@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.arguments import require_instance, require_number, require_whole
 from plait.comm.mesh import Mesh
 from plait.composer import parallelize
 from plait.data.batches import Batches
 from plait.engine import Engine
 from plait.errors import ConfigError
+from plait.loop.batch_shares import uneven_epochs
 from plait.loop.learning_rates import LearningRate, constant
 from plait.loop.training import Callback, TrainingLoop
 from plait.loop.validation import LowestLoss, Metric, Validation
@@ -36,9 +38,11 @@ class FitResult:
     loss: float
     """Loss of the last step; NaN where a resumed run had no steps left."""
     validation_loss: float | None
-    """Latest validation loss; None without `validation`."""
+    """Latest validation loss, of the first of several; None without `validation`."""
+    validation_losses: Mapping[str, float | None]
+    """Latest loss of each validation, by name; that of a single one without a name is called ""."""
     lowest: LowestLoss | None
-    """The lowest validation loss, and the step after which it was measured."""
+    """The lowest validation loss, of the first of several, and the step after which it was measured."""
     stopped: bool
     """Whether a callback ended the run before its last step."""
     engine: Engine
@@ -56,7 +60,7 @@ def fit(
     learning_rate: float | LearningRate | None = None,
     weight_decay: float = 0.01,
     clip: float = math.inf,
-    validation: Batches | None = None,
+    validation: Batches | Mapping[str, Batches] | None = None,
     validate_every: int = 0,
     validate_batches: int | None = None,
     metrics: Mapping[str, Metric] | None = None,
@@ -74,35 +78,94 @@ def fit(
     matrices have `weight_decay` and vectors have none. `learning_rate`: a number, or a function of the step,
     from 0, such as `plait.loop.warmup_cosine`; None: the optimizer's. `clip`: the largest gradient norm.
 
-    The mean loss over the first `validate_batches` of `validation` (None: all samples of a `Loader` once),
-    and the means of `metrics`, functions of the model's output and the targets that return a value for each
-    row or token, are computed every `validate_every` steps (0: never) and at the end. `callbacks` are those
-    of `plait.loop` for progress, logs, checkpoints and more. `loss`, `seed`, `rules`, `values` and
+    The mean loss over `validation`, of which each row counts once, and the means of `metrics`, functions of
+    the model's output and the targets that return a value for each row or token, are computed every
+    `validate_every` steps (0: only then) and at the end. `validate_batches`: of only so many first batches.
+    A dictionary of `validation` data by name gives a loss for each: `validation_NAME_loss`. `callbacks` are
+    those of `plait.loop` for progress, logs, checkpoints and more. `loss`, `seed`, `rules`, `values` and
     `broadcast` are those of `parallelize`; `mesh` is by default a new one of `plan`.
 
     Raises `ConfigError` for arguments that contradict each other, `DataError` where the data-parallel ranks
     cannot share a batch equally, `NonFiniteError` on every rank where a loss or gradient norm is not finite,
     and the errors of `parallelize`.
     """
-    if validation is None and (validate_every or metrics):
-        raise ConfigError("validate_every or metrics are given, but no batches: give validation, too.")
-    _require_function(optimizer)
+    require_instance("plan", plan, Plan, "give a plait.Plan")
+    _require_arguments(steps, learning_rate, weight_decay, clip, optimizer, callbacks)
+    validations = _validations(validation, validate_every, validate_batches, metrics)
     mesh = Mesh(plan) if mesh is None else mesh
     engine = parallelize(model, plan, mesh, loss, rules=rules, seed=seed, values=values, broadcast=broadcast)
-    made = optimizer(engine.parameter_groups(weight_decay))
+    made = _made(optimizer, engine.parameter_groups(weight_decay))
     rate = learning_rate if callable(learning_rate) or learning_rate is None else constant(learning_rate)
     run = TrainingLoop(engine, made, batches, steps=steps, learning_rate=rate, clip=clip)
-    validate = Validation(validation, every=validate_every, count=validate_batches, metrics=metrics)
-    run.run([validate, *callbacks])
+    if line := uneven_epochs(batches, steps):
+        run.tell(line)
+    run.run([*validations, *callbacks])
+    return _result(run, validations)
+
+
+def _result(run: TrainingLoop, validations: Sequence[Validation]) -> FitResult:
+    """Return the result of a run that has ended."""
+    first = validations[0] if validations else Validation(None)
     return FitResult(
         steps=run.done,
         loss=run.row["loss"],
-        validation_loss=validate.loss,
-        lowest=validate.lowest,
+        validation_loss=first.loss,
+        validation_losses={one.name: one.loss for one in validations},
+        lowest=first.lowest,
         stopped=bool(run.stopped),
-        engine=engine,
-        optimizer=made,
+        engine=run.engine,
+        optimizer=run.optimizer,
     )
+
+
+def _validations(
+    given: Batches | Mapping[str, Batches] | None,
+    every: int,
+    count: int | None,
+    metrics: Mapping[str, Metric] | None,
+) -> list[Validation]:
+    """Return a validation of each of the `given` data. Raises `ConfigError` for arguments without data."""
+    if given is None:
+        if every or count is not None or metrics:
+            raise ConfigError(
+                "validate_every, validate_batches or metrics are given, but no batches: give validation, too."
+            )
+        return []
+    require_whole("validate_every", every, least=0)
+    if count is not None:
+        require_whole("validate_batches", count)
+    named = given if isinstance(given, Mapping) else {"": given}
+    if isinstance(given, Mapping) and (not named or "" in named):
+        raise ConfigError("validation is a dictionary with no data, or with some of no name: name each.")
+    return [
+        Validation(batches, every=every, count=count, metrics=metrics, name=name)
+        for name, batches in named.items()
+    ]
+
+
+def _require_arguments(
+    steps: object,
+    learning_rate: object,
+    weight_decay: object,
+    clip: object,
+    optimizer: object,
+    callbacks: object,
+) -> None:
+    """Raise `ConfigError` for another type than asked for, or a number out of range."""
+    require_whole("steps", steps)
+    if learning_rate is not None and not callable(learning_rate):
+        require_number("learning_rate", learning_rate)
+    require_number("weight_decay", weight_decay)
+    require_number("clip", clip, positive=True, infinite="no clipping")
+    require_instance("callbacks", callbacks, Sequence, "give a list of callbacks")
+    _require_function(optimizer)
+
+
+def _made(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return the optimizer of parameter groups. Raises `ConfigError` where `make` returns something else."""
+    made = make(groups)
+    require_instance("what optimizer returns", made, torch.optim.Optimizer, "return one of torch.optim")
+    return made
 
 
 def _require_function(optimizer: object) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from plait.arguments import require_number, require_whole
+from plait.errors import ConfigError
+
 LearningRate = Callable[[int], float]
 """Returns the learning rate of a step, counted from 0."""
 
@@ -25,12 +28,22 @@ def warmup_linear(peak: float, *, steps: int, warmup: int = 0, floor: float = 0.
 
 def constant(rate: float) -> LearningRate:
     """Return a schedule with the same rate for all steps."""
-    return lambda step: rate
+    number = float(rate)
+    return lambda step: number
 
 
 def _warmup(
     peak: float, steps: int, warmup: int, floor: float, decay: Callable[[float], float]
 ) -> LearningRate:
+    require_number("peak", peak)
+    require_whole("steps", steps)
+    require_whole("warmup", warmup, least=0)
+    require_number("floor", floor)
+    if floor > peak:
+        raise ConfigError(
+            f"the learning rate falls to floor = {floor:g} from peak = {peak:g}: give a lower floor."
+        )
+
     def rate(step: int) -> float:
         if step < warmup:
             return peak * (step + 1) / warmup

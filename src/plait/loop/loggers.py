@@ -163,6 +163,10 @@ class Csv(_TextFile):
 
         None: `COLUMNS`, and a further column for each other number, from the row on in which it comes first.
         """
+        if columns is not None and (isinstance(columns, str) or [*columns][:1] != ["step"]):
+            raise ConfigError(
+                f"Csv's columns are {columns!r}: give a list of names, of which step is the first."
+            )
         self._grows, self._columns = columns is None, list(COLUMNS if columns is None else columns)
         super().__init__(path, self._titles(), _csv_step, self._line)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from plait.arguments import require_flag, require_whole
 from plait.comm.traffic import Counts, Wait
 from plait.engine import Recording
 from plait.errors import PlaitError
@@ -55,6 +56,9 @@ class Report(Callback):
         `page`: whether to record a step, and to write the page. `metrics`: whether to write `metrics.jsonl`;
         False where a `Log` does. `field`: the field of a configuration that names the folder, for messages.
         """
+        require_whole("Report's step", step, least=0)
+        require_flag("Report's page", page)
+        require_flag("Report's metrics", metrics)
         self._folder, self._page, self._field = Path(folder), page, field
         self._asked, self._of_report = step, 0
         self._show: Callable[[str], None] = print

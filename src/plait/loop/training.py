@@ -13,16 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.arguments import require_instance
 from plait.data.batches import Batches
 from plait.device import is_accelerator
 from plait.engine import Engine
 from plait.errors import ConfigError, DataError, NonFiniteError
-from plait.loop.batch_shares import require_divisible, token_count
+from plait.loop.batch_shares import repeated_rows, require_divisible, token_count
 from plait.loop.meter import Meter, StepNumbers, StepResult
 
 
 class Callback:
     """Base class of callbacks: each method does nothing. All ranks call them, in the order of the list."""
+
+    @property
+    def key(self) -> str:
+        """The name of its state in checkpoints: that of its class."""
+        return type(self).__name__
 
     def resume(self, run: TrainingLoop) -> None:
         """Load earlier state and set `run.done`; called before the `begin` of any callback."""
@@ -119,13 +125,15 @@ class TrainingLoop:
 
         Raises `NonFiniteError` on every rank where a loss or a gradient norm is not finite.
         """
-        self.callbacks = callbacks
+        self.callbacks = _callbacks(callbacks)
         for callback in callbacks:
             callback.resume(self)
         with ExitStack() as stack:
             for callback in callbacks:
                 stack.push(_ending(callback, self))
                 callback.begin(self)
+            if line := repeated_rows(self.batches):
+                self.tell(line)
             while self.done < self.steps and not self.stopped:
                 self.run_step()
 
@@ -169,12 +177,17 @@ class TrainingLoop:
         self.stopped = self.stopped or -1
 
     def named_callbacks(self) -> Iterator[tuple[str, Callback]]:
-        """Yield the callbacks by the names of their classes; a second one of a class as `NAME 2`."""
+        """Yield the callbacks by their keys; a second one with the same key as `KEY 2`."""
         seen = Counter[str]()
         for callback in self.callbacks:
-            name = type(callback).__name__
+            name = callback.key
             seen[name] += 1
             yield name if seen[name] == 1 else f"{name} {seen[name]}", callback
+
+    @property
+    def sets_rate(self) -> bool:
+        """Whether the run sets the learning rate of each step; else it is the optimizer's."""
+        return self._rate is not None
 
     @property
     def is_last(self) -> bool:
@@ -240,6 +253,15 @@ class TrainingLoop:
             f"step {step + 1}: the {what} is {value} on rank {rank}, {where}: "
             f"{self.advice}, or look at the data of that step."
         )
+
+
+def _callbacks(given: object) -> Sequence[Callback]:
+    """Return the callbacks `given`. Raises `ConfigError` where they are no sequence of them."""
+    if not isinstance(given, Sequence):
+        raise ConfigError(f"callbacks are an object of {type(given).__name__}: give a list of callbacks.")
+    for one in given:
+        require_instance("a callback", one, Callback, "give objects of subclasses of plait.loop.Callback")
+    return given
 
 
 def _ignore(line: str) -> None:

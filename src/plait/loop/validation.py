@@ -1,24 +1,24 @@
-"""Validation during a run: its loss and metrics, the lowest loss so far, and the end of a run without one."""
+"""Validation during a run: its loss and metrics, and the lowest loss so far."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from plait.arguments import require_whole
 from plait.comm.collectives import all_reduce
-from plait.data.batches import Batches, description
-from plait.data.loader import Loader
+from plait.data.batches import Batches
 from plait.device import sent
 from plait.errors import ConfigError, DataError, NonFiniteError
 from plait.layers.nested import map_tensors
-from plait.loop.batch_shares import require_divisible
 from plait.loop.training import Callback, TrainingLoop
+from plait.loop.validation_rows import ValidationRows
 
 Metric = Callable[[Any, Any], Tensor]
 """Function of the model's whole output and the targets: one value for each row or token that counts."""
@@ -33,7 +33,7 @@ class LowestLoss:
 
 
 class Validation(Callback):
-    """Puts the mean loss of validation batches into the row, every `every` steps and at the end."""
+    """Puts the mean loss over validation data into the row, every `every` steps and at the end."""
 
     def __init__(
         self,
@@ -42,18 +42,25 @@ class Validation(Callback):
         every: int = 0,
         count: int | None = None,
         metrics: Mapping[str, Metric] | None = None,
+        name: str = "",
     ) -> None:
-        """Use the first `count` batches; None: all samples of a `Loader` once, one batch of others.
+        """Use each row of `batches` once; with `count` those of the first `count` batches.
 
-        `every` 0: at the end only; no `batches`: never. The mean of each of `metrics` over all values that it
-        returns for these batches is added to the row as `validation_NAME`.
+        Data without a number of `rows`, which a `Loader` has, are endless: of them the first batch is used
+        where `count` is None. `every` 0: at the end only; no `batches`: never. The loss is `validation_loss`
+        in the row, and the mean of each of `metrics` over all values that it returns is
+        `validation_METRIC`; with a `name` they are `validation_NAME_loss` and `validation_NAME_METRIC`.
+        Raises `ConfigError` for other arguments.
         """
-        if "loss" in (metrics or {}):
-            raise ConfigError("a metric is called loss, as the validation loss is: give it another name.")
-        self._batches, self._every, self._metrics = batches, every, dict(metrics or {})
-        self._count = count or (batches.steps() if isinstance(batches, Loader) else 1)
-        self._last = 0
-        self._rows = slice(0)
+        require_whole("Validation's every", every, least=0)
+        if count is not None:
+            require_whole("Validation's count", count)
+        self.name, self._metrics = name, _named_metrics(metrics or {})
+        if not isinstance(name, str) or (name and not _is_name(name)):
+            raise ConfigError(f"a Validation is called {name!r}: {_NAMES}.")
+        self._prefix = f"validation_{name}_" if name else "validation_"
+        self._data = None if batches is None else ValidationRows(batches, count)
+        self._every, self._last = every, 0
         self._is_anew = False
         self.loss: float | None = None
         """The latest validation loss."""
@@ -63,41 +70,60 @@ class Validation(Callback):
         """The number of validations since then."""
 
     @property
+    def key(self) -> str:
+        """The name of its state in checkpoints."""
+        return f"Validation {self.name}" if self.name else "Validation"
+
+    @property
+    def loss_name(self) -> str:
+        """The name of its loss in the row."""
+        return f"{self._prefix}loss"
+
+    @property
     def is_regular(self) -> bool:
         """Whether there are validations before the end of the run."""
-        return self._batches is not None and self._every > 0
+        return self._data is not None and self._every > 0
 
     def begin(self, run: TrainingLoop) -> None:
-        """Check that the data-parallel ranks can share a batch. Raises `DataError`."""
+        """Say which rows are used, unless all are. Raises `ConfigError` where another one has its names."""
         self._last = run.steps
         if self._is_anew:
             run.tell("Validation data differ from those before: the lowest validation loss is searched anew.")
-        if self._batches is not None:
-            self._rows = require_divisible(self._batches, run.mesh)
+        if self._data is not None:
+            _require_own_names(self, run)
+            if self._data.selection:
+                run.tell(f"{self.key} takes {self._data.selection}.")
+
+    def names(self) -> list[str]:
+        """Return the names of its numbers in the row."""
+        if self._data is None:
+            return []
+        return [self.loss_name, *(f"{self._prefix}{name}" for name in self._metrics)]
 
     def is_due(self, step: int) -> bool:
         """Return whether `step` is the last one or a multiple of `every`."""
         at_end, every = step == self._last, self._every
-        return self._batches is not None and (at_end or (every > 0 and step % every == 0))
+        return self._data is not None and (at_end or (every > 0 and step % every == 0))
 
     def measured(self, run: TrainingLoop, row: dict[str, float]) -> None:
-        """Add `validation_loss` and the metrics, equal on every rank. Raises `NonFiniteError`."""
+        """Add the loss and the metrics, equal on every rank. Raises `NonFiniteError`."""
         step = int(row["step"])
-        if self._batches is None or not self.is_due(step):
+        if self._data is None or not self.is_due(step):
             return
-        means = self._measure(self._batches, run)
-        loss = means["validation_loss"]
+        loss, *others = self._measure(self._data, run)
+        of_name = f" of {self.name}" if self.name else ""
         if not math.isfinite(loss):
             raise NonFiniteError(
-                f"step {step}: the validation loss is {loss} after it, seen on the last stage: {run.advice}."
+                f"step {step}: the validation loss{of_name} is {loss} after it, seen on the last stage: "
+                f"{run.advice}."
             )
-        row.update(means)
+        row.update(zip(self.names(), [loss, *others], strict=True))
         is_lowest = self.lowest is None or loss < self.lowest.loss
         self.loss, self.worse = loss, 0 if is_lowest else self.worse + 1
         if is_lowest:
             self.lowest = LowestLoss(step, loss)
-        others = "".join(f", {name} {means[f'validation_{name}']:.3f}" for name in self._metrics)
-        run.tell(f"step {step}: validation loss {loss:.3f}{others}")
+        means = "".join(f", {name} {mean:.3f}" for name, mean in zip(self._metrics, others, strict=True))
+        run.tell(f"step {step}: validation loss{of_name} {loss:.3f}{means}")
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the lowest loss, the validations since then, and the data of which it is."""
@@ -112,42 +138,42 @@ class Validation(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the lowest loss of a `state_dict`, unless it is of other validation data."""
-        self._is_anew = self._batches is not None and state["data"] != self._description()
+        self._is_anew = self._data is not None and state["data"] != self._description()
         if not self._is_anew:
             self.lowest, self.worse = LowestLoss(state["step"], state["loss"]), state["worse"]
 
     def _description(self) -> dict[str, Any]:
-        return {} if self._batches is None else {"batches": self._count, **description(self._batches)}
+        return {} if self._data is None else self._data.describe()
 
-    def _measure(self, batches: Batches, run: TrainingLoop) -> dict[str, float]:
-        """Return the means of the loss and of the metrics over all that counts in the batches.
+    def _measure(self, data: ValidationRows, run: TrainingLoop) -> list[float]:
+        """Return the loss of all rows together, as of one batch, and the mean of each metric.
 
         Communication: that of `evaluate`; with metrics that of `output`, and an all-reduce over `world`.
         Raises `DataError` where no target counts.
         """
-        device = run.mesh.device
+        engine, device = run.engine, run.mesh.device
         loss, weight = torch.zeros(2, dtype=torch.float64, device=device)
         sums = torch.zeros(len(self._metrics), 2, dtype=torch.float64, device=device)
-        for number in range(self._count):
-            inputs, targets = batches.batch(number, self._rows)
-            mean, counted = run.engine.evaluate(inputs, targets), run.engine.loss_weight()
-            loss += torch.where(
-                counted > 0, mean * counted, 0.0
-            )  # of a batch in which no target counts, 0 / 0
+        for share in data.shares(run.mesh.index("dp"), run.mesh.size("dp")):
+            inputs, targets = data.batches.batch(share.batch, share.rows)
+            mean = engine.evaluate(inputs, targets, rows=None if share.counted else 0)
+            counted = engine.loss_weight()
+            total = mean * counted if engine.averages_loss else mean
+            loss += torch.where(counted > 0, total, 0.0)  # of a batch in which no target counts, 0 / 0
             weight += counted
             if self._metrics:
-                sums += self._sums(run, inputs, targets)
+                found = self._sums(run, inputs, targets)  # on all ranks, for its communication
+                sums += found.where(torch.tensor(share.counted, device=device), 0.0)
         if not weight:
             raise DataError(
                 "no target of the validation data counts: all are -100, as where answers are cut off. Give "
                 "other data, or validate more batches."
             )
-        means = {"validation_loss": float(loss / weight)}
+        means = [float(loss / weight if engine.averages_loss else loss)]
         if self._metrics:
             # Ranks of tp and cp have the same values, and count them as often as each other.
             total = all_reduce(sums, run.mesh.group("world"), checked=False).about("the metrics").wait()
-            for name, (value, count) in zip(self._metrics, total.tolist(), strict=True):
-                means[f"validation_{name}"] = value / count if count else math.nan
+            means += [value / count if count else math.nan for value, count in total.tolist()]
         return means
 
     def _sums(self, run: TrainingLoop, inputs: Any, targets: Any) -> Tensor:
@@ -156,48 +182,48 @@ class Validation(Callback):
         if output is None:
             return torch.zeros(len(self._metrics), 2, dtype=torch.float64, device=device)
         targets = map_tensors(lambda one: sent(one, device), targets)
-        found = [torch.as_tensor(metric(output, targets)).double() for metric in self._metrics.values()]
-        return torch.stack([torch.stack([one.sum(), torch.ones_like(one).sum()]) for one in found])
+        found = []
+        for name, metric in self._metrics.items():
+            values = torch.as_tensor(metric(output, targets)).double()
+            if not values.dim():
+                raise DataError(
+                    f"the metric {name} returned one number, of which no mean over batches of unlike sizes "
+                    "can be made: return a value for each row or token, as output.argmax(1) == targets has."
+                )
+            found.append(torch.stack([values.sum(), torch.ones_like(values).sum()]))
+        return torch.stack(found)
 
 
-class EarlyStop(Callback):
-    """Ends the run after `patience` validations in a row without a lower validation loss."""
+_NAMES = "give a name of letters, digits, dots, dashes and underscores"
 
-    def __init__(self, patience: int) -> None:
-        """Place it after the `Validation` whose losses it compares. Raises `ConfigError`."""
-        if patience < 1:
-            raise ConfigError(f"EarlyStop has patience = {patience}: give at least 1, or leave it out.")
-        self._patience = patience
-        self._validation = Validation(None)
 
-    def begin(self, run: TrainingLoop) -> None:
-        """Find the validation; end a run that had ended before it was resumed. Raises `DataError`."""
-        self._validation = validation_before(self, run)
-        self._stop_if_worse(run, run.done)
+def _is_name(name: object) -> bool:
+    """Return whether `name` can be a column of a table and a tag of a logger."""
+    return isinstance(name, str) and re.fullmatch(r"[\w.@/-]+", name) is not None
 
-    def measured(self, run: TrainingLoop, row: dict[str, float]) -> None:
-        """Stop the run on all ranks where enough validations had no lower loss."""
-        if "validation_loss" in row:
-            self._stop_if_worse(run, int(row["step"]))
 
-    def _stop_if_worse(self, run: TrainingLoop, step: int) -> None:
-        lowest, worse = self._validation.lowest, self._validation.worse
-        if lowest is not None and worse >= self._patience and not run.stopped:
-            run.tell(
-                f"The run ends after step {step}: {worse} validation{'s' * (worse > 1)} had no lower loss "
-                f"than {lowest.loss:.3f}, that of step {lowest.step}."
+def _named_metrics(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Return the metrics as a dictionary. Raises `ConfigError` for names and values that cannot be used."""
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(f"metrics is {metrics!r}: give a dictionary of functions by name.")
+    for name, metric in metrics.items():
+        if not _is_name(name):
+            raise ConfigError(f"a metric is called {name!r}: {_NAMES}.")
+        if name == "loss":
+            raise ConfigError("a metric is called loss, as the validation loss is: give it another name.")
+        if not callable(metric):
+            raise ConfigError(f"the metric {name} is {metric!r}: give a function of output and targets.")
+    return dict(metrics)
+
+
+def _require_own_names(validation: Validation, run: TrainingLoop) -> None:
+    """Raise `ConfigError` where a validation before `validation` writes a number of the same name."""
+    for other in run.callbacks:
+        if other is validation:
+            return
+        shared = set(validation.names()) & set(other.names() if isinstance(other, Validation) else ())
+        if shared:
+            raise ConfigError(
+                f"two validations write {min(shared)} into the row of a step: give each a name of its own, "
+                "as Validation(…, name='test') or fit(validation={'test': …})."
             )
-            run.stop()
-
-
-def validation_before(callback: Callback, run: TrainingLoop) -> Validation:
-    """Return the last callback before `callback` that validates during the run. Raises DataError if none."""
-    before = takewhile(lambda other: other is not callback, run.callbacks)
-    found = [other for other in before if isinstance(other, Validation) and other.is_regular]
-    if not found:
-        raise DataError(
-            f"{type(callback).__name__} needs validation losses, but nothing before it in the list of "
-            "callbacks validates during the run: give fit validation and validate_every, or place a "
-            "Validation before it."
-        )
-    return found[-1]

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from plait.arguments import require_flag
 from plait.autograd.running_sequence import positions
 from plait.context_attention import attend, share_keys
+from plait.errors import ModelError
 from plait.models.model_helpers import (
     INITIAL_STD,
     Head,
@@ -61,6 +63,7 @@ def gpt2(
     `layers` counts transformer blocks, each two layers of the sequence. `tied`: the head's weight is the
     token embedding's. Raises ModelError when the sizes do not fit each other.
     """
+    require_flag("model.tied", tied, ModelError)
     require_positive(layers=layers, hidden=hidden, heads=heads, vocab=vocab, context=context)
     require_heads(hidden, heads)
     # A smaller start for residual projections, so that the sum over all layers keeps its size

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from plait.arguments import require_flag
 from plait.context_attention import attend, share_keys
 from plait.errors import ModelError
 from plait.layers.result_cache import ResultCache
@@ -77,6 +78,7 @@ def llama(
     """
     kv_heads = heads if kv_heads is None else kv_heads
     inner = default_inner(hidden) if inner is None else inner
+    require_flag("model.tied", tied, ModelError)
     require_positive(layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads)
     require_positive(inner=inner, vocab=vocab, context=context)
     require_heads(hidden, heads, kv_heads, rotary=True)

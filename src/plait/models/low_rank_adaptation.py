@@ -23,6 +23,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from plait.arguments import require_instance, require_number, require_whole
 from plait.autograd.deferred_weight_gradients import is_transposed_linear
 from plait.autograd.dropout import Dropout
 from plait.errors import ModelError, listed
@@ -226,11 +227,10 @@ def _layer(path: str, layers: Iterable[str]) -> str:
 
 
 def _check_sizes(rank: int, alpha: float, dropout: float) -> None:
-    if not isinstance(rank, int) or rank < 1:
-        raise ModelError(f"an adapter has rank = {rank!r}: give a whole number of at least 1, such as 8.")
-    if not (math.isfinite(alpha) and alpha > 0):
-        raise ModelError(f"an adapter has alpha = {alpha!r}: give a number above 0, such as 2 · rank.")
-    if not 0 <= dropout < 1:
+    require_whole("the rank of an adapter", rank, ModelError)
+    require_number("the alpha of an adapter", alpha, ModelError, positive=True)
+    require_number("the dropout of an adapter", dropout, ModelError)
+    if not dropout < 1:
         raise ModelError(f"an adapter has dropout = {dropout!r}: give a probability from 0, and below 1.")
 
 
@@ -250,6 +250,7 @@ def _targets(model: nn.Module, targets: Iterable[str] | None) -> dict[str, nn.Mo
     else:
         chosen = set()
         for target in targets:
+            require_instance("a target of lora", target, str, "give the paths of linears", ModelError)
             fitting = {path for path in linears if _fits(path, target)}
             if not fitting:
                 raise ModelError(_matches_none(target, linears, modules))

@@ -9,6 +9,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
+from plait.arguments import require_whole
 from plait.autograd.layer_trace import TRACE
 from plait.autograd.running_sequence import longest_document, running_sequence
 from plait.errors import ModelError
@@ -90,8 +91,7 @@ def assemble(
 def require_positive(**sizes: int) -> None:
     """Raise ModelError for a size below one."""
     for name, size in sizes.items():
-        if size < 1:
-            raise ModelError(f"model.{name} is {size}: give at least 1.")
+        require_whole(f"model.{name}", size, ModelError)
 
 
 def require_heads(hidden: int, heads: int, kv_heads: int | None = None, *, rotary: bool = False) -> None:

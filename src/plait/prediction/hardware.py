@@ -10,6 +10,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from plait.arguments import require_instance
 from plait.errors import ConfigError, listed
 
 GIB, GB, TERA, MICRO = 1 << 30, 1e9, 1e12, 1e-6
@@ -176,6 +177,7 @@ def load_hardware(given: Hardware | str | Path) -> Hardware:
     """
     if isinstance(given, Hardware):
         return given
+    require_instance("hardware", given, (str, Path), "give a name, a TOML file or a plait.Hardware")
     if str(given) in hardware_names():
         text, source = (files(__package__) / FILES / f"{given}.toml").read_text(), str(given)
     else:

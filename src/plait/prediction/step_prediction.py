@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from plait.arguments import require_instance
 from plait.errors import PlanError
 from plait.plan import Plan
 from plait.prediction.decoder import Decoder, stage_kinds
@@ -137,6 +138,7 @@ def predict(
     Nothing runs, and there is no communication. Raises PlanError, ModelError, ScheduleError or ConfigError
     for what cannot run, and for a figure that the hardware lacks.
     """
+    require_instance("the plan", plan, Plan, "give a plait.Plan", PlanError)
     machine, decoder = load_hardware(hardware), decoder_of(model)
     rows = plan.microbatches if rows is None else rows
     check_plan(decoder, plan, rows)

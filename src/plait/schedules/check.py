@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from plait.arguments import require_instance
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
 from plait.schedules.check_programs import check_programs
@@ -31,6 +32,7 @@ def check(schedule: Schedule, limit: float | None = None, memory_costs: MemoryCo
     `limit` is the most that a rank may hold, in micro-batches; `memory_costs` is what one micro-batch holds,
     by default its share from the forward to the weight gradient.
     """
+    require_instance("the schedule", schedule, Schedule, "give one of plait.schedule(…)", ScheduleError)
     for rule, violations in RULES.items():
         for violation in violations(schedule):
             raise _error(rule, violation, schedule)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from plait.arguments import require_number
 from plait.comm.collectives import all_reduce
 from plait.comm.group import Group
 from plait.device import is_accelerator, sent
@@ -29,8 +30,7 @@ def start_norm(
     gradients are not. The order is that of `torch.linalg.vector_norm`, above 0, else `PlanError`.
     Communication: one all-reduce of 8 bytes over `group`.
     """
-    if not order > 0:
-        raise PlanError(f"the norm's order is {order!r}: give a number above 0, or float('inf').")
+    require_number("norm_type", order, PlanError, positive=True, infinite="the largest element")
     gradients = [gradient for unit in units for gradient in _gradients(unit, counted)]
     on_accelerator = [gradient for gradient in gradients if is_accelerator(gradient) and gradient.numel()]
     powers = [_power_of_all(on_accelerator, order)] if on_accelerator else []
@@ -48,7 +48,9 @@ def start_norm(
 
 
 def scale_to(units: Iterable[Unit], norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients by `max_norm / norm` if that is below 1."""
+    """Scale all gradients by `max_norm / norm` if that is below 1. Raises PlanError for a norm below 0."""
+    if not isinstance(max_norm, Tensor):
+        require_number("max_norm", max_norm, PlanError, infinite="no clipping")
     # The same small number as torch.nn.utils.clip_grad_norm_, so that results are equal.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     # A factor of NaN would spread to every gradient and hide where it began.

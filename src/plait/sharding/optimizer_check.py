@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,6 +134,11 @@ class OptimizerGuard:
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise PlanError if updates of the engine's parameters would need elements that other ranks hold."""
+        if isinstance(optimizer, Sequence):
+            raise PlanError(
+                f"the optimizer is a {type(optimizer).__name__}: give one; with several call "
+                "engine.clip_grad_norm_ once, and step() of each."
+            )
         if self in _guards_of(optimizer):
             self.check_once(optimizer)
 

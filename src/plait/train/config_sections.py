@@ -213,7 +213,11 @@ class TrainConfig(Section):
         default=None, gt=0, description="factor of the loss; none: dynamic for fp16, else 1"
     )
     validate_every: int = Field(default=0, ge=0, description="steps between validations; 0: only at the end")
-    validate_batches: Count = Field(default=8, description="batches in a validation")
+    validate_batches: Count | None = Field(
+        default=None,
+        description="the most batches in a validation, of evenly spaced sequences; none: each held-out "
+        "sequence once (of random tokens 8 batches)",
+    )
     patience: int = Field(
         default=0,
         ge=0,

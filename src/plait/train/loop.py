@@ -9,10 +9,11 @@ from pathlib import Path
 from plait.comm.mesh import Mesh
 from plait.footprint.memory_report import Memory
 from plait.loop.callbacks import Log, ReplicaChecks
+from plait.loop.early_stop import EarlyStop
 from plait.loop.progress import Progress, ProgressReporter
 from plait.loop.report_files import Report
 from plait.loop.run_description import describe, plan_line
-from plait.loop.validation import EarlyStop, Validation
+from plait.loop.validation import Validation
 from plait.plan import Plan
 from plait.prediction.step_prediction import Prediction
 from plait.report.writing import REPORT_FILE
@@ -173,8 +174,10 @@ def banner(
             f"{settings.seed})."
         )
     yield plan_line(plan, mesh, settings.batch)
-    epochs = settings.steps * settings.batch / data.rows if data.rows else 0
-    yield f"Data: {data.summary}." + (f" {settings.steps} steps are {epochs:.3g} epochs." if epochs else "")
+    epochs = " and ".join(f"{each:.3g} epochs{of}" for of, each in data.epochs(settings.steps).items())
+    yield f"Data: {data.summary}." + (f" {settings.steps} steps are {epochs}." if epochs else "")
+    if data.validation_summary:
+        yield f"Validation: {data.validation_summary}."
     yield f"Run: {config.run.dir}"
 
 
@@ -214,7 +217,7 @@ def _print_end(
 def _validation(config: Config, data: Data) -> Validation:
     """Return the callback that validates as `train` configures."""
     settings = config.train
-    return Validation(data.validation, every=settings.validate_every, count=settings.validate_batches)
+    return Validation(data.validation, every=settings.validate_every, count=data.validation_batches)
 
 
 def _predicted_memory(config: Config, plan: Plan, mesh: Mesh, data: Data) -> Memory | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from plait.data.batches import (
@@ -11,7 +12,9 @@ from plait.data.batches import (
     RandomBatches,
     Rows,
     ShuffledBatches,
+    TokenWindows,
     ValidationBatches,
+    row_total,
 )
 from plait.data.corpus import read_documents
 from plait.data.mixture import MixedBatches
@@ -24,14 +27,17 @@ from plait.train.data_sources import open_source
 from plait.train.prepared_sources import is_tokenized, prepared_folder
 from plait.train.sample import encode_prompt
 
+RANDOM_VALIDATION = 8
+"""Batches of random tokens, which have no end, in a validation."""
+
 
 @dataclass(frozen=True)
 class Data:
     """The training and validation batches of a run, and the tokenizer that encoded them.
 
-    `validation`, if any, repeats after `train.validate_batches` batches. `vocab` is the model's.
-    `unreadable`: why `tokenizer` cannot turn these tokens into text, or "". `holds_chats`: whether all
-    sources are conversations.
+    `validation` has each held-out sequence once, or those of `train.validate_batches`. `vocab` is the
+    model's. `unreadable`: why `tokenizer` cannot turn these tokens into text, or "". `holds_chats`: whether
+    all sources are conversations.
     """
 
     training: Batches
@@ -41,8 +47,21 @@ class Data:
     unreadable: str
     summary: str
     holds_chats: bool = False
-    rows: int = 0
-    """Sequences of an epoch; 0 for random tokens and mixtures, whose sources have epochs of their own."""
+    validation_batches: int | None = None
+    """Batches in a validation; None: as many as `validation` has."""
+    validation_summary: str = ""
+    """Which sequences are validated; "" for random tokens."""
+    sources: tuple[str, ...] = ()
+    """Of `training`, if it is a mixture."""
+
+    def epochs(self, steps: int) -> dict[str, float]:
+        """Return how many times each source is taken in so many steps, by its name as text; {} if endless."""
+        training = self.training
+        if isinstance(training, ReadAhead) and isinstance(training.batches, MixedBatches):
+            names = (f" of {source}" for source in self.sources)
+            return dict(zip(names, training.batches.epochs(steps), strict=True))
+        rows = row_total(training)
+        return {"": steps * training.size / rows} if rows else {}
 
 
 def load_data(config: Config) -> Data:
@@ -69,36 +88,46 @@ def load_data(config: Config) -> Data:
     if data.validation_source:
         other = open_source(config, data.validation_source, tokenizer, 0.0)
         held_out = [(other.training, other.holds_chats)]
+    validation, validated = _validation(config, held_out)
     return Data(
         training=ReadAhead(training),
-        validation=_validation(config, held_out),
+        validation=validation,
         tokenizer=tokenizer,
         vocab=vocab,
         unreadable=next((one.unreadable for one in opened if one.unreadable), ""),
         summary="; ".join(one.summary for one in opened),
         holds_chats=all(one.holds_chats for one in opened),
-        rows=rows[0].count if len(rows) == 1 else 0,
+        validation_summary=validated,
+        sources=tuple(data.sources),
     )
 
 
-def _validation(config: Config, held_out: list[tuple[Rows, bool]]) -> Batches | None:
-    """Return batches of the rows that are held out, each with whether they are of conversations.
+def _validation(config: Config, held_out: list[tuple[Rows, bool]]) -> tuple[Batches | None, str]:
+    """Return batches of the rows that are held out, each with whether they are of conversations; and which.
 
     Raises `DataError` where no target of conversations counts.
     """
     if not held_out:
-        return None
+        return None, ""
     rows = [one for one, _ in held_out]
-    batch, count = config.train.batch, config.train.validate_batches
-    batches = ValidationBatches(rows[0] if len(rows) == 1 else ConcatenatedRows(rows), batch, count)
+    every = rows[0] if len(rows) == 1 else ConcatenatedRows(rows)
+    batches = ValidationBatches(every, config.train.batch, config.train.validate_batches)
     if all(holds_chats for _, holds_chats in held_out):
         _require_targets(config, batches)
-    return batches
+    if batches.rows < every.count:
+        return batches, (
+            f"{batches.rows:,} of {every.count:,} sequences, evenly spaced (train.validate_batches = "
+            f"{config.train.validate_batches})"
+        )
+    left = sum(one.left for one in rows if isinstance(one, TokenWindows))
+    count = "the only sequence" if every.count == 1 else f"all {every.count:,} sequences"
+    return batches, count + (f", without {left:,} tokens that fill none" if left else "")
 
 
 def _require_targets(config: Config, validation: ValidationBatches) -> None:
     """Raise `DataError` where no target of the validation data counts, as where all answers are cut off."""
-    targets = (validation.batch(number, slice(0, validation.size))[1] for number in range(validation.count))
+    numbers = range(math.ceil(validation.rows / validation.size))
+    targets = (validation.batch(number, slice(0, validation.size))[1] for number in numbers)
     if not any(bool((one != NO_TARGET).any()) for one in targets):
         raise DataError(
             "none of the conversations for validation has an answer that is to be predicted, within "
@@ -144,6 +173,7 @@ def _random(config: Config, tokenizer: Tokenizer, vocab: int) -> Data:
     return Data(
         training=RandomBatches(vocab, context, batch, seed),
         validation=validation,
+        validation_batches=config.train.validate_batches or RANDOM_VALIDATION,
         tokenizer=tokenizer,
         vocab=vocab,
         unreadable="the tokens are drawn uniformly",

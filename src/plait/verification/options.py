@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from plait.arguments import require_flag, require_whole
 from plait.errors import PlanError
 from plait.plan import Plan
 from plait.verification.expected_dtypes import NumberFormats
@@ -52,9 +53,8 @@ class VerifyOptions:
         if self.mode not in get_args(Mode):
             raise PlanError(f"mode is {self.mode!r}: choose one of {', '.join(get_args(Mode))}.")
         for name, least in (("steps", 1), ("perturbations", 1), ("seed", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise PlanError(f"{name} is {value!r}: give a whole number of at least {least}.")
+            require_whole(name, getattr(self, name), PlanError, least=least)
+        require_flag("isolate", self.isolate, PlanError)
         if not callable(self.optimizer):
             raise PlanError(f"optimizer is {self.optimizer!r}: give a function of parameter groups.")
         if self.mode == "exact" and self.steps != 1:

@@ -8,6 +8,7 @@ from typing import Literal, TypeVar
 
 from torch import nn
 
+from plait.arguments import require_instance, require_number
 from plait.comm.launch import launch
 from plait.errors import ModelError, PlanError
 from plait.layers.layer_sequence import sequence_of
@@ -78,10 +79,10 @@ def verify(
     Raises:
         PlaitError: the plan, the model or the batch cannot be run; the same errors as `parallelize` has.
     """
-    if not isinstance(plan, Plan):
-        raise PlanError(f"the plan is {plan!r}: give a plait.Plan.")
+    require_instance("the plan", plan, Plan, "give a plait.Plan", PlanError)
     if not callable(model):
         raise ModelError(f"the model is {model!r}: give an nn.Module, or a function that builds one.")
+    require_number("timeout", timeout, PlanError, positive=True, infinite="no limit")
     steps = usual_steps(mode) if steps is None else steps
     options = VerifyOptions(
         mode=mode, steps=steps, clip=clip, optimizer=optimizer, isolate=isolate, seed=seed

@@ -25,6 +25,7 @@ from plait.checkpoint.dcp import export_dcp, import_dcp
 from plait.checkpoint.dcp_reader import DcpReader
 from plait.checkpoint.disk import Disk
 from plait.checkpoint.manifest import FILE, Manifest, TensorEntry, manifest_text, read_manifest
+from plait.checkpoint.optimizer_set import OptimizerSet
 from plait.checkpoint.tensor_file import BoxToWrite, TensorFileReader, write_file
 from plait.errors import CheckpointError
 from plait.layout import Box
@@ -268,10 +269,10 @@ def test_an_unknown_class_is_told_by_its_options() -> None:
     known = torch.optim.AdamW(weight)
     options = {key: value for key, value in known.defaults.items() if key != "decoupled_weight_decay"}
     saved_by_older = {"class": "", "groups": [options | {"initial_lr": 1.0}]}
-    require_same_class(known, saved_by_older)
-    require_same_class(torch.optim.SGD(weight), {"class": "", "groups": []})
+    require_same_class(OptimizerSet((known,)), saved_by_older)
+    require_same_class(OptimizerSet((torch.optim.SGD(weight),)), {"class": "", "groups": []})
     with pytest.raises(CheckpointError, match="an optimizer with amsgrad, betas"):
-        require_same_class(torch.optim.SGD(weight), saved_by_older)
+        require_same_class(OptimizerSet((torch.optim.SGD(weight),)), saved_by_older)
 
 
 @pytest.mark.parametrize("inner", ["", "model."])

@@ -94,7 +94,7 @@ def test_inside_a_rank_it_is_refused(rank_pool):
 
 
 def test_no_ranks_are_refused():
-    with pytest.raises(MeshError, match="0 ranks were asked for"):
+    with pytest.raises(MeshError, match="ranks is 0: give a whole number"):
         launch(print, ranks=0)
 
 

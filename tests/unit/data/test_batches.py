@@ -51,7 +51,7 @@ def batches(kind: str, size: int) -> Batches:
     if kind in ("shuffled", "packed"):
         return ShuffledBatches(corpus, size, seed=3)
     if kind == "spread":
-        return ValidationBatches(corpus, size, count=4)
+        return ValidationBatches(counting(windows=83, context=5), size, limit=4)
     return RandomBatches(vocab=100, context=5, size=size, seed=3)
 
 
@@ -90,16 +90,22 @@ def test_every_token_but_the_first_is_a_target_once() -> None:
 
 
 def test_validation_is_spread_and_fixed() -> None:
-    made = ValidationBatches(counting(windows=100, context=2), size=5, count=4)
+    made = ValidationBatches(counting(windows=100, context=2), size=5, limit=4)
     starts = [
         window for number in range(4) for window in (made.batch(number, slice(None))[0][:, 0] // 2).tolist()
     ]
     assert starts == list(range(0, 100, 5))
 
 
-def test_validation_repeats_windows_when_there_are_few() -> None:
-    made = ValidationBatches(counting(windows=2, context=2), size=3, count=2)
-    assert (made.batch(1, slice(None))[0][:, 0] // 2).tolist() == [1, 1, 1]
+@given(windows=st.integers(1, 40), size=st.integers(1, 16), limit=st.none() | st.integers(1, 8))
+def test_validation_has_no_window_twice(windows: int, size: int, limit: int | None) -> None:
+    made = ValidationBatches(counting(windows, context=2), size, limit)
+    numbers = range(-(-made.rows // size))
+    starts = [made.batch(number, slice(None))[0][:, 0] // 2 for number in numbers]
+    assert all(len(each) == size for each in starts[:-1])
+    seen = torch.cat(starts).tolist()
+    assert sorted(set(seen)) == seen
+    assert len(seen) == made.rows == (windows if limit is None else min(windows, size * limit))
 
 
 def test_random_tokens_cover_the_vocabulary_and_change_with_step_and_seed() -> None:

@@ -137,7 +137,7 @@ def test_losses_of_other_validation_data_are_not_compared(
 
 
 @pytest.mark.parametrize("callback", [EarlyStop(1), Checkpoints("nowhere", keep_best=True)], ids=type)
-@pytest.mark.parametrize("before", [[], [Validation(Given([0.0]))]], ids=["none", "at the end"])
+@pytest.mark.parametrize("before", [[], [Validation(Given([0.0]), name="other")]], ids=["none", "at the end"])
 def test_without_validations_in_the_run_it_is_refused(callback: Callback, before: list[Callback]) -> None:
     with pytest.raises(DataError, match=f"{type(callback).__name__} needs validation losses, but nothing"):
         run(ONE, *before, callback, every=0)
@@ -146,8 +146,44 @@ def test_without_validations_in_the_run_it_is_refused(callback: Callback, before
 def test_arguments_that_are_refused() -> None:
     with pytest.raises(ConfigError, match="a metric is called loss, as the validation loss is: give it"):
         Validation(None, metrics={"loss": torch.sub})
-    with pytest.raises(ConfigError, match="patience = 0: give at least 1, or leave it out"):
+    with pytest.raises(ConfigError, match="EarlyStop's patience is 0: give a whole number of at least 1"):
         EarlyStop(0)
+
+
+def test_each_validation_has_a_lowest_loss_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where a run goes on with the validations in another order; the first one counts unless named."""
+
+    def both(*names: str, steps: int, watch: str | None = None) -> Any:
+        data = {"low": Given([0.0]), "high": Given([9.0])}
+        callbacks = [Validation(data[name], every=1, name=name) for name in names]
+        kept = Checkpoints(tmp_path, keep_best=True, watch=watch)
+        model = nn.Sequential(nn.Linear(1, 1, bias=False)).double()
+        options = {
+            "loss": nn.MSELoss(),
+            "optimizer": torch.optim.SGD,
+            "learning_rate": 0.5,
+            "weight_decay": 0.0,
+        }
+        plait.fit(model, ONE, Given(WEIGHTS), steps=steps, callbacks=[*callbacks, kept], **options)
+        return {one.name: one.lowest and (one.lowest.step, one.lowest.loss) for one in callbacks}
+
+    assert both("low", "high", steps=3) == {"low": (2, 9.0), "high": (1, 16.0)}
+    assert (
+        "Checkpoints compares validation_low_loss; watch='high' compares another." in capsys.readouterr().out
+    )
+    assert json.loads((tmp_path / "best.json").read_text())["step"] == 2
+    assert both("high", "low", steps=4, watch="high") == {"low": (4, 4.0), "high": (1, 16.0)}
+    both("low", steps=5)
+    told = capsys.readouterr().out
+    assert "holds the state of Validation high, and the run has no such callback: it is left out" in told
+    with pytest.raises(
+        DataError, match="Checkpoints watches the validation 'lo', but those before it are 'low'"
+    ):
+        both("low", steps=6, watch="lo")
+    with pytest.raises(ConfigError, match="two validations write validation_low_loss into the row"):
+        both("low", "low", steps=6)
 
 
 class Masked:
@@ -162,32 +198,6 @@ class Masked:
         targets = torch.full((2, 3), -100)
         targets.view(-1)[: self.counts[step]] = step
         return torch.ones(2, 3, 1)[rows], targets[rows]
-
-
-def validated(counts: tuple[int, int]) -> float:
-    """The loss of a model that gives class 1 the logit 1 and class 0 the logit 0, and learns nothing."""
-    model = nn.Sequential(nn.Linear(1, 2), nn.Identity())
-    with torch.no_grad():
-        model[0].weight.zero_()  # type: ignore[union-attr]
-        model[0].bias.copy_(torch.tensor([0.0, 1.0]))  # type: ignore[union-attr]
-    result = plait.fit(
-        model,
-        Plan(dp=2),
-        Masked(6),
-        steps=1,
-        learning_rate=0.0,
-        validation=Masked(*counts),
-        validate_batches=2,
-        broadcast=True,
-    )
-    assert result.validation_loss is not None
-    return result.validation_loss
-
-
-def test_a_validation_is_the_mean_over_what_counts(thread_ranks: RankPool) -> None:
-    zero, one = 1.3132617, 0.3132617  # cross-entropy of class 0, and of class 1
-    for counts, expected in {(4, 2): (4 * zero + 2 * one) / 6, (0, 1): one}.items():
-        assert thread_ranks.run(validated, counts, ranks=2) == pytest.approx([expected] * 2, rel=1e-5)
 
 
 @pytest.mark.parametrize(("training", "validation"), [(0, 1), (6, 0)])

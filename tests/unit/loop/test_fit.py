@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ class Watch(Callback):
 
 def fitted(plan: Plan, steps: int = STEPS, *callbacks: Callback, **options: Any) -> Any:
     watch = Watch()
-    validation = plait.Loader(dataset(), batch=11 if plan.world == 1 else 22, shuffle=False)
+    validation = plait.Loader(dataset(), batch=7)
     result = plait.fit(
         model(),
         plan,
@@ -94,7 +94,6 @@ def fitted(plan: Plan, steps: int = STEPS, *callbacks: Callback, **options: Any)
         learning_rate=rate,
         clip=CLIP,
         validation=validation,
-        validate_batches=22 // validation.size,
         callbacks=[*callbacks, watch],
         **options,
     )
@@ -137,6 +136,32 @@ def test_a_run_that_goes_on_under_another_plan_is_the_same(
     assert [row["loss"] for row in rows] == [pytest.approx(one, rel=1e-11) for one, _ in numbers]
     assert [row["lr"] for row in rows] == [rate(step) for step in range(STEPS)]
     assert capsys.readouterr().out.count("Resumed from") == 1
+
+
+@pytest.mark.parametrize("named", [None, 0.5])
+def test_a_run_that_goes_on_has_the_options_of_its_new_optimizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], named: float | None
+) -> None:
+    """Which are said; a rate that the run sets in each step is none of them."""
+
+    def run(steps: int, decay: float, **options: Any) -> dict[str, Any]:
+        loader = plait.Loader(dataset(), batch=8, seed=5)
+        made = partial(torch.optim.SGD, **options)
+        given = {"optimizer": made, "weight_decay": decay, "learning_rate": named}
+        kept = Checkpoints(tmp_path)
+        result = plait.fit(model(), PLANS["one"], loader, steps=steps, callbacks=[kept], **given)
+        group: dict[str, Any] = result.optimizer.param_groups[0]
+        return {name: group[name] for name in ("lr", "momentum", "weight_decay")}
+
+    run(1, 0.1, lr=0.1, momentum=0.9)
+    capsys.readouterr()
+    found = run(2, 0.0, lr=0.001, momentum=0.5)
+    assert found == {"lr": named or 0.001, "momentum": 0.5, "weight_decay": 0.0}
+    rate = "" if named else "lr 0.001 in place of 0.1, "
+    assert capsys.readouterr().out.endswith(
+        "The optimizer's settings are those given, not those of the checkpoint: "
+        f"{rate}momentum 0.5 in place of 0.9, weight_decay 0.0 in place of 0.1.\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -198,18 +223,88 @@ def validated(plan: Plan) -> list[dict[str, float]]:
     return history.rows
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_metrics_of_the_whole_validation_set(thread_ranks: RankPool, name: str) -> None:
-    """The last of its batches has the first sample again."""
-    inputs, targets = (part[[*range(11), 0]] for part in dataset().tensors)
-    output = model()(inputs)
-    for rows in thread_ranks.run(validated, PLANS[name], ranks=PLANS[name].world):
-        assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
-        assert [row["step"] for row in rows if "validation_accuracy" in row] == [3, 5]
-        assert {row["trained_tokens"] for row in rows} == {8}
-        wanted = functional.cross_entropy(output, targets).item()
-        assert rows[-1]["validation_loss"] == pytest.approx(wanted, rel=1e-12)
-        assert rows[-1]["validation_accuracy"] == accuracy(output, targets).double().mean().item()
+def test_metrics_of_the_whole_validation_set() -> None:
+    """The last of its batches has one row; `parity/test_validation.py` has all plans."""
+    inputs, targets = (part[:11] for part in dataset().tensors)
+    output, rows = model()(inputs), validated(PLANS["one"])
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in rows if "validation_accuracy" in row] == [3, 5]
+    assert {row["trained_tokens"] for row in rows} == {8}
+    wanted = functional.cross_entropy(output, targets).item()
+    assert rows[-1]["validation_loss"] == pytest.approx(wanted, rel=1e-12)
+    assert rows[-1]["validation_accuracy"] == accuracy(output, targets).double().mean().item()
+
+
+def fit_quietly(batches: Any, steps: int, **options: Any) -> Any:
+    return plait.fit(model(), PLANS["one"], batches, steps=steps, learning_rate=0.0, **options)
+
+
+class Endless:
+    """Batches that name no number of rows."""
+
+    size = 4
+
+    def batch(self, step: int, rows: slice) -> Any:
+        return tuple(part[: self.size][rows] for part in dataset().tensors)
+
+
+def test_what_is_not_taken_once_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows of a validation with a limit, a batch larger than the data, rows that are taken once more."""
+    whole, few = plait.Loader(dataset(), batch=8), plait.Loader(TensorDataset(*dataset()[:3]), batch=8)
+    for loader, steps, options, said in (
+        (whole, 2, {"validation": whole}, ""),
+        (
+            whole,
+            1,
+            {"validation": whole, "validate_batches": 2},
+            "Validation takes the first 16 of 22 rows.\n",
+        ),
+        (whole, 1, {"validation": whole, "validate_batches": 3}, ""),
+        (
+            whole,
+            1,
+            {"validation": Endless()},
+            "Validation takes the first batch, 4 rows, since the data have no ",
+        ),
+        (
+            whole,
+            3,
+            {},
+            "Data: 3 steps of 8 rows are 1.09 epochs of 22 rows: 2 of them are taken 2 times, the ",
+        ),
+        (whole, 11, {}, ""),
+        (
+            few,
+            3,
+            {},
+            "WARNING: a batch has 8 rows, and rows come again after 3: some are in a batch more than ",
+        ),
+    ):
+        fit_quietly(loader, steps, **options)
+        told = capsys.readouterr().out
+        lines = [line for line in told.splitlines(keepends=True) if not line.startswith("step ")]
+        assert "".join(lines).startswith(said), said
+        assert len(lines) == bool(said)
+
+
+def test_several_validations_by_name(tmp_path: Path) -> None:
+    near = plait.Loader(TensorDataset(dataset().tensors[0], 1 - dataset().tensors[1]), batch=8)
+    history, options = History(), {"validate_every": 1, "metrics": {"accuracy": accuracy}}
+    data = {"held-out": plait.Loader(dataset(), batch=8), "other": near}
+    kept = Checkpoints(tmp_path, keep_best=True, watch="other")
+    result = fit_quietly(
+        plait.Loader(dataset(), batch=8), 2, validation=data, callbacks=[kept, history], **options
+    )
+    row = history.rows[-1]
+    assert result.validation_losses == {name: row[f"validation_{name}_loss"] for name in data}
+    assert (
+        result.validation_loss
+        == row["validation_held-out_loss"]
+        == fit_quietly(plait.Loader(dataset(), batch=8), 1, validation=data["held-out"]).validation_loss
+    )
+    assert row["validation_held-out_accuracy"] > row["validation_other_accuracy"]
+    best = json.loads((tmp_path / "best.json").read_text())
+    assert best == {"step": 1, "validation_loss": result.validation_losses["other"]}
 
 
 def test_what_is_refused(thread_ranks: RankPool) -> None:
@@ -224,7 +319,7 @@ def test_what_is_refused(thread_ranks: RankPool) -> None:
     made: Any = torch.optim.SGD(model().parameters())
     with pytest.raises(ConfigError, match="optimizer is an object of SGD: give its class, or a function"):
         plait.fit(model(), Plan(), loader, steps=1, optimizer=made)
-    with pytest.raises(ConfigError, match="validate_every or metrics are given, but no batches"):
+    with pytest.raises(ConfigError, match="validate_batches or metrics are given, but no batches"):
         plait.fit(model(), Plan(), loader, steps=1, validate_every=2)
 
     def two_rates(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -233,5 +328,7 @@ def test_what_is_refused(thread_ranks: RankPool) -> None:
     with pytest.raises(ConfigError, match=r"learning rates from 0\.1 to 0\.5, which learning_rate would"):
         plait.fit(model(), Plan(), loader, steps=1, optimizer=two_rates, learning_rate=1.0)
     assert plait.fit(model(), Plan(), loader, steps=1, optimizer=two_rates).steps == 1
-    with pytest.raises(NonFiniteError, match=r"step 2: the .*: lower the learning rate or raise its warm-up"):
-        plait.fit(model(), Plan(), loader, steps=3, learning_rate=math.inf)
+    with pytest.raises(
+        NonFiniteError, match=r"step [23]: the .*: lower the learning rate or raise its warm-up"
+    ):
+        plait.fit(model(), Plan(), loader, steps=3, learning_rate=1e300)

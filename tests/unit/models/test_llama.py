@@ -260,7 +260,7 @@ def test_initial_values() -> None:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_sizes_below_one_are_refused(name: str) -> None:
-    with pytest.raises(ModelError, match=rf"model\.{name} is 0: give at least 1"):
+    with pytest.raises(ModelError, match=rf"model\.{name} is 0: give a whole number of at least 1"):
         llama(**{**SMALL, name: 0})
 
 

@@ -128,8 +128,8 @@ def tied() -> nn.Module:
             "head.output shares its weight with another module, into which an adapter cannot be merged: "
             "leave it out of lora's targets.",
         ),
-        ({"rank": 0}, "an adapter has rank = 0: give a whole number of at least 1, such as 8."),
-        ({"alpha": 0.0}, "an adapter has alpha = 0.0: give a number above 0, such as 2 · rank."),
+        ({"rank": 0}, "the rank of an adapter is 0: give a whole number of at least 1."),
+        ({"alpha": 0.0}, "the alpha of an adapter is 0.0: give a number above 0."),
         ({"dropout": 1.0}, "an adapter has dropout = 1.0: give a probability from 0, and below 1."),
     ],
 )

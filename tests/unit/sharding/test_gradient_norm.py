@@ -66,7 +66,7 @@ def test_equals_torch(dtype: torch.dtype, error: float, max_norm: float, order: 
 
 @pytest.mark.parametrize("order", [0.0, -1.0, -math.inf, math.nan])
 def test_other_orders_are_refused(order: float) -> None:
-    with pytest.raises(PlanError, match=f"the norm's order is {order!r}: give a number above 0, or float"):
+    with pytest.raises(PlanError, match=f"norm_type is {order!r}: give a number above 0, or math.inf"):
         norm_of([], order)
 
 

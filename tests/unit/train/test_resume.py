@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from plait.checkpoint.loading import Loaded
 from plait.cli.main import main
 from plait.comm.rank_pool import RankPool
 from plait.errors import CheckpointError, ConfigError, DataError, NonFiniteError
@@ -222,7 +223,7 @@ def test_training_goes_on_where_nothing_can_be_written(
 def test_a_step_that_is_none_is_refused(
     step: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoints, "load", lambda *told: {"step": step})
+    monkeypatch.setattr(checkpoints, "load_checkpoint", lambda *told: Loaded({"step": step}, {}))
     trainer: Any = SimpleNamespace(engine=None, optimizer=SimpleNamespace(param_groups=[]), tell=print)
     config = make(tmp_path, resume=str(tmp_path / "one"))
     run = run_checkpoints(config)

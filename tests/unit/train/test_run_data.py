@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from plait.data.batches import ValidationBatches, row_total
 from plait.data.recorded_tokenizer import record_tokenizer
 from plait.data.token_shards import CorpusIndex, ShardEntry, shard_files, write_index
 from plait.data.tokenizer import open_tokenizer
@@ -44,6 +45,42 @@ def test_validation_is_the_end_of_the_corpus(tmp_path: Path) -> None:
     assert {int(token) for token in data.validation.batch(0, ALL)[0].flatten()} == {ord("b")}
     steps = range(900 // 8 // 4 + 1)
     assert {int(t) for step in steps for t in data.training.batch(step, ALL)[1].flatten()} == {ord("a")}
+
+
+@pytest.mark.parametrize("batch", [4, 16])
+def test_validation_has_each_sequence_once_in_batches_of_any_size(tmp_path: Path, batch: int) -> None:
+    path = tmp_path / "text.txt"
+    path.write_bytes(bytes(1 + number % 120 for number in range(1000)))
+
+    def starts(limit: int | None) -> list[int]:
+        data = load_data(make(path, validation=0.086, train={"batch": batch, "validate_batches": limit}))
+        assert isinstance(data.validation, ValidationBatches)
+        whole = limit is None
+        told = "all 10 sequences, without 5 tokens that fill none"
+        assert data.validation_summary == (
+            told
+            if whole
+            else f"{batch * 2} of 10 sequences, evenly spaced (train.validate_batches = 2)"
+            if batch == 4
+            else told
+        )
+        numbers = range(-(-data.validation.rows // batch))
+        batches = [data.validation.batch(number, ALL)[0] for number in numbers]
+        return [int(row[0]) for each in batches for row in each]
+
+    first = 1 + (1000 - 86) % 120
+    every = [1 + (first - 1 + 8 * number) % 120 for number in range(10)]
+    assert starts(None) == every
+    assert starts(2) == ([every[number * 10 // 8] for number in range(8)] if batch == 4 else every)
+
+
+def test_epochs_of_each_source_of_a_mixture_are_known(tmp_path: Path) -> None:
+    for name, size in (("long", 8 * 64 + 1), ("short", 8 * 3 + 1)):
+        (tmp_path / name).write_text("a" * size)
+    mixture = (f"{tmp_path}/long=1", f"{tmp_path}/short=3")
+    data = load_data(make("stdlib", mixture=mixture, validation=0.0, train={"batch": 16}))
+    assert data.epochs(8) == {f" of {tmp_path}/long": 32 / 64, f" of {tmp_path}/short": 96 / 3}
+    assert row_total(data.training) == 4, "then those of the short one come again"
 
 
 def test_without_validation(tmp_path: Path) -> None:
@@ -201,7 +238,8 @@ def test_just_long_enough(tmp_path: Path) -> None:
     data = load_data(config)
     assert data.training.batch(5, slice(2))[0].shape == (2, 8)
     assert data.validation is not None
-    assert data.validation.batch(0, slice(2))[0].shape == (2, 8)
+    assert data.validation.batch(0, slice(2))[0].shape == (1, 8)
+    assert data.validation_summary == "the only sequence"
 
 
 def test_checking_needs_no_torch() -> None:

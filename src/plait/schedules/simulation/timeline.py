@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from plait.arguments import require_instance
 from plait.errors import ScheduleError
 from plait.schedules.action import Action
 from plait.schedules.event_simulation import simulate_events
@@ -33,8 +34,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     `I`. A result arrives on another rank `costs.comm` after the end of its action, the gradient of a `B` too.
     Linear in the number of actions. Raises ScheduleError for a deadlock and for a stage outside `rank_of`.
     """
+    require_instance("the schedule", schedule, Schedule, "give one of plait.schedule(…)", ScheduleError)
     _require_stages(schedule)
-    costs = costs or Costs()
+    costs = Costs() if costs is None else costs
+    require_instance("costs", costs, Costs, "give plait.Costs(F=…, I=…, W=…, comm=…), or None", ScheduleError)
     ticks = costs.ticks(schedule.ranks, schedule.stages)
     timing = ticks.timing(schedule.rank_of)
     ends, missing = simulate_events(schedule.actions, timing)

@@ -226,7 +226,7 @@ def test_what_was_handed_in_may_change_once_it_is_abandoned() -> None:
     [
         ({"ranks_as": "fibres"}, "ranks_as is 'fibres'"),
         ({"ranks_as": "threads", "device": "cuda"}, "run on the CPU"),
-        ({"ranks_as": "threads", "ranks": 0}, "0 ranks were asked for"),
+        ({"ranks_as": "threads", "ranks": 0}, "ranks is 0: give a whole number"),
     ],
 )
 def test_refusals(options: Any, what: str) -> None:

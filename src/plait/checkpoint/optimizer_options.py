@@ -1,0 +1,145 @@
+"""Options of parameter groups, such as `lr`, when a checkpoint is loaded: those saved, or those given."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from plait.checkpoint.compatibility import Sources
+from plait.checkpoint.optimizer_set import OptimizerSet
+from plait.checkpoint.optimizer_state import NOT_RESTORED
+from plait.errors import CheckpointError
+
+Options = Literal["saved", "given"]
+"""Which options a loaded optimizer has: those in the checkpoint, as torch's `load_state_dict`, or its own."""
+_CYCLED = ("momentum", "betas")
+"""Options that schedulers with `max_momentum` change, too."""
+
+
+def of_schedulers(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a scheduler of torch has put into a saved group, which goes on where `now` is the same run.
+
+    That is its learning rate, where the group starts from the same one as when it was saved.
+    """
+    initial = saved.get("initial_lr")
+    if initial is None or initial != now.get("initial_lr", now.get("lr")):
+        return {}
+    cycled = _CYCLED if "max_momentum" in saved else ()
+    own = {"initial_lr", "lr", *cycled, *(key for key in saved if key.startswith(("max_", "min_", "base_")))}
+    return {key: value for key, value in saved.items() if key in own}
+
+
+def restore_options(
+    optimizers: OptimizerSet, names: Mapping[int, str], saved: Mapping[str, Any], options: Options
+) -> None:
+    """Set the options of each parameter group, such as `lr`, to those saved for the group's parameters.
+
+    With `options` "given" only what `of_schedulers` has. `names`: this rank's parameters, by id.
+    `require_same_groups` has checked that all parameters of a group have the same saved ones.
+    """
+    for group in optimizers.param_groups:
+        for number in {saved["group_of"].get(names[id(parameter)]) for parameter in group["params"]}:
+            if number is not None:
+                of_group = saved["groups"][number]
+                kept = of_group if options == "saved" else of_schedulers(of_group, group)
+                for key, value in kept.items():
+                    if key not in NOT_RESTORED:
+                        group[key] = _like(value, group.get(key))
+
+
+def _like(value: Any, now: Any) -> Any:
+    """Return `value`, an option read from JSON, in the type of the option's current value `now`."""
+    if isinstance(now, Tensor):
+        return now.fill_(value)
+    return tuple(value) if isinstance(now, tuple) and isinstance(value, list) else value
+
+
+def differences(ranks: Iterable[Sources], saved: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the options in which groups differ from those saved, each with the value now and the saved one.
+
+    `ranks`: the `group_sources` of each rank. Left out is what a scheduler goes on with. Of several groups
+    the first value counts.
+    """
+    found: dict[str, tuple[Any, Any]] = {}
+    for groups in ranks:
+        for now, sources in groups:
+            for number in sources:
+                before = saved["groups"][int(number)]
+                for key in before.keys() - of_schedulers(before, now).keys() - NOT_RESTORED:
+                    if key in now and now[key] != before[key]:
+                        found.setdefault(key, (now[key], before[key]))
+    return dict(sorted(found.items()))
+
+
+def option_line(found: Mapping[str, tuple[Any, Any]], options: Options) -> str:
+    """Return a line that says which options count; "" where none differ."""
+    if not found:
+        return ""
+    kept = 1 if options == "saved" else 0
+    each = ", ".join(f"{key} {both[kept]} in place of {both[1 - kept]}" for key, both in found.items())
+    whose = "of the checkpoint" if options == "saved" else "given, not those of the checkpoint"
+    return f"The optimizer's settings are those {whose}: {each}."
+
+
+def require_state_for_options(
+    optimizers: OptimizerSet,
+    names: Mapping[int, str],
+    saved: Mapping[str, Any],
+    keys: Mapping[str, Sequence[str]],
+) -> None:
+    """Raise CheckpointError where an option that is new needs state that the checkpoint does not hold.
+
+    AMSGrad's maximum is such state; SGD begins a momentum by itself. `keys`: saved state by parameter.
+    """
+    for member in optimizers.members:
+        for group in member.param_groups:
+            tried: set[frozenset[str]] = set()
+            for parameter in group["params"]:
+                name = names[id(parameter)]
+                known = frozenset((*keys.get(name, ()), *saved["plain"].get(name, {})))
+                if (
+                    known
+                    and known not in tried
+                    and (missing := _missing_state(member, group, parameter, known))
+                ):
+                    raise CheckpointError(
+                        f"the optimizer keeps {missing} for each parameter with its options, which the "
+                        f"checkpoint does not hold for {name}: give the options as they were, or None for an "
+                        "optimizer that starts anew."
+                    )
+                tried.add(known)
+
+
+def _missing_state(
+    optimizer: Optimizer, group: Mapping[str, Any], parameter: nn.Parameter, known: frozenset[str]
+) -> str:
+    """Return the state that a step needs and `known` lacks, or "", as steps of a copy on few numbers show."""
+    tiny = nn.Parameter(torch.ones((2,) * max(1, parameter.dim())))
+    trial = copy.copy(optimizer)
+    options = {key: False if key in NOT_RESTORED and value else value for key, value in group.items()}
+    trial.param_groups = [copy.deepcopy({**options, "params": []}) | {"params": [tiny]}]
+    trial.state = defaultdict(dict)
+    try:
+        with torch.enable_grad():
+            _step(trial, tiny)
+    except Exception:  # of any kind: it needs other arguments, and cannot be tried
+        return ""
+    missing = [key for key in trial.state[tiny] if key not in known]
+    for key in missing:
+        del trial.state[tiny][key]
+    try:
+        _step(trial, tiny)
+    except Exception:  # a KeyError of torch's optimizers
+        return " and ".join(missing)
+    return ""
+
+
+def _step(optimizer: Optimizer, parameter: nn.Parameter) -> None:
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()

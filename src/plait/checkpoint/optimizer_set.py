@@ -1,0 +1,100 @@
+"""`OptimizerSet`: one or several optimizers of an engine's parameters, which a checkpoint holds as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from plait.errors import CheckpointError
+
+GivenOptimizers = Optimizer | Sequence[Optimizer] | None
+"""One optimizer, several of different parameters, or none."""
+
+
+@dataclass(frozen=True, eq=False)
+class OptimizerSet:
+    """Optimizers of different parameters: their groups one after another, and the state of each parameter."""
+
+    members: tuple[Optimizer, ...]
+
+    @staticmethod
+    def of(given: GivenOptimizers) -> OptimizerSet | None:
+        """Return the given optimizers as a set; None for none. Raises CheckpointError for anything else."""
+        if given is None:
+            return None
+        members = tuple(given) if isinstance(given, Sequence) else (given,)
+        for one in members:
+            if not isinstance(one, Optimizer):
+                what = (
+                    f"the class {one.__name__}"
+                    if isinstance(one, type)
+                    else f"an object of {type(one).__name__}"
+                )
+                raise CheckpointError(
+                    f"the optimizer is {what}: give one of torch.optim, a list of them, or None."
+                )
+        if not members:
+            raise CheckpointError("the list of optimizers is empty: give at least one, or None.")
+        return OptimizerSet(members)
+
+    @property
+    def kind(self) -> str:
+        """The names of their classes, joined by plus signs."""
+        return " + ".join(type(one).__name__ for one in self.members)
+
+    @property
+    def defaults(self) -> set[str]:
+        """The names of the options that their classes take."""
+        return set(chain.from_iterable(one.defaults for one in self.members))
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all, one after another."""
+        return [group for one in self.members for group in one.param_groups]
+
+    def state_of(self, parameter: nn.Parameter) -> Mapping[str, Any]:
+        """Return the state of a parameter; empty where it has none."""
+        owner = self._owners.get(id(parameter))
+        return {} if owner is None else owner.state.get(parameter, {})
+
+    def replace_state(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
+        """Replace the state of a parameter; by an empty one: remove it."""
+        owner = self._owners[id(parameter)]
+        owner.state.pop(parameter, None)
+        if state:
+            owner.state[parameter] = state
+
+    def members_of(self, names: Mapping[int, str]) -> dict[str, str]:
+        """Return the class of each parameter's optimizer, by name; `names`: of parameters, by id."""
+        return {
+            name: type(self._owners[number]).__name__
+            for number, name in names.items()
+            if number in self._owners
+        }
+
+    def require_apart(self, names: Mapping[int, str]) -> None:
+        """Raise CheckpointError where two optimizers have a parameter in common."""
+        seen: set[int] = set()
+        for one in self.members:
+            own = {id(parameter) for parameter in _parameters_of(one)}
+            for number in own & seen:
+                raise CheckpointError(
+                    f"two of the optimizers have {names.get(number, 'a parameter')} in common: give each "
+                    "parameter to one."
+                )
+            seen |= own
+
+    @cached_property
+    def _owners(self) -> dict[int, Optimizer]:
+        """The optimizer of each parameter, by its id."""
+        return {id(parameter): one for one in self.members for parameter in _parameters_of(one)}
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterable[nn.Parameter]:
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)

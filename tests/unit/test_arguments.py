@@ -1,0 +1,157 @@
+"""Arguments of public functions of another type than asked for, or out of range, are refused by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import plait
+from plait.engine import Engine
+from plait.errors import PlaitError
+from plait.loop import (
+    Checkpoints,
+    Csv,
+    EarlyStop,
+    History,
+    Log,
+    ReplicaChecks,
+    Report,
+    Validation,
+    warmup_cosine,
+)
+from plait.plan import Plan
+
+DATA = TensorDataset(torch.randn(8, 4), torch.arange(8) % 2)
+WHOLE, COUNT = "give a whole number of at least 1", "give a whole number of at least 0"
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+
+
+def fit(**given: Any) -> object:
+    return plait.fit(model(), Plan(), plait.Loader(DATA, batch=4), **({"steps": 1} | given))
+
+
+def validated(**given: Any) -> object:
+    return fit(validation=plait.Loader(DATA, batch=4), **given)
+
+
+def parallelized(**given: Any) -> Engine:
+    plan = Plan()
+    return plait.parallelize(model(), plan, plait.Mesh(plan), nn.CrossEntropyLoss(), **given)
+
+
+def mean_accuracy(output: Tensor, targets: Tensor) -> Tensor:
+    return (output.argmax(1) == targets).double().mean()
+
+
+SMALL: dict[str, Any] = {"layers": 1, "hidden": 8, "heads": 2, "vocab": 9, "context": 8}
+TINY = Path("nowhere")
+REFUSED: list[tuple[Callable[[], object], str]] = [
+    *(
+        (lambda steps=steps: fit(steps=steps), f"steps is {steps!r}: {WHOLE}")
+        for steps in (True, 2.5, 0, "3")
+    ),
+    (lambda: validated(validate_every=-1), f"validate_every is -1: {COUNT}"),
+    (lambda: validated(validate_every=True), f"validate_every is True: {COUNT}"),
+    (lambda: validated(validate_batches=0), f"validate_batches is 0: {WHOLE}"),
+    (lambda: validated(validate_batches=1.5), f"validate_batches is 1.5: {WHOLE}"),
+    (lambda: fit(validate_batches=2), "validate_batches or metrics are given, but no batches"),
+    (lambda: fit(validation={}), "validation is a dictionary with no data"),
+    (
+        lambda: validated(metrics={"mean": mean_accuracy}),
+        "the metric mean returned one number, of which no mean",
+    ),
+    (lambda: validated(metrics={"a,b": mean_accuracy}), "a metric is called 'a,b': give a name of letters"),
+    (lambda: validated(metrics={"a": 3}), "the metric a is 3: give a function"),
+    (lambda: fit(clip=0), "clip is 0: give a number above 0, or math.inf for no clipping"),
+    (lambda: fit(clip=None), "clip is None: give a number above 0"),
+    (lambda: fit(weight_decay=True), "weight_decay is True: give a number of at least 0"),
+    (lambda: fit(learning_rate=-1.0), "learning_rate is -1.0: give a number of at least 0"),
+    (lambda: fit(learning_rate=math.nan), "learning_rate is nan: give a number"),
+    (lambda: fit(seed=-1), f"seed is -1: {COUNT}"),
+    (lambda: fit(broadcast="no"), "broadcast is 'no': give True or False"),
+    (lambda: fit(callbacks=History()), "callbacks is an object of History: give a list of callbacks"),
+    (lambda: fit(callbacks=[History]), "a callback is the class History: give objects of subclasses of"),
+    (
+        lambda: fit(optimizer=lambda groups: [torch.optim.SGD(groups)]),
+        "what optimizer returns is an object of list",
+    ),
+    (lambda: fit(mesh="cpu"), "the mesh is an object of str: give plait.Mesh"),
+    *(
+        (
+            lambda given=given: plait.Loader(DATA, **({"batch": 4} | given)),
+            f"a loader's {next(iter(given))} is ",
+        )
+        for given in (
+            *({"batch": 2.5}, {"batch": True}, {"seed": -1}, {"workers": True}, {"ahead": 1.5}),
+            *({"shuffle": "no"}, {"context": "frok"}, {"collate": 3}),
+        )
+    ),
+    (lambda: Checkpoints(TINY, keep_best=3), "keep_best is 3: give True or False"),  # type: ignore[arg-type]
+    (lambda: Checkpoints(TINY, every=True), f"every is True: {COUNT}"),
+    (lambda: Checkpoints(TINY, every=2.5), f"every is 2.5: {COUNT}"),  # type: ignore[arg-type]
+    (lambda: Checkpoints(TINY, keep_last=-1), f"keep_last is -1: {COUNT}"),
+    (lambda: Checkpoints(TINY, keep_every=-1), f"keep_every is -1: {COUNT}"),
+    (lambda: Checkpoints(TINY, resume=True), "resume is an object of bool: give"),  # type: ignore[arg-type]
+    (lambda: Checkpoints(TINY, watch="a"), "watch is 'a', but keep_best is False"),
+    (lambda: Validation(None, every=2.5), f"every is 2.5: {COUNT}"),  # type: ignore[arg-type]
+    (lambda: Validation(None, name="a b"), "a Validation is called 'a b': give a name"),
+    (lambda: EarlyStop(True), f"patience is True: {WHOLE}"),
+    (lambda: ReplicaChecks(-1), f"ReplicaChecks' every is -1: {COUNT}"),
+    (lambda: Report(TINY, step=-1), f"Report's step is -1: {COUNT}"),
+    (lambda: Log("rows.jsonl"), "Log was given 'rows.jsonl', without begin, write"),  # type: ignore[arg-type]
+    (lambda: Csv(TINY, columns=["loss"]), "Csv's columns are ['loss']: give a list of names, of which step"),
+    (lambda: warmup_cosine(1.0, steps=10, warmup=2.5), f"warmup is 2.5: {COUNT}"),  # type: ignore[arg-type]
+    (lambda: warmup_cosine(1.0, steps=10, floor=2), "falls to floor = 2 from peak = 1: give a lower floor"),
+    (lambda: plait.launch(int, ranks=True), f"ranks is True: {WHOLE}"),
+    (lambda: plait.launch(int, threads=0), f"threads is 0: {WHOLE}"),
+    (lambda: plait.launch(int, timeout=-1), "timeout is -1: give a number above 0"),
+    (lambda: plait.launch(int, device="gpu"), "device is 'gpu': "),
+    (lambda: plait.Mesh(pp=1, timeout=0), "the mesh's timeout is 0: give a number above 0"),
+    (lambda: plait.Mesh(pp=1, guarded="yes"), "the mesh's guarded is 'yes': give True"),  # type: ignore[arg-type]
+    (lambda: plait.Mesh(pp=1, device="gpu"), "the mesh's device is 'gpu' ("),
+    (lambda: plait.Mesh(3), "the mesh's plan is an object of int: give a plait.Plan"),  # type: ignore[arg-type]
+    (lambda: Plan(compile="True"), "plan.compile is 'True': choose one of True, False, graphs"),  # type: ignore[arg-type]
+    (lambda: plait.simulate(3), "the schedule is an object of int: give one of"),  # type: ignore[arg-type]
+    (lambda: plait.check("1f1b"), "the schedule is an object of str: give one of"),  # type: ignore[arg-type]
+    (lambda: plait.models.gpt2(**SMALL | {"layers": True}), f"model.layers is True: {WHOLE}"),
+    (lambda: plait.models.llama(**SMALL | {"hidden": 8.0}), f"model.hidden is 8.0: {WHOLE}"),
+    (lambda: plait.models.gpt2(**SMALL, tied="no"), "model.tied is 'no': give True or False"),  # type: ignore[arg-type]
+    (lambda: plait.lora(model(), rank=True), f"the rank of an adapter is True: {WHOLE}"),
+    (lambda: plait.memory(model(), None), "the plan is an object of NoneType: give"),  # type: ignore[arg-type]
+    (lambda: plait.predict(model(), Plan(), 3), "hardware is an object of int: give"),  # type: ignore[arg-type]
+    (lambda: parallelized(rules=3), "rules is an object of int: give a dictionary of rules"),
+    (
+        lambda: parallelized().evaluate(torch.ones(2, 4), torch.ones(2).long(), rows=True),
+        f"rows is True: {COUNT}",
+    ),
+    (
+        lambda: parallelized().evaluate(torch.ones(2, 4), torch.ones(2).long(), rows=3),
+        "3 rows of inputs of 2",
+    ),
+    (lambda: parallelized().clip_grad_norm_(-1), "max_norm is -1: give a number of at least 0"),
+    (lambda: parallelized().parameter_groups(None), "weight_decay is None: give a number"),
+    (lambda: parallelized().step([], 1.0), "the optimizer is a list: give one; with several"),
+    (lambda: plait.save(parallelized(), None, TINY, [1]), "the state to be saved is an object of list"),  # type: ignore[arg-type]
+    (lambda: plait.load(parallelized(), 3, TINY), "the optimizer is an object of int: give one of"),  # type: ignore[arg-type]
+    (
+        lambda: plait.load(parallelized(), None, TINY, options="new"),
+        "options is 'new': choose one of saved, given",
+    ),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED, ids=[message[:40] for _, message in REFUSED])
+def test_it_is_refused_by_name(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(PlaitError) as refused:
+        call()
+    assert message in str(refused.value)
