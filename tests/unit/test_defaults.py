@@ -34,7 +34,7 @@ OTHERWISE = {
     "train.steps": "fit has to be told",
     "train.batch": "a Loader has to be told",
     "train.clip": "a recipe, as AdamW's betas and the warm-up are",
-    "train.weight_decay": "the same",
+    "train.weight_decay": "the same; in Python the optimizer's own",
     "run.timeout": "there is no code of the user's between steps",
     "run.resume": "a command that is repeated starts over; a Checkpoints callback is there to go on",
     "run.device": "None is auto",

@@ -82,8 +82,8 @@ def precision_change(manifest: Manifest, pieces: Mapping[str, nn.Parameter]) -> 
         return ""
     before, now = (str(one).removeprefix("torch.") for one in (saved[changed[0]], pieces[changed[0]].dtype))
     return (
-        f"the checkpoint holds {listed(changed, most=2)} as updated in {before}, and the optimizer goes on in "
-        f"{now}: plan.master_precision decides (without it fp32 for bf16 and fp16; earlier versions had bf16)."
+        f"the checkpoint holds {listed(changed, most=2)} as updated in {before}, and the optimizer goes on "
+        f"in {now}: plan.master_precision decides (by default fp32 for bf16, which was updated in bf16 once)."
     )
 
 

@@ -213,18 +213,17 @@ class Engine:
         for name, piece in self.named_parameters():
             yield name, as_dtensor(piece, self.layouts[name], self.mesh)
 
-    def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Return two optimizer parameter groups: `weight_decay` for tensors of 2 or more dims, else 0."""
-        require_number("weight_decay", weight_decay, PlanError)
+    def parameter_groups(self, weight_decay: float | None = None) -> list[dict[str, Any]]:
+        """Return two parameter groups: `weight_decay` (None: the optimizer's) for matrices, else 0."""
+        if weight_decay is not None:
+            require_number("weight_decay", weight_decay, PlanError)
         trainable: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for name, parameter in self.named_parameters():
             if parameter.requires_grad:
                 trainable[len(self.layouts[name].shape) >= 2].append(parameter)
         self._agreement.note_decay(weight_decay)
-        return [
-            {"params": trainable[True], "weight_decay": weight_decay},
-            {"params": trainable[False], "weight_decay": 0.0},
-        ]
+        decay = {} if weight_decay is None else {"weight_decay": weight_decay}
+        return [{"params": trainable[True], **decay}, {"params": trainable[False], "weight_decay": 0.0}]
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise `PlanError` where an update of `optimizer` depends on parameters that another rank holds.

@@ -39,15 +39,15 @@ class StepAgreement:
         """Calls of `forward_backward` since the optimizers' gradients were None."""
         self._options: dict[str, object] = {}
         """Those of the latest calls, by name."""
-        self._decays: set[float] = set()
+        self._decays: set[float | None] = set()
         """With which weight decays parameter groups were made."""
         self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         """How many steps each optimizer has taken since ranks compared."""
         self._latest: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         """After which call of `forward_backward` each optimizer stepped, or was given, last."""
 
-    def note_decay(self, weight_decay: float) -> None:
-        """Note that groups of parameters were made with this weight decay for matrices."""
+    def note_decay(self, weight_decay: float | None) -> None:
+        """Note that groups of parameters were made with this weight decay; None: the optimizer's own."""
         self._decays.add(weight_decay)
 
     def note_optimizer(self, optimizer: Optimizer, steps: int = 1) -> None:
@@ -136,7 +136,9 @@ class StepAgreement:
         """
         groups = optimizer.param_groups
         decays = [group.get("weight_decay") for group in groups]
-        if len(decays) != 2 or decays[0] not in self._decays or decays[1] != 0:
+        own = optimizer.defaults.get("weight_decay")
+        made = {own if decay is None else decay for decay in self._decays}
+        if len(decays) != 2 or decays[0] not in made or decays[1] != 0:
             yield "engine.parameter_groups = not used"
             return
         for name, group in zip(("matrices", "others"), groups, strict=True):

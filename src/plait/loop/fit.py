@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def fit(
     loss: GivenLoss = cross_entropy,
     optimizer: MakeOptimizer = torch.optim.AdamW,
     learning_rate: float | LearningRate | None = None,
-    weight_decay: float = 0.01,
+    weight_decay: float | None = None,
     clip: float = math.inf,
     validation: Batches | Mapping[str, Batches] | None = None,
     validate_every: int = 0,
@@ -76,7 +77,8 @@ def fit(
     `batches`: a `plait.Loader`, or what has a `size`, the rows of a global batch, and `batch(step, rows)`,
     which returns inputs and targets of some rows. `optimizer` makes one of parameter groups, of which
     matrices have `weight_decay` and vectors have none. `learning_rate`: a number, or a function of the step,
-    from 0, such as `plait.loop.warmup_cosine`; None: the optimizer's. `clip`: the largest gradient norm.
+    from 0, such as `plait.loop.warmup_cosine`. None for one of these: the optimizer's. `clip`: the largest
+    gradient norm.
 
     The mean loss over `validation`, of which each row counts once, and the means of `metrics`, functions of
     the model's output and the targets that return a value for each row or token, are computed every
@@ -155,10 +157,13 @@ def _require_arguments(
     require_whole("steps", steps)
     if learning_rate is not None and not callable(learning_rate):
         require_number("learning_rate", learning_rate)
-    require_number("weight_decay", weight_decay)
+    if weight_decay is not None:
+        require_number("weight_decay", weight_decay)
     require_number("clip", clip, positive=True, infinite="no clipping")
     require_instance("callbacks", callbacks, Sequence, "give a list of callbacks")
     _require_function(optimizer)
+    _refuse_twice("weight_decay", weight_decay, "weight_decay", optimizer)
+    _refuse_twice("learning_rate", learning_rate, "lr", optimizer)
 
 
 def _made(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -166,6 +171,15 @@ def _made(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Opti
     made = make(groups)
     require_instance("what optimizer returns", made, torch.optim.Optimizer, "return one of torch.optim")
     return made
+
+
+def _refuse_twice(name: str, value: object, option: str, optimizer: object) -> None:
+    """Raise `ConfigError` for an option that fit and a `partial` of an optimizer set differently."""
+    set_there = optimizer.keywords.get(option) if isinstance(optimizer, partial) else None
+    if value is not None and not callable(value) and set_there not in (None, value):
+        raise ConfigError(
+            f"{name} is {value}, and the optimizer is given {option} = {set_there}: leave one of them out."
+        )
 
 
 def _require_function(optimizer: object) -> None:

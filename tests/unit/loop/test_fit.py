@@ -138,6 +138,39 @@ def test_a_run_that_goes_on_under_another_plan_is_the_same(
     assert capsys.readouterr().out.count("Resumed from") == 1
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "decay", "used"),
+    [
+        (torch.optim.SGD, None, [0.0, 0.0]),
+        (torch.optim.AdamW, None, [0.01, 0.0]),
+        (partial(torch.optim.AdamW, weight_decay=0.3), None, [0.3, 0.0]),
+        (partial(torch.optim.AdamW, weight_decay=0.3), 0.3, [0.3, 0.0]),
+        (torch.optim.SGD, 0.2, [0.2, 0.0]),
+    ],
+)
+def test_weight_decay_is_the_optimizers_own_unless_fit_is_given_one(
+    optimizer: Any, decay: float | None, used: list[float]
+) -> None:
+    loader = plait.Loader(dataset(), batch=8)
+    result = plait.fit(model(), PLANS["one"], loader, steps=1, optimizer=optimizer, weight_decay=decay)
+    assert [group["weight_decay"] for group in result.optimizer.param_groups] == used
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "told"),
+    [
+        ({"weight_decay": 0.3}, {"weight_decay": 0.1}, "weight_decay is 0.1, .* given weight_decay = 0.3"),
+        ({"lr": 0.3}, {"learning_rate": 0.1}, "learning_rate is 0.1, .* given lr = 0.3"),
+    ],
+)
+def test_an_option_that_fit_and_the_optimizer_are_given_differently_is_refused(
+    options: dict[str, float], given: dict[str, float], told: str
+) -> None:
+    made, loader = partial(torch.optim.SGD, **options), plait.Loader(dataset(), batch=8)
+    with pytest.raises(ConfigError, match=told):
+        plait.fit(model(), PLANS["one"], loader, steps=1, optimizer=made, **given)
+
+
 @pytest.mark.parametrize("named", [None, 0.5])
 def test_a_run_that_goes_on_has_the_options_of_its_new_optimizer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], named: float | None
@@ -153,9 +186,9 @@ def test_a_run_that_goes_on_has_the_options_of_its_new_optimizer(
         group: dict[str, Any] = result.optimizer.param_groups[0]
         return {name: group[name] for name in ("lr", "momentum", "weight_decay")}
 
-    run(1, 0.1, lr=0.1, momentum=0.9)
+    run(1, 0.1, lr=named or 0.1, momentum=0.9)
     capsys.readouterr()
-    found = run(2, 0.0, lr=0.001, momentum=0.5)
+    found = run(2, 0.0, lr=named or 0.001, momentum=0.5)
     assert found == {"lr": named or 0.001, "momentum": 0.5, "weight_decay": 0.0}
     rate = "" if named else "lr 0.001 in place of 0.1, "
     assert capsys.readouterr().out.endswith(
