@@ -57,6 +57,11 @@ def model_in(folder: Path) -> nn.Sequential:
     """Return the model in `folder` as layers on the meta device. Raises ModelError as `from_huggingface`."""
     transformers = _transformers()
     config = _config(folder)
+    if getattr(config, "quantization_config", None):
+        raise ModelError(
+            f"the weights in {folder} are quantized (quantization_config in config.json), and plait trains "
+            "the weights themselves: give a folder of the model as it was before."
+        )
     if getattr(config, "num_hidden_layers", None) is not None:  # else from_huggingface refuses the model
         sizes_in(folder)
     try:
