@@ -73,6 +73,10 @@ class LoraConfig(Section):
         """Whether the linears of the model get LoRA adapters."""
         return self.rank > 0 or self.adapter is not None
 
+    def changed_fields(self) -> dict[str, object]:
+        """Return the fields that differ from their default."""
+        return {name: value for name, value in self if value != type(self).model_fields[name].default}
+
 
 class ModelConfig(Section):
     """The model, built as a sequence of layers."""
