@@ -87,6 +87,7 @@ def export_adapted(
     ]
     config = read_config(folder)
     config.pop("torch_dtype", None)  # the former name of dtype
+    config.pop("transformers_weights", None)  # the name of a file that is not written here
     copied = {name: folder / name for name in COPIED if (folder / name).is_file()}
     config["dtype"] = _dtype_name(tensors, dtype)
     _export(tensors, target, pairs, config, copied, dtype, max_bytes, Disk())
