@@ -32,7 +32,7 @@ def build_model(model: ModelConfig, vocab: int) -> nn.Sequential:
 
 def _without_adapters(model: ModelConfig, vocab: int) -> nn.Sequential:
     if model.folder is not None:
-        return model_in(model.folder)
+        return model_in(model.folder, model.context)
     sizes = {
         "layers": model.layers,
         "hidden": model.hidden,

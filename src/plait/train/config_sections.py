@@ -102,7 +102,11 @@ class ModelConfig(Section):
     vocab: Annotated[int, Field(ge=2)] | None = Field(
         default=None, description="tokens in the vocabulary; none: as many as the tokenizer has"
     )
-    context: Count = Field(default=128, description="tokens in a sequence")
+    context: Count = Field(
+        default=128,
+        description="tokens in a sequence; of a model in a folder, if not given, as many as the longest "
+        "conversation of the data has, or 1024",
+    )
     tied: bool = Field(default=True, description="whether the head shares the embedding's weight")
     lora: LoraConfig = LoraConfig()
 

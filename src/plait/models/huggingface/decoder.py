@@ -95,6 +95,7 @@ class Attention(InitializedLayer):
         self.self_attn: Any = with_plain_norms(attn) if family.head_norms == "joint" else attn
         self.joined, self.head_norms = family.query_key_value, family.head_norms
         self.rotary, self.window = rotary, window
+        self.context: int = attn.config.max_position_embeddings
         self.rotates = bool(getattr(attn, "use_rope", True))
         # A module instead of transformers' function, so that it can be replaced and has a name.
         self.attention_dropout = nn.Dropout(attn.attention_dropout)
@@ -142,9 +143,9 @@ class Attention(InitializedLayer):
 
     def cost(self) -> float:
         """Return the number of multiplications per token, by which layers are divided into stages."""
-        config = self.self_attn.config
-        context = min(config.max_position_embeddings, self.window or config.max_position_embeddings)
-        return attention_cost(self, context, config.num_attention_heads * self.self_attn.head_dim)
+        seen = min(self.context, self.window or self.context)
+        width = self.self_attn.config.num_attention_heads * self.self_attn.head_dim
+        return attention_cost(self, seen, width)
 
 
 class MLP(InitializedLayer):

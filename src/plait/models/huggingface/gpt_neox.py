@@ -63,6 +63,7 @@ class Block(InitializedLayer):
             block.post_mlp_dropout,
         )
         self.rotary = rotary
+        self.context: int = block.attention.config.max_position_embeddings
         # A module instead of transformers' function, so that it can be replaced and has a name.
         self.attention_dropout = nn.Dropout(block.attention.attention_dropout)
         self.attention_dropout.train(block.training)
@@ -92,4 +93,4 @@ class Block(InitializedLayer):
     def cost(self) -> float:
         """Return the number of multiplications per token, by which layers are divided into stages."""
         config = self.attention.config
-        return attention_cost(self, config.max_position_embeddings, config.hidden_size)
+        return attention_cost(self, self.context, config.hidden_size)
