@@ -28,14 +28,14 @@ def with_context_of_data(config: Config, arguments: Sequence[str]) -> tuple[Conf
     folder = config.model.folder
     if folder is None or is_given(arguments, "model.context"):
         return config, ""
-    most, longest = sizes_in(folder)["context"], 0
+    most = sizes_in(folder)["context"]
     sources = [*config.data.sources, *filter(None, [config.data.validation_source])]
     lengths = [_longest_conversation(config, source) for source in sources]
     longest = max((one for one in lengths if one is not None), default=0)
     usual = USUAL_CONTEXT if None in lengths else 0
     context = min(most, max(usual, -(-longest // MULTIPLE) * MULTIPLE))
     changed = config.model_copy(update={"model": config.model.model_copy(update={"context": context})})
-    if context == most and not longest:
+    if context == most:
         return changed, ""
     why = f" for conversations of up to {longest:,}" if longest else ""
     return changed, (

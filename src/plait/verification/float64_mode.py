@@ -49,4 +49,4 @@ class Float64Mode(TorchFunctionMode):
 
 
 def _widened(argument: Any) -> Any:
-    return torch.float64 if argument in NARROW else argument
+    return torch.float64 if isinstance(argument, torch.dtype) and argument in NARROW else argument
