@@ -66,7 +66,11 @@ PRIVATE_USES = {
         "_C",
     ): "whether a TorchFunctionMode is on: no public way to ask",
     ("autograd/engine_calls.py", "run_backward", "_len_torch_function_stack"): "likewise",
-    ("autograd/engine_calls.py", "run_backward", "_execution_engine"): "a backward without checks in Python",
+    (
+        "autograd/engine_calls.py",
+        "run_backward_unseen",
+        "_execution_engine",
+    ): "a backward without checks in Python",
     ("autograd/engine_calls.py", "apply_function", "_C"): "whether functorch is on: no public way to ask",
     ("autograd/engine_calls.py", "apply_function", "_are_functorch_transforms_active"): "likewise",
     (

@@ -15,7 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import plait
 from parity.case import SEED, Case
@@ -75,43 +75,16 @@ def _decoder(family: str, heads: int = 4, kv_heads: int = 2, **more: Any) -> nn.
     return _llama_like(family, heads, kv_heads, **tokens, **more)
 
 
-WIDE = "float64"
-"""The name of an attention for transformers, which computes capped scores in float32 otherwise."""
-
-
-def _capped(family: str, **more: Any) -> nn.Module:
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import eager_mask
-
-    AttentionInterface.register(WIDE, wide_attention)
-    AttentionMaskInterface.register(WIDE, eager_mask)
-    return _decoder(family, attn_implementation=WIDE, **more)
-
-
-def wide_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    dropout: float = 0.0,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Return the attention of `eager_attention_forward` of Gemma 2, with the softmax in the query's dtype."""
-    assert dropout == 0.0
-    key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
-    scores = query @ key.mT * scaling
-    if softcap is not None:
-        scores = (scores / softcap).tanh() * softcap
-    return ((scores + attention_mask).softmax(-1) @ value).transpose(1, 2).contiguous(), None
-
-
 qwen3 = partial(_decoder, "Qwen3", head_dim=8, use_sliding_window=True, sliding_window=3, max_window_layers=1)
 GEMMA = {"head_dim": 8, "sliding_window": 3, "query_pre_attn_scalar": 6}
-gemma2 = partial(_capped, "Gemma2", **GEMMA, attn_logit_softcapping=1.5, final_logit_softcapping=2.0)
+gemma2 = partial(
+    _decoder,
+    "Gemma2",
+    **GEMMA,
+    attn_logit_softcapping=1.5,
+    final_logit_softcapping=2.0,
+    attn_implementation="eager",
+)
 gemma3 = partial(_decoder, "Gemma3", **GEMMA, layer_types=["sliding_attention", "full_attention"])
 """With a base of the rotary embedding for each type of layer."""
 phi3 = partial(_decoder, "Phi3", sliding_window=3)
@@ -124,7 +97,9 @@ def norms_in_float64() -> Iterator[None]:
     """The norms of Gemma, OLMo 2 and Qwen3 with float64 in the code of transformers where it has float32.
 
     In float32 they sum gradients, or here mean squares over ranks, whose order then shows in float64 runs.
+    Gemma 2's capped scores likewise: only the eager attention, which takes the softmax in float32, has them.
     """
+    from transformers.models.gemma2 import modeling_gemma2
     from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
     from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
     from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
@@ -132,13 +107,20 @@ def norms_in_float64() -> Iterator[None]:
 
     with ExitStack() as entered:
         for kind in (Gemma2RMSNorm, Gemma3RMSNorm, Olmo2RMSNorm, Qwen3RMSNorm):
-            written = inspect.getsource(kind.forward)
-            changed = written.replace("torch.float32", "torch.float64").replace(".float()", ".double()")
-            assert changed != written
-            found: dict[str, Any] = {}
-            exec(textwrap.dedent(changed), vars(sys.modules[kind.__module__]), found)
-            entered.enter_context(patch.object(kind, "forward", found["forward"]))
+            entered.enter_context(patch.object(kind, "forward", _in_float64(kind.forward)))
+        eager = _in_float64(modeling_gemma2.eager_attention_forward)
+        entered.enter_context(patch.object(modeling_gemma2, "eager_attention_forward", eager))
         yield
+
+
+def _in_float64(function: Any) -> Any:
+    """The function with float64 in its code where it has float32."""
+    written = inspect.getsource(function)
+    changed = written.replace("torch.float32", "torch.float64").replace(".float()", ".double()")
+    assert changed != written
+    found: dict[str, Any] = {}
+    exec(textwrap.dedent(changed), vars(sys.modules[function.__module__]), found)
+    return found[function.__name__]
 
 
 def load() -> None:

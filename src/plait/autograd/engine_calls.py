@@ -24,6 +24,11 @@ def run_backward(roots: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
     if torch._C._len_torch_function_stack():  # a `TorchFunctionMode` wants to see the call
         handle_torch_function(torch.autograd.backward, roots, roots, seeds)
         return
+    run_backward_unseen(roots, seeds)
+
+
+def run_backward_unseen(roots: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
+    """Do what `run_backward` does, without a `TorchFunctionMode` that sees the call."""
     torch.autograd.Variable._execution_engine.run_backward(
         tuple(roots),
         tuple(seeds),

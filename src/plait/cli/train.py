@@ -44,6 +44,7 @@ def run(argv: Sequence[str]) -> int:
         from plait.comm.launch import launch
         from plait.comm.rank_process import STOP_SIGNAL
         from plait.comm.world import find_world
+        from plait.train.data_context import with_context_of_data
         from plait.train.loop import train
         from plait.train.run_data import check_data
 
@@ -53,7 +54,13 @@ def run(argv: Sequence[str]) -> int:
     stop_signals: tuple[int, ...] = (STOP_SIGNAL,) if local else (signal.SIGINT, signal.SIGTERM)
     if not in_processes:
         stop_signals = ()  # only a main thread can handle them: the first one ends the run
-    with local_ranks(plan.world, degrees(plan)), stoppable(local=local and in_processes) as received:
+    with (
+        local_ranks(plan.world, degrees(plan)) as prints,
+        stoppable(local=local and in_processes) as received,
+    ):
+        config, chosen = with_context_of_data(config, argv)
+        if chosen and prints:
+            print(chosen, flush=True)
         check_data(config)
         reports = launch(
             train,

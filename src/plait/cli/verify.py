@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from difflib import get_close_matches
+from typing import TYPE_CHECKING
 
 from plait.cli.arguments import CommandParser, count
 from plait.cli.ranks_and_signals import degrees, importing, local_ranks
 from plait.errors import ConfigError
 from plait.train.config_parser import config_from_arguments, nearest_field
+
+if TYPE_CHECKING:
+    from plait.verification.independent_report import IndependentReport
+    from plait.verification.report import VerificationReport
+    from plait.verification.sweep import Sweep
 
 _ABOUT = """\
 Runs the first steps on one rank in plain PyTorch, then on the plan's ranks, and
@@ -24,6 +31,7 @@ _EXAMPLES = (
     ("plait verify --config examples/demo.toml", "the plan of a file"),
     ("plait verify --parallel.tp 2 --mode exact", "bit by bit"),
     ("plait verify --all --ranks 4", "every plan of four ranks"),
+    ("plait verify --model.name DIR --against transformers", ""),
 )
 
 
@@ -45,6 +53,7 @@ def parser() -> CommandParser:
     add("--isolate", action="store_true", help="feed the reference's values downstream: a line a mistake")
     add("--all", action="store_true", help="every layout and schedule that the number of ranks allows")
     add("--ranks", metavar="N", type=count, help="for --all (default: the plan's)")
+    add("--against", choices=("transformers",), help="compare with that library's model, not plait's layers")
     add("--json", action="store_true", help="print one object with all of it")
     return made
 
@@ -58,23 +67,28 @@ def run(argv: Sequence[str]) -> int:
     _require_sections(rest)
     if options.ranks is not None and not options.all:
         raise ConfigError("--ranks goes with --all: without it the ranks are those of the configuration.")
+    _require_goes_with_against(options)
     config = config_from_arguments(rest)
     with importing():  # late, so that help and errors do not wait for torch
+        from plait.train.data_context import with_context_of_data
         from plait.train.run_data import check_data
-        from plait.train.verification_case import verification_case
-        from plait.verification.verify import verify_all, verify_case
+        from plait.train.verification_case import reference_of, verification_case
+        from plait.verification.verify import verify_against, verify_all, verify_case
 
     plan, threads = config.plan(), config.run.threads
     ranks = plan.world if options.ranks is None else options.ranks
     subject = degrees(plan) if options.ranks is None else f"--ranks {ranks}"
     with local_ranks(ranks, subject) as prints:
+        config, _ = with_context_of_data(config, rest)
         check_data(config)
         case = verification_case(config, mode=options.mode, steps=options.steps, isolate=options.isolate)
-        result = (
-            verify_all(case, plan, ranks, threads=threads, report_progress=_show_progress)
-            if options.all
-            else verify_case(case, plan, threads=threads)
-        )
+        result: VerificationReport | Sweep | IndependentReport
+        if options.against is not None:
+            result = verify_against(case, plan, reference_of(config, case), threads=threads)
+        elif options.all:
+            result = verify_all(case, plan, ranks, threads=threads, report_progress=_show_progress)
+        else:
+            result = verify_case(case, plan, threads=threads)
     if options.all:
         _replace_line("")
     if prints:
@@ -82,6 +96,16 @@ def run(argv: Sequence[str]) -> int:
     if not result.compared:
         return 2  # no plan could be run, so none is different
     return 0 if result else 1
+
+
+def _require_goes_with_against(options: Namespace) -> None:
+    """Raise ConfigError for an option that a comparison with another library's model does not use."""
+    usual = {"all": False, "isolate": False, "mode": "float64"}
+    for name, value in usual.items():
+        if options.against is not None and getattr(options, name) != value:
+            raise ConfigError(
+                f"--{name} does not go with --against, which compares one plan in float64: leave it out."
+            )
 
 
 def _require_sections(arguments: Sequence[str]) -> None:

@@ -23,20 +23,26 @@ from plait.rules import join
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _HALF = {"A": "down", "B": "up"}
-_PLAIN: Mapping[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
+_READ = ("r", "lora_alpha", "lora_dropout")
+_WITHOUT_EFFECT = (
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
+    # Which linears have adapters follows from the tensors.
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    "fan_in_fan_out",  # follows from the linear
+    # Only read with settings that are refused, or before the first step.
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
+    *("megatron_core", "runtime_config"),
+)
+"""Settings of peft that do not change what an adapter computes once it has values."""
+_ACCEPTED: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("lora",),
     "bias": ("none",),
-    "use_rslora": (False,),
-    "use_dora": (False,),
-    "lora_bias": (False,),
-    "rank_pattern": ({},),
-    "alpha_pattern": ({},),
-    "modules_to_save": ([],),
-    "layer_replication": ([],),
-    "target_parameters": ([],),
-    "alora_invocation_tokens": ([],),
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
 }
-"""What plait's adapters can be: the values of peft's settings, beside none."""
+"""What plait's adapters can be: the values of other settings, beside none and those that are off."""
+_CHANGES_THE_BASE = ("pissa", "olora", "corda", "lora_ga")
+"""Values of `init_lora_weights` from which peft computes other weights of the base when it reads a folder."""
+_OFF: tuple[Any, ...] = (None, False, {}, [], "")
 
 
 def load_adapter(model: nn.Module, folder: str | Path) -> dict[str, Tensor]:
@@ -77,13 +83,16 @@ def save_adapter(
     """Write the adapters of `model` to `folder`, as peft's `save_pretrained` does.
 
     `values`: those of the adapted model, such as `engine.state_dict()`; None: its own. `base`: the path or
-    name of the model without adapters. Raises ModelError where the model has no adapters.
+    name of the model without adapters. Raises ModelError where the model has no adapters, where they are
+    unlike, and where other parameters are trained, which a folder of peft would not hold.
     """
     from safetensors.torch import save_file
 
     adapters, given = adapters_of(model), dict(model.state_dict() if values is None else values)
     if not adapters:
         raise ModelError("the model has no adapters to save: give it some by plait.lora.")
+    _require_alike(adapters)
+    _require_nothing_beside(model, adapters)
     theirs = _names_in_peft(model)
     tensors = {
         f"base_model.model.{theirs[path]}.lora_{letter}.weight": given[f"{path}.{half}.weight"].contiguous()
@@ -109,6 +118,31 @@ def save_adapter(
     (target / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
+def _require_alike(adapters: Mapping[str, LoraLinear]) -> None:
+    """Raise ModelError where adapters differ in rank, alpha or dropout, of which a folder has one."""
+    kinds = {
+        (one.rank, one.alpha, 0.0 if one.dropout is None else one.dropout.p): path
+        for path, one in adapters.items()
+    }
+    if len(kinds) > 1:
+        (one, first), (other, second), *_ = kinds.items()
+        raise ModelError(
+            f"the adapters of {first} and {second} differ in rank, alpha or dropout ({one} and {other}), of "
+            "which a folder of peft has one each: give all adapters the same, or save merged_values."
+        )
+
+
+def _require_nothing_beside(model: nn.Module, adapters: Mapping[str, LoraLinear]) -> None:
+    """Raise ModelError for parameters that are trained and are not an adapter's."""
+    saved = {id(one.get_parameter(f"{half}.weight")) for one in adapters.values() for half in HALVES}
+    trained = (name for name, one in model.named_parameters() if one.requires_grad and id(one) not in saved)
+    if beside := list(trained):
+        raise ModelError(
+            f"{listed(beside, most=4)} train beside the adapters, and plait writes adapters only to "
+            "folders of peft: freeze them (requires_grad_(False)), or save merged_values or a checkpoint."
+        )
+
+
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the configuration and the tensors in a folder of peft."""
     from safetensors.torch import load_file
@@ -121,13 +155,29 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"{folder} holds no adapter of peft that can be read ({error}): give a folder with {CONFIG} and "
             f"{WEIGHTS}."
         ) from None
-    for key, allowed in _PLAIN.items():
-        if config.get(key) is not None and config[key] not in allowed:
+    for key, value in config.items():
+        if not _is_accepted(key, value):
             raise ModelError(
-                f"{folder / CONFIG} has {key} = {config[key]!r}, which plait's adapters have not: train with "
-                f"{key} = {allowed[0]!r}, or merge the adapter with peft."
+                f"{folder / CONFIG} has {key} = {value!r}, which plait's adapters have not: "
+                f"{_remedy(key, value)}, or merge the adapter with peft."
             )
     return config, tensors
+
+
+def _is_accepted(key: str, value: object) -> bool:
+    """Return whether plait's adapters compute what peft's do with this setting."""
+    if key in _READ or key in _WITHOUT_EFFECT or value in _OFF:
+        return True
+    return (value.lower() if isinstance(value, str) else value) in _ACCEPTED.get(key, ())
+
+
+def _remedy(key: str, value: object) -> str:
+    """Return how to train an adapter that plait can read, in place of one with this setting."""
+    if key == "init_lora_weights" and str(value).lower().startswith(_CHANGES_THE_BASE):
+        return (
+            "it changes the base's weights, so save it with peft's path_initial_model_for_weight_conversion"
+        )
+    return f"train with {key} = {_ACCEPTED[key][0]}" if key in _ACCEPTED else "train without it"
 
 
 def _renamed(model: nn.Module, folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

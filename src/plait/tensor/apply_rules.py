@@ -18,6 +18,7 @@ from plait.autograd.dropout import Dropout, set_region_piece, set_sequence_piece
 from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.comm.group import Group
 from plait.errors import ModelError, PlanError
+from plait.layers.alterations import is_altered
 from plait.layout import Layout
 from plait.rules import Rule, Rules, entrance, join, match
 from plait.tensor.embedding import VocabParallelEmbedding
@@ -60,7 +61,7 @@ def match_modules(rules: Rules, layers: Layers) -> dict[str, Rule]:
                 f"the rule {rule.kind} is for {classes}, but {path} is a {kind.__name__}: "
                 "let the pattern of the rule match fewer modules, or remove it."
             )
-        if rule.kind in APPLICABLE and rule.kind not in WITHOUT_LAYOUT and _is_altered(modules[path]):
+        if rule.kind in APPLICABLE and rule.kind not in WITHOUT_LAYOUT and is_altered(modules[path]):
             raise PlanError(
                 f"{path} has hooks, or a forward of its own, which the parallel module that replaces it "
                 "would not have: remove them, or remove the rule."
@@ -181,12 +182,6 @@ def _public_name(kind: type[nn.Module]) -> str:
 def _is_applicable(module: nn.Module, rule: Rule) -> bool:
     transposed = rule.kind in ("column", "row") and is_transposed_linear(module)
     return transposed or rule.kind not in APPLICABLE or type(module) in APPLICABLE[rule.kind]
-
-
-def _is_altered(module: nn.Module) -> bool:
-    """Return whether `module` has hooks, or a `forward` set on the instance. Reads private attributes."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return "forward" in vars(module) or any(getattr(module, kind) for kind in hooks)
 
 
 def _parallel(

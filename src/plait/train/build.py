@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from plait.errors import ModelError
 from plait.models import gpt2, llama
 from plait.models.huggingface.pretrained import model_in, weights_in
 from plait.models.low_rank_adaptation import adapter_values, lora
@@ -31,7 +32,7 @@ def build_model(model: ModelConfig, vocab: int) -> nn.Sequential:
 
 def _without_adapters(model: ModelConfig, vocab: int) -> nn.Sequential:
     if model.folder is not None:
-        return model_in(model.folder)
+        return model_in(model.folder, model.context)
     sizes = {
         "layers": model.layers,
         "hidden": model.hidden,
@@ -47,9 +48,15 @@ def _without_adapters(model: ModelConfig, vocab: int) -> nn.Sequential:
 def initial_weights(config: ModelConfig, model: nn.Sequential, seed: int) -> dict[str, Any] | None:
     """Return the weights in the folder `model.name` by their names in `model`, or None if there are none.
 
-    With the values of its adapters: those in their folder, else those of `seed`.
+    With the values of its adapters: those in their folder, else those of `seed`. Raises ModelError for an
+    adapter of a model without weights.
     """
     weights = None if config.folder is None else weights_in(config.folder, model)
+    if weights is None and config.lora.adapter is not None:
+        raise ModelError(
+            f"{config.name} holds no weights, and model.lora.adapter = {config.lora.adapter!r} was trained "
+            "beside those of a model: give a folder with weights, or leave the adapter out."
+        )
     if weights is None or not config.lora.adapts:
         return weights
     adapter = config.lora.adapter

@@ -125,17 +125,23 @@ def _check_paths(config: Config) -> None:
 
 def _check_adapter(model: ModelConfig) -> None:
     """Raise ConfigError if an adapter is to be trained on beside settings or a model that it has not."""
-    adapter, rank = model.lora.adapter, model.lora.rank
+    adapter, given = model.lora.adapter, model.lora.changed_fields()
     if adapter is not None and model.folder is None:
         raise ConfigError(
             f"model.lora.adapter = {adapter!r} is given with model.name = {model.name}: set model.name to "
             "the folder of the model for which the adapter was trained."
         )
-    if adapter is not None and rank:
-        raise ConfigError(
-            f"model.lora.rank = {rank} is given with model.lora.adapter, which has a rank of its own: leave "
-            "one of them out."
-        )
+    for name, value in given.items():
+        if adapter is not None and name != "adapter":
+            raise ConfigError(
+                f"model.lora.{name} = {value} is given with model.lora.adapter, with a {name} of its own: "
+                "leave one of them out."
+            )
+        if not model.lora.adapts:
+            raise ConfigError(
+                f"model.lora.{name} = {value} is given, and without model.lora.rank there are no adapters: "
+                "set model.lora.rank, such as to 8."
+            )
 
 
 def _check_steps(config: Config) -> None:

@@ -109,6 +109,18 @@ def config_from_arguments(
     `defaults` replace those of the fields, section by section; `origin` names them in errors. Raises
     `ConfigError` for a file that cannot be read, an unknown field and a bad value.
     """
+    return _build(_given_by(arguments, defaults, origin))
+
+
+def is_given(arguments: Sequence[str], field: str) -> bool:
+    """Return whether `arguments` set a field, by an option or in the file that they name."""
+    return field in _given_by(arguments)
+
+
+def _given_by(
+    arguments: Sequence[str], defaults: Mapping[str, object] | None = None, origin: str = ""
+) -> dict[str, GivenValue]:
+    """Return the values in `arguments` by the names of their fields; see `config_from_arguments`."""
     options = list(_options(arguments))
     paths = [Path(text) for name, text in options if name == "config"]
     if len(paths) > 1:
@@ -118,7 +130,7 @@ def config_from_arguments(
         if name != "config":
             field = _field(name, "the command line")
             given[name] = GivenValue(_typed(text, field), "the command line")
-    return _build(given)
+    return given
 
 
 def _read_file(path: Path) -> dict[str, GivenValue]:

@@ -73,6 +73,10 @@ class LoraConfig(Section):
         """Whether the linears of the model get LoRA adapters."""
         return self.rank > 0 or self.adapter is not None
 
+    def changed_fields(self) -> dict[str, object]:
+        """Return the fields that differ from their default."""
+        return {name: value for name, value in self if value != type(self).model_fields[name].default}
+
 
 class ModelConfig(Section):
     """The model, built as a sequence of layers."""
@@ -98,7 +102,11 @@ class ModelConfig(Section):
     vocab: Annotated[int, Field(ge=2)] | None = Field(
         default=None, description="tokens in the vocabulary; none: as many as the tokenizer has"
     )
-    context: Count = Field(default=128, description="tokens in a sequence")
+    context: Count = Field(
+        default=128,
+        description="tokens in a sequence; of a model in a folder, if not given, as many as the longest "
+        "conversation of the data has, or 1024",
+    )
     tied: bool | None = Field(
         default=None,
         description="whether the head shares the embedding's weight; none: as the family does, gpt2 yes, "

@@ -23,7 +23,9 @@ def predict_memory(config: Config, model: nn.Module, plan: Plan, device: torch.d
 
     Raises `ConfigError` where a rank exceeds `run.memory_limit`, with the smallest change that fits.
     """
-    estimator = MemoryEstimator(model, rows=config.train.batch // plan.dp, device=device)
+    shape = config.train.batch // plan.dp, config.model.context
+    inputs = torch.empty(shape, dtype=torch.int64, device="meta")
+    estimator = MemoryEstimator(model, inputs, device=device)
     memory, limit = estimator.estimate(plan), config.run.memory_limit
     if limit is not None and memory.most > limit * GIGA:
         other = fit_plan(estimator, plan, int(limit * GIGA))
@@ -31,7 +33,10 @@ def predict_memory(config: Config, model: nn.Module, plan: Plan, device: torch.d
         named = {f"{SECTIONS.get(field, 'parallel')}.{field}": value for field, value in changes.items()}
         remedy = "set " + " and ".join(f"{name} to {value}" for name, value in named.items())
         if not named:
-            remedy = "no strategy, offload or size of micro-batches helps, so take more ranks"
+            remedy = (
+                "no strategy, offload or size of micro-batches helps, so take more ranks, or lower "
+                f"model.context = {config.model.context}"
+            )
         raise ConfigError(
             f"a rank would hold up to {memory.most / GIGA:.3g} GB, but run.memory_limit is {limit:g}: "
             f"{remedy}."

@@ -10,6 +10,8 @@ from plait.errors import ConfigError, ModelError
 
 OWN_MODELS = ("gpt2", "llama")
 """Names of plait's own models; any other `model.name` is a folder."""
+USUAL_CONTEXT = 1024
+"""The context of a folder's model where neither the configuration nor the data give one, at most its own."""
 _MOST_BYTES, _MOST_BYTES_A_NAME = 4095, 255
 
 
@@ -35,6 +37,8 @@ def with_folder_sizes(given: Any) -> dict[str, Any]:
         sizes = sizes_in(folder)
     except ModelError as error:
         raise ConfigError(f"model.name = {name!r}: {error}") from None
+    if "context" not in given:
+        sizes["context"] = min(sizes["context"], USUAL_CONTEXT)
     for field, value in given.items():
         if field == "context" and isinstance(value, int) and 1 <= value <= sizes["context"]:
             sizes["context"] = value

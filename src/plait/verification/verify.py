@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 
@@ -20,6 +20,9 @@ from plait.tensor.losses import Loss, cross_entropy
 from plait.tensor.output_linear import output_linear_name
 from plait.tensor.torch_losses import GivenLoss, as_loss
 from plait.verification.case import Case, rows_of
+from plait.verification.independent_comparison import compare_with_reference
+from plait.verification.independent_reference import IndependentReference
+from plait.verification.independent_report import IndependentReport, independent_report
 from plait.verification.options import MakeOptimizer, Mode, VerifyOptions, adamw, usual_steps
 from plait.verification.rank_verification import verify_rank
 from plait.verification.report import VerificationReport
@@ -47,12 +50,14 @@ def verify(
     threads: int | None = None,
     timeout: float = 600.0,
     ranks_as: Literal["processes", "threads"] = "processes",
-) -> VerificationReport:
+    reference: Callable[[Any], Any] | None = None,
+) -> VerificationReport | IndependentReport:
     """Compare `model`, parallelized by `plan`, with one device, and report the first difference, if any.
 
     Trains on one rank in plain PyTorch, then on `plan.world` ranks from the same values and data. Compares,
     in order: each layer's output and input gradient, each micro-batch's weight gradients, final gradients,
     loss, norm, and after a step (of `Engine.step`, or by hand, in turns) parameters and optimizer state.
+    With a `reference`, in float64: outputs, loss and gradients. Raises PlaitError as `parallelize` does.
 
     Args:
         model: as `parallelize` takes it, or a function that builds it. It is not altered.
@@ -72,29 +77,59 @@ def verify(
         threads: torch threads in each rank.
         timeout: seconds that a rank waits for another.
         ranks_as: `processes`, or `threads` of this process, as in `plait.launch`.
+        reference: an independent model, any callable from `inputs`, in place of plait's layers on one rank.
 
     Returns:
         The report, the same on every rank. It is true where both runs are equal; print it.
-
-    Raises:
-        PlaitError: the plan, the model or the batch cannot be run; the same errors as `parallelize` has.
     """
+    _require_types(model, plan)
+    require_number("timeout", timeout, PlanError, positive=True, infinite="no limit")
+    if reference is not None:
+        _require_usual(reference, mode=mode, steps=steps, clip=clip, isolate=isolate, optimizer=optimizer)
+        steps = 1
+    steps = usual_steps(mode) if steps is None else steps
+    chosen = VerifyOptions(mode=mode, steps=steps, clip=clip, optimizer=optimizer, isolate=isolate, seed=seed)
+    case = Case(model, as_loss(loss), [(inputs, targets)] * steps, chosen, rules, device, timeout, ranks_as)
+    if reference is not None:
+        return verify_against(case, plan, IndependentReference(partial(_itself, reference)), threads=threads)
+    return verify_case(case, plan, threads=threads)
+
+
+def _require_types(model: object, plan: object) -> None:
     require_instance("the plan", plan, Plan, "give a plait.Plan", PlanError)
     if not callable(model):
         raise ModelError(f"the model is {model!r}: give an nn.Module, or a function that builds one.")
-    require_number("timeout", timeout, PlanError, positive=True, infinite="no limit")
-    steps = usual_steps(mode) if steps is None else steps
-    options = VerifyOptions(
-        mode=mode, steps=steps, clip=clip, optimizer=optimizer, isolate=isolate, seed=seed
-    )
-    case = Case(model, as_loss(loss), [(inputs, targets)] * steps, options, rules, device, timeout, ranks_as)
-    return verify_case(case, plan, threads=threads)
 
 
 def verify_case(case: Case, plan: Plan, *, threads: int | None = None) -> VerificationReport:
     """Verify `plan` on the batches of `case`, one for each step."""
     outcomes = _launch(partial(verify_rank, case, plan), case, plan.world, threads)
     return build_report(outcomes, plan, case.options)
+
+
+def verify_against(
+    case: Case, plan: Plan, reference: IndependentReference, *, threads: int | None = None
+) -> IndependentReport:
+    """Compare `plan` with an independent model on the batches of `case`."""
+    outcomes = _launch(partial(compare_with_reference, case, plan, reference), case, plan.world, threads)
+    return independent_report(outcomes, case.options.applied_to(plan), reference.name)
+
+
+def _itself(reference: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return reference
+
+
+def _require_usual(reference: object, **given: object) -> None:
+    """Raise PlanError for an argument of `verify` that a comparison with a reference does not use."""
+    if not callable(reference):
+        raise PlanError(f"the reference is {reference!r}: give an nn.Module, or a function of the inputs.")
+    usual = {"mode": "float64", "steps": None, "clip": None, "isolate": False, "optimizer": adamw}
+    for name, value in given.items():
+        if value != usual[name]:
+            raise PlanError(
+                f"{name} = {value!r} does not go with a reference, whose forward and backward run in "
+                "float64 for one batch: leave it out, and verify the rest without a reference."
+            )
 
 
 def verify_all(

@@ -174,6 +174,8 @@ def test_a_model_of_transformers_that_plait_trained_goes_back(name: str, tmp_pat
     theirs = lively(cases.MODELS[name](), torch.float32)
     theirs.save_pretrained(tmp_path / "theirs")
     (tmp_path / "theirs" / "tokenizer.json").write_text("{}")
+    (tmp_path / "theirs" / "model.safetensors").rename(tmp_path / "theirs" / "kept.safetensors")
+    change(tmp_path / "theirs" / "config.json", transformers_weights="kept.safetensors", a_key_of_others=1)
     adapted = model_in(tmp_path / "theirs")
     names: Any = adapted.huggingface_names
     values = {name: theirs.state_dict()[other] for name, other in names.items()}
@@ -184,6 +186,7 @@ def test_a_model_of_transformers_that_plait_trained_goes_back(name: str, tmp_pat
     export_adapted(FullTensors(path), tmp_path / "again", adapted, tmp_path / "theirs")
     assert (tmp_path / "again" / "tokenizer.json").read_text() == "{}"
     again = opened(tmp_path / "again")
+    assert again.config.a_key_of_others == 1
     tokens = TOKENS[:, :6] % 20
     assert torch.equal(again(tokens).logits, opened(tmp_path / "theirs")(tokens).logits)
 
@@ -278,6 +281,7 @@ def test_a_checkpoint_of_another_model_is_not_exported(tmp_path: Path) -> None:
         ({"rms_norm_eps": 1e-6}, "has rms_norm_eps = 1e-06, and plait's own llama has 1e-05: let"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "has rope_type = 'yarn'"),
         ({"attention_bias": True}, "has attention_bias = True"),
+        ({"is_causal": False}, "has is_causal = False"),
         ({"vocab_size": "many"}, "has vocab_size = 'many': give a whole number of at least 1"),
         ({"hidden_size": 48, "head_dim": 8}, r"norm.weight is \[24\] and not \[48\]"),
         ({"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight is missing"),

@@ -122,6 +122,18 @@ def test_the_exit_code_is_the_answer(
     assert capsys.readouterr() == (said, "")
 
 
+@pytest.mark.transformers
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_plaits_own_models_are_compared_with_those_of_transformers(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--model.name", name, "--run.ranks_as", "threads", "--against", "transformers", "--steps", "1"]
+    assert main(["verify", *TINY, *options, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["equal"], said["against"], said["unmatched"]) == (True, "transformers", 0)
+    assert said["phases"]["gradient"]["compared"] == {"gpt2": 16, "llama": 11}[name]
+
+
 def test_where_no_plan_can_be_run_the_exit_code_is_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,6 +182,10 @@ def test_json_is_one_object(
         ("--ranks -1 --all", "argument --ranks"),
         ("--ranks", "argument --ranks: expected one argument"),
         ("--ranks 2", "--ranks goes with --all: without it the ranks are those of the configuration."),
+        ("--against torchtitan", "argument --against: invalid choice"),
+        ("--against transformers --all", "--all does not go with --against, which compares one plan"),
+        ("--against transformers --mode exact", "--mode does not go with --against"),
+        ("--against transformers --model.lora.rank 2", "compares models without adapters"),
         ("--mode exact --steps 2", "steps is 2: mode exact takes 1"),
         ("--parallel.tp 3", "model.heads = 4 is not divisible by parallel.tp = 3"),
         ("--model.layerz 1", "did you mean model.layers?"),

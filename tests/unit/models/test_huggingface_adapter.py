@@ -120,21 +120,6 @@ def test_angles_are_those_of_a_ranks_positions() -> None:
     assert kernels.names["cos"] == 1
 
 
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (lambda: cases.gpt2(add_cross_attention=True), "has cross-attention"),
-        (
-            lambda: cases.llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
-            "of type 'dynamic', whose angles depend on the length of a sequence",
-        ),
-    ],
-)
-def test_what_plait_does_not_compute_is_refused(make: Any, reason: str) -> None:
-    with pytest.raises(ModelError, match=reason):
-        plait.models.from_huggingface(make())
-
-
 def test_a_sequence_beyond_the_context_is_refused() -> None:
     for make in (cases.gpt2, cases.llama, cases.gpt_neox):
         with pytest.raises(ModelError, match="longer than the model's context of 8"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,6 +65,22 @@ def configure(**changes: object) -> Callable[[Path], None]:
         (configure(r=3), r"do not fit \(.*0.down.weight is \[2, 4\] and not \[3, 4\]"),
         (configure(use_dora=True), "has use_dora = True, which plait's adapters have not"),
         (configure(rank_pattern={"0": 4}), "has rank_pattern = "),
+        *(
+            (
+                configure(**{key: value}),
+                f"has {key} = .*{re.escape(str(value))}.*, which plait's adapters have not: {remedy}",
+            )
+            for key, value, remedy in (
+                ("init_lora_weights", "pissa_niter_4", "it changes the base's weights"),
+                ("init_lora_weights", "OLoRA", "it changes the base's weights"),
+                ("init_lora_weights", "mica", "train with init_lora_weights = True"),
+                ("bias", "lora_only", "train with bias = none"),
+                ("peft_type", "IA3", "train with peft_type = lora"),
+                ("modules_to_save", ["2"], "train without it"),
+                ("trainable_token_indices", [1], "train without it"),
+                ("a_setting_of_next_year", 1, "train without it"),
+            )
+        ),
         (configure(lora_alpha=None), "has no r and lora_alpha"),
         (lambda folder: (folder / CONFIG).unlink(), "holds no adapter of peft that can be read"),
     ],
@@ -72,6 +89,27 @@ def test_what_is_refused(folder: Path, change: Callable[[Path], None], text: str
     change(folder)
     with pytest.raises(ModelError, match=text):
         load_adapter(model(), folder)
+
+
+def test_settings_without_effect_are_accepted(folder: Path) -> None:
+    configure(
+        init_lora_weights="Gaussian", layers_to_transform=[1], use_qalora=False, a_setting_of_next_year=None
+    )(folder)
+    assert load_adapter(model(), folder)
+
+
+def test_what_a_folder_would_leave_behind_is_refused(tmp_path: Path) -> None:
+    adapted = plait.lora(model(), rank=2)
+    adapted[3].requires_grad_(True)
+    with pytest.raises(ModelError, match=r"^3.weight, 3.bias train beside the adapters, and plait writes"):
+        save_adapter(adapted, tmp_path)
+    adapted = plait.lora(model(), rank=2)
+    adapted[2].alpha = 8
+    with pytest.raises(
+        ModelError, match=r"adapters of 0 and 2 differ in rank, alpha or dropout \(\(2, 16, 0.0"
+    ):
+        save_adapter(adapted, tmp_path)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_model_without_adapters_has_none_to_save(tmp_path: Path) -> None:

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from parity import huggingface_cases as cases
 from parity.norm import assert_equal
 from plait.checkpoint.box_reader import FullTensors
 from plait.cli.checkpoint import run as run_checkpoint
 from plait.comm.rank_pool import RankPool
-from plait.errors import ConfigError
+from plait.errors import ConfigError, ModelError
 from plait.models.low_rank_adaptation import adapters_of
 from plait.train.build import build_model, initial_weights
 from plait.train.config import Config
@@ -86,6 +87,19 @@ def test_fields_in_sections_of_a_section(tmp_path: Path) -> None:
     assert Config.model_validate_json(config.model_dump_json()) == config
 
 
+def test_an_adapter_goes_with_a_folder_that_has_weights_and_without_other_settings(
+    tmp_path: Path, folder: Path
+) -> None:
+    for lora in ({"dropout": 0.1}, {"rank": 4}):
+        with pytest.raises(ConfigError, match=r"is given with model.lora.adapter, with a .* of its own"):
+            configured(folder, tmp_path, adapter="x", **lora)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(
+        ModelError, match=r"holds no weights, and model.lora.adapter = 'x' was trained beside"
+    ):
+        initial_weights(configured(folder, tmp_path, adapter="x").model, nn.Sequential(), 0)
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -96,6 +110,7 @@ def test_fields_in_sections_of_a_section(tmp_path: Path) -> None:
         (("--model.lora.rnk", "1"), r"model\.lora\.rnk .* did you mean model\.lora\.rank"),
         (("--model.lora", "1"), r"model\.lora .* is a section: set one of its fields, such as model\.lora\."),
         (("--model.lora.adapter", "x"), "set model.name to the folder of the model for which"),
+        (("--model.lora.alpha", "8"), "model.lora.alpha = 8.0 is given, and without model.lora.rank there"),
         (("--model.lora.dropout", "1"), r"model\.lora\.dropout is 1"),
     ],
 )

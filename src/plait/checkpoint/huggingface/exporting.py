@@ -89,6 +89,7 @@ def export_adapted(
     ]
     config = read_config(folder)
     config.pop("torch_dtype", None)  # the former name of dtype
+    config.pop("transformers_weights", None)  # the name of a file that is not written here
     templates = [f"{CHAT_TEMPLATES}/{one.name}" for one in sorted((folder / CHAT_TEMPLATES).glob("*.jinja"))]
     copied = {name: folder / name for name in (*COPIED, *templates) if (folder / name).is_file()}
     config["dtype"] = _dtype_name(tensors, dtype)

@@ -27,12 +27,14 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, tuple[Any, ...]]]] = {
         "scale_attn_weights": (True, (True,)),
         "scale_attn_by_inverse_layer_idx": (False, (False,)),
         "add_cross_attention": (False, (False,)),
+        "is_causal": (True, (True,)),
     },
     "llama": {
         "hidden_act": ("silu", ("silu", "swish")),
         "rms_norm_eps": (1e-6, (EPSILON,)),
         "attention_bias": (False, (False,)),
         "mlp_bias": (False, (False,)),
+        "is_causal": (True, (True,)),
     },
 }
 """What is fixed in plait's own models, by key: the default of transformers, and the accepted values."""

@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+import torch
+from torch import Tensor
+
 from plait.checkpoint.huggingface.model_sizes import ModelSizes
 
 
@@ -29,6 +32,11 @@ class TensorPair:
         """Shape of the tensor of transformers."""
         *others, last = reversed(self.shape) if self.transposed else self.shape
         return (*others, last * len(self.ours))
+
+    def joined(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the tensor of transformers that is made of the tensors of plait, in the order of `ours`."""
+        turned = [one.t() if self.transposed and one.dim() > 1 else one for one in tensors]
+        return turned[0] if len(turned) == 1 else torch.cat(turned, dim=-1)
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,15 @@ from plait.models.huggingface.family import (
     GEMMA2,
     GEMMA3,
     LLAMA,
+    MISTRAL,
     OLMO2,
     PHI3,
+    QWEN2,
     QWEN3,
     Branch,
     Family,
 )
+from plait.models.huggingface.unmodified import require_all_parameters, require_declared
 
 __all__ = ["DECODERS", "FAMILIES", "Branch", "Family", "from_huggingface"]
 
@@ -32,12 +35,12 @@ DECODERS: Mapping[str, Family] = {
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
     "LlamaForCausalLM": LLAMA,
-    "MistralForCausalLM": LLAMA,
+    "MistralForCausalLM": MISTRAL,
     "Olmo2ForCausalLM": OLMO2,
     "Phi3ForCausalLM": PHI3,
-    "Qwen2ForCausalLM": LLAMA,
+    "Qwen2ForCausalLM": QWEN2,
     "Qwen3ForCausalLM": QWEN3,
-    "SmolLM3ForCausalLM": LLAMA,
+    "SmolLM3ForCausalLM": QWEN2,
 }
 """Families by class name of transformers."""
 
@@ -59,9 +62,11 @@ def from_huggingface(model: nn.Module, family: Family | None = None) -> nn.Seque
     description of a decoder that plait does not know; without one ModelError for other classes, and always
     for settings that plait does not support.
     """
-    if family is not None:
-        return _with_names(adapt(model, family), model)
     kind = type(model)
+    if family is not None:
+        if family != DECODERS.get(kind.__name__):
+            require_declared(model.config, family)
+        return _with_names(adapt(model, family), model)
     known = FAMILIES if kind.__module__.startswith("transformers.") else {}
     if kind.__name__ not in known:
         raise ModelError(
@@ -73,6 +78,7 @@ def from_huggingface(model: nn.Module, family: Family | None = None) -> nn.Seque
 
 
 def _with_names(sequence: nn.Sequential, model: nn.Module) -> nn.Sequential:
+    require_all_parameters(model, sequence)
     sequence.huggingface_names = _names(sequence, model)  # type: ignore[assignment]
     return sequence
 

@@ -13,7 +13,7 @@ from plait.layers.result_cache import ResultCache
 from plait.models.model_helpers import InitializedLayer, require_length
 from plait.models.rotary import Angles, angles_of_positions, rotate
 
-STEADY_ROTARY = ("default", "linear", "llama3", "yarn")
+STEADY_ROTARY = ("default", "linear", "llama3", "proportional", "yarn")
 """Types of rotary embedding whose frequencies do not depend on the length of the sequence."""
 
 
@@ -27,7 +27,7 @@ class Embedding(InitializedLayer):
         super().__init__(std)
         self.name, self.context = name, context
         # A table that scales what it gives is a class of its own; the rule vocabulary takes plain ones.
-        self.scale: float | None = getattr(table, "scalar_embed_scale", None)
+        self.scale = _scale(table)
         self.add_module(name, table if self.scale is None else _plain(table))
         self.emb_dropout = emb_dropout
 
@@ -39,6 +39,18 @@ class Embedding(InitializedLayer):
             scale = torch.tensor(self.scale, dtype=torch.float32, device="cpu").to(embedded.dtype)
             embedded = embedded * scale.item()
         return embedded if self.emb_dropout is None else self.emb_dropout(embedded)
+
+
+def is_scaled(table: nn.Module) -> bool:
+    """Return whether an embedding of transformers scales what it gives."""
+    return hasattr(table, "scalar_embed_scale")
+
+
+def _scale(table: Any) -> float | None:
+    """Return what an embedding of transformers multiplies by, from its buffer unless that is on meta."""
+    if not is_scaled(table):
+        return None
+    return float(table.scalar_embed_scale if table.embed_scale.is_meta else table.embed_scale)
 
 
 def _plain(table: Any) -> nn.Embedding:
@@ -124,8 +136,8 @@ class Rotary(nn.Module):
             kind, prefix = kind[layer_type], f"{layer_type}_"
         if kind not in STEADY_ROTARY:
             raise ModelError(
-                f"the model's rotary embedding is of type {kind!r}, whose angles depend on the "
-                f"length of a sequence: set rope_type to {', '.join(STEADY_ROTARY)}."
+                f"the model's rotary embedding is of type {kind!r}, and plait computes angles that do not "
+                f"depend on the length of a sequence: set rope_type to {', '.join(STEADY_ROTARY)}."
             )
         if getattr(source, f"{prefix}inv_freq").is_meta:
             with torch.device("cpu"):
@@ -141,6 +153,14 @@ class Rotary(nn.Module):
         """Return the rotary embeddings of a model by type of layer; by None where all layers share one."""
         types = source.rope_type if isinstance(source.rope_type, dict) else (None,)
         return {one: Rotary(source, one) for one in types}
+
+    def require_all_features(self, size: int) -> None:
+        """Raise ModelError unless there is an angle for each two features of heads of `size`."""
+        if 2 * len(self.bits) != size:
+            raise ModelError(
+                f"the model's rotary embedding rotates {2 * len(self.bits)} of a head's {size} features, "
+                "and this class of transformers all: set partial_rotary_factor to 1."
+            )
 
     def forward(self, like: Tensor) -> Angles:
         """Return cosines and sines `[length, frequencies]` of the positions along dim 1 of `like`.

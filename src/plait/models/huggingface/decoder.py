@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,51 +10,99 @@ from torch import Tensor, nn
 
 from plait.context_attention import attend, share_keys
 from plait.errors import ModelError
-from plait.models.huggingface.common import Embedding, Head, Rotary, attention_cost, rotate_first
+from plait.models.huggingface.common import (
+    Embedding,
+    Head,
+    Rotary,
+    attention_cost,
+    is_scaled,
+    rotate_first,
+)
 from plait.models.huggingface.family import ENTRANCE, Branch, Family
+from plait.models.huggingface.unmodified import require_causal, require_unmodified
 from plait.models.model_helpers import InitializedLayer, assemble, block, heads_of
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+"""Types of layers in a configuration that plait computes."""
 
 
 def adapt(model: Any, family: Family) -> nn.Sequential:
     """Return `model`, a decoder of transformers of this family, as a sequence of layers.
 
-    Raises ModelError for attention to later positions, and for rotary embeddings whose angles depend on the
-    length of the sequence.
+    Raises ModelError for a model with altered code, for attention to later positions, and for values of the
+    configuration that transformers does not compute either.
     """
     config, body = model.config, model.model
-    if getattr(config, "use_bidirectional_attention", None):
-        raise ModelError(
-            "the model attends to later positions, where plait adapts causal decoders only: set "
-            "use_bidirectional_attention off."
-        )
+    layers = body.layers[: config.num_hidden_layers]  # as transformers runs them
+    attentions = [one.self_attn for one in layers]
+    require_unmodified(
+        model, [body, body.rotary_emb, *layers, *attentions, *_rebuilt(body, attentions, family)]
+    )
+    require_causal(config, attentions, family.bidirectional)
     std, context = config.initializer_range, config.max_position_embeddings
     rotaries = Rotary.by_layer_type(body.rotary_emb)
-    blocks = [block(Attention(one, family, rotaries, std), MLP(one, family, std)) for one in body.layers]
+    windows = _windows(config, family, len(layers))
+    blocks = [
+        block(
+            Attention(one, family, _rotary(config, rotaries, index), windows[index], std),
+            MLP(one, family, std),
+        )
+        for index, one in enumerate(layers)
+    ]
     embedding = Embedding("embed_tokens", body.embed_tokens, context, std)
-    cap = getattr(config, "final_logit_softcapping", None)
+    cap = None if family.logit_cap is None else getattr(config, family.logit_cap)
     head = Head("norm", body.norm, model.lm_head, std, cap=cap, norm_start=family.norm_start)
     return assemble(embedding, blocks, head, context=context, rules=family.rules())
+
+
+def _rebuilt(body: Any, attentions: list[Any], family: Family) -> Iterator[nn.Module]:
+    """Yield the modules of which the layers hold others with the same weights."""
+    if is_scaled(body.embed_tokens):
+        yield body.embed_tokens
+    if family.head_norms == "joint":
+        yield from (norm for attn in attentions for norm in (attn.q_norm, attn.k_norm))
+
+
+def _windows(config: Any, family: Family, count: int) -> list[int | None]:
+    """Return the attention window of each of `count` layers, as the masks of transformers have them."""
+    if family.windows == "none":
+        return [None] * count
+    window = config.sliding_window
+    if family.windows == "all":
+        return [window] * count
+    types = config.layer_types[:count]
+    for index, one in enumerate(types):
+        if one not in LAYER_TYPES or (one == LAYER_TYPES[1] and window is None):
+            raise ModelError(
+                f"layer_types has {one!r} for layer {index}, with sliding_window = {window!r}: give "
+                f"{' or '.join(map(repr, LAYER_TYPES))}, the second with a sliding_window."
+            )
+    return [window if one == LAYER_TYPES[1] else None for one in types]
+
+
+def _rotary(config: Any, rotaries: dict[str | None, Rotary], index: int) -> Rotary:
+    """Return the rotary embedding of a layer: that of its type where they differ by type."""
+    return rotaries[None if None in rotaries else config.layer_types[index]]
 
 
 class Attention(InitializedLayer):
     """`[batch, length, hidden]` → the same shape: the residual branch of causal attention."""
 
-    def __init__(self, block: Any, family: Family, rotaries: dict[str | None, Rotary], std: float) -> None:
+    def __init__(self, block: Any, family: Family, rotary: Rotary, window: int | None, std: float) -> None:
         super().__init__(std, norm_start=family.norm_start)
         self.branch = add_branch(self, block, family.attention)
         attn = block.self_attn
         self.self_attn: Any = with_plain_norms(attn) if family.head_norms == "joint" else attn
         self.joined, self.head_norms = family.query_key_value, family.head_norms
-        self.rotary = rotaries[getattr(attn, "layer_type", None) if None not in rotaries else None]
+        self.rotary, self.window = rotary, window
+        self.context: int = attn.config.max_position_embeddings
         self.rotates = bool(getattr(attn, "use_rope", True))
         # A module instead of transformers' function, so that it can be replaced and has a name.
         self.attention_dropout = nn.Dropout(attn.attention_dropout)
         self.attention_dropout.train(attn.training)
-        # The attention window is an attribute of the module, or of the configuration (Mistral, Phi-3).
-        self.window: int | None = getattr(
-            attn, "sliding_window", getattr(attn.config, "sliding_window", None)
-        )
-        self.cap: float | None = getattr(attn.config, family.score_cap) if family.score_cap else None
+        self.cap: float | None = getattr(attn, family.score_cap) if family.score_cap else None
+        if self.rotates and not family.rotates_part:
+            rotary.require_all_features(attn.head_dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x plus the attention's output. With `tp` above 1, each rank's linears hold some heads."""
@@ -95,9 +143,9 @@ class Attention(InitializedLayer):
 
     def cost(self) -> float:
         """Return the number of multiplications per token, by which layers are divided into stages."""
-        config = self.self_attn.config
-        context = min(config.max_position_embeddings, self.window or config.max_position_embeddings)
-        return attention_cost(self, context, config.num_attention_heads * self.self_attn.head_dim)
+        seen = min(self.context, self.window or self.context)
+        width = self.self_attn.config.num_attention_heads * self.self_attn.head_dim
+        return attention_cost(self, seen, width)
 
 
 class MLP(InitializedLayer):

@@ -3,8 +3,9 @@
     layers      embed_tokens → (attention → MLP) · n → norm and lm_head
     a branch    x + dropout(after(f(before(x)))), where f is attention or the MLP
 
-`Family()` is Llama. What the modules or the configuration of a model tell (windows, bases of rotary
-embeddings, layers without positions, scaled embeddings, a cap of the logits) needs no declaration.
+`Family()` is Llama. What the modules of a model tell (bases of rotary embeddings, layers without positions,
+scaled embeddings, biases, the scale of the scores) needs no declaration. Which other values of the
+configuration the model's code reads has to be declared: a configuration may hold values that it ignores.
 """
 
 from __future__ import annotations
@@ -44,8 +45,19 @@ class Family:
     """The one linear of queries, keys and values, in this order; None: `q_proj`, `k_proj` and `v_proj`."""
     head_norms: Literal["none", "each", "joint"] = "none"
     """Whether `q_norm` and `k_norm` normalize queries and keys: each head by itself, or all heads jointly."""
+    windows: Literal["none", "all", "by type"] = "none"
+    """Which layers attend to the last `sliding_window` positions only: "by type", those of type
+    `sliding_attention` in the configuration's `layer_types`."""
     score_cap: str | None = None
     """The value of the configuration that caps the attention scores."""
+    logit_cap: str | None = None
+    """The value of the configuration that caps the logits."""
+    bidirectional: str | None = None
+    """The value of the configuration that lets positions attend to later ones, which plait refuses."""
+    rotates_part: bool = False
+    """Whether the model's code takes angles for the first features of a head only."""
+    ignored: tuple[str, ...] = ()
+    """Values of the configuration that the model's code does not read, such as "sliding_window"."""
     mlp_rules: Mapping[str, Rule] = field(default_factory=lambda: GATED)
     """The rules of the MLP's linears, by their names."""
     norm_start: float = 1.0
@@ -82,24 +94,34 @@ class Family:
 
 
 LLAMA = Family()
-"""Llama; Mistral and Qwen2, which have windows; SmolLM 3, of which some layers have no positions."""
-QWEN3 = Family(head_norms="each")
+MISTRAL = Family(windows="all")
+QWEN2 = Family(windows="by type")
+"""Qwen2, and SmolLM 3, of which some layers have no positions."""
+QWEN3 = Family(head_norms="each", windows="by type")
 GEMMA2 = Family(
     attention=Branch("input_layernorm", "post_attention_layernorm"),
     mlp=Branch("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    windows="by type",
     score_cap="attn_logit_softcapping",
+    logit_cap="final_logit_softcapping",
+    bidirectional="use_bidirectional_attention",
     norm_start=0.0,
 )
 GEMMA3 = Family(
     attention=Branch("input_layernorm", "post_attention_layernorm"),
     mlp=Branch("pre_feedforward_layernorm", "post_feedforward_layernorm"),
     head_norms="each",
+    windows="by type",
+    logit_cap="final_logit_softcapping",
+    bidirectional="use_bidirectional_attention",
     norm_start=0.0,
 )
 PHI3 = Family(
     attention=Branch("input_layernorm", dropout="resid_attn_dropout"),
     mlp=Branch("post_attention_layernorm", dropout="resid_mlp_dropout"),
     query_key_value="qkv_proj",
+    windows="all",
+    rotates_part=True,
     mlp_rules={"gate_up_proj": column.joined(2), "down_proj": row},
 )
 OLMO2 = Family(

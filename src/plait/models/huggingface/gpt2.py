@@ -11,6 +11,7 @@ from plait.autograd.running_sequence import positions
 from plait.context_attention import attend, share_keys
 from plait.errors import ModelError
 from plait.models.huggingface.common import MLP, Head, attention_cost
+from plait.models.huggingface.unmodified import require_causal, require_unmodified
 from plait.models.model_helpers import InitializedLayer, assemble, block, heads_of, require_length
 from plait.rules import Rules, column, entrance, piece, row, sequence, vocabulary
 
@@ -38,6 +39,9 @@ def adapt(model: Any) -> nn.Sequential:
         raise ModelError(
             "the model has cross-attention, which needs an encoder: set add_cross_attention off."
         )
+    attentions = [one.attn for one in body.h]
+    require_unmodified(model, [body, *body.h, *attentions])
+    require_causal(config, attentions)
     std, context = config.initializer_range, config.n_positions
     # A smaller start for residual projections (Radford et al. 2019, section 2.3).
     smaller = {"c_proj": std / math.sqrt(2 * config.n_layer)}

@@ -14,6 +14,7 @@ from plait.models.huggingface.common import (
     attention_cost,
     rotate_first,
 )
+from plait.models.huggingface.unmodified import require_causal, require_unmodified
 from plait.models.model_helpers import InitializedLayer, assemble, heads_of
 from plait.rules import Rules, column, entrance, piece, row, sequence, vocabulary
 
@@ -39,6 +40,9 @@ def adapt(model: Any) -> nn.Sequential:
     Unsupported are those whose angles depend on the length of the sequence.
     """
     config, body = model.config, model.gpt_neox
+    attentions = [one.attention for one in body.layers]
+    require_unmodified(model, [body, body.rotary_emb, *body.layers, *attentions])
+    require_causal(config, attentions)
     std, context = config.initializer_range, config.max_position_embeddings
     embedding = Embedding("embed_in", body.embed_in, context, std, body.emb_dropout)
     rotary = Rotary(body.rotary_emb)
@@ -59,6 +63,7 @@ class Block(InitializedLayer):
             block.post_mlp_dropout,
         )
         self.rotary = rotary
+        self.context: int = block.attention.config.max_position_embeddings
         # A module instead of transformers' function, so that it can be replaced and has a name.
         self.attention_dropout = nn.Dropout(block.attention.attention_dropout)
         self.attention_dropout.train(block.training)
@@ -88,4 +93,4 @@ class Block(InitializedLayer):
     def cost(self) -> float:
         """Return the number of multiplications per token, by which layers are divided into stages."""
         config = self.attention.config
-        return attention_cost(self, config.max_position_embeddings, config.hidden_size)
+        return attention_cost(self, self.context, config.hidden_size)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from plait.errors import ModelError, PlaitError, listed
 from plait.huggingface_files import NO_WEIGHTS, files_of_tensors
@@ -53,22 +54,60 @@ def sizes_in(folder: Path) -> dict[str, int]:
     return sizes | {"tied": tied}
 
 
-def model_in(folder: Path) -> nn.Sequential:
-    """Return the model in `folder` as layers on the meta device. Raises ModelError as `from_huggingface`."""
-    transformers = _transformers()
+def model_in(folder: Path, context: int | None = None) -> nn.Sequential:
+    """Return the model in `folder` as layers on the meta device. Raises ModelError as `from_huggingface`.
+
+    `context`: that of the run, by which layers are divided into stages; None: the longest.
+    """
     config = _config(folder)
+    if getattr(config, "quantization_config", None):
+        raise ModelError(
+            f"the weights in {folder} are quantized (quantization_config in config.json), and plait trains "
+            "the weights themselves: give a folder of the model as it was before."
+        )
     if getattr(config, "num_hidden_layers", None) is not None:  # else from_huggingface refuses the model
         sizes_in(folder)
-    try:
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config)
-        return from_huggingface(model)
-    except PlaitError:
-        raise
-    except Exception as error:  # any error of transformers
-        raise ModelError(
-            f"transformers cannot build the model of {folder / 'config.json'}: {_brief(error)}."
-        ) from None
+    with torch.device("meta"):
+        model = _built(folder, config)
+    with _refused_by_transformers(folder):
+        layers = from_huggingface(model)
+    for module in layers.modules():
+        if context is not None and hasattr(module, "cost") and hasattr(module, "context"):
+            module.context = context  # type: ignore[assignment]
+    return layers
+
+
+def original_in(folder: Path) -> nn.Module:
+    """Return the model in `folder` as transformers builds it, in float32 with random values.
+
+    Raises ModelError where transformers cannot build it.
+    """
+    return _built(folder, _config(folder))
+
+
+def original_of(config: Mapping[str, Any]) -> nn.Module:
+    """Return the model that transformers builds of the content of a config.json, with random values."""
+    transformers = _transformers()
+    kind = config["model_type"]
+    made = transformers.AutoConfig.for_model(kind, **{k: v for k, v in config.items() if k != "model_type"})
+    built: nn.Module = transformers.AutoModelForCausalLM.from_config(made)
+    return built
+
+
+def logits_of(model: Any, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
+    """Return the logits of a model of transformers, of packed documents each by itself.
+
+    `inputs`: tokens `[rows, length]`, or these as `tokens` beside `document_ids` of the same shape.
+    """
+    if isinstance(inputs, Tensor):
+        logits: Tensor = model(inputs, use_cache=False).logits
+        return logits
+    rows = []
+    for tokens, ids in zip(inputs["tokens"], inputs["document_ids"], strict=True):
+        _, lengths = ids.unique_consecutive(return_counts=True)
+        documents = tokens.split(lengths.tolist())
+        rows.append(torch.cat([model(one[None], use_cache=False).logits[0] for one in documents]))
+    return torch.stack(rows)
 
 
 def weights_in(folder: Path, model: nn.Sequential) -> dict[str, Any] | None:
@@ -116,6 +155,26 @@ def _require_fit(folder: Path, model: nn.Sequential, found: Mapping[str, Any], u
             f"the weights in {folder} do not fit its config.json "
             f"({listed(faults, between='; ', most=_MOST_LISTED)}): give a folder that is whole."
         )
+
+
+def _built(folder: Path, config: Any) -> nn.Module:
+    """Return the model of `config`, which is that of `folder`, as transformers builds it."""
+    with _refused_by_transformers(folder):
+        built: nn.Module = _transformers().AutoModelForCausalLM.from_config(config)
+        return built
+
+
+@contextmanager
+def _refused_by_transformers(folder: Path) -> Iterator[None]:
+    """Context: raise ModelError for any error of transformers."""
+    try:
+        yield
+    except PlaitError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"transformers cannot build the model of {folder / 'config.json'}: {_brief(error)}."
+        ) from None
 
 
 def _config(folder: Path) -> Any:

@@ -1,0 +1,259 @@
+"""Comparison of a plan's run with an independent model: outputs, loss and gradients of each batch.
+
+rank 0       the reference; gradients of all parameters are compared here
+all ranks    the plan's run from the same values; each rank compares its rows of the output
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.comm.collectives import broadcast
+from plait.comm.mesh import Mesh
+from plait.composer import parallelize
+from plait.engine import Engine
+from plait.errors import DataError, PlaitError
+from plait.layers.nested import Value, list_of_tensors, map_tensors, split
+from plait.plan import Plan
+from plait.verification.case import Case
+from plait.verification.first_module import first_differing_module
+from plait.verification.float64_mode import Float64Mode
+from plait.verification.independent_reference import Expected, IndependentReference, ReferenceRank
+from plait.verification.recording_distribution import broadcast_object
+from plait.verification.start_values import add_offsets
+
+COMPILED = 1e-5
+"""Relative difference that compiled layers may have, whose casts to float32 are not seen."""
+SAME_VALUE = 1e-6
+"""Relative difference up to which an initial value is that of the reference: that of float32."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A tensor of the plan's run beside that of the reference."""
+
+    batch: int
+    what: str
+    """initial values, output, loss, gradient, or input gradient."""
+    name: str
+    """Of the parameter in the reference; "" for others."""
+    largest: float
+    """Largest absolute difference; infinity where only one of the two is NaN."""
+    size: float
+    allowed: float
+    index: tuple[int, ...]
+    """Of the largest difference."""
+    values: tuple[float, float]
+    """Actual and expected value there."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether rounding explains the difference."""
+        return self.largest <= self.allowed
+
+
+@dataclass(frozen=True)
+class RankComparison:
+    """What one rank compared. `place`: the first module that differs on one rank, or ""."""
+
+    rank: int
+    coordinate: Mapping[str, int]
+    compared: tuple[Compared, ...]
+    unmatched: int
+    """Parameters of the model without a counterpart in the reference, whose gradients were not compared."""
+    place: str
+    seconds: float
+
+
+def compare(
+    batch: int, what: str, name: str, actual: Tensor, expected: Tensor, allowed: float, size: float = 0.0
+) -> Compared:
+    """Return how `actual` differs from `expected`. Raises DataError for another shape."""
+    if actual.shape != expected.shape:
+        raise DataError(
+            f"the {what}{name and f' of {name}'} has the shape {list(actual.shape)}, and that of the "
+            f"reference {list(expected.shape)}: give one that returns what the model returns for them."
+        )
+    size = max(size, float(expected.detach().abs().max()) if expected.numel() else 0.0)
+    if not actual.numel():
+        return Compared(batch, what, name, 0.0, size, allowed, (), (0.0, 0.0))
+    difference = (actual.double() - expected.double()).abs()
+    both_nan = actual.isnan() & expected.isnan()
+    difference = difference.where(~both_nan, 0.0).nan_to_num(nan=torch.inf)
+    worst = int(difference.argmax())
+    index = tuple(int(one) for one in torch.unravel_index(torch.tensor(worst), actual.shape))
+    values = float(actual.reshape(-1)[worst]), float(expected.reshape(-1)[worst])
+    return Compared(batch, what, name, float(difference.max()), size, allowed, index, values)
+
+
+def compare_with_reference(case: Case, plan: Plan, reference: IndependentReference) -> RankComparison:
+    """Compare `plan` with an independent reference on this rank, for each batch of `case`.
+
+    Communication: that of the training, all parameters once, and the reference's outputs and loss.
+    """
+    begun = perf_counter()
+    mesh = Mesh(plan, device=None if case.device == "auto" else case.device, timeout=case.timeout)
+    try:
+        plan = case.options.applied_to(plan)
+        model = case.build()
+        model = copy.deepcopy(model).eval() if any(one.training for one in model.modules()) else model
+        engine = parallelize(model, plan, mesh, case.loss, rules=case.rules_of(model), seed=case.options.seed)
+        run = PlanRank(case, model, engine, reference)
+        found = run.unlike
+        mode: AbstractContextManager[Any] = nullcontext() if plan.compile else Float64Mode()
+        with mode:
+            for number in range(len(case.batches)):
+                found += run.compare(number)
+        seconds = perf_counter() - begun
+        return RankComparison(
+            mesh.rank, dict(mesh.coordinate), tuple(found), run.unmatched, run.place, seconds
+        )
+    finally:
+        mesh.close()
+
+
+def _initial_values(reference: ReferenceRank, state: Mapping[str, Tensor]) -> Iterator[Compared]:
+    """Yield the comparisons of the values in `state`, by the model's names, with the reference's."""
+    for pair, own in reference.values():
+        if not own.is_meta:
+            found = pair.joined([state[name] for name in pair.ours]).to(own.device)
+            allowed = SAME_VALUE * float(own.abs().max()) if own.numel() else 0.0
+            yield compare(0, "initial values", pair.theirs, found, own, allowed)
+
+
+class PlanRank:
+    """One rank of the plan's run, beside the reference on rank 0."""
+
+    def __init__(self, case: Case, model: nn.Module, engine: Engine, reference: IndependentReference) -> None:
+        self.case, self.model, self.engine, self.mesh = case, model, engine, engine.mesh
+        self.unlike: list[Compared] = []
+        self.place, self.unmatched = "", 0
+        self.reference: ReferenceRank | None = None
+        self.state = engine.state_dict()
+        with _on_rank_zero(self.mesh) as here:
+            if here:
+                self.reference = self._reference(reference)
+        engine.load_state_dict(self.state or None, broadcast=True)
+
+    def _reference(self, given: IndependentReference) -> ReferenceRank:
+        """Return the reference with the values of the plan's run, which are changed a little in both."""
+        built = ReferenceRank(self.case.loss, given, self.model, self.mesh.device)
+        if self.engine.plan.compile:
+            built.accuracy = max(built.accuracy, COMPILED)
+        if any(not one.is_meta for one in self.model.parameters()):
+            self.unlike = [one for one in _initial_values(built, self.state) if not one.equal]
+        if built.matches_all():
+            change, aliases = add_offsets(self.case.options.seed), self.engine.aliases
+            matched = {name for pair in built.pairs for name in pair.ours}
+            for name in matched:
+                self.state[name] = change(name, self.state[name])
+            self.state |= {alias: self.state[name] for alias, name in aliases.items() if name in matched}
+        built.set_values(self.state)
+        return built
+
+    def compare(self, number: int) -> Iterator[Compared]:
+        """Yield the comparisons of this rank for a batch. All ranks take part."""
+        device, dp = self.mesh.device, self.mesh.size("dp")
+        inputs = map_tensors(lambda one: one.to(device, _wide(one)), self.case.batches[number][0])
+        targets = map_tensors(lambda one: one.to(device), self.case.batches[number][1])
+        expected: Expected | None = None
+        with _on_rank_zero(self.mesh) as here:
+            if here:
+                assert self.reference is not None
+                expected = self.reference.run((inputs, targets))
+        sent = self._sent(expected)
+        mine = self.mesh.index("dp")
+        rows, row_targets = split(inputs, dp, "batch")[mine], split(targets, dp, "batch")[mine]
+
+        def one(what: str, place: int, actual: Tensor) -> Compared:
+            whole, allowed = sent[f"{what} {place}"]
+            return compare(number, what, "", actual, whole.chunk(dp)[mine], allowed)
+
+        outputs = [one("output", place, tensor) for place, tensor in enumerate(self._outputs(rows, sent))]
+        yield from outputs
+        if self.reference is not None and not all(each.equal for each in outputs) and not self.place:
+            self.place = first_differing_module(
+                self.model,
+                self.state,
+                self.reference.module,
+                self.reference.pairs,
+                self.reference.call,
+                inputs,
+            )
+        floating = any(tensor.is_floating_point() for tensor in list_of_tensors(rows))
+        loss = self.engine.forward_backward(rows, row_targets, input_gradients=floating)
+        yield compare(number, "loss", "", loss, *sent["loss"])
+        yield from self._gradients(number, expected)
+        given = self.engine.input_gradients() if floating else None
+        given = [] if given is None else [each for each in list_of_tensors(given) if each is not None]
+        yield from (one("input gradient", place, tensor) for place, tensor in enumerate(given))
+        for parameter in self.engine.parameters():
+            parameter.grad = None
+
+    def _outputs(self, rows: Value, sent: Mapping[str, Any]) -> list[Tensor]:
+        output = self.engine.output(rows)
+        found, wanted = list_of_tensors(output), sum(name.startswith("output ") for name in sent)
+        if len(found) != wanted:
+            raise DataError(
+                f"the model gives {len(found)} tensors, and the reference {wanted}: give one that returns "
+                "what the model returns."
+            )
+        return found
+
+    def _gradients(self, number: int, expected: Expected | None) -> Iterator[Compared]:
+        """Yield, on rank 0, the comparisons of parameters' gradients, the last layer's first."""
+        found = {name: gradient.detach() for name, gradient in self.engine.named_gradients()}
+        if expected is None or self.reference is None:
+            return
+        least, without = expected.smallest_size(), set(found)
+        for pair in reversed(self.reference.pairs):
+            if pair.theirs not in expected.gradients or not all(name in found for name in pair.ours):
+                continue
+            wanted = expected.gradients[pair.theirs]
+            size = max(least, float(wanted.abs().max()) if wanted.numel() else 0.0)
+            actual = pair.joined([found[name] for name in pair.ours])
+            allowed = expected.allowed(f"gradient {pair.theirs}", size)
+            without -= {*pair.ours}
+            yield compare(number, "gradient", pair.theirs, actual, wanted, allowed, size)
+        self.unmatched = len(without)
+
+    def _sent(self, expected: Expected | None) -> dict[str, tuple[Tensor, float]]:
+        """Return what all ranks compare, by name, with its tolerance, as rank 0 has it."""
+        tensors = {} if expected is None else dict(expected.named())
+        tensors = {name: one for name, one in tensors.items() if not name.startswith("gradient ")}
+        table = [
+            (name, tuple(one.shape), one.dtype, expected.allowed(name, float(one.abs().max())))
+            for name, one in tensors.items()
+            if expected is not None
+        ]
+        found: dict[str, tuple[Tensor, float]] = {}
+        for name, shape, dtype, allowed in broadcast_object(table if tensors else None, self.mesh):
+            own = tensors.get(name, torch.empty(shape, dtype=dtype, device=self.mesh.device))
+            whole = broadcast(own.contiguous(), self.mesh.group("world"), checked=False).wait()
+            found[name] = whole, allowed
+        return found
+
+
+@contextmanager
+def _on_rank_zero(mesh: Mesh) -> Iterator[bool]:
+    """Context: yield whether this is rank 0; an error of plait that it raises is raised on every rank."""
+    error: PlaitError | None = None
+    try:
+        yield mesh.rank == 0
+    except PlaitError as raised:
+        error = raised
+    error = broadcast_object(error, mesh)
+    if error is not None:
+        raise error
+
+
+def _wide(tensor: Tensor) -> torch.dtype | None:
+    return torch.float64 if tensor.is_floating_point() else None

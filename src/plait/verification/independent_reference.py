@@ -1,0 +1,197 @@
+"""A model that plait did not make, run on rank 0: in float64 and evaluation mode, with what rounding changes.
+
+The reference run of `verify` is plait's layers on one rank. What both of its runs share, such as a conversion
+that makes another model of one of transformers, it cannot see.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.autograd.engine_calls import run_backward
+from plait.checkpoint.huggingface.tensor_names import TensorPair
+from plait.errors import ModelError
+from plait.layers.nested import Value, list_of_tensors, map_tensors
+from plait.tensor.losses import Loss
+from plait.tensor.torch_losses import divisor
+from plait.verification.float64_mode import Float64Mode
+from plait.verification.perturbation import Perturbation
+from plait.verification.reference_run import Batch, failure_named
+
+FACTOR = 1000
+"""A tensor's tolerance is this many times what rounding errors in the parameters change in it, and at least
+this many machine epsilons of its size: far below what a mistake changes, and above any order of sums."""
+PERTURBED_RUNS = 2
+PART_OF_LARGEST = 1e-3
+"""Of the largest gradient in the model: a smaller one is compared with so much."""
+
+Pairs = Callable[[nn.Module, nn.Module], Sequence[TensorPair]]
+"""Given the model and the reference, returns which of their parameters have the same values."""
+
+
+def named_alike(model: nn.Module, reference: nn.Module) -> list[TensorPair]:
+    """Return the parameters that both have, by `model.huggingface_names`, or else by equal names."""
+    names: Mapping[str, str] = getattr(model, "huggingface_names", None) or {}
+    theirs = dict(reference.named_parameters(remove_duplicate=False))
+    return [
+        TensorPair(other, (name,), tuple(one.shape))
+        for name, one in model.named_parameters()
+        if (other := names.get(name, name)) in theirs and theirs[other].shape == one.shape
+    ]
+
+
+def called(reference: Callable[[Any], Any], inputs: Value) -> Any:
+    """Return what `reference` gives for `inputs`; of an output of transformers its logits."""
+    output = reference(inputs)
+    return getattr(output, "logits", output)
+
+
+@dataclass(frozen=True)
+class IndependentReference:
+    """A model that plait did not make: how rank 0 builds and calls it, and which parameters correspond."""
+
+    make: Callable[[], Callable[[Any], Any]]
+    name: str = "the reference"
+    pairs: Pairs = named_alike
+    call: Callable[[Any, Value], Any] = called
+    accuracy: float = 0.0
+    """Relative error of constants that it computes in a narrower format, such as rotary angles in float32."""
+
+
+@dataclass
+class Expected:
+    """What the reference gives for a batch, and by how much rounding errors in its parameters change it."""
+
+    outputs: list[Tensor]
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    input_gradients: list[Tensor]
+    deviations: dict[str, float] = field(default_factory=dict)
+    epsilon: float = torch.finfo(torch.float64).eps
+    accuracy: float = 0.0
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors, each with a name of its own."""
+        for what, tensors in (("output", self.outputs), ("input gradient", self.input_gradients)):
+            yield from ((f"{what} {number}", one) for number, one in enumerate(tensors))
+        yield "loss", self.loss
+        yield from ((f"gradient {name}", one) for name, one in self.gradients.items())
+
+    def allowed(self, name: str, size: float) -> float:
+        """Return the largest difference of a tensor of this size that rounding explains."""
+        return max(FACTOR * max(self.deviations.get(name, 0.0), self.epsilon * size), self.accuracy * size)
+
+    def smallest_size(self) -> float:
+        """Return the size with which a gradient is compared at least."""
+        largest = max((float(one.abs().max()) for one in self.gradients.values() if one.numel()), default=0.0)
+        return PART_OF_LARGEST * largest
+
+
+class ReferenceRank:
+    """The reference on rank 0: a copy in float64, in evaluation mode, with the values of the plan's run."""
+
+    def __init__(
+        self, loss: Loss, reference: IndependentReference, model: nn.Module, device: torch.device
+    ) -> None:
+        self.loss, self.call, self.accuracy = loss, reference.call, reference.accuracy
+        with failure_named(reference.name):
+            made = reference.make()
+        self.module = made
+        self.pairs: Sequence[TensorPair] = ()
+        if isinstance(made, nn.Module):
+            self.module = module = copy.deepcopy(made).eval().to(device)
+            self.pairs = reference.pairs(model, module)
+            for parameter in module.parameters():  # buffers, such as rotary frequencies, stay as they are
+                parameter.data = parameter.data.double() if parameter.is_floating_point() else parameter.data
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The reference's parameters by name."""
+        return dict(self.module.named_parameters()) if isinstance(self.module, nn.Module) else {}
+
+    def matches_all(self) -> bool:
+        """Whether each parameter of the reference has a counterpart in the model."""
+        return self.parameters.keys() == {pair.theirs for pair in self.pairs}
+
+    @torch.no_grad()
+    def set_values(self, state: Mapping[str, Tensor]) -> None:
+        """Copy the values in `state`, by the model's names, to the parameters."""
+        for pair in self.pairs:
+            self._parameter(pair).copy_(pair.joined([state[name] for name in pair.ours]))
+
+    def values(self) -> Iterator[tuple[TensorPair, Tensor]]:
+        """Yield the parameters that correspond to some of the model, with their values."""
+        for pair in self.pairs:
+            yield pair, self._parameter(pair).detach()
+
+    def run(self, batch: Batch) -> Expected:
+        """Return outputs, loss and gradients of a batch, with what rounding changes in each."""
+        expected = self._run(batch)
+        if not bool(expected.loss.isfinite()):
+            raise ModelError(
+                f"the loss of the reference is {expected.loss.item()}: nothing compares with it, so give "
+                "other inputs or values."
+            )
+        own = {name: one.detach().clone() for name, one in self.parameters.items()}
+        for number in range(1, PERTURBED_RUNS + 1):
+            changed = Perturbation(number)
+            with torch.no_grad():
+                for name, parameter in self.parameters.items():
+                    parameter.copy_(changed.perturb(own[name]))
+            moved = dict(self._run(map_batch(changed.perturb, batch)).named())
+            for name, tensor in expected.named():
+                deviation = float((moved[name] - tensor).abs().max()) if tensor.numel() else 0.0
+                expected.deviations[name] = max(deviation, expected.deviations.get(name, 0.0))
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(own[name])
+        return expected
+
+    def _run(self, batch: Batch) -> Expected:
+        inputs, targets = map_tensors(leaf, batch[0]), batch[1]
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        with Float64Mode() as mode, failure_named("the reference"):
+            output = self.call(self.module, inputs)
+            loss = mean_loss(self.loss, output, targets)
+        if loss.requires_grad:
+            run_backward([loss], [torch.ones_like(loss)])
+        trained = {name: one for name, one in self.parameters.items() if one.requires_grad}
+        return Expected(
+            outputs=[one.detach() for one in list_of_tensors(output)],
+            loss=loss.detach(),
+            gradients={name: gradient_of(one) for name, one in trained.items()},
+            input_gradients=[gradient_of(one) for one in list_of_tensors(inputs) if one.requires_grad],
+            epsilon=torch.finfo(torch.float32 if mode.narrow else torch.float64).eps,
+            accuracy=self.accuracy,
+        )
+
+    def _parameter(self, pair: TensorPair) -> nn.Parameter:
+        assert isinstance(self.module, nn.Module)
+        return self.module.get_parameter(pair.theirs)
+
+
+def leaf(tensor: Tensor) -> Tensor:
+    """Return a copy of `tensor` that gets a gradient, if it is of floating point."""
+    return tensor.detach().clone().requires_grad_(tensor.is_floating_point())
+
+
+def gradient_of(tensor: Tensor) -> Tensor:
+    """Return the gradient of a leaf; zero where the loss does not depend on it."""
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.detach()
+
+
+def map_batch(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
+    """Return the batch with `function` applied to its inputs."""
+    return map_tensors(function, batch[0]), batch[1]
+
+
+def mean_loss(loss: Loss, output: Any, targets: Value) -> Tensor:
+    """Return the mean loss of a whole batch, 0-d."""
+    return loss.total(output, targets) / divisor(loss, torch.as_tensor(loss.weight(targets)))

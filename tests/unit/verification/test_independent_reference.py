@@ -1,0 +1,248 @@
+"""Comparison with a model that plait did not make: what it finds, where, and that it is no false alarm."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import plait
+from parity import huggingface_cases as cases
+from parity.pairs import in_quick
+from plait.comm.rank_pool import RankPool
+from plait.errors import DataError, ModelError, PlanError
+from plait.models.huggingface import decoder
+from plait.models.huggingface.pretrained import logits_of
+from plait.plan import Plan
+from plait.verification.case import Case
+from plait.verification.float64_mode import Float64Mode
+from plait.verification.independent_comparison import compare_with_reference
+from plait.verification.independent_reference import IndependentReference
+from plait.verification.independent_report import IndependentReport, independent_report
+from plait.verification.options import VerifyOptions
+from unit.verification.verification_cases import mlp, rows_and_classes
+from zoo.forward import micro_batches_interleaved
+
+ONE = Plan(microbatches=2)
+
+
+def beside(
+    model: Any,
+    reference: Any,
+    plan: Plan = ONE,
+    batch: Any = None,
+    thread_ranks: RankPool | None = None,
+    **options: Any,
+) -> IndependentReport:
+    """What `plait.verify` says with a reference, in this process or on ranks that are there."""
+    batch = rows_and_classes() if batch is None else batch
+    case = Case(model, plait.cross_entropy, [batch], VerifyOptions(steps=1), device="cpu", timeout=60.0)
+    given = IndependentReference(lambda: reference, **options)
+    if thread_ranks is None:
+        outcomes = [compare_with_reference(case, plan, given)]
+    else:
+        outcomes = thread_ranks.run(compare_with_reference, case, plan, given, ranks=plan.world)
+    return independent_report(outcomes, plan, given.name)
+
+
+def contexts(rows: int = 4) -> tuple[Tensor, Tensor]:
+    return cases.draw_contexts(cases.GPT2_VOCAB)(rows, torch.Generator().manual_seed(3))
+
+
+PLANS = {
+    "one": ONE,
+    "pp tp": Plan(pp=2, tp=2, schedule="zb-h1", microbatches=2),
+    "dp": Plan(dp=2, strategy="full", reduce="each", recompute="full"),
+    "cp tp": Plan(cp=2, tp=2, sequence_parallel="keep", microbatches=2),
+}
+
+
+@pytest.mark.transformers
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    in_quick([(name, plan) for name in cases.MODELS for plan in PLANS], ("gemma2", "one")),
+)
+def test_every_family_is_equal_to_transformers(thread_ranks: RankPool, name: str, plan: str) -> None:
+    model = cases.MODELS[name]()
+    report = beside(plait.models.from_huggingface(model), model, PLANS[plan], contexts(), thread_ranks)
+    assert report, report
+    assert report.unmatched == 0
+    assert max(one.largest / one.size for one in report.compared_tensors) < 1e-13
+
+
+def a_window_everywhere() -> Any:
+    """The window of the configuration counts for a class that ignores it."""
+    return patch.object(decoder, "_windows", lambda config, _, count: [config.sliding_window] * count)
+
+
+def a_cap_everywhere() -> Any:
+    """The cap of the configuration counts for a class that ignores it."""
+    original = decoder.Head
+
+    def capped(*given: Any, cap: float | None, **options: Any) -> Any:
+        return original(*given, cap=0.5, **options)
+
+    return patch.object(decoder, "Head", capped)
+
+
+def the_switch_counts() -> Any:
+    """SmolLM 3's use_sliding_window switches off the windows of layer_types."""
+    return patch.object(decoder, "_windows", lambda config, _, count: [None] * count)
+
+
+TYPES = ["sliding_attention", "full_attention"]
+BEFORE = "on one rank model.layers.0.self_attn.o_proj is given something else, where"
+
+
+@pytest.mark.transformers
+@pytest.mark.parametrize(
+    ("make", "mistake", "place"),
+    [
+        (partial(cases.llama, sliding_window=3), a_window_everywhere, BEFORE),
+        pytest.param(
+            *(partial(cases.olmo2, sliding_window=3), a_window_everywhere, BEFORE), marks=pytest.mark.full
+        ),
+        pytest.param(
+            partial(cases.olmo2, final_logit_softcapping=0.5),
+            a_cap_everywhere,
+            "on one rank all modules that both have give the same: look at what follows lm_head.",
+            marks=pytest.mark.full,
+        ),
+        (
+            partial(cases.smollm3, sliding_window=3, layer_types=TYPES, use_sliding_window=False),
+            the_switch_counts,
+            BEFORE,
+        ),
+    ],
+)
+def test_another_model_than_transformers_is_seen(make: Any, mistake: Callable[[], Any], place: str) -> None:
+    model = make()
+    with mistake():
+        report = beside(plait.models.from_huggingface(model), model, batch=contexts())
+    assert report.first is not None
+    assert report.first.what == "output"
+    assert report.place.startswith(place), report
+    report = beside(plait.models.from_huggingface(model), model, batch=contexts())
+    assert report, report
+
+
+def plain(model: nn.Module, inputs: Tensor, slope: float = 1.0) -> Tensor:
+    """`mlp` written down."""
+    first, norm, _, last = (copy.deepcopy(one).double() for one in model)  # type: ignore[arg-type]
+    hidden = functional.layer_norm(functional.linear(inputs, first.weight, first.bias), (8,), norm.weight)
+    return functional.linear(functional.gelu(hidden + norm.bias) * slope, last.weight, last.bias)
+
+
+def test_a_function_of_the_inputs_is_compared_by_outputs_and_input_gradients(
+    thread_ranks: RankPool,
+) -> None:
+    model = mlp()
+    plan = Plan(pp=2, dp=2, microbatches=2)
+    report = beside(model, partial(plain, model), plan, rows_and_classes(8), thread_ranks)
+    assert report, report
+    assert [one.what for one in report.compared_tensors].count("input gradient") == 2
+    assert report.unmatched == 6
+    report = beside(model, partial(plain, model, slope=1 + 1e-8), plan, rows_and_classes(8), thread_ranks)
+    assert report.first is not None
+    assert "NOT EQUAL to the reference: the output differs by" in str(report)
+
+
+class Detached(nn.Sequential):
+    """`mlp` whose first two layers the loss does not reach."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        first, norm, act, last = self
+        result: Tensor = last(act(norm(first(inputs)).detach()))
+        return result
+
+
+@pytest.mark.parametrize("change", ["gradient", "initial values", "output"])
+def test_the_first_difference_is_named(change: str) -> None:
+    model: Any = mlp()
+    reference: Any = copy.deepcopy(model)
+    if change == "gradient":
+        reference = Detached(*reference)
+    elif change == "initial values":
+        reference[3].bias.data.add_(0.5)
+    else:
+        reference[1].eps = 1e-3
+    report = beside(model, reference)
+    assert report.first is not None
+    assert report.first.what == change
+    text = {
+        "gradient": "the gradient of 1.bias differs",
+        "initial values": "the initial values of 3.bias differs",
+        "output": "1 gives something else for the same input",
+    }
+    assert text[change] in " ".join(str(report).split())
+    told = report.as_json()
+    assert (told["equal"], told["first"]["what"], told["against"]) == (False, change, "the reference")
+
+
+def test_a_mistake_of_the_plan_is_told_from_one_of_the_model() -> None:
+    with micro_batches_interleaved():
+        report = beside(mlp(), mlp())
+    assert report.place.startswith("plait's layers on one rank give what the reference gives, so the plan")
+
+
+@pytest.mark.transformers
+def test_packed_documents_are_each_a_sequence_of_the_reference() -> None:
+    model = cases.mistral()
+    tokens, targets = contexts(2)
+    ids = torch.tensor([[0] * 3 + [1] * 5, [2] * 8])
+    packed = {"tokens": tokens, "document_ids": ids}
+    report = beside(plait.models.from_huggingface(model), model, batch=(packed, targets), call=logits_of)
+    assert report, report
+
+
+@pytest.mark.transformers
+def test_a_model_on_meta_gives_its_values_to_the_reference() -> None:
+    with torch.device("meta"):
+        layers = plait.models.from_huggingface(cases.qwen2())
+    assert beside(layers, cases.qwen2(), batch=contexts(2))
+
+
+def test_what_a_user_can_mend_is_said_on_every_rank(thread_ranks: RankPool) -> None:
+    with pytest.raises(ModelError, match="the reference fails on a single device, ValueError: no"):
+        beside(mlp(), failing, Plan(dp=2), thread_ranks=thread_ranks)
+    with pytest.raises(
+        DataError, match=r"the output has the shape \[4, 5\], and that of the reference \[4, 6\]"
+    ):
+        beside(mlp(), lambda inputs: functional.pad(plain(mlp(), inputs), (0, 1)))
+    inputs, targets = rows_and_classes()
+    for given, reason in (
+        ({"reference": 5}, "the reference is 5: give an nn.Module"),
+        ({"reference": mlp(), "mode": "exact"}, "mode = 'exact' does not go with a reference"),
+        ({"reference": mlp(), "clip": 1.0}, "clip = 1.0 does not go with a reference"),
+    ):
+        with pytest.raises(PlanError, match=reason):
+            plait.verify(mlp(), ONE, inputs, targets, **given)  # type: ignore[arg-type]
+
+
+def failing(inputs: Tensor) -> Tensor:
+    raise ValueError("no")
+
+
+def test_by_verify_itself() -> None:
+    report = plait.verify(mlp(), ONE, *rows_and_classes(), reference=mlp(), ranks_as="threads", threads=1)
+    assert report.equal
+    assert report.as_json()["compared"] == 9
+
+
+def test_casts_to_narrower_formats_keep_float64() -> None:
+    wide = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    with Float64Mode() as mode:
+        casts = (wide.float(), wide.to(torch.bfloat16), wide.to(dtype=torch.float32), wide.half())
+        assert all(one.dtype is torch.float64 for one in casts)
+        assert functional.softmax(wide, dim=0, dtype=torch.float32).dtype is torch.float64
+        assert torch.arange(3).float().dtype is torch.float32
+        assert not mode.narrow
+        assert wide.type_as(torch.zeros(1)).dtype is torch.float32
+        assert mode.narrow
