@@ -72,6 +72,7 @@ PRIVATE_USES = {
         "reshaped_in_place",
         "_unsafe_view",
     ): "a result of another shape that is no view",
+    ("layers/call_hooks.py", "has_load_hooks", "_load_state_dict_pre_hooks"): "no public way to list hooks",
     (
         "compilation/torch_compiler.py",
         "joint_graph",
