@@ -73,6 +73,8 @@ PRIVATE_USES = {
         "_unsafe_view",
     ): "a result of another shape that is no view",
     ("layers/call_hooks.py", "has_load_hooks", "_load_state_dict_pre_hooks"): "no public way to list hooks",
+    ("comm/gradient_hooks.py", "gradient_hooks", "_backward_hooks"): "no public way to list hooks",
+    ("comm/gradient_hooks.py", "gradient_hooks", "_post_accumulate_grad_hooks"): "likewise",
     (
         "compilation/torch_compiler.py",
         "joint_graph",

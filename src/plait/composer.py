@@ -25,7 +25,8 @@ from plait.engine import Engine, Runtime
 from plait.engine.loss_stages import build_loss_stage
 from plait.errors import ModelError, listed
 from plait.layers.fingerprint import fingerprint, fingerprint_of_values
-from plait.layers.layer_sequence import LayerSequence, NamedLayer, private_copy, sequence_of
+from plait.layers.layer_sequence import LayerSequence, NamedLayer, copy_attributes, private_copy, sequence_of
+from plait.layers.lost_settings import refuse_lost_settings
 from plait.layers.precision import DTYPES, convert
 from plait.layers.validation import refuse_compiled_loss
 from plait.layout import shard
@@ -74,6 +75,7 @@ def parallelize(
     mesh.check_plan(plan)
     refuse_compiled_loss(loss)
     loss = as_loss(loss)
+    refuse_lost_settings(model, loss)
     blueprint, sequence = shared_blueprint(model, plan, rules, mesh.shared_results), sequence_of(model)
     source = agreed_source(blueprint, sequence, mesh, seed, values, broadcast=broadcast)
     local = blueprint.schedule.stages_of(mesh.index("pp"))
@@ -161,6 +163,8 @@ def build_units(
         stages = blueprint.stages_with(unit, spans)
         if stages:
             units[unit] = factory.build(unit, specs, stages)
+            for name, piece in units[unit].pieces.items():
+                copy_attributes(blueprint.sequence.parameters[name], piece)
         else:
             for name in (name for spec in specs for name in spec.names):
                 source.skip(name)

@@ -18,6 +18,7 @@ from plait.autograd.dropout import Dropout, set_region_piece, set_sequence_piece
 from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.comm.group import Group
 from plait.errors import ModelError, PlanError
+from plait.layers.call_hooks import call_hooks
 from plait.layout import Layout
 from plait.rules import Rule, Rules, entrance, join, match
 from plait.tensor.embedding import VocabParallelEmbedding
@@ -184,9 +185,8 @@ def _is_applicable(module: nn.Module, rule: Rule) -> bool:
 
 
 def _is_altered(module: nn.Module) -> bool:
-    """Return whether `module` has hooks, or a `forward` set on the instance. Reads private attributes."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return "forward" in vars(module) or any(getattr(module, kind) for kind in hooks)
+    """Return whether `module` has hooks, or a `forward` set on the instance."""
+    return "forward" in vars(module) or any(True for _ in call_hooks(module))
 
 
 def _parallel(
