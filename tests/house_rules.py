@@ -79,6 +79,15 @@ PRIVATE_USES = {
         "_unsafe_view",
     ): "a result of another shape that is no view",
     (
+        "layers/memory_sources.py",
+        "",
+        "torch.utils._python_dispatch.TorchDispatchMode",
+    ): "documented, private by its path",
+    ("layers/memory_sources.py", "_written", "_schema"): "what an operation writes: no public way",
+    ("layers/call_hooks.py", "has_load_hooks", "_load_state_dict_pre_hooks"): "no public way to list hooks",
+    ("comm/gradient_hooks.py", "gradient_hooks", "_backward_hooks"): "no public way to list hooks",
+    ("comm/gradient_hooks.py", "gradient_hooks", "_post_accumulate_grad_hooks"): "likewise",
+    (
         "compilation/torch_compiler.py",
         "joint_graph",
         "torch._functorch.aot_autograd.aot_export_joint_simple",

@@ -28,7 +28,8 @@ from plait.engine import Engine, Runtime
 from plait.engine.loss_stages import build_loss_stage
 from plait.errors import ModelError, PlanError, listed
 from plait.layers.fingerprint import fingerprint, lines_of_values
-from plait.layers.layer_sequence import LayerSequence, NamedLayer, private_copy, sequence_of
+from plait.layers.layer_sequence import LayerSequence, NamedLayer, copy_attributes, private_copy, sequence_of
+from plait.layers.lost_settings import refuse_lost_settings
 from plait.layers.precision import DTYPES, convert
 from plait.layers.validation import refuse_compiled_loss
 from plait.layers.value_text import DIFFERS_BY_RANK
@@ -79,6 +80,7 @@ def parallelize(
     _require_arguments(plan, mesh, loss, rules, seed, values, broadcast)
     mesh.check_plan(plan)
     loss = as_loss(loss)
+    refuse_lost_settings(model, loss)
     blueprint, sequence = shared_blueprint(model, plan, rules, mesh.shared_results), sequence_of(model)
     require_alike(model, blueprint, sequence, loss, mesh, {"seed": seed, "broadcast": broadcast})
     source = agreed_source(sequence, mesh, seed, values, broadcast=broadcast)
@@ -91,9 +93,7 @@ def parallelize(
     meta_layers = blueprint.meta_layers(tensor_parallel, mesh.coordinate, mesh.shared_results)
     compile_layers(stages, blueprint, meta_layers, queue)
     vocabulary = tensor_parallel.vocabulary_of(blueprint.sequence.layers[-1])
-    stage = stages.get(len(blueprint.stage_layers) - 1)
-    last = None if stage is None else stage.layers[-1]
-    loss_stage = build_loss_stage(blueprint, loss, vocabulary, last, queue)
+    loss_stage = build_loss_stage(blueprint, loss, vocabulary, last_layer(stages, blueprint), queue)
     channels = mesh.channel_groups(channels_of(blueprint.schedule))
     exchange = Exchange(mesh.index("pp"), channels, mesh.device)
     runtime = Runtime(
@@ -227,6 +227,8 @@ def build_units(
         stages = blueprint.stages_with(unit, spans)
         if stages:
             units[unit] = factory.build(unit, specs, stages)
+            for name, piece in units[unit].pieces.items():
+                copy_attributes(blueprint.sequence.parameters[name], piece)
         else:
             for name in (name for spec in specs for name in spec.names):
                 source.skip(name)
@@ -262,6 +264,12 @@ def build_stages(
             number, copies, queue, adds_late=adds_late, recompute=recompute, dropout=dropout
         )
     return stages
+
+
+def last_layer(stages: Mapping[int, Stage], blueprint: Blueprint) -> NamedLayer | None:
+    """Return this rank's copy of the model's last layer; None on ranks of other stages."""
+    stage = stages.get(len(blueprint.stage_layers) - 1)
+    return None if stage is None else stage.layers[-1]
 
 
 def compile_layers(

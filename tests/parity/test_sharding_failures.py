@@ -37,11 +37,11 @@ class Fragile(nn.Module):
         self.linear = nn.Linear(HIDDEN, HIDDEN)
         self.norm = nn.LayerNorm(HIDDEN)
         self.breaks: tuple[str, int] | None = None
-        self.calls = 0
+        self.calls: list[None] = []  # a number would count steps
 
     def forward(self, value: Tensor) -> Tensor:
-        now = None if self.breaks is None or self.breaks[1] != self.calls else self.breaks[0]
-        self.calls += 1
+        now = None if self.breaks is None or self.breaks[1] != len(self.calls) else self.breaks[0]
+        self.calls.append(None)
         if now == "forward":
             raise ArithmeticError("the forward breaks")
         return torch.tanh(self.norm(Break.apply(self.linear(value), now == "backward")))  # type: ignore[no-untyped-call]
@@ -71,7 +71,7 @@ def tell(engine: Engine, breaks: tuple[str, int] | None, layer: int) -> None:
     for stage in engine._pipeline.stages.values():
         for number, one in enumerate(stage.layers):
             assert isinstance(one.module, Fragile)
-            one.module.calls, one.module.breaks = 0, breaks if number == layer else None
+            one.module.calls, one.module.breaks = [], breaks if number == layer else None
 
 
 def trained(plan: Plan, breaks: tuple[str, int] | None, carries: bool) -> list[Tensor]:

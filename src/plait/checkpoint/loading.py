@@ -52,7 +52,7 @@ class Loaded:
     state: dict[str, Any]
     options: dict[str, tuple[Any, Any]]
     """By name: the given value, and the saved one."""
-    precision: str
+    precision: str = ""
     """A sentence where this rank's parameters were updated in another precision, else ""."""
 
 

@@ -10,8 +10,10 @@ from operator import attrgetter
 from typing import Any
 
 import cloudpickle
+from torch import Tensor
 
-from plait.errors import PlaitError
+from plait.comm.gradient_hooks import gradient_hooks
+from plait.errors import ModelError, PlaitError
 
 FunctionCall = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its arguments."""
@@ -25,7 +27,16 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.of_main: dict[str, Any] = {}
 
     def reducer_override(self, thing: Any) -> Any:
-        """Record an object of the main module; `pickle` calls this method for each class and function."""
+        """Record an object of the main module; `pickle` calls this method for each object of a class.
+
+        Raises ModelError for a tensor with hooks on its gradient, which the pickled one would not have.
+        """
+        register = gradient_hooks(thing) if isinstance(thing, Tensor) else None
+        if register is not None:
+            raise ModelError(
+                f"a tensor {list(thing.shape)} has a hook of {register}, which would not reach the ranks' "
+                "processes: register it in the function that the ranks run."
+            )
         if _is_in_main(thing):
             outermost = thing.__qualname__.partition(".")[0]
             self.of_main[outermost] = getattr(sys.modules["__main__"], outermost)

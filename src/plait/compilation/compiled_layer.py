@@ -121,6 +121,8 @@ class CompiledLayer:
         whole_key = self._structure, self._recompute, key, torch.get_default_dtype()
         if whole_key not in compiler.graphs:
             try:
+                if info.counting:
+                    raise ModelError(f"each run changes {info.counting[0]}, which graphs would not do.")
                 compiler.graphs[whole_key] = trace_layer(
                     self.layer,
                     value,
@@ -131,7 +133,8 @@ class CompiledLayer:
                 )
             except Exception as error:
                 reason = shorten(str(error), REASON_LENGTH) or type(error).__name__
-                cannot = f"the layer {self.layer.path!r} cannot be compiled, for torch says: {reason}"
+                says = "for " if isinstance(error, ModelError) else "for torch says: "
+                cannot = f"the layer {self.layer.path!r} cannot be compiled, {says}{reason}"
                 if not compiler.falls_back:
                     raise ModelError(
                         f"{cannot} Set plan.compile to 'where possible', and such layers run eagerly, or to "

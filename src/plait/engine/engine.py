@@ -158,7 +158,7 @@ class Engine:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterate over this rank's parameters with their names in the model, layer by layer.
 
-        The engine sets their gradients: hooks on parameters run too early for some, and never for others.
+        They have the attributes of the model's. Hooks on their gradients are refused in the next step.
         """
         return self._runtime.named_parameters()
 

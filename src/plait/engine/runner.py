@@ -18,6 +18,7 @@ from plait.device import sent
 from plait.engine.local_batch import (
     LocalInputs,
     PartOf,
+    SequencePart,
     cut,
     joined,
     local_inputs,
@@ -127,6 +128,8 @@ class Runner:
         that micro-batches do not divide is refused. Communication: as `Engine.forward_backward`, without that
         of the program and of the mean loss.
         """
+        if torch.is_grad_enabled():
+            self._refuse_graphs(inputs, targets)
         (inputs, targets), part = without_part(self.runtime.context_parallelism, inputs, targets)
         self._batches += 1
         every = self._batches <= COMPARED_BATCHES or self.mesh.guarded
@@ -153,6 +156,18 @@ class Runner:
         started = all_reduce(weights.sum(), self.mesh.group("dp_cp"), checked=False)
         total = started.about("the loss's weight").wait()
         return LossBatch(local, parts, counted, weights, total, divisor(self.runtime.loss, total))
+
+    def _refuse_graphs(self, inputs: Value, targets: Value) -> None:
+        """Raise DataError for a tensor of a training batch whose gradient is asked for, but not computed."""
+        returned = any(stage.input_gradients for stage in self.pipeline.stages.values())
+        for what, value in {"inputs": () if returned else inputs, "targets": targets}.items():
+            given = value.value if isinstance(value, SequencePart) else value
+            given = given.values if isinstance(given, Microbatches) else given
+            if any(tensor.requires_grad for tensor in tensors_of(given)):
+                raise DataError(
+                    f"the {what} require a gradient, which a step does not pass on: detach them, and for the "
+                    "gradients of inputs give input_gradients=True and read engine.input_gradients()."
+                )
 
     def local_inputs(self, batch: Sequence[Value], length: int | None = None) -> LocalInputs:
         """Return this rank's part of micro-batches: its positions, without document ids.

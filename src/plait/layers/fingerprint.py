@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from plait.comm.contiguous_buffers import describe
 from plait.device import computation_settings
+from plait.layers.call_hooks import HOOKS
 from plait.layers.layer_sequence import LayerSequence, bits_of
 from plait.layers.nested import Microbatches, Value, tensors_of
 from plait.layers.value_text import ValueTexts, attributes_of, digest_of
@@ -26,10 +27,9 @@ from plait.plan import Plan
 from plait.rules import Rule, join
 from plait.schedules.schedule import Schedule
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _UNCOUNTED = frozenset(
     {
-        *("_parameters", "_buffers", "_modules", *_HOOKS),
+        *("_parameters", "_buffers", "_modules", *HOOKS),
         *("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
         *("_forward_pre_hooks_with_kwargs", "_state_dict_hooks", "_state_dict_pre_hooks"),
         *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_is_full_backward_hook"),
@@ -102,7 +102,7 @@ def _lines_of_model(model: nn.Module, texts: ValueTexts) -> Iterator[str]:
         yield f"{place} = {texts.of_class(type(module))}"
         for name, value in attributes_of(module, _UNCOUNTED).items():
             yield f"{place}.{name} = {texts.of(value)}"
-        hooks = {kind[1:]: list(vars(module)[kind].values()) for kind in _HOOKS if vars(module).get(kind)}
+        hooks = {kind[1:]: list(vars(module)[kind].values()) for kind in HOOKS if vars(module).get(kind)}
         yield f"hooks of {place} = {texts.of(hooks)}"
         own = {"recurse": False, "remove_duplicate": False}
         for name, tensor in (*module.named_parameters(**own), *module.named_buffers(**own)):

@@ -5,19 +5,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from plait.autograd.dropout import from_plain_dropout, is_plain_dropout
 from plait.errors import ModelError
+from plait.layers.call_hooks import computed_by_hooks, hook_objects
 from plait.layers.nested import Value
 from plait.layers.precision import convert
 from plait.rules import join
 
 RunOnPieces = Callable[[nn.Module, Value, int], tuple[Value, int]]
 """Runs a module between layers that exchange pieces of a sequence; see `NamedLayer.run`."""
+
+MISSING = object()
+"""The value of an attribute that a module does not have."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +86,16 @@ def sequence_of(model: nn.Module) -> LayerSequence:
     return LayerSequence(layers, parameters, {name: tuple(indexes) for name, indexes in users.items()})
 
 
+def sequentials_of(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield `module` and the modules in it whose children are layers, with their paths."""
+    if _is_flattened(module):
+        yield path, module
+        for name, child in module.named_children():
+            yield from sequentials_of(child, join(path, name))
+
+
 def _flatten(module: nn.Module, path: str) -> list[NamedLayer]:
-    if not (isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward):
+    if not _is_flattened(module):
         return [NamedLayer(path, module)]
     # _modules and not named_children, which leaves out a layer's second occurrence.
     return [
@@ -94,19 +106,37 @@ def _flatten(module: nn.Module, path: str) -> list[NamedLayer]:
     ]
 
 
+def _is_flattened(module: nn.Module) -> bool:
+    """Return whether `module` is an `nn.Sequential` that only calls its children, one after the other."""
+    if not isinstance(module, nn.Sequential) or "forward" in vars(module):
+        return False
+    kind, methods = type(module), ("forward", "__call__", "__iter__")
+    return all(getattr(kind, name) is getattr(nn.Sequential, name) for name in methods)
+
+
 def private_copy(layers: Sequence[NamedLayer], tensors: Mapping[int, Tensor]) -> list[NamedLayer]:
     """Return copies of `layers` whose tensors are replaced by `tensors`.
 
-    `tensors` holds the replacements, by the `id` of each parameter and buffer. What several of `layers`
-    share, their copies share. An `nn.Dropout` becomes a `plait.Dropout`.
+    `tensors` holds the replacements, by the `id` of each parameter and buffer; they get the attributes of
+    these. What several of `layers` share, their copies share. An `nn.Dropout` becomes a `plait.Dropout`.
     """
     memo: dict[int, object] = dict(tensors)
     for layer in layers:
+        memo |= {id(tensor): tensor.detach() for tensor in computed_by_hooks(layer.module)}
         for module in layer.module.modules():
+            memo |= {id(one): one for one in hook_objects(module)}
             if is_plain_dropout(module):
                 memo[id(module)] = from_plain_dropout(module)
     copies = copy.deepcopy([layer.module for layer in layers], memo)
+    for layer in layers:
+        for tensor in (*layer.module.parameters(), *layer.module.buffers()):
+            copy_attributes(tensor, cast(Tensor, memo[id(tensor)]))
     return [replace(layer, module=module) for layer, module in zip(layers, copies, strict=True)]
+
+
+def copy_attributes(tensor: Tensor, other: Tensor) -> None:
+    """Set on `other` the Python attributes that a user has set on `tensor`, such as `no_weight_decay`."""
+    vars(other).update(vars(tensor))
 
 
 def on_meta(
@@ -146,6 +176,28 @@ def saved_buffers(layers: Iterable[NamedLayer]) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in layer.module.named_buffers():
             if name in saved:
                 yield join(layer.path, name), buffer
+
+
+def own_numbers(module: nn.Module) -> dict[str, int | float]:
+    """Return the attributes of `module` itself that are numbers, by name."""
+    return {name: value for name, value in vars(module).items() if type(value) in (int, float)}
+
+
+def read_attributes(module: nn.Module, names: Iterable[str]) -> dict[str, Any]:
+    """Return the attributes `names` of the modules in `module`, such as buffers, or `MISSING`."""
+    owners = {name: module.get_submodule(name.rpartition(".")[0]) for name in names}
+    return {name: getattr(owner, name.rpartition(".")[2], MISSING) for name, owner in owners.items()}
+
+
+def set_attributes(module: nn.Module, values: Mapping[str, Any]) -> None:
+    """Set attributes of the modules in `module` to copies of `values`, by name; delete `MISSING` ones."""
+    for name, value in values.items():
+        owner, _, attribute = name.rpartition(".")
+        holder = module.get_submodule(owner)
+        if value is not MISSING:
+            setattr(holder, attribute, value.clone() if isinstance(value, Tensor) else value)
+        elif hasattr(holder, attribute):
+            delattr(holder, attribute)
 
 
 def aliases_of(layers: Iterable[NamedLayer]) -> dict[str, str]:

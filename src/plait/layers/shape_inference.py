@@ -47,6 +47,8 @@ class LayerInfo:
     """Of the sequence that the layer is given a piece of, if it is."""
     returns_parameter: bool = False
     """Whether a tensor of the output is on the memory of one of the layer's parameters."""
+    counting: tuple[str, ...] = ()
+    """The buffers and numbers, by name in the layer, that each run in training changes, for any input."""
 
     @cached_property
     def tensors(self) -> list[TensorInfo]:

@@ -57,7 +57,8 @@ def _described(thing: Any, numbers: dict[int, int]) -> Hashable:
         return kind, _items(vars(thing), numbers)
     if isinstance(thing, Tensor):
         numbers[id(thing)] = len(numbers)
-        return kind, tuple(thing.shape), thing.stride(), thing.dtype, thing.requires_grad
+        own = _items(vars(thing), numbers) if vars(thing) else ()
+        return kind, tuple(thing.shape), thing.stride(), thing.dtype, thing.requires_grad, own
     if isinstance(thing, ResultCache):
         numbers[id(thing)] = len(numbers)
         return (kind,)

@@ -6,7 +6,6 @@ so element `i` of a tensor is a pure function of `(seed, name, i)`, and any piec
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import math
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from plait.errors import ModelError
+from plait.models.module_reset import ModuleReset
 
 WORDS_PER_BLOCK = 4
 """64-bit words per value of the Philox counter."""
@@ -54,17 +53,17 @@ def normal_values(name: str, seed: int, start: int, stop: int, std: float) -> Te
     return uniform.mul_(2).sub_(1).erfinv_().mul_(std * math.sqrt(2))
 
 
-def initial_value(layer: nn.Module, path: str, name: str, seed: int) -> Tensor:
+def initial_value(
+    layer: nn.Module, path: str, name: str, seed: int, latest: ModuleReset | None = None
+) -> Tensor:
     """Return the whole initial value of the parameter or buffer `name` of `layer`, whose path is `path`.
 
     A tensor with a value keeps it. One on the meta device gets the distribution that `initial_values()` of
-    the innermost module around it, up to the layer, names for it; else the value from its module's own
-    `reset_parameters()` under a seed that is a hash of the module's path. Raises ModelError where neither
-    exists.
+    the innermost module around it, up to the layer, names for it; else what the `reset_parameters()` of
+    modules around it set, see `ModuleReset`. `latest`: the reset of which other tensors were read before.
+    Raises ModelError where neither exists, or a reset leaves a part of the tensor unwritten.
     """
-    owner_name, _, attribute = name.rpartition(".")
-    owner = layer.get_submodule(owner_name)
-    current: Tensor = getattr(owner, attribute)
+    current = _tensor(layer, name)
     if not current.is_meta:
         return current.detach()
     full_name = f"{path}.{name}" if path else name
@@ -74,12 +73,13 @@ def initial_value(layer: nn.Module, path: str, name: str, seed: int) -> Tensor:
     if rule is not None:
         values = normal_values(full_name, seed, 0, current.numel(), rule.std)
         return values.to(current.dtype).view(current.shape)
-    if not hasattr(owner, "reset_parameters"):
-        raise ModelError(
-            f"{full_name} is on the meta device and has no initial value: give layer {path!r} an "
-            "initial_values() that names it, or build the model with real values."
-        )
-    return _reset(owner, attribute, f"{path}.{owner_name}", seed)
+    return (latest or ModuleReset()).value(layer, path, name, seed)
+
+
+def _tensor(layer: nn.Module, name: str) -> Tensor:
+    owner, _, attribute = name.rpartition(".")
+    found: Tensor = getattr(layer.get_submodule(owner), attribute)
+    return found
 
 
 def _rule(layer: nn.Module, name: str) -> Initial | None:
@@ -92,15 +92,3 @@ def _rule(layer: nn.Module, name: str) -> Initial | None:
         if rule is not None:
             return rule
     return None
-
-
-def _reset(owner: nn.Module, attribute: str, path: str, seed: int) -> Tensor:
-    """Return tensor `attribute` of `owner` as `reset_parameters` sets it; `owner` itself is unchanged."""
-    copied = copy.deepcopy(owner).to_empty(device="cpu")
-    digest = hashlib.blake2b(f"{seed}/{path}".encode(), digest_size=7).digest()
-    with torch.random.fork_rng(devices=[]):
-        # The CPU's generator only: torch.manual_seed would also seed every accelerator's.
-        torch.default_generator.manual_seed(int.from_bytes(digest, "little"))
-        copied.reset_parameters()  # type: ignore[operator]
-    result: Tensor = getattr(copied, attribute)
-    return result.detach()

@@ -8,7 +8,7 @@ source.read("head.weight")                                   to be sharded, and 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +19,9 @@ from plait.comm.collectives import broadcast
 from plait.comm.group import Group
 from plait.comm.text_collectives import broadcast_text
 from plait.errors import ModelError, PlaitError, listed
+from plait.layers.call_hooks import has_load_hooks
 from plait.models.initial import initial_value
+from plait.models.module_reset import ModuleReset
 from plait.rules import join
 
 
@@ -70,6 +72,7 @@ class LocalSource:
 
     A shared tensor may be given under any of its names.
     """
+    _latest: ModuleReset = field(default_factory=ModuleReset, init=False, repr=False)
 
     def read(self, name: str) -> Tensor:
         """Return the whole tensor `name`, not to be written to. Raises ModelError if it has no value.
@@ -78,7 +81,7 @@ class LocalSource:
         """
         location = self.locations[name]
         if name not in self._found or self.given is None:
-            return initial_value(location.layer, location.path, location.name, self.seed)
+            return initial_value(location.layer, location.path, location.name, self.seed, self._latest)
         value = _whole(self.given[self._found[name]])
         if value.is_floating_point() == location.tensor.is_floating_point():
             return value if value.is_floating_point() else value.to(location.tensor.dtype)
@@ -104,6 +107,13 @@ class LocalSource:
         if not isinstance(self.given, Mapping):
             kind = type(self.given).__name__
             raise ModelError(f"values is a {kind}: give tensors by name, such as model.state_dict().")
+        for location in self.locations.values():
+            if has_load_hooks(location.layer):
+                raise ModelError(
+                    f"layer {location.path!r} has a hook that converts a state dict before loading, which "
+                    "plait does not call: load the values by model.load_state_dict(), and give plait "
+                    "model.state_dict()."
+                )
         found, faults = _match(self.given, self.locations)
         if faults:
             raise ModelError(

@@ -103,6 +103,7 @@ class PipelineRank:
         self.input_gradients = {}
         for stage in self.stages.values():
             stage.sequences = sequences
+            stage.starts.clear()
         if list(map(id, infos)) == list(map(id, self._infos)):
             return  # shapes are those of the step before
         self._infos = infos

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from plait.autograd.engine_calls import run_backward
 from plait.autograd.running_sequence import LocalSequence, running
 from plait.autograd.weight_gradient_queue import WeightGradientQueue, WeightWork
 from plait.compilation.compiled_layer import CompiledLayer, CompiledRun
-from plait.layers.layer_sequence import NamedLayer
+from plait.layers.layer_sequence import NamedLayer, read_attributes, set_attributes
 from plait.layers.nested import Value, detached, list_of_tensors, map_tensors
 from plait.layers.shape_inference import LayerInfo, wrong_gradient_shape
 from plait.pipeline.recompute import Run, recomputing
@@ -77,6 +78,8 @@ class Stage:
     """Per micro-batch: the gradients of the activation that the backward has reached."""
     runs: dict[tuple[int, int], LayerRun] = field(default_factory=dict)
     """Per (micro-batch, first layer)."""
+    starts: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Per layer, the values before the step of what counts its runs."""
 
     def __post_init__(self) -> None:
         modes: Sequence[Recompute] = self.recompute or ["none"] * len(self.layers)
@@ -181,13 +184,17 @@ class Stage:
     def clear(self) -> None:
         """Discard every unfinished micro-batch, after an exception within a step."""
         self.queue.take()
-        for held in (self.values, self.gradients, self.runs):
+        for layer, before in self.starts.items():
+            set_attributes(self.layers[layer].module, before)
+        for held in (self.values, self.gradients, self.runs, self.starts):
             held.clear()
 
     def _run(self, microbatch: int, layer: int, value: Value) -> Value:
         """Run one layer and return its output; a layer that recomputes calls this again in its backward."""
         named, info, queue = self.layers[layer], self.infos[microbatch][layer], self.queue
         given = map_tensors(torch.clone, value) if info.writes_input else value
+        if info.counting:
+            self._restart(layer, info.counting)
         # A layer that runs backwards of its own asks for no weight gradient.
         outside, defers = queue.pending, queue.defers
         queue.pending, queue.defers = [], True
@@ -201,6 +208,13 @@ class Stage:
         finally:
             queue.pending, queue.defers = outside, defers
         return self._without_parameters(output, layer) if info.returns_parameter else output
+
+    def _restart(self, layer: int, counting: Sequence[str]) -> None:
+        """Set what counts a layer's runs to the values before this step, which counts once."""
+        module = self.layers[layer].module
+        if layer not in self.starts:
+            self.starts[layer] = read_attributes(module, counting)
+        set_attributes(module, self.starts[layer])
 
     def _run_compiled(self, microbatch: int, layer: int, value: Value) -> bool:
         """Run one layer by its graphs, and return whether it has any; else it is to run eagerly."""

@@ -24,6 +24,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from plait.comm.gradient_hooks import gradient_hooks
 from plait.comm.group import Group
 from plait.device import copy_later, is_accelerator, moved_later
 from plait.errors import PlanError
@@ -141,9 +142,15 @@ class FlatBuffer:
             return [self.piece_gradient]
         return [grad for grad in grads if grad is not None]
 
-    def check_requires_grad(self) -> None:
-        """Raise PlanError where a parameter was frozen or unfrozen since the buffer was allocated."""
+    def check_settings(self) -> None:
+        """Raise PlanError where a parameter was frozen or unfrozen since `parallelize`, or has got a hook."""
         for name, parameter in self.pieces.items():
+            register = gradient_hooks(parameter)
+            if register is not None:
+                raise PlanError(
+                    f"{name} has a hook of {register}, which would not be called with the whole gradient: "
+                    "change gradients between forward_backward and optimizer.step()."
+                )
             if parameter.requires_grad != self.spec.kind.trains:
                 raise PlanError(
                     f"requires_grad of {name} has changed to {parameter.requires_grad} since parallelize: "

@@ -85,7 +85,7 @@ class Reducer:
         self._stale = []
         for unit in self.units.values():
             for buffer in unit.buffers:
-                buffer.check_requires_grad()
+                buffer.check_settings()
         for name, unit in self.units.items():
             for buffer in unit.trainable:
                 self._attached.append((buffer, buffer.attach_gradients()))

@@ -18,7 +18,7 @@ from plait.autograd.dropout import Dropout, set_region_piece, set_sequence_piece
 from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.comm.group import Group
 from plait.errors import ModelError, PlanError
-from plait.layers.alterations import is_altered
+from plait.layers.call_hooks import is_altered
 from plait.layout import Layout
 from plait.rules import Rule, Rules, entrance, join, match
 from plait.tensor.embedding import VocabParallelEmbedding

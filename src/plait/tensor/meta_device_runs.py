@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from plait.autograd.dropout import names_of
 from plait.autograd.running_sequence import running_sequence
+from plait.errors import ModelError, listed
+from plait.layers.carried_values import refuse_carried_values
 from plait.layers.layer_sequence import LayerSequence, NamedLayer, on_meta, private_copy
 from plait.layers.nested import Value, map_tensors, tensors_of
 from plait.layers.position_proof import prove_positions_apart
@@ -113,6 +116,8 @@ class MetaLayers:
             if key not in self._results or self._results[key][0] < longest:
                 self._results[key] = longest, self._run(number, given, proves=proves)
             run: MetaRun = self._results[key][1]
+            counting = () if proves else self._counting(number, given)
+            run = replace(run, info=replace(run.info, counting=counting)) if counting else run
             yield run
             given = run.next_input()
         while len(self._results) > MOST_RESULTS:
@@ -143,6 +148,31 @@ class MetaLayers:
             claims = self._claims(number, layer)
             prove_layer(layer.path, tensors_of(given.value), tensors_of(output), parameters, claims)
         return run
+
+    def _counting(self, number: int, given: LayerInput) -> tuple[str, ...]:
+        """Return what counts a layer's runs; see `refuse_carried_values`, and what that raises.
+
+        Layers of equal structure are looked at once, in training, for the first shape of their input.
+        Raises ModelError where another layer shares it.
+        """
+        key = "carried values", self.structures[number]
+        if key not in self._results:
+            if not torch.is_grad_enabled():
+                return ()
+            (copied,) = self._rules.apply(private_copy(self.layers[number : number + 1], {}))
+            self._results[key] = refuse_carried_values(copied, given.value, given.length)
+        counting: tuple[str, ...] = self._results[key]
+        layers = self._sequence.layers
+        for name in counting:
+            owner = layers[number].module.get_submodule(name.rpartition(".")[0])
+            users = [one.path for one in layers if any(owner is other for other in one.module.modules())]
+            if len(users) > 1:
+                raise ModelError(
+                    f"{join(layers[number].path, name)} changes in each run of its layer, and the layers "
+                    f"{listed(users)} share it: its value would depend on which of them a rank has, so give "
+                    "each a module of its own."
+                )
+        return counting
 
     def _claims(self, number: int, layer: NamedLayer) -> Claims:
         """Return the claims of rules and layouts about layer `number`; `layer`: a copy with rules applied."""

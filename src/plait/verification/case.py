@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from plait.layers.lost_settings import refuse_lost_settings
 from plait.layers.nested import Value, split, tensors_of
 from plait.rules import Rules
 from plait.tensor.losses import Loss
@@ -70,6 +71,7 @@ def prepared(case: Case) -> Iterator[Case]:
     if options.mode != "exact":
         yield replace(case, change=add_offsets(seed))
         return
+    refuse_lost_settings(model, case.loss)  # of the model itself, since the copy has lost them
     inputs, _ = case.batches[0]
     batch = integer_batch(inputs, rows_of(inputs))
     start = with_values(model, seed, integer_parameter(seed), integer_buffer)

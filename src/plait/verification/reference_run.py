@@ -26,6 +26,7 @@ from plait.layers.layer_sequence import LayerSequence, NamedLayer, private_copy
 from plait.layers.nested import Value, map_tensors, split, tensors_of
 from plait.layers.precision import convert
 from plait.models.initial import initial_value
+from plait.models.module_reset import ModuleReset
 from plait.tensor.losses import Loss
 from plait.tensor.torch_losses import divisor
 from plait.verification.expected_dtypes import (
@@ -34,6 +35,7 @@ from plait.verification.expected_dtypes import (
     ReferenceLossScale,
     epsilon_of,
 )
+from plait.verification.held_state import HeldState
 from plait.verification.location import RecordKey, Records, RecordScope
 from plait.verification.options import VerifyOptions
 from plait.verification.perturbation import Perturbation
@@ -154,8 +156,9 @@ class ReferenceRun:
         for name, parameter in self.update.trainable.items():
             kind = self.formats.gradient_of(self.model_parameters[name])
             self.sums[name] = torch.zeros_like(parameter, dtype=kind, requires_grad=False)
-        totals = []
+        totals, before = [], HeldState.of(self.layers)
         for number, parts in enumerate(zip(local.values, target_parts, strict=True)):
+            before.set_copies()  # what changes in each run changes once a step
             with running(local.sequences[number]):
                 records = self._microbatch(RecordScope(step, number), *parts, weight)
             totals.append(records[RecordKey("total")].double())
@@ -240,19 +243,19 @@ class ReferenceRun:
             return layer.module(value)
 
     def _mean(self, inputs: Value, targets: Value) -> Tensor:
-        """Return the mean loss of a whole batch, without gradients and without changing buffers."""
+        """Return the mean loss of a whole batch, without gradients and without changing the layers."""
         local = local_inputs([inputs], ContextParallelism.of_one_rank())
         value = map_tensors(torch.clone, local.values[0])
         self.dropout.rows = [range(len(next(tensors_of(inputs))))]
-        buffers = [(b, b.clone()) for layer in self.layers for b in layer.module.buffers()]
+        before = HeldState.of(self.layers)
+        before.set_copies()
         with torch.no_grad(), running(local.sequences[0]):
             for layer in self.layers:
                 with failure_named(layer.path or "the model"):
                     value = map_tensors(torch.clone, self._run(layer, 0, value))
             with failure_named("the loss"):
                 total = self.loss.total(value, targets)
-            for buffer, before in buffers:
-                buffer.copy_(before)
+        before.set_back()
         weight = torch.as_tensor(self.loss.weight(targets)).to(total.device)
         return total.double() / divisor(self.loss, weight)
 
@@ -321,7 +324,7 @@ def build_layers(
     parameters: dict[str, nn.Parameter] = {}
     copies: dict[str, Tensor] = {}
     buffers: dict[int, Tensor] = {}
-    layers, aliases_of_layers = [], []
+    layers, aliases_of_layers, latest = [], [], ModuleReset()
     for layer in sequence.layers:
         tensors: dict[int, Tensor] = {}
         aliases: dict[str, nn.Parameter] = {}
@@ -329,7 +332,7 @@ def build_layers(
             name = names[id(parameter)]
             compute, master = formats.compute_of(parameter), formats.master_of(parameter)
             if name not in parameters:
-                value = change(name, initial_value(layer.module, layer.path, local, seed))
+                value = change(name, initial_value(layer.module, layer.path, local, seed, latest))
                 parameters[name] = nn.Parameter(convert(value, master, device), parameter.requires_grad)
                 if always_copy or compute != master:
                     copies[name] = convert(parameters[name].detach(), compute, device)
@@ -337,7 +340,7 @@ def build_layers(
             tensors[id(parameter)] = aliases[name] = alias
         for local, buffer in layer.module.named_buffers():
             if id(buffer) not in buffers:
-                value = initial_value(layer.module, layer.path, local, seed)
+                value = initial_value(layer.module, layer.path, local, seed, latest)
                 buffers[id(buffer)] = convert(value, formats.compute, device)
             tensors[id(buffer)] = buffers[id(buffer)]
         layers += private_copy([layer], tensors)

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from plait.layers.layer_sequence import sequence_of
+from plait.layers.call_hooks import computed_by_hooks
+from plait.layers.layer_sequence import copy_attributes, sequence_of
 from plait.models.initial import initial_value, normal_values
 from plait.rules import join
 
@@ -41,8 +42,9 @@ def with_values(model: nn.Module, seed: int, parameters: ValueChange, buffers: V
 
     Shared tensors stay shared. `model` may be on the meta device; it is not altered.
     """
-    memo: dict[int, object] = {}
-    for layer in sequence_of(model).layers:
+    layers = sequence_of(model).layers
+    memo: dict[int, object] = {id(tensor): tensor.detach() for tensor in computed_by_hooks(model)}
+    for layer in layers:
         named = ((layer.module.named_parameters(), parameters), (layer.module.named_buffers(), buffers))
         for local, tensor, change in ((*one, change) for tensors, change in named for one in tensors):
             if id(tensor) not in memo:
@@ -51,7 +53,9 @@ def with_values(model: nn.Module, seed: int, parameters: ValueChange, buffers: V
                     value = change(join(layer.path, local), value)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 value = value.clone()
-                memo[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+                copied = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+                copy_attributes(tensor, copied)
+                memo[id(tensor)] = copied
     return copy.deepcopy(model, memo)
 
 

@@ -82,8 +82,7 @@ def verify(
     Returns:
         The report, the same on every rank. It is true where both runs are equal; print it.
     """
-    _require_types(model, plan)
-    require_number("timeout", timeout, PlanError, positive=True, infinite="no limit")
+    _require_types(model, plan, timeout)
     if reference is not None:
         _require_usual(reference, mode=mode, steps=steps, clip=clip, isolate=isolate, optimizer=optimizer)
         steps = 1
@@ -95,10 +94,12 @@ def verify(
     return verify_case(case, plan, threads=threads)
 
 
-def _require_types(model: object, plan: object) -> None:
+def _require_types(model: object, plan: object, timeout: object) -> None:
+    """Raise PlanError or ModelError for an argument of another type, or out of range."""
     require_instance("the plan", plan, Plan, "give a plait.Plan", PlanError)
     if not callable(model):
         raise ModelError(f"the model is {model!r}: give an nn.Module, or a function that builds one.")
+    require_number("timeout", timeout, PlanError, positive=True, infinite="no limit")
 
 
 def verify_case(case: Case, plan: Plan, *, threads: int | None = None) -> VerificationReport:

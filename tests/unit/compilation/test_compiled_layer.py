@@ -35,7 +35,7 @@ class Wide(Residual):
     """Another kind of layer with the same parameters."""
 
 
-class Counting(nn.Module):
+class Writing(nn.Module):
     """Writes to a buffer in its forward, which no graph may."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Counting(nn.Module):
         self.register_buffer("calls", torch.zeros(()), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls.add_(1)
+        self.calls.fill_(1)
         return self.linear(x) * 2
 
 
@@ -227,14 +227,35 @@ def test_a_weight_that_a_layer_uses_twice_and_one_that_is_no_product() -> None:
 
 
 def test_a_layer_that_cannot_be_compiled_is_named_with_the_reason() -> None:
-    model = model_of(Residual, Counting)
+    model = model_of(Residual, Writing)
     with pytest.raises(ModelError, match=r"layer '1' cannot be compiled.* mutations.*'where possible'"):
         gradients_of(model, compile="graphs")
     # Of this layer alone, since code is generated for others, which takes seconds.
-    only = model_of(Counting)
+    only = model_of(Writing)
     with pytest.warns(UserWarning, match=r"layer '0' cannot be compiled.* mutations.*runs eagerly"):
         found = gradients_of(only, compile="where possible")
     assert_same_bits(found, gradients_of(only))
+
+
+class Counting(nn.Linear):
+    """Counts its runs in an attribute, by which it divides."""
+
+    runs = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.runs += 1
+        return super().forward(input) / self.runs
+
+
+def test_a_layer_that_counts_its_runs_is_not_compiled() -> None:
+    model = nn.Sequential(Counting(WIDTH, WIDTH)).double()
+    with pytest.raises(
+        ModelError, match=r"^the layer '0' cannot be compiled, for each run changes runs, which graphs"
+    ):
+        gradients_of(model, compile="graphs")
+    with pytest.warns(UserWarning, match="each run changes runs"):
+        found = gradients_of(model, compile="where possible")
+    assert_same_bits(found, gradients_of(model))
 
 
 def test_a_layer_for_which_no_code_can_be_generated_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:

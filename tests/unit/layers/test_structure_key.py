@@ -25,6 +25,11 @@ def shared(module):
     return module
 
 
+def marked(module, mark):
+    module.weight.mark = mark
+    return module
+
+
 def hooked(module):
     module.register_forward_hook(print)
     return module
@@ -53,6 +58,7 @@ def test_equal_for_layers_made_alike_and_for_copies(make):
         (nn.Linear(2, 3), nn.Linear(2, 3, dtype=torch.float64)),
         (nn.Linear(2, 3), frozen(nn.Linear(2, 3))),
         (nn.Linear(2, 3), nn.Linear(2, 3).eval()),
+        (marked(nn.Linear(2, 3), 1), marked(nn.Linear(2, 3), 2)),
         (nn.ReLU(), nn.ReLU(inplace=True)),
         (nn.ReLU(), nn.GELU()),
         (Scaled(1), Scaled(1.0)),

@@ -253,7 +253,7 @@ def test_the_gradients_that_are_wanted() -> None:
 @pytest.mark.parametrize("strategy", ["none", "full"])
 def test_a_parameter_that_was_frozen_since_is_refused(strategy: Any) -> None:
     unit = unit_of(nn.Linear(3, 2), dp=2, strategy=strategy)
-    only_buffer(unit).check_requires_grad()
+    only_buffer(unit).check_settings()
     unit.pieces["0.bias"].requires_grad_(False)
     with pytest.raises(PlanError, match=r"requires_grad of 0\.bias has changed to False since parallelize"):
-        only_buffer(unit).check_requires_grad()
+        only_buffer(unit).check_settings()

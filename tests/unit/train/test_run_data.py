@@ -177,7 +177,7 @@ def test_each_row_of_conversations_has_a_target(tmp_path: Path) -> None:
     source = conversations_on_disk(tmp_path / "corpus", [3, 9, 0, 7, 8, 1] * 3)
     data = load_data(make(source, context=8, train={"batch": 4}))
     assert "9 without an answer in their first 8 tokens are left out" in data.summary
-    assert data.rows == 8, "the last conversation is for validation"
+    assert row_total(data.training) == 8, "the last conversation is for validation"
     for step in range(6):
         assert (data.training.batch(step, ALL)[1] != -100).any(dim=1).all()
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from plait.errors import ModelError, listed
-from plait.layers.alterations import has_own_forward, hooks_of
+from plait.layers.call_hooks import call_hooks, has_own_forward
 from plait.layers.validation import refuse_compiled_modules
 from plait.models.huggingface.family import Family
 
@@ -48,7 +48,7 @@ def require_unmodified(model: Any, replaced: Iterable[nn.Module]) -> None:
                 f"{place} is a {kind.__module__}.{kind.__qualname__}, whose code plait would not run: "
                 "give an unmodified model, or write an nn.Sequential of its layers."
             )
-        if has_own_forward(module) or not all(map(_is_of_transformers, hooks_of(module))):
+        if has_own_forward(module) or not all(_is_of_transformers(hook) for _, hook in call_hooks(module)):
             raise ModelError(
                 f"{place} ({kind.__name__}) has hooks or a forward of its own, which plait would not run: "
                 "remove them, or put them on a linear, a norm or an MLP."

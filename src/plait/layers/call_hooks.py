@@ -1,0 +1,70 @@
+"""What a module has beside its class: hooks, what they compute, which objects they are; a `forward`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+HOOKS = {
+    "_forward_pre_hooks": "register_forward_pre_hook",
+    "_forward_hooks": "register_forward_hook",
+    "_backward_pre_hooks": "register_full_backward_pre_hook",
+    "_backward_hooks": "register_full_backward_hook",
+}
+"""Attributes of `nn.Module` that hold hooks, private to torch, and what registers them."""
+
+
+def call_hooks(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield the hooks on the calls of `module`, each after the method that has registered it."""
+    for kind, register in HOOKS.items():
+        for hook in getattr(module, kind).values():
+            yield register, hook
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Return whether `forward` was set on the instance."""
+    return "forward" in vars(module)
+
+
+def is_altered(module: nn.Module) -> bool:
+    """Return whether `module` has hooks on its calls, or a `forward` set on the instance."""
+    return has_own_forward(module) or next(call_hooks(module), None) is not None
+
+
+def has_load_hooks(module: nn.Module) -> bool:
+    """Return whether modules in `module` have hooks, other than torch's own, on the loading of a state dict.
+
+    Reads a private attribute of torch, and the hooks in its private wrappers.
+    """
+    hooks = (hook for one in module.modules() for hook in one._load_state_dict_pre_hooks.values())
+    own = (getattr(hook, "hook", hook) for hook in hooks)
+    homes = (getattr(hook, "__module__", type(hook).__module__) for hook in own)
+    return any(not str(home).startswith("torch.") for home in homes)
+
+
+def computed_by_hooks(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the tensors with a graph that hooks of the modules in `module` compute before each forward.
+
+    Those of `nn.utils.weight_norm` and `nn.utils.prune`, which compute `weight` from other parameters.
+    Private to torch: that such a hook has the name of what it computes as `name` or `_tensor_name`.
+    """
+    for one in module.modules():
+        for _, hook in call_hooks(one):
+            value = vars(one).get(getattr(hook, "name", getattr(hook, "_tensor_name", "")))
+            if isinstance(value, Tensor) and not value.is_leaf:
+                yield value
+
+
+def hook_objects(module: nn.Module) -> Iterator[object]:
+    """Yield the objects that are hooks on calls of `module`, or whose methods are.
+
+    A copy of the module has to call the same object, such as one that records what the module gives. Those
+    that hold modules or tensors are left out: they have to be copied with these.
+    """
+    for _, hook in call_hooks(module):
+        owner = getattr(hook, "__self__", hook)
+        held = getattr(owner, "__dict__", {}).values()
+        if not isinstance(owner, nn.Module) and not any(isinstance(one, nn.Module | Tensor) for one in held):
+            yield owner

@@ -1,0 +1,168 @@
+"""Refusal of what a user has set on a model and a rank's copy of its layers would not have.
+
+The layers of a rank are copies, whose parameters are new memory. Modules are copied with their hooks and
+attributes, parameters and buffers with their attributes. What cannot be copied is refused, by name: hooks on
+parameters, their gradients, classes of their own; hooks and tensors of an `nn.Sequential`, whose layers run
+one by one; tensors that are trained without being parameters; and what a `state_dict` has beside parameters
+and buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from plait.comm.gradient_hooks import gradient_hooks
+from plait.errors import ModelError, PlanError
+from plait.layers.call_hooks import call_hooks, computed_by_hooks
+from plait.layers.layer_sequence import LayerSequence, sequence_of, sequentials_of
+from plait.layers.nested import tensors_of
+from plait.rules import join
+
+WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
+def refuse_lost_settings(model: nn.Module, loss: object) -> None:
+    """Raise ModelError for the first thing set on `model` that the copies of its layers would not have.
+
+    Raises PlanError for a loss with parameters that require a gradient.
+    """
+    sequence = sequence_of(model)
+    _refuse_trained_loss(loss)
+    for path, container in sequentials_of(model):
+        _refuse_on_sequential(container, path)
+    for name, parameter in sequence.parameters.items():
+        _refuse(name, _lost_of_parameter(parameter))
+    for layer in sequence.layers:
+        for name, module in layer.module.named_modules():
+            _refuse(join(layer.path, name) or "the model", _lost_of_module(module))
+        for name, buffer in layer.module.named_buffers():
+            _refuse(join(layer.path, name), _lost_of_buffer(buffer))
+        _refuse_attributes(layer.module, layer.path)
+    _refuse_other_state(model, sequence)
+
+
+def _refuse_trained_loss(loss: object) -> None:
+    """Raise PlanError for a loss with parameters that require a gradient: an engine trains layers only."""
+    for name, held in [("", loss), *getattr(loss, "__dict__", {}).items()]:
+        for local, parameter in held.named_parameters() if isinstance(held, nn.Module) else ():
+            if parameter.requires_grad:
+                raise PlanError(
+                    f"{join(name, local)}, a parameter of the loss {type(loss).__name__}, requires a "
+                    "gradient, but an engine trains the parameters of layers only: put it into the last "
+                    "layer, or set its requires_grad to False."
+                )
+
+
+def _refuse(name: str, reason: str | None) -> None:
+    if reason is not None:
+        raise ModelError(f"{name} {reason}.")
+
+
+def _refuse_on_sequential(container: nn.Module, path: str) -> None:
+    place = f"{path or 'the model'} ({type(container).__name__})"
+    for register, _ in call_hooks(container):
+        raise ModelError(
+            f"{place} has a hook of {register}, but plait runs the layers of an nn.Sequential by themselves "
+            "and would not call it: register it on one of them, or put the nn.Sequential into a module of "
+            "your own, which is one layer."
+        )
+    for name, _ in (*container.named_parameters(recurse=False), *container.named_buffers(recurse=False)):
+        raise ModelError(
+            f"{join(path, name)} is a tensor of {place} itself, which runs its layers and does nothing else: "
+            "put it into the layer that uses it."
+        )
+
+
+def _lost_of_parameter(parameter: nn.Parameter) -> str | None:
+    if isinstance(parameter, UninitializedParameter):
+        return "has no shape yet: run the model on a batch before, or give its module the number of inputs"
+    if type(parameter) is not nn.Parameter:
+        return (
+            f"is a {type(parameter).__name__}, but each rank has a plain nn.Parameter in its place, which "
+            "would not behave like it: give an nn.Parameter"
+        )
+    register = gradient_hooks(parameter)
+    if register is not None:
+        return (
+            f"has a hook of {register}, which would not be called with the whole gradient: change gradients "
+            "between forward_backward and optimizer.step(), as in engine.named_parameters()"
+        )
+    if parameter.grad is not None and (parameter.grad.is_meta or bool(parameter.grad.any())):
+        return "has a gradient already, to which plait would not add: call zero_grad() on the model before"
+    return None
+
+
+def _lost_of_module(module: nn.Module) -> str | None:
+    if isinstance(module, WRAPPERS):
+        return f"is a {type(module).__name__}, which sums gradients by itself: give its .module"
+    return None
+
+
+def _lost_of_buffer(buffer: Tensor) -> str | None:
+    if buffer.requires_grad:
+        return "is a buffer that requires a gradient, which plait would not compute: register a parameter"
+    if type(buffer) not in (Tensor, nn.Parameter):
+        return (
+            f"is a {type(buffer).__name__}, but each rank has a plain tensor in its place, which would not "
+            "behave like it: give a torch.Tensor"
+        )
+    return None
+
+
+def _refuse_attributes(layer: nn.Module, path: str) -> None:
+    """Raise ModelError for a tensor that is neither parameter nor buffer, and is trained or has no value."""
+    own = {id(tensor) for tensor in (*layer.parameters(), *layer.buffers(), *computed_by_hooks(layer))}
+    for name, tensor in _attributes(layer):
+        if id(tensor) in own:
+            continue
+        place = f"{join(path, name)} is a tensor {list(tensor.shape)} that is no parameter"
+        if tensor.requires_grad:
+            raise ModelError(
+                f"{place} of its layer but requires a gradient, which plait would not compute: register it "
+                "as a parameter, compute it in forward, or detach it."
+            )
+        if tensor.is_meta:
+            raise ModelError(
+                f"{place} or buffer, and is on the meta device, where nothing gives it a value: register it "
+                "as a buffer with an initial value, or build the model with real values."
+            )
+
+
+def _attributes(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in plain attributes of a layer's modules, also in lists and dictionaries."""
+    for path, module in layer.named_modules():
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                for tensor in tensors_of(value):
+                    yield join(path, name), tensor
+
+
+def _refuse_other_state(model: nn.Module, sequence: LayerSequence) -> None:
+    """Raise ModelError where `model.state_dict()` is not what its parameters and saved buffers are."""
+    held: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    held.update(model.named_buffers(remove_duplicate=False))
+    saved = model.state_dict()
+    for name, value in saved.items():
+        if name not in held or not _is_same(value, held[name]):
+            _refuse(
+                f"model.state_dict() has {'another value of' if name in held else 'the entry'} {name}", _STATE
+            )
+    for name in sequence.parameters:
+        if name not in saved:
+            _refuse(f"model.state_dict() has no entry of {name}", _STATE)
+
+
+_STATE = (
+    "by a hook or get_extra_state(), which plait would neither call nor save: keep it outside of the model"
+)
+
+
+def _is_same(value: object, tensor: Tensor) -> bool:
+    """Return whether an entry of a state dict is the tensor itself, detached."""
+    if not isinstance(value, Tensor) or value.shape != tensor.shape:
+        return False
+    return tensor.layout != torch.strided or value.untyped_storage() is tensor.untyped_storage()
