@@ -139,7 +139,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         "3 rows of inputs of 2",
     ),
     (lambda: parallelized().clip_grad_norm_(-1), "max_norm is -1: give a number of at least 0"),
-    (lambda: parallelized().parameter_groups("0.1"), "weight_decay is .0.1.: give a number"),
+    (lambda: parallelized().parameter_groups("0.1"), "weight_decay is '0.1': give a number"),
     (lambda: parallelized().step([], 1.0), "the optimizer is a list: give one; with several"),
     (lambda: plait.save(parallelized(), None, TINY, [1]), "the state to be saved is an object of list"),  # type: ignore[arg-type]
     (lambda: plait.load(parallelized(), 3, TINY), "the optimizer is an object of int: give one of"),  # type: ignore[arg-type]
