@@ -28,6 +28,10 @@ from plait.layers.precision import convert
 from plait.models.initial import initial_value
 from plait.tensor.losses import Loss
 from plait.tensor.torch_losses import divisor
+from plait.verification.definitions import Definitions
+from plait.verification.definitions.documents import separated
+from plait.verification.definitions.huggingface import FORWARDS as OF_HUGGINGFACE
+from plait.verification.definitions.layers import FORWARDS as OF_PLAIT
 from plait.verification.expected_dtypes import (
     INITIAL_LOSS_SCALE,
     NumberFormats,
@@ -84,6 +88,8 @@ class ReferenceRun:
         self.parameters, self.copies, self.layers, self.aliases = built
         self.dropout = DropoutGenerator(options.seed)
         self.dropout.attach_to(layer.module for layer in self.layers)
+        self.definitions = Definitions()
+        self.definitions.install((layer.module for layer in self.layers), {**OF_PLAIT, **OF_HUGGINGFACE})
         if baseline is None:
             with torch.no_grad():
                 for parameter in self.parameters.values():
@@ -155,9 +161,10 @@ class ReferenceRun:
             kind = self.formats.gradient_of(self.model_parameters[name])
             self.sums[name] = torch.zeros_like(parameter, dtype=kind, requires_grad=False)
         totals = []
-        for number, parts in enumerate(zip(local.values, target_parts, strict=True)):
-            with running(local.sequences[number]):
-                records = self._microbatch(RecordScope(step, number), *parts, weight)
+        for number, (part, sequence) in enumerate(zip(input_parts, local.sequences, strict=True)):
+            value, ids = separated(part)
+            with running(sequence), self.definitions.running(ids):
+                records = self._microbatch(RecordScope(step, number), value, target_parts[number], weight)
             totals.append(records[RecordKey("total")].double())
             yield RecordScope(step, number), records
         records = {RecordKey("mean"): torch.stack(totals).sum() / weight, RecordKey("whole"): whole}
@@ -242,10 +249,11 @@ class ReferenceRun:
     def _mean(self, inputs: Value, targets: Value) -> Tensor:
         """Return the mean loss of a whole batch, without gradients and without changing buffers."""
         local = local_inputs([inputs], ContextParallelism.of_one_rank())
-        value = map_tensors(torch.clone, local.values[0])
+        given, ids = separated(inputs)
+        value = map_tensors(torch.clone, given)
         self.dropout.rows = [range(len(next(tensors_of(inputs))))]
         buffers = [(b, b.clone()) for layer in self.layers for b in layer.module.buffers()]
-        with torch.no_grad(), running(local.sequences[0]):
+        with torch.no_grad(), running(local.sequences[0]), self.definitions.running(ids):
             for layer in self.layers:
                 with failure_named(layer.path or "the model"):
                     value = map_tensors(torch.clone, self._run(layer, 0, value))

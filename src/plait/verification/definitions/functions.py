@@ -1,0 +1,122 @@
+"""`Definitions`: replaces plait's functions and the forwards of its layers, for one reference run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import proxy
+
+import torch
+from torch import Tensor, nn
+
+from plait.autograd.dropout import Dropout
+from plait.autograd.replaceable import Replacements, replacing
+from plait.autograd.running_sequence import longest_document, positions
+from plait.context_attention import attend, attention, share_keys
+from plait.verification.definitions.attention import Visibility, softmax_attention
+from plait.verification.definitions.documents import numbers_of, positions_in
+
+Forward = Callable[..., Any]
+"""Given the `Definitions`, a layer and its input, returns the layer's output."""
+
+
+class GivenKeys(NamedTuple):
+    """The arguments of `plait.context_attention.share_keys`."""
+
+    key: Tensor
+    value: Tensor
+    causal: bool
+    window: int | None
+    documents: Tensor | None
+
+
+class Definitions:
+    """The functions that a reference run calls in place of plait's, for the documents that it runs on."""
+
+    def __init__(self) -> None:
+        self.ids: Tensor | None = None
+        """The document ids `[rows, length]` of the running micro-batch, if it has any."""
+        self.attends = False
+        """Whether attention was computed since this was last set to False."""
+
+    @contextmanager
+    def running(self, ids: Tensor | None) -> Iterator[None]:
+        """Within the context, layers run on documents with these ids, and compute by definition."""
+        before, self.ids = self.ids, ids
+        try:
+            with replacing(self._replacements):
+                yield
+        finally:
+            self.ids = before
+
+    def install(self, modules: Iterable[nn.Module], forwards: dict[type[nn.Module], Forward]) -> None:
+        """Replace the forward of each module, and of those within, whose type is in `forwards`."""
+        for module in (inner for outer in modules for inner in outer.modules()):
+            if type(module) in forwards and "forward" not in vars(module):
+                module.forward = partial(forwards[type(module)], self, proxy(module))
+
+    @property
+    def _replacements(self) -> Replacements:
+        return {
+            attention: self.attention,
+            share_keys: self._share_keys,
+            attend: self._attend,
+            positions: self.positions,
+            longest_document: self._longest_document,
+        }
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        causal: bool = True,
+        window: int | None = None,
+        documents: Tensor | None = None,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        dropout: nn.Module | None = None,
+    ) -> Tensor:
+        """Return what `plait.attention` is documented to return for these arguments."""
+        self.attends = True
+        ids = self.ids if documents is None else documents
+        sees = Visibility(causal, window, None if ids is None else numbers_of(ids))
+        scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+        keep = dropout if dropout is not None and dropout.training and getattr(dropout, "p", 0.0) else None
+        return softmax_attention(query, key, value, sees, scale, softcap, keep)
+
+    def _share_keys(
+        self,
+        key: Tensor,
+        value: Tensor,
+        causal: bool = True,
+        window: int | None = None,
+        documents: Tensor | None = None,
+        *,
+        query_heads: int,
+    ) -> GivenKeys:
+        return GivenKeys(key, value, causal, window, documents)
+
+    def _attend(self, query: Tensor, keys: GivenKeys, **options: Any) -> Tensor:
+        return self.attention(query, *keys, **options)
+
+    def positions(self, tensor: Tensor) -> Tensor:
+        """Return the positions of dim 1 of `tensor` in their documents: `[length]`, or `[rows, length]`."""
+        if self.ids is None:
+            return torch.arange(tensor.shape[1], device=tensor.device)
+        return positions_in(self.ids).to(tensor.device)
+
+    def _longest_document(self, tensor: Tensor) -> int:
+        return int(self.positions(tensor).max()) + 1 if tensor.numel() else 0
+
+
+def dropout(definitions: Definitions, module: Dropout, x: Tensor) -> Tensor:
+    """Return `x` with the elements outside of the module's mask set to 0, the others divided by 1 - p."""
+    if not module.training or module.p == 0.0:
+        return x
+    keep = module.next_mask_maker(x.shape, x.device)()
+    return x.masked_fill(~keep, 0.0) * (1.0 / (1.0 - module.p) if module.p < 1.0 else 1.0)
