@@ -17,7 +17,7 @@ from plait.schedules.program import Instruction
 from plait.verification.expected_dtypes import GROWTH_INTERVAL, INITIAL_LOSS_SCALE
 from plait.verification.findings import one_alternative
 from plait.verification.instruction_checker import InstructionChecker
-from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
+from plait.verification.location import EVALUATED, Location, RecordKey, RecordScope, StepPhase
 from plait.verification.reference_recording import NO_TOLERANCE
 from plait.verification.reference_update import CLIP_EPSILON
 from plait.verification.start_values import ValueChange
@@ -81,7 +81,8 @@ class CandidateRun:
     def evaluate(self, step: int, inputs: Value, targets: Value) -> None:
         """Compare the evaluation loss of a batch with that of the reference run."""
         mean = self.engine.evaluate(self._rows_of_rank(inputs), self._rows_of_rank(targets))
-        self.comparison.compare(step, StepPhase.EVALUATION, RecordKey("evaluation"), mean)
+        scope, key = RecordScope(step, EVALUATED), RecordKey("evaluation")
+        self.comparison.compare(step, StepPhase.EVALUATION, key, mean, recorded_in=scope)
 
     def _observer(self, step: int, targets: Value) -> Callable[[Instruction, Runtime], None]:
         def observe(instruction: Instruction, runtime: Runtime) -> None:
@@ -147,13 +148,13 @@ class CandidateUpdate:
         if not trained or not (dynamic or constant not in (None, 1.0)):
             return
         scale = self.engine.loss_scale
-        before = {name: tensor.detach().clone() for name, tensor in self._updated_tensors()}
+        before = {name: tensor.detach().clone() for name, tensor in self.updated_tensors()}
         poisoned = self.parameters.get(trained[-1])
         if poisoned is not None:
             poisoned.grad = torch.full_like(poisoned, torch.inf)
         self.engine.step(self.optimizer, 1.0)
         mistake = "it was updated, though the gradients of the step were not finite"
-        for name, tensor in self._updated_tensors():
+        for name, tensor in self.updated_tensors():
             piece = None if "/" in name else self.comparison.piece(name)
             location = Location(step, StepPhase.OPTIMIZER, name=name)
             self.comparison.compare_unchanged(location, tensor, before[name], piece, mistake)
@@ -216,7 +217,7 @@ class CandidateUpdate:
         mistakes = [("it was not scaled", 1.0), ("it was scaled twice", factor**2)] if factor < 1 else []
         self.comparison.compare_gradients(step, StepPhase.CLIP, "clipped", mistakes=mistakes)
 
-    def _updated_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def updated_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield parameters by name, and the tensors of their optimizer state as `parameter/entry`."""
         for name, parameter in self.parameters.items():
             yield name, parameter

@@ -27,6 +27,7 @@ from plait.schedules.program import (
     TakeBatch,
 )
 from plait.verification.activation_pieces import ActivationPieces
+from plait.verification.attention_mistakes import KIND, fitting_mistakes
 from plait.verification.diagnosis.values_after_mistakes import (
     NamedTensors,
     with_another_loss,
@@ -53,6 +54,8 @@ class InstructionChecker:
         self.pieces = ActivationPieces(runtime)
         self.targets: list[Value] = []
         """Expected targets, of whole sequences, of each of this rank's micro-batches."""
+        self.earlier_targets: dict[str, list[Value]] = {}
+        """Those of the first step and of the step before, by their names in a sentence."""
         self.computes_logits = self.blueprint.output_linear is not None
         """Whether the loss computes logits: then the last layer gives features, and no loss before `I`."""
         self.outputs: dict[int, Value] = {}
@@ -63,6 +66,9 @@ class InstructionChecker:
 
     def begin_step(self, step: int, targets: list[Value]) -> None:
         """Start a step. `targets`: per micro-batch of this rank, its targets, of whole sequences."""
+        if self.targets:
+            self.earlier_targets["the targets of the step before"] = self.targets
+            self.earlier_targets.setdefault("the targets of the first step", self.targets)
         self.step, self.targets = step, targets
         self.outputs.clear()
         self.weights.begin_step(step)
@@ -258,6 +264,13 @@ class InstructionChecker:
         before = self.recording.find(RecordScope(self.step - 1, scope.microbatch), key)
         if before is not None and before.shape == recorded.shape:
             yield "it is that of the step before", self._expected(before, actual, key)[0]
+        if phase is StepPhase.FORWARD:
+            sums = [
+                (one.name, self._expected(value, actual, key)[0])
+                for one, value in self.recording.values[scope].items()
+                if one[:2] == (KIND, key.layer) and key.name == "0"
+            ]
+            yield from fitting_mistakes(actual, self.recording.tolerances[scope][key].allowed, sums)
         if phase is StepPhase.FORWARD and not self.pieces.is_partitioned(key):
             yield from self._with_other_parameters(scope, key, recorded)
 
@@ -288,6 +301,9 @@ class InstructionChecker:
         if output is not None and self.recording.find(scope, RecordKey("output", last, "1")) is None:
             output, *targets = self.pieces.of_cp([output, *self.targets])
             others = self.pieces.targets_shifted_late(self.targets[microbatch])
+            others += [
+                (text, self.pieces.of_cp(every[microbatch])) for text, every in self.earlier_targets.items()
+            ]
             yield from with_another_loss(self.runtime.loss, output, targets, microbatch, total, others)
 
     def _inner_difference(self, action: Action, layer: int, scope: RecordScope) -> InnerDifference | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 class StepPhase(StrEnum):
     """The phases of a step, in the order in which they depend on each other."""
 
+    LOAD = "load"
     BATCH = "cut into micro-batches"
     INITIAL = "initial values"
     INPUT = "input"
@@ -62,7 +63,9 @@ class Location:
         phases = list(StepPhase)
         phase = phases.index(self.phase)
         layer = -1 if self.layer is None else self.layer
-        if self.phase in FORWARD:
+        if self.phase is StepPhase.LOAD:
+            location = (-1, 0)  # before all layers
+        elif self.phase in FORWARD:
             # A message holds the output of the layer before. Without a layer: before all layers; without a
             # micro-batch (as a layer's parameters): before all micro-batches of the layer.
             location = (0, 2 * layer + (self.phase is StepPhase.MESSAGE) - 2 * (self.layer is None))
@@ -100,6 +103,8 @@ PARAMETER_KINDS = ("contribution", "final", "clipped", "value", "state")
 
 WHOLE_STEP = -1
 """Value of `RecordScope.microbatch` for the step as a whole."""
+EVALUATED = -2
+"""Value of `RecordScope.microbatch` for the evaluation after a step."""
 
 
 class RecordScope(NamedTuple):

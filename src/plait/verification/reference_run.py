@@ -28,6 +28,7 @@ from plait.layers.precision import convert
 from plait.models.initial import initial_value
 from plait.tensor.losses import Loss
 from plait.tensor.torch_losses import divisor
+from plait.verification.attention_mistakes import sums_after_mistakes
 from plait.verification.definitions import Definitions
 from plait.verification.definitions.documents import separated
 from plait.verification.definitions.huggingface import FORWARDS as OF_HUGGINGFACE
@@ -38,7 +39,7 @@ from plait.verification.expected_dtypes import (
     ReferenceLossScale,
     epsilon_of,
 )
-from plait.verification.location import RecordKey, Records, RecordScope
+from plait.verification.location import EVALUATED, RecordKey, Records, RecordScope
 from plait.verification.options import VerifyOptions
 from plait.verification.perturbation import Perturbation
 from plait.verification.reference_recording import LOSS_KINDS, ReferenceRecording
@@ -98,9 +99,12 @@ class ReferenceRun:
         self.update = ReferenceUpdate(
             self.parameters, options, perturbation, clip, baseline, scale=self._scale(scale)
         )
+        self.ids: dict[RecordScope, Tensor] = {}
+        """The document ids of each micro-batch that has some."""
         self.sums: dict[str, Tensor] = {}
         """The gradients of the current step so far."""
         self.epsilon_of_loss = 0.0
+        self.resumed_steps = options.resumed_steps
         self.records_sketches = options.mode != "exact"
 
     def epsilon(self, key: RecordKey) -> float:
@@ -117,16 +121,20 @@ class ReferenceRun:
     def run(self, batches: Sequence[Batch], microbatches: int) -> Iterator[tuple[RecordScope, Records]]:
         """Train on `batches`, then evaluate; yield the recorded tensors of each micro-batch and of each step.
 
-        The first scope, of step -1, has the initial parameters.
+        The first scope, of step -1, has the initial parameters. A step after the candidate was loaded follows
+        the evaluation.
         """
         yield RecordScope(-1), self.update.values()
-        for step, (inputs, targets) in enumerate(batches):
+        last = len(batches) - self.resumed_steps
+        for step, (inputs, targets) in enumerate(batches[:last]):
             yield from self._step(step, inputs, targets, microbatches)
-        inputs, targets = batches[-1]
+        inputs, targets = batches[last - 1]
         self._update_aliases()
         with evaluating(layer.module for layer in self.layers):
             mean = self._mean(inputs, targets)
-        yield RecordScope(len(batches)), {RecordKey("evaluation"): mean}
+        yield RecordScope(last, EVALUATED), {RecordKey("evaluation"): mean}
+        for step, (inputs, targets) in enumerate(batches[last:], last):
+            yield from self._step(step, inputs, targets, microbatches)
 
     def _scale(self, first: float | None) -> ReferenceLossScale:
         if self.formats.scales_dynamically(self.model_parameters.values()):
@@ -163,6 +171,8 @@ class ReferenceRun:
         totals = []
         for number, (part, sequence) in enumerate(zip(input_parts, local.sequences, strict=True)):
             value, ids = separated(part)
+            if ids is not None:
+                self.ids[RecordScope(step, number)] = ids
             with running(sequence), self.definitions.running(ids):
                 records = self._microbatch(RecordScope(step, number), value, target_parts[number], weight)
             totals.append(records[RecordKey("total")].double())
@@ -209,8 +219,13 @@ class ReferenceRun:
             features = _input_replaced(layer.module, linear, lambda given: boundary(given, last))
             failing = failure_named(layer.path or "the model")
             with failing, random_refused(layer.path), recording as found, features:
+                self.definitions.windows.clear()
                 output = self._run(layer, scope.microbatch, value)
             records |= {RecordKey("inside", number, name): sketch for name, sketch in found.items()}
+            if self.records_sketches and not self.perturbation.number:
+                run = partial(self._run, layer, scope.microbatch)
+                others = self._other_documents(scope)
+                records |= sums_after_mistakes(self.definitions, run, value, number, others)
             if linear is None:
                 value = boundary(output, number)
             else:
@@ -223,6 +238,17 @@ class ReferenceRun:
         if total.requires_grad:
             torch.autograd.backward(total, (self.update.scale.value / weight).to(total))
         return records | self._contributions(scope)
+
+    def _other_documents(self, scope: RecordScope) -> dict[str, Tensor]:
+        """Return document ids that a micro-batch may have by mistake: the last one's, those of the step before."""
+        others = {}
+        last = self.ids.get(RecordScope(scope.step, scope.microbatch - 1))
+        if last is not None:
+            others[f"micro-batch {scope.microbatch - 1}"] = last
+        for (step, microbatch), ids in self.ids.items():
+            if step == scope.step - 1:
+                others[f"micro-batch {microbatch} of the step before"] = ids
+        return others
 
     def _contributions(self, scope: RecordScope) -> Records:
         """Return each layer's contribution to a parameter's gradient, and add it to the gradient's sum."""

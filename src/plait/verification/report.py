@@ -45,6 +45,8 @@ class VerificationReport:
     others: tuple[Difference, ...]
     paths: tuple[str, ...]
     seconds: float
+    left_out: str = ""
+    """Why the candidate was not saved and loaded, though that was to be compared."""
 
     @property
     def equal(self) -> bool:
@@ -126,6 +128,7 @@ class VerificationReport:
             "different": self.different,
             "vague": self.vague,
             "used": self.used,
+            "left_out": self.left_out or None,
             "seconds": self.seconds,
             "phases": {str(phase): asdict(tally) for phase, tally in self.tallies.items()},
             "first": self.first
@@ -165,6 +168,8 @@ class VerificationReport:
         run = f"{options.mode}{formats}, {plan.microbatches} micro-batches, {steps}{clipped}"
         layout = layout_of(options.applied_to(plan))
         lines = [_line("plan", f"{layout}, {plan.schedule}; {run}; {self.seconds:.1f} s")]
+        if self.left_out:
+            lines.append(_line("left out", f"save and load: {self.left_out}"))
         if self.first is None:
             return lines
         first, difference = self.first, self.first.difference

@@ -34,13 +34,15 @@ class StepComparison:
         recording: ReferenceRecording,
         sequence: LayerSequence,
         formats: NumberFormats,
+        findings: Findings | None = None,
     ) -> None:
+        """`findings`: those to which further ones are added; None: new ones."""
         self.engine = engine
         self.options = options
         self.recording = recording
         self.sequence = sequence
         self.formats = formats
-        self.findings = Findings(len(sequence.layers))
+        self.findings = Findings(len(sequence.layers)) if findings is None else findings
         self.parameters = dict(engine.named_parameters())
         dtypes = {formats.gradient_of(sequence.parameters[name]) for name in self.parameters}
         is_exact = options.mode == "exact"
@@ -48,6 +50,11 @@ class StepComparison:
         """Machine epsilon of the dtypes in which gradients are accumulated; 0 in mode exact."""
         self.is_dynamic = formats.scales_dynamically(sequence.parameters.values())
         """Whether the loss scale is dynamic."""
+
+    def of_engine(self, engine: Engine) -> StepComparison:
+        """Return a comparison of another engine of the model, which adds to the findings of this one."""
+        given = self.options, self.recording, self.sequence, self.formats, self.findings
+        return StepComparison(engine, *given)
 
     def compare(
         self,
@@ -59,12 +66,14 @@ class StepComparison:
         alternatives: Sequence[tuple[str, Tensor]] = (),
         base: Tensor | None = None,
         inherited: float = 0.0,
+        recorded_in: RecordScope | None = None,
     ) -> bool:
         """Compare a tensor, a piece of `parameter` if given, with the recording; return whether it is equal.
 
-        `inherited`: the tolerance of the tensors from which it was computed, added to its own.
+        `inherited`: the tolerance of the tensors from which it was computed, added to its own. `recorded_in`:
+        the scope in the recording, by default the whole `step`.
         """
-        scope = RecordScope(step)
+        scope = recorded_in or RecordScope(step)
         expected, piece = self.expected(self.recording.values[scope][key], parameter, actual)
         tolerance, rounding = self.recording.tolerances[scope][key], None
         resynchronizes = self.options.resynchronizes and parameter != ""
@@ -133,15 +142,35 @@ class StepComparison:
             alternatives = [("it was not updated", before[name])]
             key = RecordKey("value", name=name)
             self.compare(step, StepPhase.OPTIMIZER, key, parameter, name, alternatives, before[name])
-        for key, recorded in self.recording.values[RecordScope(step)].items():
+        missing = "the optimizer has no such state: the parameter was not updated"
+        self._compare_states(step, StepPhase.OPTIMIZER, optimizer, missing)
+
+    def compare_loaded(self, step: int, optimizer: torch.optim.Optimizer) -> None:
+        """Compare parameters and state that were loaded with those of the reference run before `step`."""
+        for name, parameter in self.parameters.items():
+            key = RecordKey("value", name=name)
+            self.compare(step, StepPhase.LOAD, key, parameter, name, recorded_in=RecordScope(step - 1))
+        missing = "the loaded optimizer has no such state"
+        self._compare_states(step, StepPhase.LOAD, optimizer, missing, recorded_in=RecordScope(step - 1))
+
+    def _compare_states(
+        self,
+        step: int,
+        phase: StepPhase,
+        optimizer: torch.optim.Optimizer,
+        missing: str,
+        recorded_in: RecordScope | None = None,
+    ) -> None:
+        """Compare the optimizer's state with the recorded one; `missing`: what is said if it has none."""
+        for key, recorded in self.recording.values[recorded_in or RecordScope(step)].items():
             name, _, entry = key.name.rpartition("/")
             if key.kind != "state" or name not in self.parameters:  # rank 0 has the whole recording
                 continue
             state, alternatives = optimizer.state.get(self.parameters[name], {}).get(entry), []
             if state is None:
                 state = torch.zeros_like(self.expected(recorded, name)[0])
-                alternatives = [("the optimizer has no such state: the parameter was not updated", state)]
-            self.compare(step, StepPhase.OPTIMIZER, key, state, name, alternatives)
+                alternatives = [(missing, state)]
+            self.compare(step, phase, key, state, name, alternatives, recorded_in=recorded_in)
 
     def gradient(self, name: str) -> Tensor:
         """Return this rank's gradient of a parameter; zeros if it has none."""

@@ -18,6 +18,7 @@ from plait.tensor.chunked_cross_entropy import require_cross_entropy
 from plait.tensor.losses import Loss, cross_entropy
 from plait.tensor.output_linear import output_linear_name
 from plait.tensor.torch_losses import GivenLoss, as_loss
+from plait.verification.batches import batches_of_steps
 from plait.verification.case import Case, rows_of
 from plait.verification.options import MakeOptimizer, Mode, VerifyOptions, adamw, usual_steps
 from plait.verification.rank_verification import verify_rank
@@ -56,7 +57,8 @@ def verify(
     Args:
         model: as `parallelize` takes it, or a function that builds it. It is not altered.
         plan: the plan to verify. In modes `float64` and `exact` its precision is `fp64`.
-        inputs: those of the global batch of every step: tensors whose dim 0 is the batch.
+        inputs: those of a global batch: tensors whose dim 0 is the batch. Later steps take its rows in another
+            order, so that nothing of an earlier step goes unnoticed.
         targets: likewise.
         loss: as `parallelize` takes it.
         rules: as `parallelize` takes them.
@@ -84,9 +86,10 @@ def verify(
         raise ModelError(f"the model is {model!r}: give an nn.Module, or a function that builds one.")
     steps = usual_steps(mode) if steps is None else steps
     options = VerifyOptions(
-        mode=mode, steps=steps, clip=clip, optimizer=optimizer, isolate=isolate, seed=seed
+        mode=mode, steps=steps, clip=clip, optimizer=optimizer, isolate=isolate, seed=seed, resumes=True
     )
-    case = Case(model, as_loss(loss), [(inputs, targets)] * steps, options, rules, device, timeout, ranks_as)
+    batches = batches_of_steps(inputs, targets, options.steps, plan.dp * plan.microbatches)
+    case = Case(model, as_loss(loss), batches, options, rules, device, timeout, ranks_as)
     return verify_case(case, plan, threads=threads)
 
 

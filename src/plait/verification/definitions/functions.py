@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -39,18 +39,39 @@ class Definitions:
     def __init__(self) -> None:
         self.ids: Tensor | None = None
         """The document ids `[rows, length]` of the running micro-batch, if it has any."""
-        self.attends = False
-        """Whether attention was computed since this was last set to False."""
+        self.windows: set[int] = set()
+        """The windows of attention since these were last cleared."""
+        self._mask_ids: Tensor | None = None
+        self._position_ids: Tensor | None = None
+        self._other_windows: Mapping[int, int] = {}
 
     @contextmanager
     def running(self, ids: Tensor | None) -> Iterator[None]:
         """Within the context, layers run on documents with these ids, and compute by definition."""
-        before, self.ids = self.ids, ids
+        self.ids = self._mask_ids = self._position_ids = ids
         try:
             with replacing(self._replacements):
                 yield
         finally:
-            self.ids = before
+            self.ids = self._mask_ids = self._position_ids = None
+
+    @contextmanager
+    def mistaken(
+        self,
+        *,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        windows: Mapping[int, int] | None = None,
+    ) -> Iterator[None]:
+        """Within the context, masks or positions are those of other documents, windows are others."""
+        self._mask_ids = self.ids if mask is None else mask
+        self._position_ids = self.ids if positions is None else positions
+        self._other_windows = windows or {}
+        try:
+            yield
+        finally:
+            self._mask_ids = self._position_ids = self.ids
+            self._other_windows = {}
 
     def install(self, modules: Iterable[nn.Module], forwards: dict[type[nn.Module], Forward]) -> None:
         """Replace the forward of each module, and of those within, whose type is in `forwards`."""
@@ -82,8 +103,10 @@ class Definitions:
         dropout: nn.Module | None = None,
     ) -> Tensor:
         """Return what `plait.attention` is documented to return for these arguments."""
-        self.attends = True
-        ids = self.ids if documents is None else documents
+        if window is not None:
+            self.windows.add(window)
+            window = self._other_windows.get(window, window)
+        ids = self._mask_ids if documents is None else documents
         sees = Visibility(causal, window, None if ids is None else numbers_of(ids))
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
         keep = dropout if dropout is not None and dropout.training and getattr(dropout, "p", 0.0) else None
@@ -106,9 +129,9 @@ class Definitions:
 
     def positions(self, tensor: Tensor) -> Tensor:
         """Return the positions of dim 1 of `tensor` in their documents: `[length]`, or `[rows, length]`."""
-        if self.ids is None:
+        if self._position_ids is None:
             return torch.arange(tensor.shape[1], device=tensor.device)
-        return positions_in(self.ids).to(tensor.device)
+        return positions_in(self._position_ids).to(tensor.device)
 
     def _longest_document(self, tensor: Tensor) -> int:
         return int(self.positions(tensor).max()) + 1 if tensor.numel() else 0

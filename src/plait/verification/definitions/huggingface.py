@@ -22,7 +22,9 @@ FLOAT32_ANGLE = 2.0**-21
 """Largest error of the cosine of an angle up to 1 that is computed in float32, from float32 frequencies."""
 
 
-def _angles(book: Definitions, rotary: common.Rotary, config: Any, kind: str | None, normed: Tensor) -> Angles:
+def _angles(
+    book: Definitions, rotary: common.Rotary, config: Any, kind: str | None, normed: Tensor
+) -> Angles:
     """Return the angles of this micro-batch's positions; `kind`: the type of the layer."""
     taken = Angles(*rotary(normed))
     parameters = getattr(config, "rope_parameters", None)

@@ -170,6 +170,10 @@ UNEXPLAINED: Mapping[StepPhase, str | Callable[[Symptoms], str]] = {
     StepPhase.LOSS: _loss,
     StepPhase.INPUT_GRADIENT: _input_gradient,
     StepPhase.REDUCTION: _reduction,
+    StepPhase.LOAD: (
+        "all steps before it are equal, and what was loaded of their checkpoint is not what was saved: another "
+        "piece of it, another tensor's, or a changed one"
+    ),
     StepPhase.INITIAL: _initial,
     StepPhase.OPTIMIZER: _optimizer,
     StepPhase.BATCH: (
