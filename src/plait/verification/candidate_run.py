@@ -69,7 +69,7 @@ class CandidateRun:
 
         def inherited(name: str) -> float:
             """Return the part of a gradient's tolerance that its micro-batches' tolerances contribute."""
-            if not self.comparison.options.resynchronizes:
+            if not self.comparison.resynchronizes:
                 return 0.0
             assert self.checker is not None
             return self.checker.weights.tolerance_of(name) * self.engine.mesh.size("dp") / scale

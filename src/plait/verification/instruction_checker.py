@@ -123,7 +123,7 @@ class InstructionChecker:
         expected, tolerance = self.recording.values[scope][key], self.recording.tolerances[scope][key]
         piece = self.weights.piece(name)
         expected = piece.of(expected)
-        if self.comparison.options.resynchronizes:  # the optimizer's parameters were reset to the reference's
+        if self.comparison.resynchronizes:  # the optimizer's parameters were reset to the reference's
             dtype = self.comparison.formats.compute_of(self.comparison.sequence.parameters[name])
             expected, tolerance = expected.to(dtype), NO_TOLERANCE
 
@@ -246,7 +246,7 @@ class InstructionChecker:
                 self._inner_difference(action, key.layer, scope) if phase is StepPhase.FORWARD else None
             ),
         )
-        if not equal and self.isolate and not _overlaps(actual):
+        if (self.recording.narrowing if equal else self.isolate) and not _overlaps(actual):
             actual.data.copy_(expected)  # through .data: a layer may have saved its output
         return equal
 

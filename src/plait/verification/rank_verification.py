@@ -210,7 +210,7 @@ def record(
             else:
                 recording.widen(scope, values, reference.epsilon)
             tick()
-        clip = reference.update.clip
+        clip, recording.narrowing = reference.update.clip, recording.narrowing or reference.casts.found
         del reference  # frees its memory before the next run is made
     if runs == 1:
         recording.require_exact()

@@ -56,6 +56,12 @@ class ReferenceRecording:
 
     values: dict[RecordScope, dict[RecordKey, Tensor]] = field(default_factory=dict)
     tolerances: dict[RecordScope, dict[RecordKey, Tolerance]] = field(default_factory=dict)
+    narrowing: bool = False
+    """Whether layers cast to a narrower dtype than the run's: then every tensor is compared by itself.
+
+    As in 16 bits, both runs continue with the recorded value of each tensor, here also of those between layers.
+    Else the errors of these layers would widen the tolerances of all others.
+    """
 
     def add(self, scope: RecordScope, values: Mapping[RecordKey, Tensor]) -> None:
         """Record the tensors of a step or micro-batch. Raises ModelError if a loss or gradient is NaN."""

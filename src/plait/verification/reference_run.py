@@ -40,6 +40,7 @@ from plait.verification.expected_dtypes import (
     epsilon_of,
 )
 from plait.verification.location import EVALUATED, RecordKey, Records, RecordScope
+from plait.verification.narrowing_casts import NarrowingCasts
 from plait.verification.options import VerifyOptions
 from plait.verification.perturbation import Perturbation
 from plait.verification.reference_recording import LOSS_KINDS, ReferenceRecording
@@ -71,16 +72,17 @@ class ReferenceRun:
     ) -> None:
         """`clip`: the maximum gradient norm; None: a third of the first step's norm.
 
-        `baseline`: the recording of the run without perturbation. If the options say `resynchronizes`,
-        gradients and parameters of this run are reset to it once they are recorded, so that a perturbation
-        shows in the next tensors only. `scale`: the first value of a dynamic loss scale. `output_linear`: the
+        `baseline`: the recording of the run without perturbation. If the options say `resynchronizes`, or the
+        recording `narrowing`, gradients and parameters of this run (with `narrowing` also tensors between
+        layers) are reset to it once they are recorded, so that a perturbation shows in the next tensors only. `scale`: the first value of a dynamic loss scale. `output_linear`: the
         name, in the last layer, of a linear whose input is recorded as the layer's output.
         """
-        if not options.resynchronizes:
+        if baseline is not None and not (options.resynchronizes or baseline.narrowing):
             baseline = None
         self.loss = loss
         self.output_linear = output_linear
         self.perturbation = perturbation
+        self.casts = NarrowingCasts(formats.compute if options.mode != "exact" else None, perturbation)
         self.formats = formats
         self.baseline = baseline
         built = build_layers(
@@ -201,6 +203,7 @@ class ReferenceRun:
                 perturbed = self.perturbation.perturb(tensor)
                 records[RecordKey("output", layer, name)] = perturbed.detach().clone()
                 copied = perturbed.clone()
+                self._reset(copied, scope, RecordKey("output", layer, name))
                 if copied.requires_grad:
                     copied.register_hook(partial(record_gradient, RecordKey("gradient", layer, name)))  # type: ignore[no-untyped-call]
                 return copied
@@ -210,6 +213,7 @@ class ReferenceRun:
         def record_gradient(key: RecordKey, gradient: Tensor) -> Tensor:
             perturbed = self.perturbation.perturb(gradient)
             records[key] = perturbed.detach().clone()
+            self._reset(perturbed, scope, key)
             return perturbed
 
         value, last = boundary(inputs, -1), len(self.layers) - 1
@@ -232,12 +236,19 @@ class ReferenceRun:
                 value = output
                 records[RecordKey("logits", number)] = value.detach().clone()
         with failure_named("the loss"):
-            total = self.loss.total(value, targets)
+            with self.casts:
+                total = self.loss.total(value, targets)
         self.epsilon_of_loss = torch.finfo(total.dtype).eps
         records[RecordKey("total")] = total.detach().clone()
         if total.requires_grad:
-            torch.autograd.backward(total, (self.update.scale.value / weight).to(total))
+            with self.casts:
+                torch.autograd.backward(total, (self.update.scale.value / weight).to(total))
         return records | self._contributions(scope)
+
+    def _reset(self, tensor: Tensor, scope: RecordScope, key: RecordKey) -> None:
+        """Replace the value of a tensor between layers by the baseline's with rounding errors, if there is one."""
+        if self.baseline is not None and self.baseline.narrowing:
+            tensor.data = self.perturbation.perturb(self.baseline.values[scope][key].clone())
 
     def _other_documents(self, scope: RecordScope) -> dict[str, Tensor]:
         """Return document ids that a micro-batch may have by mistake: the last one's, those of the step before."""
@@ -269,7 +280,7 @@ class ReferenceRun:
         return records
 
     def _run(self, layer: NamedLayer, microbatch: int, value: Value) -> Value:
-        with self.dropout.running(microbatch, layer.path, names_of(layer.module)):
+        with self.dropout.running(microbatch, layer.path, names_of(layer.module)), self.casts:
             return layer.module(value)
 
     def _mean(self, inputs: Value, targets: Value) -> Tensor:

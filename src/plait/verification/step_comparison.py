@@ -23,8 +23,8 @@ LOSS_SCALE = "loss scale"
 class StepComparison:
     """Compares this rank's pieces of parameters, gradients and optimizer state with the recorded tensors.
 
-    Where the options say so, a tensor is overwritten by the reference's: with `isolate` if it differs, with
-    `resynchronizes` if it is a parameter's and equal.
+    A tensor is overwritten by the reference's: with `isolate` if it differs, with `resynchronizes` if it is a
+    parameter's and equal.
     """
 
     def __init__(
@@ -48,6 +48,8 @@ class StepComparison:
         is_exact = options.mode == "exact"
         self.gradient_epsilon = 0.0 if is_exact else max(map(epsilon_of, dtypes), default=0.0)
         """Machine epsilon of the dtypes in which gradients are accumulated; 0 in mode exact."""
+        self.resynchronizes = options.resynchronizes or recording.narrowing
+        """Whether gradients and parameters continue with the reference's values after they were compared."""
         self.is_dynamic = formats.scales_dynamically(sequence.parameters.values())
         """Whether the loss scale is dynamic."""
 
@@ -76,7 +78,7 @@ class StepComparison:
         scope = recorded_in or RecordScope(step)
         expected, piece = self.expected(self.recording.values[scope][key], parameter, actual)
         tolerance, rounding = self.recording.tolerances[scope][key], None
-        resynchronizes = self.options.resynchronizes and parameter != ""
+        resynchronizes = self.resynchronizes and parameter != ""
         if resynchronizes:
             of_model = self.sequence.parameters[parameter]
             is_reduction = phase is StepPhase.REDUCTION
