@@ -5,6 +5,7 @@ Each tensor is compared right after it was computed, before its memory can be wr
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import chain
 
 import torch
@@ -34,8 +35,9 @@ from plait.verification.diagnosis.values_after_mistakes import (
     with_local_positions,
     with_other_parameters,
 )
-from plait.verification.findings import Piece
+from plait.verification.findings import Piece, one_alternative
 from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
+from plait.verification.norm_precision import RMSNorms, rounded_otherwise
 from plait.verification.reference_recording import NO_TOLERANCE
 from plait.verification.step_comparison import StepComparison
 from plait.verification.tensor_sketches import InnerDifference, ModuleSketches, first_inner_difference
@@ -56,12 +58,16 @@ class InstructionChecker:
         """Expected targets, of whole sequences, of each of this rank's micro-batches."""
         self.earlier_targets: dict[str, list[Value]] = {}
         """Those of the first step and of the step before, by their names in a sentence."""
+        compute = comparison.formats.compute
+        self.computes_in_16_bits = compute is not None and compute.itemsize <= 2
         self.computes_logits = self.blueprint.output_linear is not None
         """Whether the loss computes logits: then the last layer gives features, and no loss before `I`."""
         self.outputs: dict[int, Value] = {}
         """By micro-batch, whose loss is not compared yet: what the reference gave its loss."""
         self.sketches: dict[tuple[int, int], ModuleSketches] = {}
         """By stage and layer."""
+        self.rms_norms: dict[tuple[int, int], RMSNorms] = {}
+        """Likewise; in 16 bits only."""
         self.weights = WeightGradientChecker(runtime, comparison)
 
     def begin_step(self, step: int, targets: list[Value]) -> None:
@@ -72,12 +78,15 @@ class InstructionChecker:
         self.step, self.targets = step, targets
         self.outputs.clear()
         self.weights.begin_step(step)
+        layers = {
+            (stage.number, number): layer.module
+            for stage in self.runtime.pipeline.stages.values()
+            for number, layer in enumerate(stage.layers)
+        }
         if self.comparison.options.mode != "exact":
-            self.sketches = {
-                (stage.number, number): ModuleSketches(layer.module)
-                for stage in self.runtime.pipeline.stages.values()
-                for number, layer in enumerate(stage.layers)
-            }
+            self.sketches = {key: ModuleSketches(module) for key, module in layers.items()}
+        if self.computes_in_16_bits:
+            self.rms_norms = {key: RMSNorms(module) for key, module in layers.items()}
 
     def check(self, instruction: Instruction) -> None:
         """Compare the result of an instruction that has just run with that of the reference run."""
@@ -94,7 +103,7 @@ class InstructionChecker:
                 self._compare_parameters(unit)
             case RunLayer(action, layer):
                 self._compare_layer(action, layer)
-                for sketches in self.sketches.values():
+                for sketches in (*self.sketches.values(), *self.rms_norms.values()):
                     sketches.begin()  # also drops those of a recomputed forward
             case ComputeLoss(action):
                 if not self.computes_logits:
@@ -110,6 +119,8 @@ class InstructionChecker:
                 self.weights.compare_open()
                 while self.sketches:
                     self.sketches.popitem()[1].close()
+                while self.rms_norms:
+                    self.rms_norms.popitem()[1].close()
 
     def _compare_parameters(self, unit: str) -> None:
         """Compare a sharding unit's gathered parameters with the reference run's after the previous step."""
@@ -149,6 +160,8 @@ class InstructionChecker:
         layer = self.blueprint.stage_layers[action.stage][number]
         if action.kind is Kind.F:
             self._compare_value(StepPhase.FORWARD, action, layer)
+            if self.computes_in_16_bits:
+                self._compare_norms(action, number, layer)
             return
         if action.kind is not Kind.W:
             self._compare_gradient(StepPhase.INPUT_GRADIENT, action, layer - 1, layer)
@@ -168,6 +181,23 @@ class InstructionChecker:
             recorded = [self.recording.find(scope, key) for key in given_to_loss]
             if all(one is not None for one in recorded):
                 self.outputs[action.microbatch] = with_tensors(value, recorded)
+
+    def _compare_norms(self, action: Action, number: int, layer: int) -> None:
+        """Compare how precisely the norms of a layer have computed."""
+        scope = RecordScope(self.step, self._global_microbatch(action))
+        found = list(self.rms_norms[action.stage, number].differences())
+        sketches = self.sketches[action.stage, number]
+        recorded = self.recording.values[scope].items()
+        expected = {key.name: value for key, value in recorded if key[:2] == ("inside", layer)}
+        other = rounded_otherwise(sketches.found, expected, sketches.norms)
+        for sentence, actual, right in (*found, *([other] if other is not None else [])):
+            self.comparison.findings.compare(
+                Location(self.step, StepPhase.FORWARD, layer, scope.microbatch),
+                actual,
+                right,
+                NO_TOLERANCE,
+                alternatives=partial(one_alternative, sentence, actual),
+            )
 
     def _compare_loss(self, action: Action) -> None:
         """Compare a micro-batch's summed loss, under context parallelism this rank's summand of it."""
