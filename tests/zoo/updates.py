@@ -306,7 +306,7 @@ STEPS = (
         cause="elementwise",
         options=replace(ONE_STEP, optimizer=models.Layerwise),
     ),
-    _row(StepPhase.EVALUATION, evaluated_in_training_mode, models.MOODY, cases.ANY_TWO_STAGES, step=1),
+    _row(StepPhase.FORWARD, evaluated_in_training_mode, models.MOODY, cases.ANY_TWO_STAGES, step=1),
     _row(StepPhase.EVALUATION, evaluated_on_own_rows, cases.GPT2, cases.TWO_COPIES, step=1, ranks=BOTH),
 )
 UPDATES = NORMS + STEPS

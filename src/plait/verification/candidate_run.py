@@ -17,7 +17,7 @@ from plait.schedules.program import Instruction
 from plait.verification.expected_dtypes import GROWTH_INTERVAL, INITIAL_LOSS_SCALE
 from plait.verification.findings import one_alternative
 from plait.verification.instruction_checker import InstructionChecker
-from plait.verification.location import EVALUATED, Location, RecordKey, RecordScope, StepPhase
+from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
 from plait.verification.reference_recording import NO_TOLERANCE
 from plait.verification.reference_update import CLIP_EPSILON
 from plait.verification.start_values import ValueChange
@@ -79,17 +79,27 @@ class CandidateRun:
         self.update.run(step)
 
     def evaluate(self, step: int, inputs: Value, targets: Value) -> None:
-        """Compare the evaluation loss of a batch with that of the reference run."""
-        mean = self.engine.evaluate(self._rows_of_rank(inputs), self._rows_of_rank(targets))
-        scope, key = RecordScope(step, EVALUATED), RecordKey("evaluation")
+        """Compare an evaluation before `step`, instruction by instruction, and its mean loss."""
+        inputs, targets = self._rows_of_rank(inputs), self._rows_of_rank(targets)
+        self.engine.observe(self._observer(step, targets, evaluating=True))
+        mean = self.engine.evaluate(inputs, targets)
+        self.engine.observe(None)
+        scope, key = RecordScope(step, evaluated=True), RecordKey("evaluation")
         self.comparison.compare(step, StepPhase.EVALUATION, key, mean, recorded_in=scope)
 
-    def _observer(self, step: int, targets: Value) -> Callable[[Instruction, Runtime], None]:
+    def _observer(
+        self, step: int, targets: Value, *, evaluating: bool = False
+    ) -> Callable[[Instruction, Runtime], None]:
+        parts = split(targets, self.engine.plan.microbatches, "targets")
+        begun = False
+
         def observe(instruction: Instruction, runtime: Runtime) -> None:
+            nonlocal begun
             if self.checker is None:
                 self.checker = InstructionChecker(runtime, self.comparison)
-            if self.checker.step != step:
-                self.checker.begin_step(step, split(targets, runtime.blueprint.plan.microbatches, "targets"))
+            if not begun:
+                begun = True
+                self.checker.begin_step(step, parts, evaluating=evaluating)
             self.checker.check(instruction)
 
         return observe

@@ -52,7 +52,7 @@ class InstructionChecker:
         self.comparison = comparison
         self.recording = comparison.recording
         self.isolate = comparison.options.isolate
-        self.step = -1
+        self.step, self.evaluating = -1, False
         self.pieces = ActivationPieces(runtime)
         self.targets: list[Value] = []
         """Expected targets, of whole sequences, of each of this rank's micro-batches."""
@@ -70,8 +70,12 @@ class InstructionChecker:
         """Likewise; in 16 bits only."""
         self.weights = WeightGradientChecker(runtime, comparison)
 
-    def begin_step(self, step: int, targets: list[Value]) -> None:
-        """Start a step. `targets`: per micro-batch of this rank, its targets, of whole sequences."""
+    def begin_step(self, step: int, targets: list[Value], *, evaluating: bool = False) -> None:
+        """Start a step, or the evaluation before it.
+
+        `targets`: per micro-batch of this rank, its targets, of whole sequences.
+        """
+        self.evaluating = evaluating
         if self.targets:
             self.earlier_targets["the targets of the step before"] = self.targets
             self.earlier_targets.setdefault("the targets of the first step", self.targets)
@@ -106,7 +110,7 @@ class InstructionChecker:
                 for sketches in (*self.sketches.values(), *self.rms_norms.values()):
                     sketches.begin()  # also drops those of a recomputed forward
             case ComputeLoss(action):
-                if not self.computes_logits:
+                if self.evaluating or not self.computes_logits:
                     self._compare_loss(action)
             case SeedGradient(action):
                 if self.computes_logits:
@@ -146,7 +150,7 @@ class InstructionChecker:
                 yield text, torch.where(is_right, expected, piece.of(before).to(expected))
 
         equal = self.comparison.findings.compare(
-            Location(self.step, StepPhase.PARAMETERS, layer, name=name),
+            Location(self.step, StepPhase.PARAMETERS, layer, name=name, evaluating=self.evaluating),
             parameter,
             expected,
             tolerance,
@@ -176,7 +180,7 @@ class InstructionChecker:
             keys.append(RecordKey("output", layer, str(number)))
             self._compare(phase, action, layer, keys[-1], tensor)
         if phase is StepPhase.FORWARD and layer == self.blueprint.stage_layers[-1][-1]:
-            scope = RecordScope(self.step, self._global_microbatch(action))
+            scope = self._scope(action)
             given_to_loss = [RecordKey("logits", layer)] if self.computes_logits else keys
             recorded = [self.recording.find(scope, key) for key in given_to_loss]
             if all(one is not None for one in recorded):
@@ -184,7 +188,7 @@ class InstructionChecker:
 
     def _compare_norms(self, action: Action, number: int, layer: int) -> None:
         """Compare how precisely the norms of a layer have computed."""
-        scope = RecordScope(self.step, self._global_microbatch(action))
+        scope = self._scope(action)
         found = list(self.rms_norms[action.stage, number].differences())
         sketches = self.sketches[action.stage, number]
         recorded = self.recording.values[scope].items()
@@ -192,7 +196,7 @@ class InstructionChecker:
         other = rounded_otherwise(sketches.found, expected, sketches.norms)
         for sentence, actual, right in (*found, *([other] if other is not None else [])):
             self.comparison.findings.compare(
-                Location(self.step, StepPhase.FORWARD, layer, scope.microbatch),
+                Location(self.step, StepPhase.FORWARD, layer, scope.microbatch, evaluating=self.evaluating),
                 actual,
                 right,
                 NO_TOLERANCE,
@@ -201,7 +205,7 @@ class InstructionChecker:
 
     def _compare_loss(self, action: Action) -> None:
         """Compare a micro-batch's summed loss, under context parallelism this rank's summand of it."""
-        scope, key = RecordScope(self.step, self._global_microbatch(action)), RecordKey("total")
+        scope, key = self._scope(action), RecordKey("total")
         total, number = self.recording.values[scope][key], action.microbatch
         expected, tolerance = total, self.recording.tolerances[scope][key]
         actual, output = self.runtime.pipeline.loss_stage.total(number), self.outputs.pop(number, None)
@@ -210,7 +214,7 @@ class InstructionChecker:
                 self.runtime.loss, output, self.targets[number], total, tolerance
             )
         equal = self.comparison.findings.compare(
-            Location(self.step, StepPhase.LOSS, None, scope.microbatch),
+            Location(self.step, StepPhase.LOSS, None, scope.microbatch, evaluating=self.evaluating),
             actual,
             expected,
             tolerance,
@@ -224,7 +228,7 @@ class InstructionChecker:
 
     def _compare_gradient(self, phase: StepPhase, action: Action, source: int, layer: int) -> None:
         """Compare the gradient of layer `source`'s output with the reference run's; report it at `layer`."""
-        scope = RecordScope(self.step, self._global_microbatch(action))
+        scope = self._scope(action)
         for number, tensor in enumerate(
             self.runtime.pipeline.stages[action.stage].gradients[action.microbatch]
         ):
@@ -255,7 +259,7 @@ class InstructionChecker:
         self, phase: StepPhase, action: Action, layer: int | None, key: RecordKey, actual: Tensor
     ) -> bool:
         """Compare a tensor with the one recorded under `key`; return whether they are equal."""
-        scope = RecordScope(self.step, self._global_microbatch(action))
+        scope = self._scope(action)
         recorded = self.recording.find(scope, key)
         expected, piece = self._expected(recorded, actual, key)
         neighbour = {StepPhase.FORWARD: -1, StepPhase.INPUT_GRADIENT: 1}.get(phase)
@@ -265,7 +269,14 @@ class InstructionChecker:
         if base is not None and recorded is not None and base.shape == recorded.shape:
             base, _ = self._expected(base, actual, key)
         equal = self.comparison.findings.compare(
-            Location(self.step, phase, layer, scope.microbatch, tensor=int(key.name or 0)),
+            Location(
+                self.step,
+                phase,
+                layer,
+                scope.microbatch,
+                tensor=int(key.name or 0),
+                evaluating=self.evaluating,
+            ),
             actual,
             expected,
             self.recording.tolerances[scope].get(key, NO_TOLERANCE),
@@ -288,7 +299,7 @@ class InstructionChecker:
         if recorded is None:
             return
         for other in range(self.recording.microbatches(self.step)):
-            value = self.recording.find(RecordScope(self.step, other), key)
+            value = self.recording.find(scope._replace(microbatch=other), key)
             if other != scope.microbatch and value is not None and value.shape == recorded.shape:
                 yield f"it is that of micro-batch {other}", self._expected(value, actual, key)[0]
         before = self.recording.find(RecordScope(self.step - 1, scope.microbatch), key)
@@ -353,6 +364,9 @@ class InstructionChecker:
             return torch.zeros_like(actual), None
         piece = self.pieces.piece(key, recorded.shape)
         return recorded if piece is None else piece.of(recorded), piece
+
+    def _scope(self, action: Action) -> RecordScope:
+        return RecordScope(self.step, self._global_microbatch(action), self.evaluating)
 
     def _global_microbatch(self, action: Action) -> int:
         """Return the index of a micro-batch in the global batch."""

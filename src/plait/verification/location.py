@@ -57,8 +57,10 @@ class Location:
     """Name of a parameter, or of a tensor of its optimizer state."""
     tensor: int = 0
     """Index among several tensors between two layers."""
+    evaluating: bool = False
+    """Whether it belongs to the evaluation that follows the last step but those after loading."""
 
-    def order(self, layers: int) -> tuple[int, int, int, int, int, str]:
+    def order(self, layers: int) -> tuple[int, bool, int, int, int, int, str]:
         """Return a sort key, for a model of `layers` layers, that orders causes before consequences."""
         phases = list(StepPhase)
         phase = phases.index(self.phase)
@@ -76,6 +78,7 @@ class Location:
             location = (phase, 0)
         return (
             self.step,
+            self.evaluating,
             *location,
             -1 if self.microbatch is None else self.microbatch,
             self.tensor,
@@ -103,8 +106,6 @@ PARAMETER_KINDS = ("contribution", "final", "clipped", "value", "state")
 
 WHOLE_STEP = -1
 """Value of `RecordScope.microbatch` for the step as a whole."""
-EVALUATED = -2
-"""Value of `RecordScope.microbatch` for the evaluation after a step."""
 
 
 class RecordScope(NamedTuple):
@@ -112,3 +113,5 @@ class RecordScope(NamedTuple):
 
     step: int
     microbatch: int = WHOLE_STEP
+    evaluated: bool = False
+    """Whether it belongs to the evaluation before the step, not to the step."""

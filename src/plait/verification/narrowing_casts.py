@@ -15,7 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.verification.perturbation import Perturbation
 
-CASTS = frozenset({"_to_copy", "copy_", "sum", "mean", "prod", "cumsum", "cumprod", "_softmax", "_log_softmax"})
+CASTS = frozenset(
+    {"_to_copy", "copy_", "sum", "mean", "prod", "cumsum", "cumprod", "_softmax", "_log_softmax"}
+)
 """ATen operations that may return another dtype than they are given."""
 
 

@@ -37,7 +37,12 @@ def rounded_otherwise(
     for name, given in found.items():
         path, side, *call = name.split("|")
         output = "|".join([path, "gives", *call])
-        if side != "given" or path not in norms or not {name, output} <= expected.keys() or output not in found:
+        if (
+            side != "given"
+            or path not in norms
+            or not {name, output} <= expected.keys()
+            or output not in found
+        ):
             continue
         if not torch.equal(given, _nearest(given, expected[name])):
             continue
@@ -106,5 +111,7 @@ def _rms_norm(x: Tensor, norm: RMSNorm) -> Tensor:
     if isinstance(norm, ParallelRMSNorm):
         squares = all_reduce(squares, norm.group, checked=False).wait()
         features *= norm.group.size
-    normalized = wide / (squares / features + (torch.finfo(torch.float32).eps if epsilon is None else epsilon)).sqrt()
+    normalized = (
+        wide / (squares / features + (torch.finfo(torch.float32).eps if epsilon is None else epsilon)).sqrt()
+    )
     return normalized if norm.weight is None else norm.weight.detach().double() * normalized

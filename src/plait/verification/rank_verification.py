@@ -24,7 +24,7 @@ from plait.verification.candidate_run import CandidateRun
 from plait.verification.case import Case, prepared
 from plait.verification.expected_dtypes import INITIAL_LOSS_SCALE, NumberFormats, formats_of
 from plait.verification.findings import Findings
-from plait.verification.location import EVALUATED, PARAMETER_KINDS, WHOLE_STEP, RecordKey, RecordScope
+from plait.verification.location import PARAMETER_KINDS, WHOLE_STEP, RecordKey, RecordScope
 from plait.verification.perturbation import Perturbation
 from plait.verification.recording_distribution import broadcast_object, distribute_recording
 from plait.verification.reference_recording import ReferenceRecording
@@ -138,14 +138,14 @@ def _recorded(
             output_linear=linear,
         )
         runs = 1 + options.perturbed_runs(formats)
-        scopes = 1 + len(batches) * (microbatches + 1) + 1  # initial values, steps, evaluation
+        scopes = 1 + (len(batches) + 1) * (microbatches + 1)  # initial values, steps and the evaluation
         with _barrier_per_scope(mesh, runs * scopes) as tick:
             if mesh.rank == 0:
                 recordings[microbatches, linear] = record(
                     make, runs, options.clip, batches, microbatches, tick
                 )
     first = mesh.index("dp") * plan.microbatches
-    own = (WHOLE_STEP, EVALUATED, *range(first, first + plan.microbatches))
+    own = (WHOLE_STEP, *range(first, first + plan.microbatches))
     held = {name for name, _ in engine.named_parameters()}
 
     loaded = RecordScope(len(batches) - 2) if options.resumed_steps else None

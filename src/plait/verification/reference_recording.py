@@ -123,7 +123,9 @@ class ReferenceRecording:
 
     def microbatches(self, step: int) -> int:
         """Return the number of micro-batches of the global batch in a step."""
-        return sum(scope.step == step and scope.microbatch >= 0 for scope in self.values)
+        return sum(
+            scope.step == step and scope.microbatch >= 0 and not scope.evaluated for scope in self.values
+        )
 
     def _since(self) -> str:
         """Return the location of the first NaN, as the continuation of a sentence."""

@@ -39,7 +39,7 @@ from plait.verification.expected_dtypes import (
     ReferenceLossScale,
     epsilon_of,
 )
-from plait.verification.location import EVALUATED, RecordKey, Records, RecordScope
+from plait.verification.location import RecordKey, Records, RecordScope
 from plait.verification.narrowing_casts import NarrowingCasts
 from plait.verification.options import VerifyOptions
 from plait.verification.perturbation import Perturbation
@@ -107,7 +107,7 @@ class ReferenceRun:
         """The gradients of the current step so far."""
         self.epsilon_of_loss = 0.0
         self.resumed_steps = options.resumed_steps
-        self.records_sketches = options.mode != "exact"
+        self.is_exact = options.mode == "exact"
 
     def epsilon(self, key: RecordKey) -> float:
         """Return the machine epsilon used for a loss, `final` gradient or norm; 0 for other tensors."""
@@ -130,13 +130,27 @@ class ReferenceRun:
         last = len(batches) - self.resumed_steps
         for step, (inputs, targets) in enumerate(batches[:last]):
             yield from self._step(step, inputs, targets, microbatches)
-        inputs, targets = batches[last - 1]
-        self._update_aliases()
-        with evaluating(layer.module for layer in self.layers):
-            mean = self._mean(inputs, targets)
-        yield RecordScope(last, EVALUATED), {RecordKey("evaluation"): mean}
+        if not self.is_exact:  # after a step in whole numbers, parameters are too large to go on
+            yield from self._evaluation(last, *batches[last - 1], microbatches)
         for step, (inputs, targets) in enumerate(batches[last:], last):
             yield from self._step(step, inputs, targets, microbatches)
+
+    def _evaluation(
+        self, step: int, inputs: Value, targets: Value, microbatches: int
+    ) -> Iterator[tuple[RecordScope, Records]]:
+        """Evaluate a batch before `step`; yield the tensors of each micro-batch, and the mean loss."""
+        self._update_aliases()
+        total, weight = [], []
+        with torch.no_grad(), evaluating(layer.module for layer in self.layers):
+            parts = (split(value, microbatches, "batch") for value in (inputs, targets))
+            for number, (part, of_targets) in enumerate(zip(*parts, strict=True)):
+                scope = RecordScope(step, number, evaluated=True)
+                records = self._microbatch(scope, part, of_targets, torch.ones(()))
+                total.append(records[RecordKey("total")].double())
+                weight.append(torch.as_tensor(self.loss.weight(of_targets)).double())
+                yield scope, records
+        mean = torch.stack(total).sum() / divisor(self.loss, torch.stack(weight).sum())
+        yield RecordScope(step, evaluated=True), {RecordKey("evaluation"): mean}
 
     def _scale(self, first: float | None) -> ReferenceLossScale:
         if self.formats.scales_dynamically(self.model_parameters.values()):
@@ -162,7 +176,6 @@ class ReferenceRun:
         input_parts = split(inputs, microbatches, "inputs")
         rows = [len(next(tensors_of(part))) for part in input_parts]
         self.dropout.rows = [range(*ends) for ends in pairwise(accumulate(rows, initial=0))]
-        local = local_inputs(input_parts, ContextParallelism.of_one_rank())
         weight = torch.stack(
             [torch.as_tensor(self.loss.weight(part)).double() for part in target_parts]
         ).sum()
@@ -171,12 +184,8 @@ class ReferenceRun:
             kind = self.formats.gradient_of(self.model_parameters[name])
             self.sums[name] = torch.zeros_like(parameter, dtype=kind, requires_grad=False)
         totals = []
-        for number, (part, sequence) in enumerate(zip(input_parts, local.sequences, strict=True)):
-            value, ids = separated(part)
-            if ids is not None:
-                self.ids[RecordScope(step, number)] = ids
-            with running(sequence), self.definitions.running(ids):
-                records = self._microbatch(RecordScope(step, number), value, target_parts[number], weight)
+        for number, (part, of_targets) in enumerate(zip(input_parts, target_parts, strict=True)):
+            records = self._microbatch(RecordScope(step, number), part, of_targets, weight)
             totals.append(records[RecordKey("total")].double())
             yield RecordScope(step, number), records
         records = {RecordKey("mean"): torch.stack(totals).sum() / weight, RecordKey("whole"): whole}
@@ -192,6 +201,21 @@ class ReferenceRun:
         return self.perturbation.perturb_elementwise(total, epsilon_of(sent))
 
     def _microbatch(self, scope: RecordScope, inputs: Value, targets: Value, weight: Tensor) -> Records:
+        """Run a micro-batch, backward too unless gradients are off, and return its tensors."""
+        value, ids = separated(inputs)
+        if ids is not None:
+            self.ids[scope] = ids
+        with self._running(inputs), self.definitions.running(ids):
+            return self._run_layers(scope, value, targets, weight)
+
+    @contextmanager
+    def _running(self, inputs: Value) -> Iterator[None]:
+        """Context: layers that are no definitions work on the whole sequences of `inputs`, which are checked."""
+        (sequence,) = local_inputs([inputs], ContextParallelism.of_one_rank()).sequences
+        with running(sequence):
+            yield
+
+    def _run_layers(self, scope: RecordScope, inputs: Value, targets: Value, weight: Tensor) -> Records:
         records: Records = {}
 
         def boundary(value: Value, layer: int) -> Value:
@@ -219,14 +243,14 @@ class ReferenceRun:
         value, last = boundary(inputs, -1), len(self.layers) - 1
         for number, layer in enumerate(self.layers):
             linear = self.output_linear if number == last else None
-            recording = sketched(layer.module, wanted=self.records_sketches)
+            recording = sketched(layer.module, wanted=not self.is_exact)
             features = _input_replaced(layer.module, linear, lambda given: boundary(given, last))
             failing = failure_named(layer.path or "the model")
             with failing, random_refused(layer.path), recording as found, features:
                 self.definitions.windows.clear()
                 output = self._run(layer, scope.microbatch, value)
             records |= {RecordKey("inside", number, name): sketch for name, sketch in found.items()}
-            if self.records_sketches and not self.perturbation.number:
+            if not self.is_exact and not self.perturbation.number:
                 run = partial(self._run, layer, scope.microbatch)
                 others = self._other_documents(scope)
                 records |= sums_after_mistakes(self.definitions, run, value, number, others)
@@ -253,11 +277,11 @@ class ReferenceRun:
     def _other_documents(self, scope: RecordScope) -> dict[str, Tensor]:
         """Return document ids that a micro-batch may have by mistake: the last one's, those of the step before."""
         others = {}
-        last = self.ids.get(RecordScope(scope.step, scope.microbatch - 1))
+        last = self.ids.get(scope._replace(microbatch=scope.microbatch - 1))
         if last is not None:
             others[f"micro-batch {scope.microbatch - 1}"] = last
-        for (step, microbatch), ids in self.ids.items():
-            if step == scope.step - 1:
+        for (step, microbatch, evaluated), ids in self.ids.items():
+            if step == scope.step - 1 and not evaluated:
                 others[f"micro-batch {microbatch} of the step before"] = ids
         return others
 
@@ -285,12 +309,11 @@ class ReferenceRun:
 
     def _mean(self, inputs: Value, targets: Value) -> Tensor:
         """Return the mean loss of a whole batch, without gradients and without changing buffers."""
-        local = local_inputs([inputs], ContextParallelism.of_one_rank())
         given, ids = separated(inputs)
         value = map_tensors(torch.clone, given)
         self.dropout.rows = [range(len(next(tensors_of(inputs))))]
         buffers = [(b, b.clone()) for layer in self.layers for b in layer.module.buffers()]
-        with torch.no_grad(), running(local.sequences[0]), self.definitions.running(ids):
+        with torch.no_grad(), self._running(inputs), self.definitions.running(ids):
             for layer in self.layers:
                 with failure_named(layer.path or "the model"):
                     value = map_tensors(torch.clone, self._run(layer, 0, value))

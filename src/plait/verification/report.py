@@ -145,6 +145,7 @@ class VerificationReport:
         location = difference.location
         return {
             "step": location.step,
+            "evaluating": location.evaluating,
             "phase": str(location.phase),
             "layer": self.path_of(location) or None,
             "parameter": location.name or None,
@@ -177,7 +178,7 @@ class VerificationReport:
         number = "" if location.microbatch is None else f", micro-batch {location.microbatch}"
         subject = self._subject(location)
         lines += [
-            _line("first", f"step {location.step + 1}, {location.phase}{number}{subject and f': {subject}'}"),
+            _line("first", f"{when(location)}, {location.phase}{number}{subject and f': {subject}'}"),
             _line("on", _ranks(first)),
             _line("where", _where(difference)),
             _line("likely", first.cause),
@@ -245,6 +246,11 @@ def layout_of(plan: Plan) -> str:
     if not isinstance(plan.recompute, str):
         return f"{layout} · recompute by layer"
     return layout + (f" · recompute {plan.recompute}" if plan.recompute != "none" else "")
+
+
+def when(location: Location) -> str:
+    """Return `step 2`, or for an evaluation and what is compared in it `evaluation after step 2`."""
+    return f"evaluation after step {location.step}" if location.evaluating else f"step {location.step + 1}"
 
 
 def _ranks(first: FirstDifference) -> str:

@@ -85,7 +85,7 @@ class StepComparison:
             master = epsilon_of(self.formats.master_of(of_model))
             rounding = self.formats.epsilon_of_gradient(of_model) if is_reduction else master
         equal = self.findings.compare(
-            Location(step, phase, name=key.name),
+            Location(step, phase, name=key.name, evaluating=scope.evaluated),
             actual,
             expected,
             tolerance._replace(allowed=tolerance.allowed + inherited),
