@@ -1,7 +1,7 @@
 """What a layer with attention would give after common mistakes with its window and the documents.
 
-The reference run computes these, since a rank of the candidate has neither all heads nor all positions. Of each
-output a weighted sum over the features is kept, one number a position.
+The reference run computes these, since a rank of the candidate has neither all heads nor all positions. Of
+each output a weighted sum over the features is kept, one number a position.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from plait.layers.nested import Value, map_tensors, tensors_of
 from plait.verification.definitions import Definitions
-from plait.verification.location import RecordKey, Records
+from plait.verification.location import RecordKey, Records, RecordScope
 
 KIND = "mistaken"
 """The kind of the recorded sums; their name is the sentence on the mistake."""
@@ -68,6 +68,18 @@ def _mistakes(definitions: Definitions, others: Mapping[str, Tensor]) -> Iterato
             f"its positions (rotary angles) are those for {whole}{name}",
             partial(definitions.mistaken, positions=theirs),
         )
+
+
+def other_documents(ids: Mapping[RecordScope, Tensor], scope: RecordScope) -> dict[str, Tensor]:
+    """Return ids that a micro-batch may have by mistake: the last one's, those of the step before."""
+    others = {}
+    last = ids.get(scope._replace(microbatch=scope.microbatch - 1))
+    if last is not None:
+        others[f"micro-batch {scope.microbatch - 1}"] = last
+    for (step, microbatch, evaluated), one in ids.items():
+        if step == scope.step - 1 and not evaluated:
+            others[f"micro-batch {microbatch} of the step before"] = one
+    return others
 
 
 def summed(output: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ If each step had the same batch, nobody could see that a rank took that of an ea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,8 +18,8 @@ from plait.verification.reference_run import Batch
 def batches_of_steps(inputs: Value, targets: Value, steps: int, microbatches: int) -> list[Batch]:
     """Return a global batch for each step: the given one, then its rows rolled by as many more each time.
 
-    Rows keep their targets. They are rolled so that, if possible, each of the `microbatches` has other inputs and
-    other targets than in the step before. Where all rows are alike, positions are rolled within the sequences.
+    Rows keep their targets. They are rolled so that, if possible, each of the `microbatches` has other inputs
+    and other targets than in the step before. Where all rows are alike, positions are rolled within them.
     """
     given = (inputs, targets)
     roll = next(_rolls(given, microbatches), None)
@@ -36,10 +37,11 @@ def _rolls(batch: Batch, microbatches: int) -> Iterator[Callable[[Tensor], Tenso
     (count,) = rows
     each = max(1, count // microbatches)
     shifts = dict.fromkeys(shift for shift in (each + 1, each, *range(1, count)) if 0 < shift < count)
-    changed = {shift: _changed_parts(batch, lambda one, by=shift: one.roll(by, 0), each) for shift in shifts}
+    rolls = {shift: partial(torch.roll, shifts=shift, dims=0) for shift in shifts}
+    changed = {shift: _changed_parts(batch, roll, each) for shift, roll in rolls.items()}
     for shift in sorted(shifts, key=lambda one: -changed[one]):  # stable: of equals the first
         if changed[shift]:
-            yield lambda tensor, shift=shift: tensor.roll(shift, 0)
+            yield rolls[shift]
     if _are_sequences(batch) and _changed_parts(batch, _positions_rolled, each):
         yield _positions_rolled
 
@@ -52,7 +54,7 @@ def _changed_parts(batch: Batch, roll: Callable[[Tensor], Tensor], each: int) ->
         rows = [(one != other).reshape(len(one), -1).any(1) for one, other in pairs if one.numel()]
         if rows:
             is_other = torch.stack(rows).any(0)
-            parts += sum(bool(part.any()) for part in is_other.split(each))
+            parts += sum(bool(part.any()) for part in torch.split(is_other, each))
     return parts
 
 
@@ -61,7 +63,7 @@ def _positions_rolled(tensor: Tensor) -> Tensor:
 
 
 def _are_sequences(batch: Batch) -> bool:
-    """Return whether all tensors are numbers `[rows, length]` of the same length: tokens, targets, documents."""
+    """Return whether all tensors are numbers `[rows, length]` of one length: tokens, targets, documents."""
     tensors = list_of_tensors(batch)
     return len({tuple(tensor.shape) for tensor in tensors}) == 1 and all(
         tensor.dim() == 2 and tensor.dtype is not torch.bool for tensor in tensors

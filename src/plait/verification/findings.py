@@ -185,8 +185,8 @@ def _named(dtype: torch.dtype) -> str:
 def _narrower(actual: Tensor, expected: Tensor, rounding: float) -> str | None:
     """Return the dtype to which `actual` was rounded, if its machine epsilon exceeds `rounding`; or None.
 
-    Looks at the elements of which `expected` is not representable in the dtype: where `actual` may have had as
-    few digits as float16 has, at those that are too small for it.
+    Looks at the elements of which `expected` is not representable in the dtype: where `actual` may have had
+    as few digits as float16 has, at those that are too small for it.
     """
     if _misfit(actual, expected) or actual.dtype not in (torch.float32, torch.float64):
         return None
@@ -208,8 +208,8 @@ def _is_near(actual: Tensor, expected: Tensor, narrower: str) -> bool:
 def _rounding_in_words(narrower: str, rounding: float | None) -> str:
     if narrower == "float16" and rounding is not None and rounding >= torch.finfo(torch.float16).eps:
         return (
-            "small elements have only the digits that float16 has for them: it was divided by the loss scale in "
-            "float16, and not where it has more digits"
+            "small elements have only the digits that float16 has for them: it was divided by the loss scale "
+            "in float16, and not where it has more digits"
         )
     return f"it was rounded to {narrower} on the way"
 

@@ -107,8 +107,10 @@ class InstructionChecker:
                 self._compare_parameters(unit)
             case RunLayer(action, layer):
                 self._compare_layer(action, layer)
-                for sketches in (*self.sketches.values(), *self.rms_norms.values()):
+                for sketches in self.sketches.values():
                     sketches.begin()  # also drops those of a recomputed forward
+                for norms in self.rms_norms.values():
+                    norms.begin()
             case ComputeLoss(action):
                 if self.evaluating or not self.computes_logits:
                     self._compare_loss(action)

@@ -1,7 +1,7 @@
 """Casts inside of layers to a narrower dtype, such as a norm that computes in float32 in a model in float64.
 
-What is computed behind such a cast has the rounding errors of the narrower dtype, so a perturbed reference run
-adds errors of that size to the result of each.
+What is computed behind such a cast has the rounding errors of the narrower dtype, so a perturbed reference
+run adds errors of that size to the result of each.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class NarrowingCasts(TorchDispatchMode):
 
     def __init__(self, dtype: torch.dtype | None, perturbation: Perturbation) -> None:
         """`dtype`: that of the layers; None, or one of 16 bits: nothing is noted."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.dtype = dtype if dtype in (torch.float32, torch.float64) else None
         self.perturbation = perturbation
         self.found = False

@@ -1,8 +1,8 @@
-"""In 16 bits: whether norms compute as precisely as they do on one device, though their output has few digits.
+"""In 16 bits: whether norms compute as precisely as on one device, though their output has few digits.
 
-An output in 16 bits may be off by more than a mean square that was computed in 16 bits changes it. So an RMS norm
-is compared with its definition in float64, of the input that it was given, and any norm with the reference's where
-both are given the same bits.
+An output in 16 bits may be off by more than a mean square that was computed in 16 bits changes it. So an RMS
+norm is compared with its definition in float64, of the input that it was given, and any norm with the
+reference's where both are given the same bits.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ FEATURES = 0.25
 """Share of a norm's features, at most, whose sums over rows may differ for equal inputs: kernels for other
 numbers of rows round few elements otherwise."""
 NEARLY_HALF = 2.0**-20
-"""What may be added to half a rounding step, relative to an element: the errors of a computation in float32."""
-SENTENCE = "it is given equal numbers, and is off by more than the rounding of its output: something in it is computed in 16 bits"
+"""What may be added to half a rounding step, relative to an element: errors of a computation in float32."""
+SENTENCE = (
+    "it is given equal numbers, and is off by more than the rounding of its output: something in it is "
+    "computed in 16 bits"
+)
 
 RMSNorm = nn.RMSNorm | ParallelRMSNorm
 Found = tuple[str, Tensor, Tensor]
@@ -53,7 +56,7 @@ def rounded_otherwise(
 
 
 def _nearest(found: Tensor, expected: Tensor) -> Tensor:
-    """Return `expected`, or if `found` is shorter (a piece), the elements that are nearest to those of `found`."""
+    """Return `expected`, or if `found` is shorter (a piece), the elements nearest to those of `found`."""
     if found.shape == expected.shape:
         return expected
     ordered = expected.sort().values
@@ -63,7 +66,7 @@ def _nearest(found: Tensor, expected: Tensor) -> Tensor:
 
 
 class RMSNorms:
-    """Compares the RMS norms of a layer, also those that `tp` partitions, with their definition in float64."""
+    """Compares the RMS norms of a layer, also those that `tp` partitions, with their definition."""
 
     def __init__(self, layer: nn.Module) -> None:
         self._runs: list[tuple[str, RMSNorm, Tensor, Tensor]] = []

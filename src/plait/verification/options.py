@@ -36,8 +36,8 @@ class VerifyOptions:
     `clip`: the maximum gradient norm; None: a third of the first step's, so that clipping is exercised.
     `perturbations`: how often the reference runs again with artificial rounding errors, which shows the
     differences that rounding explains. `isolate`: replace each value that differs by the reference's, so that
-    each reported difference has a cause of its own. `resumes`: save the candidate, load it, and compare one more
-    step; not in mode exact. `optimizer` is given parameter groups.
+    each reported difference has a cause of its own. `resumes`: save the candidate, load it, and compare one
+    more step; not in mode exact. `optimizer` is given parameter groups.
     """
 
     mode: Mode = "float64"

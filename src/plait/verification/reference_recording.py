@@ -59,8 +59,8 @@ class ReferenceRecording:
     narrowing: bool = False
     """Whether layers cast to a narrower dtype than the run's: then every tensor is compared by itself.
 
-    As in 16 bits, both runs continue with the recorded value of each tensor, here also of those between layers.
-    Else the errors of these layers would widen the tolerances of all others.
+    As in 16 bits, both runs continue with the recorded value of each tensor, here also of those between
+    layers. Else the errors of these layers would widen the tolerances of all others.
     """
 
     def add(self, scope: RecordScope, values: Mapping[RecordKey, Tensor]) -> None:

@@ -61,7 +61,7 @@ def resumed(candidate: CandidateRun, make_engine: MakeEngine, step: int) -> Cand
 
 
 def _loaded(candidate: CandidateRun, make_engine: MakeEngine, step: int, path: Path) -> CandidateRun:
-    """Return a run of a new engine and a new optimizer, into which `path` is loaded; compare it with the old."""
+    """Return a run of a new engine and optimizer, into which `path` is loaded; compare it with the old."""
     old = candidate.comparison
     engine = make_engine(candidate.engine.plan, candidate.engine.mesh)
     run = CandidateRun(old.of_engine(engine))
@@ -103,7 +103,7 @@ def _after_mistakes(
 
 
 def _saved_tensors(run: CandidateRun) -> Iterator[SavedTensor]:
-    """Yield what a checkpoint holds of a rank: parameters, optimizer state, buffers, the numbers of the run."""
+    """Yield what a checkpoint holds of a rank: parameters, optimizer state, buffers, numbers of the run."""
     for name, tensor in run.update.updated_tensors():
         parameter = name.rpartition("/")[0] or name
         has_its_shape = tensor.shape == run.comparison.parameters[parameter].shape
@@ -116,7 +116,7 @@ def _saved_tensors(run: CandidateRun) -> Iterator[SavedTensor]:
 
 
 def _compare_under_another_plan(old: StepComparison, make_engine: MakeEngine, step: int, path: Path) -> None:
-    """Load `path` under a plan whose ranks hold other pieces, if there is one, and compare with the recording."""
+    """Load `path` under a plan whose ranks hold other pieces, if any, and compare with the recording."""
     mesh = old.engine.mesh
     plan = another_plan(old.engine.plan, len(old.sequence.layers))
     if plan is None:

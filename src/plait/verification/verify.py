@@ -52,13 +52,14 @@ def verify(
 
     Trains on one rank in plain PyTorch, then on `plan.world` ranks from the same values and data. Compares,
     in order: each layer's output and input gradient, each micro-batch's weight gradients, final gradients,
-    loss, norm, and after a step (of `Engine.step`, or by hand, in turns) parameters and optimizer state.
+    loss, norm, and after a step (of `Engine.step`, or by hand, in turns) parameters and optimizer state. Then
+    saves, loads into a new engine and under another plan, and takes one more step; not in mode `exact`.
 
     Args:
         model: as `parallelize` takes it, or a function that builds it. It is not altered.
         plan: the plan to verify. In modes `float64` and `exact` its precision is `fp64`.
-        inputs: those of a global batch: tensors whose dim 0 is the batch. Later steps take its rows in another
-            order, so that nothing of an earlier step goes unnoticed.
+        inputs: those of a global batch: tensors whose dim 0 is the batch. Later steps take its rows in
+            another order, so that nothing of an earlier step goes unnoticed.
         targets: likewise.
         loss: as `parallelize` takes it.
         rules: as `parallelize` takes them.
@@ -80,10 +81,7 @@ def verify(
     Raises:
         PlaitError: the plan, the model or the batch cannot be run; the same errors as `parallelize` has.
     """
-    if not isinstance(plan, Plan):
-        raise PlanError(f"the plan is {plan!r}: give a plait.Plan.")
-    if not callable(model):
-        raise ModelError(f"the model is {model!r}: give an nn.Module, or a function that builds one.")
+    _require_kinds(plan, model)
     steps = usual_steps(mode) if steps is None else steps
     options = VerifyOptions(
         mode=mode, steps=steps, clip=clip, optimizer=optimizer, isolate=isolate, seed=seed, resumes=True
@@ -91,6 +89,14 @@ def verify(
     batches = batches_of_steps(inputs, targets, options.steps, plan.dp * plan.microbatches)
     case = Case(model, as_loss(loss), batches, options, rules, device, timeout, ranks_as)
     return verify_case(case, plan, threads=threads)
+
+
+def _require_kinds(plan: object, model: object) -> None:
+    """Raise PlanError or ModelError for a plan that is none, and a model that is none and builds none."""
+    if not isinstance(plan, Plan):
+        raise PlanError(f"the plan is {plan!r}: give a plait.Plan.")
+    if not callable(model):
+        raise ModelError(f"the model is {model!r}: give an nn.Module, or a function that builds one.")
 
 
 def verify_case(case: Case, plan: Plan, *, threads: int | None = None) -> VerificationReport:

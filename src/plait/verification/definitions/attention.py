@@ -82,9 +82,13 @@ def masked_attention(
 ) -> Tensor:
     """Return attention to the keys in `mask`, of as many heads; overridable by a `TorchFunctionMode`."""
     if has_torch_function_variadic(query, key, value):
-        options = {"scale": scale, "softcap": softcap, "keep": keep}
         replaced: Tensor = handle_torch_function(
-            masked_attention, (query, key, value), query, key, value, mask, **options
+            masked_attention,
+            (query, key, value),
+            *(query, key, value, mask),
+            scale=scale,
+            softcap=softcap,
+            keep=keep,
         )
         return replaced
     wide = torch.promote_types(query.dtype, torch.float32)

@@ -16,6 +16,7 @@ from plait.autograd.dropout import Dropout
 from plait.autograd.replaceable import Replacements, replacing
 from plait.autograd.running_sequence import longest_document, positions
 from plait.context_attention import attend, attention, share_keys
+from plait.context_attention.weight_dropout import AnyDropout, is_active
 from plait.verification.definitions.attention import Visibility, softmax_attention
 from plait.verification.definitions.documents import numbers_of, positions_in
 
@@ -100,7 +101,7 @@ class Definitions:
         *,
         scale: float | None = None,
         softcap: float | None = None,
-        dropout: nn.Module | None = None,
+        dropout: AnyDropout | None = None,
     ) -> Tensor:
         """Return what `plait.attention` is documented to return for these arguments."""
         if window is not None:
@@ -109,7 +110,7 @@ class Definitions:
         ids = self._mask_ids if documents is None else documents
         sees = Visibility(causal, window, None if ids is None else numbers_of(ids))
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-        keep = dropout if dropout is not None and dropout.training and getattr(dropout, "p", 0.0) else None
+        keep = dropout if is_active(dropout) else None
         return softmax_attention(query, key, value, sees, scale, softcap, keep)
 
     def _share_keys(

@@ -1,7 +1,7 @@
 """The layers of `plait.models.huggingface` by definition, from the modules of transformers that they hold.
 
-Rotary frequencies come from the configuration. In float64, too, transformers computes angles in float32, and so
-does plait: where plait's are as close to the definition as float32 is, they are taken, else the definition.
+Rotary frequencies come from the configuration. In float64, too, transformers computes angles in float32, and
+so does plait: where plait's are as close to the definition as float32 is, they are taken, else its own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.models.huggingface import common, decoder, gpt2, gpt_neox
 from plait.models.model_helpers import require_length
@@ -89,7 +89,7 @@ def _neox_block(book: Definitions, layer: gpt_neox.Block, x: Tensor) -> Tensor:
     attn = layer.attention
     normed = layer.input_layernorm(x)
     heads = split_heads(attn.query_key_value(normed), 3 * attn.head_size)
-    query, key, value = heads.split(attn.head_size, -1)
+    query, key, value = torch.split(heads, attn.head_size, -1)
     angles = _angles(book, layer.rotary, attn.config, None, normed)
     mixed = book.attention(
         rotated(query, angles),
@@ -167,7 +167,7 @@ def _kind_of(attn: Any) -> str | None:
     return None if types is None or index is None else types[index]
 
 
-FORWARDS: dict[type, Forward] = {
+FORWARDS: dict[type[nn.Module], Forward] = {
     common.Embedding: _embedding,
     common.MLP: _mlp,
     common.Head: _head,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from plait.autograd.dropout import Dropout
-from plait.models.gpt2 import MLP as GPT2MLP
+from plait.models.gpt2 import MLP as GPT2_MLP
 from plait.models.gpt2 import Attention as GPT2Attention
 from plait.models.gpt2 import Embedding as GPT2Embedding
-from plait.models.llama import MLP as LlamaMLP
+from plait.models.llama import MLP as LLAMA_MLP
 from plait.models.llama import Attention as LlamaAttention
 from plait.models.llama import Embedding as LlamaEmbedding
 from plait.models.model_helpers import Head, require_length
@@ -45,7 +45,7 @@ def _gpt2_attention(book: Definitions, layer: GPT2Attention, x: Tensor) -> Tenso
     return result
 
 
-def _gpt2_mlp(book: Definitions, layer: GPT2MLP, x: Tensor) -> Tensor:
+def _gpt2_mlp(book: Definitions, layer: GPT2_MLP, x: Tensor) -> Tensor:
     result: Tensor = x + layer.down(functional.gelu(layer.up(layer.norm(x)), approximate="tanh"))
     return result
 
@@ -69,7 +69,7 @@ def _llama_attention(book: Definitions, layer: LlamaAttention, x: Tensor) -> Ten
     return result
 
 
-def _llama_mlp(book: Definitions, layer: LlamaMLP, x: Tensor) -> Tensor:
+def _llama_mlp(book: Definitions, layer: LLAMA_MLP, x: Tensor) -> Tensor:
     normed = layer.norm(x)
     result: Tensor = x + layer.down(functional.silu(layer.gate(normed)) * layer.up(normed))
     return result
@@ -80,13 +80,13 @@ def _head(book: Definitions, layer: Head, x: Tensor) -> Tensor:
     return logits
 
 
-FORWARDS: dict[type, Forward] = {
+FORWARDS: dict[type[nn.Module], Forward] = {
     GPT2Embedding: _gpt2_embedding,
     GPT2Attention: _gpt2_attention,
-    GPT2MLP: _gpt2_mlp,
+    GPT2_MLP: _gpt2_mlp,
     LlamaEmbedding: _llama_embedding,
     LlamaAttention: _llama_attention,
-    LlamaMLP: _llama_mlp,
+    LLAMA_MLP: _llama_mlp,
     Head: _head,
     Dropout: dropout,
 }

@@ -38,7 +38,7 @@ def rotated(x: Tensor, angles: Angles) -> Tensor:
     Features from 2 · pairs on stay as they are.
     """
     pairs = angles.cosines.shape[-1]
-    real, imaginary, rest = x.split([pairs, pairs, x.shape[-1] - 2 * pairs], -1)
+    real, imaginary, rest = torch.split(x, [pairs, pairs, x.shape[-1] - 2 * pairs], -1)
     cosines, sines = angles
     turned = real * cosines - imaginary * sines, real * sines + imaginary * cosines
     return torch.cat([*(part.to(x.dtype) for part in turned), rest], -1)
@@ -73,7 +73,8 @@ def _llama3(plain: Tensor, parameters: Mapping[str, Any]) -> Tensor:
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
     turns = parameters["original_max_position_embeddings"] * plain / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return kept * plain + (1 - kept) * plain / parameters["factor"]
+    slowed: Tensor = kept * plain + (1 - kept) * plain / parameters["factor"]
+    return slowed
 
 
 def _yarn(
