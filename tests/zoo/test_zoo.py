@@ -9,6 +9,7 @@ from zoo.bounds import BOUNDS
 from zoo.cases import TWO_COPIES
 from zoo.chunks import CHUNKS
 from zoo.context import CONTEXT
+from zoo.definitions import DEFINITIONS
 from zoo.dropping import DROPPING
 from zoo.fine_tuning import ADAPTED, ADAPTED_AND_DROPPING, FINE_TUNING
 from zoo.forward import FORWARD
@@ -18,6 +19,7 @@ from zoo.models import RANDOM
 from zoo.precision import PRECISION
 from zoo.reductions import REDUCTIONS
 from zoo.row import report_of
+from zoo.saving import SAVING
 from zoo.scaling import SCALING
 from zoo.scattering import SCATTERING
 from zoo.sequence import SEQUENCE
@@ -40,6 +42,8 @@ TABLES = (
     DROPPING,
     SEQUENCE,
     CONTEXT,
+    DEFINITIONS,
+    SAVING,
     FINE_TUNING,
     STEPPING,
     BOUNDS,

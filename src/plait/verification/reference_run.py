@@ -1,9 +1,10 @@
 """Training on a single device in plain PyTorch: layers, autograd, `torch.optim`; without the engine.
 
-Attention, positions, documents, rotary angles, dropout, and all layers of plait's own models and around modules
-of transformers are computed by definition (`definitions`). Shared with the engine are the user's layers and
-the modules of torch and transformers, a model as a sequence of layers, the rows of micro-batches, the masks of
-dropout, initial values by name, the loss, and the zero gradient of a parameter that it does not depend on.
+Attention, positions, documents, rotary angles, dropout, and all layers of plait's own models and around
+modules of transformers are computed by definition (`definitions`). Shared with the engine are the user's
+layers and the modules of torch and transformers, a model as a sequence of layers, the rows of micro-batches,
+the masks of dropout, initial values by name, the loss, and the zero gradient of a parameter that it does not
+depend on.
 
 Each layer has aliases of its parameters, so that each use of a tied parameter has a recorded contribution to
 its gradient. Aliases share the memory of the parameters that the optimizer updates, or of copies of those in

@@ -32,8 +32,9 @@ def _angles(
         parameters = parameters.get(kind)  # each type of layer has its own
     if not isinstance(parameters, Mapping) or "rope_theta" not in parameters:
         return taken
-    size = 2 * rotary.bits.shape[-1]
-    scaled = scaled_frequencies(parameters, size, config.max_position_embeddings)
+    scaled = scaled_frequencies(
+        parameters, _rotated_size(rotary, config, parameters), config.max_position_embeddings
+    )
     if scaled is None:
         return taken
     frequencies, factor = scaled[0].to(normed.device), scaled[1]
@@ -49,6 +50,14 @@ def _angles(
     ):
         return taken
     return Angles(*(one.to(normed.dtype) for one in defined))
+
+
+def _rotated_size(rotary: common.Rotary, config: Any, parameters: Mapping[str, Any]) -> int:
+    """Return the number of features of a head that are rotated; with an odd one there is half a pair more."""
+    pairs = rotary.bits.shape[-1]
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    part = int(head * parameters.get("partial_rotary_factor", 1.0))
+    return part if (part + 1) // 2 == pairs else 2 * pairs  # a class may ignore the factor
 
 
 def _embedding(book: Definitions, layer: common.Embedding, tokens: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ def _yarn(
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, size - 1)
     width = last - first or 0.001
-    slowed = ((torch.arange(size // 2, dtype=torch.float64) - first) / width).clamp(0, 1)
+    slowed = ((torch.arange(len(plain), dtype=torch.float64) - first) / width).clamp(0, 1)
     return (slowed / factor + 1 - slowed) * plain, _attention_factor(parameters, factor)
 
 
