@@ -1,4 +1,4 @@
-"""Mistakes in code that both runs would share: attention, documents, positions, rotary angles, plait's layers.
+"""Mistakes in code that both runs would share: attention, documents, positions, rotary angles, layers.
 
 They are entered on every rank, so the reference run has them as well where it does not compute by definition.
 """
@@ -6,7 +6,7 @@ They are entered on every rank, so the reference run has them as well where it d
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module

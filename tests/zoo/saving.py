@@ -1,4 +1,4 @@
-"""Mistakes of saving and loading: another rank's piece, another tensor, what is not loaded, and the run's numbers."""
+"""Mistakes of saving and loading: another rank's piece, another tensor, what is not loaded."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from parity.case import Case
 from plait.checkpoint import loading
@@ -94,28 +93,6 @@ def passes_counted_anew() -> Any:
     """The number of steps, on which dropout depends, is not restored."""
     original = loading.applicable_run_state
     return patch.object(loading, "applicable_run_state", lambda *given: original(*given) | {"passes": 0})
-
-
-def buffers_left_out() -> Any:
-    """Buffers keep the values that a new model has."""
-
-    def copy(self: BoxReader, piece: Tensor, name: str, layout: Layout, where: Where) -> None:
-        if layout.axis_degrees != {"world": 1}:
-            original(self, piece, name, layout, where)
-
-    original = BoxReader.fill
-    return patch.object(BoxReader, "fill", copy)
-
-
-class Scaled(nn.Module):
-    """Multiplies by a buffer that is saved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("size", torch.full((8,), 2.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.size
 
 
 def _row(

@@ -4,6 +4,8 @@ import pytest
 
 from plait.errors import ModelError
 from plait.verification.options import VerifyOptions
+from plait.verification.rank_verification import verify_rank
+from plait.verification.report_from_ranks import build_report
 from zoo.backward import BACKWARD
 from zoo.bounds import BOUNDS
 from zoo.cases import TWO_COPIES
@@ -16,9 +18,10 @@ from zoo.forward import FORWARD
 from zoo.four import FOUR
 from zoo.losses import LOSSES
 from zoo.models import RANDOM
+from zoo.passing import PASSING, SENT_ON
 from zoo.precision import PRECISION
 from zoo.reductions import REDUCTIONS
-from zoo.row import report_of
+from zoo.row import case_of, report_of
 from zoo.saving import SAVING
 from zoo.scaling import SCALING
 from zoo.scattering import SCATTERING
@@ -43,6 +46,7 @@ TABLES = (
     SEQUENCE,
     CONTEXT,
     DEFINITIONS,
+    PASSING,
     SAVING,
     FINE_TUNING,
     STEPPING,
@@ -109,6 +113,17 @@ def test_a_mistake_is_named(rank_pool, row):
     missed = row.named.missed_by(report)
     assert not missed, "\n".join([*missed, "", str(report)])
     assert row.named.explained_by(report) != bool(row.unexplained), report
+
+
+def test_a_receive_buffer_that_is_sent_on_is_named(thread_ranks):
+    row = SENT_ON
+    case = case_of(row.model, row.plan, row.options)
+    with row.defect():
+        outcomes = thread_ranks.run(verify_rank, case, row.plan, ranks=row.plan.world)
+    report = build_report(outcomes, row.plan, row.options)
+    missed = row.named.missed_by(report)
+    assert not missed, "\n".join([*missed, "", str(report)])
+    assert row.named.explained_by(report), report
 
 
 @pytest.mark.full

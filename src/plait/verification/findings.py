@@ -147,7 +147,7 @@ class Findings:
         largest = torch.inf if _misfit(actual, expected) else largest_difference(actual, expected)
         narrower = None if rounding is None else _narrower(actual, expected, rounding)
         if narrower is not None and (largest <= tolerance.allowed or _is_near(actual, expected, narrower)):
-            text, tolerance = _rounding_in_words(narrower, rounding), Tolerance(tolerance.size, 0.0)
+            text, tolerance = f"it was rounded to {narrower} on the way", Tolerance(tolerance.size, 0.0)
             alternatives = partial(one_alternative, text, actual)
         if largest <= tolerance.allowed:
             tally.used = max(tally.used, largest / tolerance.allowed if largest else 0.0)
@@ -185,13 +185,12 @@ def _named(dtype: torch.dtype) -> str:
 def _narrower(actual: Tensor, expected: Tensor, rounding: float) -> str | None:
     """Return the dtype to which `actual` was rounded, if its machine epsilon exceeds `rounding`; or None.
 
-    Looks at the elements of which `expected` is not representable in the dtype: where `actual` may have had
-    as few digits as float16 has, at those that are too small for it.
+    Looks at the elements of which `expected` is not representable in the dtype.
     """
     if _misfit(actual, expected) or actual.dtype not in (torch.float32, torch.float64):
         return None
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        if torch.finfo(dtype).eps > rounding or dtype is torch.float16:
+        if torch.finfo(dtype).eps > rounding:
             own = actual[expected != expected.to(dtype).to(expected.dtype)]
             if own.numel() >= MIN_ROUNDED_ELEMENTS and torch.equal(own, own.to(dtype).to(own.dtype)):
                 return _named(dtype)
@@ -205,13 +204,13 @@ def _is_near(actual: Tensor, expected: Tensor, narrower: str) -> bool:
     return bool(((actual - expected).abs() <= step).all())
 
 
-def _rounding_in_words(narrower: str, rounding: float | None) -> str:
-    if narrower == "float16" and rounding is not None and rounding >= torch.finfo(torch.float16).eps:
-        return (
-            "small elements have only the digits that float16 has for them: it was divided by the loss scale "
-            "in float16, and not where it has more digits"
-        )
-    return f"it was rounded to {narrower} on the way"
+def has_only_small_digits_of_float16(actual: Tensor, expected: Tensor) -> bool:
+    """Return whether elements too small for all digits of float16 have only those that it has for them."""
+    if _misfit(actual, expected):
+        return False
+    least, half = torch.finfo(torch.float16).smallest_normal, expected.to(torch.float16).to(expected.dtype)
+    own = actual[(expected != half) & (expected.abs() < least)]
+    return own.numel() >= MIN_ROUNDED_ELEMENTS and torch.equal(own, own.to(torch.float16).to(own.dtype))
 
 
 def one_alternative(text: str, value: Tensor) -> Iterable[tuple[str, Tensor]]:

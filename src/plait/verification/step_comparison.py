@@ -11,11 +11,21 @@ from torch import Tensor
 from plait.engine import Engine
 from plait.layers.layer_sequence import LayerSequence
 from plait.verification.expected_dtypes import NumberFormats, epsilon_of
-from plait.verification.findings import Findings, Piece, one_alternative, piece_of
+from plait.verification.findings import (
+    Findings,
+    Piece,
+    has_only_small_digits_of_float16,
+    one_alternative,
+    piece_of,
+)
 from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
 from plait.verification.options import VerifyOptions
 from plait.verification.reference_recording import NO_TOLERANCE, ReferenceRecording
 
+DIVIDED_IN_FLOAT16 = (
+    "small elements have only the digits that float16 has for them: it was divided by the loss scale in "
+    "float16, and not where it has more digits"
+)
 LOSS_SCALE = "loss scale"
 """Name of the loss scale in a location, in place of a parameter's."""
 
@@ -84,11 +94,14 @@ class StepComparison:
             is_reduction = phase is StepPhase.REDUCTION
             master = epsilon_of(self.formats.master_of(of_model))
             rounding = self.formats.epsilon_of_gradient(of_model) if is_reduction else master
+        tolerance = tolerance._replace(allowed=tolerance.allowed + inherited)
+        if phase is StepPhase.REDUCTION and self._was_divided_in_float16(step, parameter, actual, expected):
+            tolerance, alternatives = tolerance._replace(allowed=0.0), [(DIVIDED_IN_FLOAT16, actual)]
         equal = self.findings.compare(
             Location(step, phase, name=key.name, evaluating=scope.evaluated),
             actual,
             expected,
-            tolerance._replace(allowed=tolerance.allowed + inherited),
+            tolerance,
             piece=piece,
             alternatives=lambda: alternatives,
             rounding=rounding,
@@ -97,6 +110,13 @@ class StepComparison:
         if resynchronizes if equal else self.options.isolate:
             actual.data.copy_(expected)
         return equal
+
+    def _was_divided_in_float16(self, step: int, name: str, actual: Tensor, expected: Tensor) -> bool:
+        """Return whether a gradient times the loss scale was divided by it where small ones are lost."""
+        parameter, formats = self.sequence.parameters[name], self.formats
+        kinds = formats.compute_of(parameter), formats.gradient_of(parameter), formats.reduce_of(parameter)
+        is_scaled = torch.float16 in kinds and self.recording.number(step, "scale") != 1
+        return is_scaled and has_only_small_digits_of_float16(actual, expected)
 
     def compare_unchanged(
         self, location: Location, actual: Tensor, before: Tensor, piece: Piece | None, mistake: str
