@@ -57,7 +57,8 @@ def require_function_of_output(loss: Loss, total: Tensor, output: Value, targets
                 f"{type(error).__name__}: it depends on something else, {PASS_IT_ON}, and add it in the loss."
             ) from error
     require_no_hidden_input("the loss", again, (), (*tensors_of(copies), *_parameters_of(loss)))
-    apart, size = float((again.detach() - total).abs()), float(total.abs())
+    again = again.detach()
+    apart, size = float((again - total).abs()), float(total.abs())
     if apart > SAME * torch.finfo(total.dtype).eps * size:
         raise ModelError(
             f"the loss is {float(total):.6g}, and called again with the same output and targets "
