@@ -27,7 +27,7 @@ from plait.autograd.running_sequence import ContextParallelism, DocumentBounds, 
 from plait.context_attention import exchange_plan, kernels, unfused_kernel, visibility
 from plait.engine import local_batch
 from plait.models import rotary
-from plait.models.huggingface import common
+from plait.models.huggingface import common, decoder
 from plait.plan import Plan
 from plait.verification.location import StepPhase
 from zoo import cases
@@ -219,6 +219,17 @@ def cap_of_the_logits_left_out() -> Any:
     )
 
 
+def window_on_all_layers() -> Any:
+    """Layers with full attention have the window of the others."""
+    original = decoder.Attention.forward
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.window = self.self_attn.config.sliding_window
+        return original(self, x)
+
+    return patch.object(decoder.Attention, "forward", forward)
+
+
 def _row(
     defect: Any,
     layer: str,
@@ -274,6 +285,13 @@ DEFINITIONS = (
         cases.ATTENTION,
         "rotary angles",
         model=_of_transformers("llama", rope_parameters=LLAMA3 | SMOOTH),
+        full=True,
+    ),
+    _row(
+        window_on_all_layers,
+        "blocks.1.attention",
+        "wrong mask",
+        model=huggingface_cases.case("gemma3"),
         full=True,
     ),
     _row(

@@ -12,7 +12,6 @@ from torch import Tensor
 class StepPhase(StrEnum):
     """The phases of a step, in the order in which they depend on each other."""
 
-    LOAD = "load"
     BATCH = "cut into micro-batches"
     INITIAL = "initial values"
     INPUT = "input"
@@ -30,6 +29,7 @@ class StepPhase(StrEnum):
     CLIP = "clip"
     OPTIMIZER = "optimizer"
     EVALUATION = "evaluation"
+    LOAD = "load"
 
 
 FORWARD = (

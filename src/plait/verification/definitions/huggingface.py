@@ -138,13 +138,12 @@ def _mixed(book: Definitions, layer: decoder.Attention, normed: Tensor) -> Tenso
     if layer.rotates:
         angles = _angles(book, layer.rotary, attn.config, kind, normed)
         key, query = rotated(key, angles), rotated(query, angles)
-    window = None if kind == "full_attention" else layer.window
     mixed = book.attention(
         query,
         key,
         split_heads(value, size),
         True,
-        window,
+        _window(layer, kind),
         scale=attn.scaling,
         softcap=layer.cap,
         dropout=layer.attention_dropout,
@@ -168,6 +167,14 @@ def _projected(layer: decoder.Attention, normed: Tensor) -> tuple[Tensor, Tensor
     if layer.head_norms == "each":
         key, query = attn.k_norm(key), attn.q_norm(query)
     return key, value, query
+
+
+def _window(layer: decoder.Attention, kind: str | None) -> int | None:
+    """Return the window of a layer: none with full attention, else that of its module, if it names one."""
+    if kind == "full_attention":
+        return None
+    named = getattr(layer.self_attn, "sliding_window", None)
+    return layer.window if named is None else int(named)
 
 
 def _kind_of(attn: Any) -> str | None:
