@@ -95,8 +95,8 @@ UNSEEN_BY_EXACT = {
 ENOUGH, NAMED, EXPLAINED = 48, 0.95, 0.9
 
 
-TURNS = 6
-"""The quick run has every sixth mistake of each table, and those that the verifier is known to misname."""
+TURNS = 7
+"""The quick run has every seventh mistake of each table, and those that the verifier is known to misname."""
 QUICK = {row for table in TABLES for row in table[::TURNS]} | {row for row in ROWS if row.missed}
 
 

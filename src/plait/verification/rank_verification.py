@@ -19,7 +19,6 @@ from plait.layers.layer_sequence import LayerSequence, sequence_of
 from plait.layers.nested import Value, map_tensors
 from plait.plan import Plan
 from plait.tensor.output_linear import output_linear_name
-from plait.verification.batches import batches_of_steps
 from plait.verification.candidate_run import CandidateRun
 from plait.verification.case import Case, prepared
 from plait.verification.expected_dtypes import INITIAL_LOSS_SCALE, NumberFormats, formats_of
@@ -30,6 +29,7 @@ from plait.verification.recording_distribution import broadcast_object, distribu
 from plait.verification.reference_recording import ReferenceRecording
 from plait.verification.reference_run import Batch, ReferenceRun
 from plait.verification.resumed_run import MakeEngine, NotSavedError, resumed
+from plait.verification.step_batches import batches_of_steps
 from plait.verification.step_comparison import StepComparison
 
 RecordingCache = dict[tuple[int, str | None], ReferenceRecording]

@@ -18,12 +18,12 @@ from plait.tensor.chunked_cross_entropy import require_cross_entropy
 from plait.tensor.losses import Loss, cross_entropy
 from plait.tensor.output_linear import output_linear_name
 from plait.tensor.torch_losses import GivenLoss, as_loss
-from plait.verification.batches import batches_of_steps
 from plait.verification.case import Case, rows_of
 from plait.verification.options import MakeOptimizer, Mode, VerifyOptions, adamw, usual_steps
 from plait.verification.rank_verification import verify_rank
 from plait.verification.report import VerificationReport
 from plait.verification.report_from_ranks import build_report
+from plait.verification.step_batches import batches_of_steps
 from plait.verification.sweep import RefusedPlan, ReportProgress, Sweep, plans_on, verify_plans
 
 Result = TypeVar("Result")

@@ -14,7 +14,7 @@ import plait
 from plait.engine.runner import Runner
 from plait.layers.nested import Microbatches
 from plait.plan import Plan
-from plait.verification.batches import batches_of_steps
+from plait.verification.step_batches import batches_of_steps
 
 
 def numbered(rows: int) -> tuple[Tensor, Tensor]:
