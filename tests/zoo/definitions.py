@@ -261,18 +261,15 @@ SMOOTH = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 STALE = "documents of micro-batch 0"
 DEFINITIONS = (
     _row(window_one_too_wide, "1", "a window of 4 instead of 3", model=IN_A_WINDOW),
-    _row(
-        slope_of_the_cap_left_out, "1", "its backward is not", model=capped(), phase=StepPhase.INPUT_GRADIENT
-    ),
     _row(scale_of_the_scores_squared, "1", "wrong scores", model=capped(), full=True),
     _row(heads_share_in_turns, cases.ATTENTION, "inside", model=llama(layers=1, heads=4, kv_heads=2)),
     _row(documents_see_each_other, cases.ATTENTION, "mask is that for each row as one document", full=True),
     _row(documents_begin_one_later, cases.ATTENTION, "wrong mask"),
     _row(positions_of_the_row, "0", "each row as one document", model=packed(mixing(8), 8), full=True),
     _row(neighbours_are_rotated, cases.ATTENTION, "rotary angles", model=cases.LLAMA, full=True),
+    _row(documents_of_the_first_micro_batch, cases.ATTENTION, f"gives for the {STALE}", microbatch=1),
     _row(base_doubled, cases.ATTENTION, "rotary angles", model=cases.LLAMA, full=True),
     _row(angles_of_the_first_documents, cases.ATTENTION, f"angles. are those for the {STALE}", microbatch=1),
-    _row(documents_of_the_first_micro_batch, cases.ATTENTION, f"gives for the {STALE}", microbatch=1),
     _row(documents_of_the_first_micro_batch, cases.ATTENTION, STALE, plan=RING, microbatch=1, full=True),
     _row(
         scaling_of_the_angles_left_out,
@@ -293,6 +290,9 @@ DEFINITIONS = (
         "wrong mask",
         model=huggingface_cases.case("gemma3"),
         full=True,
+    ),
+    _row(
+        slope_of_the_cap_left_out, "1", "its backward is not", model=capped(), phase=StepPhase.INPUT_GRADIENT
     ),
     _row(
         cap_of_the_logits_left_out,

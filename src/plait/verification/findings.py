@@ -23,6 +23,8 @@ EVIDENCE_ELEMENTS = 1 << 20
 
 MIN_ROUNDED_ELEMENTS = 32
 """Least number of elements, not representable in a narrower dtype, that can prove a rounding to it."""
+NEAR_SHARE = 0.9
+"""Share of elements, at least, that a rounding explains: others may have been rounded before, too."""
 INCONCLUSIVE_SHARE = 0.5
 """Share of a tensor's size; with a larger tolerance, equality is inconclusive."""
 
@@ -205,12 +207,17 @@ def _is_near(actual: Tensor, expected: Tensor, narrower: str) -> bool:
 
 
 def has_only_small_digits_of_float16(actual: Tensor, expected: Tensor) -> bool:
-    """Return whether elements too small for all digits of float16 have only those that it has for them."""
+    """Return whether elements too small for all digits of float16 have only those that it has for them.
+
+    Not where they are also off by more than one such digit, as small sums of large summands in float16 are.
+    """
     if _misfit(actual, expected):
         return False
-    least, half = torch.finfo(torch.float16).smallest_normal, expected.to(torch.float16).to(expected.dtype)
-    own = actual[(expected != half) & (expected.abs() < least)]
-    return own.numel() >= MIN_ROUNDED_ELEMENTS and torch.equal(own, own.to(torch.float16).to(own.dtype))
+    limits, half = torch.finfo(torch.float16), expected.to(torch.float16).to(expected.dtype)
+    small = (expected != half) & (expected.abs() < limits.smallest_normal)
+    own, near = actual[small], (actual - expected)[small].abs() <= limits.eps * limits.smallest_normal
+    has_few_digits = torch.equal(own, own.to(torch.float16).to(own.dtype))
+    return own.numel() >= MIN_ROUNDED_ELEMENTS and has_few_digits and float(near.double().mean()) > NEAR_SHARE
 
 
 def one_alternative(text: str, value: Tensor) -> Iterable[tuple[str, Tensor]]:

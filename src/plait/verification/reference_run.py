@@ -104,7 +104,8 @@ class ReferenceRun:
         self.parameters, self.copies, self.layers, self.aliases = built
         self.dropout = DropoutGenerator(options.seed)
         self.dropout.attach_to(layer.module for layer in self.layers)
-        self.definitions = Definitions()
+        compute = formats.compute
+        self.definitions = Definitions(keeps_near=compute is not None and compute.itemsize <= 2)
         self.definitions.install((layer.module for layer in self.layers), {**OF_PLAIT, **OF_HUGGINGFACE})
         if baseline is None:
             with torch.no_grad():

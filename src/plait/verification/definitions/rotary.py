@@ -46,7 +46,7 @@ def rotated(x: Tensor, angles: Angles) -> Tensor:
 
 def base_frequencies(base: float, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return base^(-2i / size) for each of `size / 2` pairs."""
-    return 1.0 / base ** (torch.arange(0, size, 2, dtype=dtype, device=device) / size)
+    return base ** -(torch.arange(0, size, 2, dtype=dtype, device=device) / size)
 
 
 def scaled_frequencies(parameters: Mapping[str, Any], size: int, context: int) -> tuple[Tensor, float] | None:

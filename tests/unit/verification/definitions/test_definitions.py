@@ -136,3 +136,17 @@ def test_scaled_frequencies_are_those_of_transformers(name: str, original: int) 
 
 def test_a_scaling_without_a_definition_is_left_to_the_model() -> None:
     assert scaled_frequencies({"rope_type": "longrope", "rope_theta": 100.0}, 8, 16) is None
+
+
+def test_in_16_bits_plaits_attention_is_kept_where_it_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    book, tensors = Definitions(keeps_near=True), [drawn(2, 2, 6, 4).bfloat16() for _ in range(3)]
+    own = plait.attention(*tensors)
+    with book.running(None):
+        assert torch.equal(plait.attention(*tensors), own)
+        with monkeypatch.context() as patched:
+            wrong = functional.scaled_dot_product_attention
+            patched.setattr(
+                functional, "scaled_dot_product_attention", lambda *given, **more: -wrong(*given, **more)
+            )
+            found = plait.attention(*tensors)
+    torch.testing.assert_close(found, own, rtol=0, atol=0.05)
