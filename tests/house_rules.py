@@ -174,6 +174,11 @@ PRIVATE_USES = {
         "_flash_attention_backward",
     ): "its backward with a given log-sum-exp: no public way",
     (
+        "verification/narrowing_casts.py",
+        "",
+        "torch.utils._python_dispatch.TorchDispatchMode",
+    ): "sees the casts inside of layers and of their backward: documented, private by its path",
+    (
         "pipeline/recomputed_runs.py",
         "versions_of",
         "_version",

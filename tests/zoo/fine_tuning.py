@@ -227,7 +227,7 @@ FINE_TUNING = (
         cases.ATTENTION,
         model=PACKED,
         plan=RING,
-        cause="documents",
+        cause="for each row as one document",
     ),
     _row(answers_one_later, StepPhase.LOSS, None, model=cases.UNEVEN, cause="the targets"),
     _row(

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from parity.case import Case
 from plait.comm.handle import Handle
 from plait.engine import Engine
 from plait.pipeline.stage import Stage
@@ -19,10 +20,12 @@ from plait.sharding import gatherer, reducer
 from plait.sharding.buffer_specs import StoragePolicy
 from plait.sharding.flat_buffer import FlatBuffer
 from plait.sharding.unit import UnitFactory
+from plait.tensor import norm
 from plait.verification.location import StepPhase
 from plait.verification.options import VerifyOptions
 from zoo import cases
 from zoo.bounds import right_factor, scaling
+from zoo.fine_tuning import NORMS
 from zoo.row import Named, Row
 
 NATIVE = VerifyOptions(mode="native", steps=1)
@@ -31,6 +34,28 @@ MIXED = replace(cases.TWO_COPIES_OF_THREE, precision="bf16", master_precision="f
 MIXED_PIECES = replace(MIXED, strategy="full", reduce="each")
 NORM = "blocks.0.mlp.norm.weight"
 BOTH = (0, 1)
+
+
+def mean_square_in_16_bits() -> Any:
+    """A norm that tp partitions adds up its mean square in the dtype of the layers."""
+
+    def partitioned(x: Tensor, weight: Tensor, epsilon: float | None, group: Any) -> Tensor:
+        mean = norm.copy(norm.reduce(x.pow(2).mean(-1, keepdim=True), group), group).float() / group.size
+        return (weight * (x.float() * torch.rsqrt(mean + (epsilon or 1e-7)))).to(x.dtype)
+
+    return patch.object(norm, "partitioned_rms_norm", partitioned)
+
+
+def divided_by_the_scale_in_16_bits() -> Any:
+    """Gradients are divided by the loss scale before they are copied to where they have more digits."""
+    original = FlatBuffer.finish_gradients
+
+    def finish(self: FlatBuffer, carried: Tensor | None, scale: float) -> None:
+        if scale != 1 and self.gradient is not None:
+            self.gradient.div_(scale)
+        original(self, carried, 1.0)
+
+    return patch.object(FlatBuffer, "finish_gradients", finish)
 
 
 def in_16_bits(tensor: Tensor) -> Tensor:
@@ -199,13 +224,14 @@ def native_row(
     defect: Any,
     plan: Plan,
     *,
+    model: Case = cases.GPT2,
     full: bool = True,
     options: VerifyOptions = NATIVE,
     **more: Any,
 ) -> Row:
     return Row(
         defect=defect,
-        model=cases.GPT2,
+        model=model,
         plan=plan,
         named=Named(phase=phase, **more),
         options=options,
@@ -251,4 +277,23 @@ PRECISION = (
     native_row(StepPhase.PARAMETERS, copies_cut_off, MIXED, ranks=BOTH),
     native_row(StepPhase.PARAMETERS, copies_of_scaled_masters, MIXED, ranks=BOTH),
     native_row(StepPhase.CLIP, clip_factor_in_16_bits, MIXED, ranks=BOTH),
+    native_row(
+        StepPhase.FORWARD,
+        mean_square_in_16_bits,
+        replace(cases.TWO_PIECES, precision="bf16", master_precision="fp32"),
+        model=NORMS,
+        full=False,
+        layer="block",
+        microbatch=0,
+        ranks=BOTH,
+        cause="of the norm joint: .* computed in 16 bits",
+    ),
+    native_row(
+        StepPhase.REDUCTION,
+        divided_by_the_scale_in_16_bits,
+        replace(cases.TWO_COPIES, precision="fp16", gradient_precision="fp16", master_precision="fp32"),
+        full=False,
+        ranks=BOTH,
+        cause="divided by the loss scale in float16",
+    ),
 )

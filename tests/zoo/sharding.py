@@ -277,10 +277,10 @@ SHARDING = (
         cause="weight decay",
     ),
     _row(
-        StepPhase.EVALUATION,
+        StepPhase.PARAMETERS,
         evaluated_on_parameters_of_the_step_before,
         cases.CUT_STATE,
         step=1,
-        ranks=BOTH,
+        cause="as it was before the last step",
     ),
 )

@@ -274,7 +274,7 @@ STEPPING = (
     ),
     row_of(StepPhase.NORM, norm_type_lost_in_the_step, STAGES, full=False, ranks=BOTH, options=EXACT),
     row_of(
-        StepPhase.EVALUATION,
+        StepPhase.PARAMETERS,
         gathered_after_steps_of_the_engine_only,
         cases.CUT_STATE,
         step=2,

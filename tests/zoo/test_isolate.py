@@ -26,9 +26,9 @@ def together(*defects):
 
 
 def places_of(report):
-    """Of a step: nobody looks into an evaluation, so that a mistake shows there once more."""
+    """Of a step: in the evaluation after it a mistake shows once more."""
     every = [difference.location for difference in (report.first.difference, *report.others)]
-    return [location for location in every if location.phase is not StepPhase.EVALUATION]
+    return [location for location in every if not location.evaluating]
 
 
 def test_two_mistakes_are_both_listed(rank_pool):

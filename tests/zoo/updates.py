@@ -15,7 +15,7 @@ from parity.defects import norm_of_own_stage_only
 from parity.tensor_defects import whole_parameters_counted_by_every_rank
 from plait import composer
 from plait.comm.handle import Handle
-from plait.engine import Engine, engine, gradient_clipping, runner
+from plait.engine import Engine, gradient_clipping, inference, runner
 from plait.sharding.gradient_norm import scale_to, start_norm
 from plait.verification.location import StepPhase
 from zoo import cases, models
@@ -150,7 +150,7 @@ def step_as_long_as_the_parameter() -> Iterator[None]:
 
 def evaluated_in_training_mode() -> Any:
     """Layers stay in training mode."""
-    return patch.object(engine, "evaluating", lambda layers: nullcontext())
+    return patch.object(inference, "evaluating", lambda layers: nullcontext())
 
 
 @contextmanager
@@ -308,7 +308,7 @@ STEPS = (
         cause="elementwise",
         options=replace(ONE_STEP, optimizer=models.Layerwise),
     ),
-    _row(StepPhase.EVALUATION, evaluated_in_training_mode, models.MOODY, cases.ANY_TWO_STAGES, step=1),
+    _row(StepPhase.FORWARD, evaluated_in_training_mode, models.MOODY, cases.ANY_TWO_STAGES, step=1),
     _row(StepPhase.EVALUATION, evaluated_on_own_rows, cases.GPT2, cases.TWO_COPIES, step=1, ranks=BOTH),
 )
 UPDATES = NORMS + STEPS

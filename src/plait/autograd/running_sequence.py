@@ -22,6 +22,7 @@ from torch import Tensor
 
 from plait.autograd.layer_trace import TRACE
 from plait.autograd.position_marks import gives_positions
+from plait.autograd.replaceable import replaceable
 from plait.comm.group import Group
 from plait.comm.traffic import Traffic
 from plait.device import sent
@@ -178,6 +179,7 @@ def running_sequence() -> LocalSequence | None:
     return _RUNNING.get()
 
 
+@replaceable
 def longest_document(tensor: Tensor) -> int:
     """Return the number of positions of the longest document in the whole sequences that `tensor` is part of.
 
@@ -190,6 +192,7 @@ def longest_document(tensor: Tensor) -> int:
     return sequence.longest if TRACE.get() is None else sequence.layout.length
 
 
+@replaceable
 @gives_positions
 def positions(tensor: Tensor) -> Tensor:
     """Return the positions of the tokens along dim 1 of `tensor`: int64 `[length]`, or `[rows, length]`.

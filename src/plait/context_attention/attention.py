@@ -21,6 +21,7 @@ from plait.autograd.dropout import Dropout, tag_dropout
 from plait.autograd.kept_results import with_kept_operations
 from plait.autograd.layer_trace import TRACE
 from plait.autograd.position_marks import positions_may_mix
+from plait.autograd.replaceable import replaceable
 from plait.autograd.running_sequence import (
     ContextParallelism,
     DocumentBounds,
@@ -43,6 +44,7 @@ from plait.context_attention.weight_dropout import (
 from plait.errors import ModelError
 
 
+@replaceable
 def attention(
     query: Tensor,
     key: Tensor,
@@ -86,6 +88,7 @@ class SharedKeys:
     """The number of heads that the query must have."""
 
 
+@replaceable
 @positions_may_mix(2, "key", "value")
 def share_keys(
     key: Tensor,
@@ -120,6 +123,7 @@ def share_keys(
     return SharedKeys(key, value, mask, sequence, exchange, query_heads)
 
 
+@replaceable
 @positions_may_mix(2, "query")
 def attend(
     query: Tensor,

@@ -32,6 +32,7 @@ def verification_case(config: Config, *, mode: Mode, steps: int | None, isolate:
         weight_decay=settings.weight_decay,
         optimizer=partial(build_optimizer, settings=settings),
         isolate=isolate,
+        resumes=True,
         seed=settings.seed,
     )
     return Case(

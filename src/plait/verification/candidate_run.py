@@ -69,7 +69,7 @@ class CandidateRun:
 
         def inherited(name: str) -> float:
             """Return the part of a gradient's tolerance that its micro-batches' tolerances contribute."""
-            if not self.comparison.options.resynchronizes:
+            if not self.comparison.resynchronizes:
                 return 0.0
             assert self.checker is not None
             return self.checker.weights.tolerance_of(name) * self.engine.mesh.size("dp") / scale
@@ -79,16 +79,27 @@ class CandidateRun:
         self.update.run(step)
 
     def evaluate(self, step: int, inputs: Value, targets: Value) -> None:
-        """Compare the evaluation loss of a batch with that of the reference run."""
-        mean = self.engine.evaluate(self._rows_of_rank(inputs), self._rows_of_rank(targets))
-        self.comparison.compare(step, StepPhase.EVALUATION, RecordKey("evaluation"), mean)
+        """Compare an evaluation before `step`, instruction by instruction, and its mean loss."""
+        inputs, targets = self._rows_of_rank(inputs), self._rows_of_rank(targets)
+        self.engine.observe(self._observer(step, targets, evaluating=True))
+        mean = self.engine.evaluate(inputs, targets)
+        self.engine.observe(None)
+        scope, key = RecordScope(step, evaluated=True), RecordKey("evaluation")
+        self.comparison.compare(step, StepPhase.EVALUATION, key, mean, recorded_in=scope)
 
-    def _observer(self, step: int, targets: Value) -> Callable[[Instruction, Runtime], None]:
+    def _observer(
+        self, step: int, targets: Value, *, evaluating: bool = False
+    ) -> Callable[[Instruction, Runtime], None]:
+        parts = split(targets, self.engine.plan.microbatches, "targets")
+        begun = False
+
         def observe(instruction: Instruction, runtime: Runtime) -> None:
+            nonlocal begun
             if self.checker is None:
                 self.checker = InstructionChecker(runtime, self.comparison)
-            if self.checker.step != step:
-                self.checker.begin_step(step, split(targets, runtime.blueprint.plan.microbatches, "targets"))
+            if not begun:
+                begun = True
+                self.checker.begin_step(step, parts, evaluating=evaluating)
             self.checker.check(instruction)
 
         return observe
@@ -147,13 +158,13 @@ class CandidateUpdate:
         if not trained or not (dynamic or constant not in (None, 1.0)):
             return
         scale = self.engine.loss_scale
-        before = {name: tensor.detach().clone() for name, tensor in self._updated_tensors()}
+        before = {name: tensor.detach().clone() for name, tensor in self.updated_tensors()}
         poisoned = self.parameters.get(trained[-1])
         if poisoned is not None:
             poisoned.grad = torch.full_like(poisoned, torch.inf)
         self.engine.step(self.optimizer, 1.0)
         mistake = "it was updated, though the gradients of the step were not finite"
-        for name, tensor in self._updated_tensors():
+        for name, tensor in self.updated_tensors():
             piece = None if "/" in name else self.comparison.piece(name)
             location = Location(step, StepPhase.OPTIMIZER, name=name)
             self.comparison.compare_unchanged(location, tensor, before[name], piece, mistake)
@@ -216,7 +227,7 @@ class CandidateUpdate:
         mistakes = [("it was not scaled", 1.0), ("it was scaled twice", factor**2)] if factor < 1 else []
         self.comparison.compare_gradients(step, StepPhase.CLIP, "clipped", mistakes=mistakes)
 
-    def _updated_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def updated_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield parameters by name, and the tensors of their optimizer state as `parameter/entry`."""
         for name, parameter in self.parameters.items():
             yield name, parameter

@@ -23,6 +23,8 @@ EVIDENCE_ELEMENTS = 1 << 20
 
 MIN_ROUNDED_ELEMENTS = 32
 """Least number of elements, not representable in a narrower dtype, that can prove a rounding to it."""
+NEAR_SHARE = 0.9
+"""Share of elements, at least, that a rounding explains: others may have been rounded before, too."""
 INCONCLUSIVE_SHARE = 0.5
 """Share of a tensor's size; with a larger tolerance, equality is inconclusive."""
 
@@ -117,6 +119,8 @@ class Findings:
     """Locations of tensors of which this rank has no element, as where other ranks hold a parameter."""
     partitioned: set[int] = field(default_factory=set)
     """This rank's layers with a parameter that is partitioned over `tp`."""
+    left_out: str = ""
+    """Why the candidate was not saved and loaded, though that was to be compared; the same on all ranks."""
 
     def compare(
         self,
@@ -144,7 +148,7 @@ class Findings:
         actual, expected = actual.detach(), expected.to(actual.device)
         largest = torch.inf if _misfit(actual, expected) else largest_difference(actual, expected)
         narrower = None if rounding is None else _narrower(actual, expected, rounding)
-        if narrower is not None and largest <= tolerance.allowed:
+        if narrower is not None and (largest <= tolerance.allowed or _is_near(actual, expected, narrower)):
             text, tolerance = f"it was rounded to {narrower} on the way", Tolerance(tolerance.size, 0.0)
             alternatives = partial(one_alternative, text, actual)
         if largest <= tolerance.allowed:
@@ -193,6 +197,27 @@ def _narrower(actual: Tensor, expected: Tensor, rounding: float) -> str | None:
             if own.numel() >= MIN_ROUNDED_ELEMENTS and torch.equal(own, own.to(dtype).to(own.dtype)):
                 return _named(dtype)
     return None
+
+
+def _is_near(actual: Tensor, expected: Tensor, narrower: str) -> bool:
+    """Return whether each element is as near to the expected one as the narrower dtype has a number."""
+    limits = torch.finfo(getattr(torch, narrower))
+    step = limits.eps * expected.abs().clamp(min=limits.smallest_normal)
+    return bool(((actual - expected).abs() <= step).all())
+
+
+def has_only_small_digits_of_float16(actual: Tensor, expected: Tensor) -> bool:
+    """Return whether elements too small for all digits of float16 have only those that it has for them.
+
+    Not where they are also off by more than one such digit, as small sums of large summands in float16 are.
+    """
+    if _misfit(actual, expected):
+        return False
+    limits, half = torch.finfo(torch.float16), expected.to(torch.float16).to(expected.dtype)
+    small = (expected != half) & (expected.abs() < limits.smallest_normal)
+    own, near = actual[small], (actual - expected)[small].abs() <= limits.eps * limits.smallest_normal
+    has_few_digits = torch.equal(own, own.to(torch.float16).to(own.dtype))
+    return own.numel() >= MIN_ROUNDED_ELEMENTS and has_few_digits and float(near.double().mean()) > NEAR_SHARE
 
 
 def one_alternative(text: str, value: Tensor) -> Iterable[tuple[str, Tensor]]:

@@ -22,7 +22,8 @@ from plait.tensor.losses import Loss
 from plait.tensor.torch_losses import divisor
 from plait.verification.float64_mode import Float64Mode
 from plait.verification.perturbation import Perturbation
-from plait.verification.reference_run import Batch, failure_named
+from plait.verification.reference_layers import failure_named
+from plait.verification.reference_run import Batch
 
 FACTOR = 1000
 """A tensor's tolerance is this many times what rounding errors in the parameters change in it, and at least

@@ -5,6 +5,7 @@ Each tensor is compared right after it was computed, before its memory can be wr
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import chain
 
 import torch
@@ -27,14 +28,16 @@ from plait.schedules.program import (
     TakeBatch,
 )
 from plait.verification.activation_pieces import ActivationPieces
+from plait.verification.attention_mistakes import KIND, fitting_mistakes
 from plait.verification.diagnosis.values_after_mistakes import (
     NamedTensors,
     with_another_loss,
     with_local_positions,
     with_other_parameters,
 )
-from plait.verification.findings import Piece
+from plait.verification.findings import Piece, one_alternative
 from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
+from plait.verification.norm_precision import RMSNorms, rounded_otherwise
 from plait.verification.reference_recording import NO_TOLERANCE
 from plait.verification.step_comparison import StepComparison
 from plait.verification.tensor_sketches import InnerDifference, ModuleSketches, first_inner_difference
@@ -49,29 +52,45 @@ class InstructionChecker:
         self.comparison = comparison
         self.recording = comparison.recording
         self.isolate = comparison.options.isolate
-        self.step = -1
+        self.step, self.evaluating = -1, False
         self.pieces = ActivationPieces(runtime)
         self.targets: list[Value] = []
         """Expected targets, of whole sequences, of each of this rank's micro-batches."""
+        self.earlier_targets: dict[str, list[Value]] = {}
+        """Those of the first step and of the step before, by their names in a sentence."""
+        compute = comparison.formats.compute
+        self.computes_in_16_bits = compute is not None and compute.itemsize <= 2
         self.computes_logits = self.blueprint.output_linear is not None
         """Whether the loss computes logits: then the last layer gives features, and no loss before `I`."""
         self.outputs: dict[int, Value] = {}
         """By micro-batch, whose loss is not compared yet: what the reference gave its loss."""
         self.sketches: dict[tuple[int, int], ModuleSketches] = {}
         """By stage and layer."""
+        self.rms_norms: dict[tuple[int, int], RMSNorms] = {}
+        """Likewise; in 16 bits only."""
         self.weights = WeightGradientChecker(runtime, comparison)
 
-    def begin_step(self, step: int, targets: list[Value]) -> None:
-        """Start a step. `targets`: per micro-batch of this rank, its targets, of whole sequences."""
+    def begin_step(self, step: int, targets: list[Value], *, evaluating: bool = False) -> None:
+        """Start a step, or the evaluation before it.
+
+        `targets`: per micro-batch of this rank, its targets, of whole sequences.
+        """
+        self.evaluating = evaluating
+        if self.targets:
+            self.earlier_targets["the targets of the step before"] = self.targets
+            self.earlier_targets.setdefault("the targets of the first step", self.targets)
         self.step, self.targets = step, targets
         self.outputs.clear()
         self.weights.begin_step(step)
+        layers = {
+            (stage.number, number): layer.module
+            for stage in self.runtime.pipeline.stages.values()
+            for number, layer in enumerate(stage.layers)
+        }
         if self.comparison.options.mode != "exact":
-            self.sketches = {
-                (stage.number, number): ModuleSketches(layer.module)
-                for stage in self.runtime.pipeline.stages.values()
-                for number, layer in enumerate(stage.layers)
-            }
+            self.sketches = {key: ModuleSketches(module) for key, module in layers.items()}
+        if self.computes_in_16_bits:
+            self.rms_norms = {key: RMSNorms(module) for key, module in layers.items()}
 
     def check(self, instruction: Instruction) -> None:
         """Compare the result of an instruction that has just run with that of the reference run."""
@@ -90,8 +109,10 @@ class InstructionChecker:
                 self._compare_layer(action, layer)
                 for sketches in self.sketches.values():
                     sketches.begin()  # also drops those of a recomputed forward
+                for norms in self.rms_norms.values():
+                    norms.begin()
             case ComputeLoss(action):
-                if not self.computes_logits:
+                if self.evaluating or not self.computes_logits:
                     self._compare_loss(action)
             case SeedGradient(action):
                 if self.computes_logits:
@@ -104,6 +125,8 @@ class InstructionChecker:
                 self.weights.compare_open()
                 while self.sketches:
                     self.sketches.popitem()[1].close()
+                while self.rms_norms:
+                    self.rms_norms.popitem()[1].close()
 
     def _compare_parameters(self, unit: str) -> None:
         """Compare a sharding unit's gathered parameters with the reference run's after the previous step."""
@@ -117,7 +140,7 @@ class InstructionChecker:
         expected, tolerance = self.recording.values[scope][key], self.recording.tolerances[scope][key]
         piece = self.weights.piece(name)
         expected = piece.of(expected)
-        if self.comparison.options.resynchronizes:  # the optimizer's parameters were reset to the reference's
+        if self.comparison.resynchronizes:  # the optimizer's parameters were reset to the reference's
             dtype = self.comparison.formats.compute_of(self.comparison.sequence.parameters[name])
             expected, tolerance = expected.to(dtype), NO_TOLERANCE
 
@@ -129,7 +152,7 @@ class InstructionChecker:
                 yield text, torch.where(is_right, expected, piece.of(before).to(expected))
 
         equal = self.comparison.findings.compare(
-            Location(self.step, StepPhase.PARAMETERS, layer, name=name),
+            Location(self.step, StepPhase.PARAMETERS, layer, name=name, evaluating=self.evaluating),
             parameter,
             expected,
             tolerance,
@@ -143,6 +166,8 @@ class InstructionChecker:
         layer = self.blueprint.stage_layers[action.stage][number]
         if action.kind is Kind.F:
             self._compare_value(StepPhase.FORWARD, action, layer)
+            if self.computes_in_16_bits:
+                self._compare_norms(action, number, layer)
             return
         if action.kind is not Kind.W:
             self._compare_gradient(StepPhase.INPUT_GRADIENT, action, layer - 1, layer)
@@ -157,15 +182,32 @@ class InstructionChecker:
             keys.append(RecordKey("output", layer, str(number)))
             self._compare(phase, action, layer, keys[-1], tensor)
         if phase is StepPhase.FORWARD and layer == self.blueprint.stage_layers[-1][-1]:
-            scope = RecordScope(self.step, self._global_microbatch(action))
+            scope = self._scope(action)
             given_to_loss = [RecordKey("logits", layer)] if self.computes_logits else keys
             recorded = [self.recording.find(scope, key) for key in given_to_loss]
             if all(one is not None for one in recorded):
                 self.outputs[action.microbatch] = with_tensors(value, recorded)
 
+    def _compare_norms(self, action: Action, number: int, layer: int) -> None:
+        """Compare how precisely the norms of a layer have computed."""
+        scope = self._scope(action)
+        found = list(self.rms_norms[action.stage, number].differences())
+        sketches = self.sketches[action.stage, number]
+        recorded = self.recording.values[scope].items()
+        expected = {key.name: value for key, value in recorded if key[:2] == ("inside", layer)}
+        other = rounded_otherwise(sketches.found, expected, sketches.norms)
+        for sentence, actual, right in (*found, *([other] if other is not None else [])):
+            self.comparison.findings.compare(
+                Location(self.step, StepPhase.FORWARD, layer, scope.microbatch, evaluating=self.evaluating),
+                actual,
+                right,
+                NO_TOLERANCE,
+                alternatives=partial(one_alternative, sentence, actual),
+            )
+
     def _compare_loss(self, action: Action) -> None:
         """Compare a micro-batch's summed loss, under context parallelism this rank's summand of it."""
-        scope, key = RecordScope(self.step, self._global_microbatch(action)), RecordKey("total")
+        scope, key = self._scope(action), RecordKey("total")
         total, number = self.recording.values[scope][key], action.microbatch
         expected, tolerance = total, self.recording.tolerances[scope][key]
         actual, output = self.runtime.pipeline.loss_stage.total(number), self.outputs.pop(number, None)
@@ -174,7 +216,7 @@ class InstructionChecker:
                 self.runtime.loss, output, self.targets[number], total, tolerance
             )
         equal = self.comparison.findings.compare(
-            Location(self.step, StepPhase.LOSS, None, scope.microbatch),
+            Location(self.step, StepPhase.LOSS, None, scope.microbatch, evaluating=self.evaluating),
             actual,
             expected,
             tolerance,
@@ -188,7 +230,7 @@ class InstructionChecker:
 
     def _compare_gradient(self, phase: StepPhase, action: Action, source: int, layer: int) -> None:
         """Compare the gradient of layer `source`'s output with the reference run's; report it at `layer`."""
-        scope = RecordScope(self.step, self._global_microbatch(action))
+        scope = self._scope(action)
         for number, tensor in enumerate(
             self.runtime.pipeline.stages[action.stage].gradients[action.microbatch]
         ):
@@ -219,7 +261,7 @@ class InstructionChecker:
         self, phase: StepPhase, action: Action, layer: int | None, key: RecordKey, actual: Tensor
     ) -> bool:
         """Compare a tensor with the one recorded under `key`; return whether they are equal."""
-        scope = RecordScope(self.step, self._global_microbatch(action))
+        scope = self._scope(action)
         recorded = self.recording.find(scope, key)
         expected, piece = self._expected(recorded, actual, key)
         neighbour = {StepPhase.FORWARD: -1, StepPhase.INPUT_GRADIENT: 1}.get(phase)
@@ -229,7 +271,14 @@ class InstructionChecker:
         if base is not None and recorded is not None and base.shape == recorded.shape:
             base, _ = self._expected(base, actual, key)
         equal = self.comparison.findings.compare(
-            Location(self.step, phase, layer, scope.microbatch, tensor=int(key.name or 0)),
+            Location(
+                self.step,
+                phase,
+                layer,
+                scope.microbatch,
+                tensor=int(key.name or 0),
+                evaluating=self.evaluating,
+            ),
             actual,
             expected,
             self.recording.tolerances[scope].get(key, NO_TOLERANCE),
@@ -240,7 +289,7 @@ class InstructionChecker:
                 self._inner_difference(action, key.layer, scope) if phase is StepPhase.FORWARD else None
             ),
         )
-        if not equal and self.isolate and not _overlaps(actual):
+        if (self.recording.narrowing if equal else self.isolate) and not _overlaps(actual):
             actual.data.copy_(expected)  # through .data: a layer may have saved its output
         return equal
 
@@ -252,12 +301,19 @@ class InstructionChecker:
         if recorded is None:
             return
         for other in range(self.recording.microbatches(self.step)):
-            value = self.recording.find(RecordScope(self.step, other), key)
+            value = self.recording.find(scope._replace(microbatch=other), key)
             if other != scope.microbatch and value is not None and value.shape == recorded.shape:
                 yield f"it is that of micro-batch {other}", self._expected(value, actual, key)[0]
         before = self.recording.find(RecordScope(self.step - 1, scope.microbatch), key)
         if before is not None and before.shape == recorded.shape:
             yield "it is that of the step before", self._expected(before, actual, key)[0]
+        if phase is StepPhase.FORWARD:
+            sums = [
+                (one.name, self._expected(value, actual, key)[0])
+                for one, value in self.recording.values[scope].items()
+                if one[:2] == (KIND, key.layer) and key.name == "0"
+            ]
+            yield from fitting_mistakes(actual, self.recording.tolerances[scope][key].allowed, sums)
         if phase is StepPhase.FORWARD and not self.pieces.is_partitioned(key):
             yield from self._with_other_parameters(scope, key, recorded)
 
@@ -288,6 +344,9 @@ class InstructionChecker:
         if output is not None and self.recording.find(scope, RecordKey("output", last, "1")) is None:
             output, *targets = self.pieces.of_cp([output, *self.targets])
             others = self.pieces.targets_shifted_late(self.targets[microbatch])
+            others += [
+                (text, self.pieces.of_cp(every[microbatch])) for text, every in self.earlier_targets.items()
+            ]
             yield from with_another_loss(self.runtime.loss, output, targets, microbatch, total, others)
 
     def _inner_difference(self, action: Action, layer: int, scope: RecordScope) -> InnerDifference | None:
@@ -307,6 +366,9 @@ class InstructionChecker:
             return torch.zeros_like(actual), None
         piece = self.pieces.piece(key, recorded.shape)
         return recorded if piece is None else piece.of(recorded), piece
+
+    def _scope(self, action: Action) -> RecordScope:
+        return RecordScope(self.step, self._global_microbatch(action), self.evaluating)
 
     def _global_microbatch(self, action: Action) -> int:
         """Return the index of a micro-batch in the global batch."""

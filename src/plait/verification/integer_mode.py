@@ -36,6 +36,7 @@ from plait.layers.nested import Value, map_tensors, tensors_of
 from plait.models.initial import normal_values
 from plait.tensor.norm import partitioned_rms_norm
 from plait.tensor.vocabulary_partition import Vocabulary
+from plait.verification.definitions.attention import masked_attention
 
 PERIOD = 16.0
 GRAIN, LARGEST = 2.0**-16, 2.0**34
@@ -144,6 +145,10 @@ def _attention(
     return result
 
 
+def _masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **_: Any) -> Tensor:
+    return _attention(query, key, value, attn_mask=mask)
+
+
 def _block_forward(
     query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, *_: Any
 ) -> tuple[Tensor, Tensor]:
@@ -185,6 +190,7 @@ STAND_INS: Mapping[Any, Callable[..., Any]] = {
     functional.group_norm: _group_norm,
     partitioned_rms_norm: _norm_of_pieces,
     functional.scaled_dot_product_attention: _attention,
+    masked_attention: _masked_attention,
     block_forward: _block_forward,
     block_backward: _block_backward,
     merge: _merge,

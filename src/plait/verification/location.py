@@ -29,6 +29,7 @@ class StepPhase(StrEnum):
     CLIP = "clip"
     OPTIMIZER = "optimizer"
     EVALUATION = "evaluation"
+    LOAD = "load"
 
 
 FORWARD = (
@@ -56,13 +57,17 @@ class Location:
     """Name of a parameter, or of a tensor of its optimizer state."""
     tensor: int = 0
     """Index among several tensors between two layers."""
+    evaluating: bool = False
+    """Whether it belongs to the evaluation that follows the last step but those after loading."""
 
-    def order(self, layers: int) -> tuple[int, int, int, int, int, str]:
+    def order(self, layers: int) -> tuple[int, bool, int, int, int, int, str]:
         """Return a sort key, for a model of `layers` layers, that orders causes before consequences."""
         phases = list(StepPhase)
         phase = phases.index(self.phase)
         layer = -1 if self.layer is None else self.layer
-        if self.phase in FORWARD:
+        if self.phase is StepPhase.LOAD:
+            location = (-1, 0)  # before all layers
+        elif self.phase in FORWARD:
             # A message holds the output of the layer before. Without a layer: before all layers; without a
             # micro-batch (as a layer's parameters): before all micro-batches of the layer.
             location = (0, 2 * layer + (self.phase is StepPhase.MESSAGE) - 2 * (self.layer is None))
@@ -73,6 +78,7 @@ class Location:
             location = (phase, 0)
         return (
             self.step,
+            self.evaluating,
             *location,
             -1 if self.microbatch is None else self.microbatch,
             self.tensor,
@@ -107,3 +113,5 @@ class RecordScope(NamedTuple):
 
     step: int
     microbatch: int = WHOLE_STEP
+    evaluated: bool = False
+    """Whether it belongs to the evaluation before the step, not to the step."""

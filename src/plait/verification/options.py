@@ -37,7 +37,8 @@ class VerifyOptions:
     `clip`: the maximum gradient norm; None: a third of the first step's, so that clipping is exercised.
     `perturbations`: how often the reference runs again with artificial rounding errors, which shows the
     differences that rounding explains. `isolate`: replace each value that differs by the reference's, so that
-    each reported difference has a cause of its own. `optimizer` is given parameter groups.
+    each reported difference has a cause of its own. `resumes`: save the candidate, load it, and compare one
+    more step; not in mode exact. `optimizer` is given parameter groups.
     """
 
     mode: Mode = "float64"
@@ -47,6 +48,7 @@ class VerifyOptions:
     optimizer: MakeOptimizer = adamw
     perturbations: int = 2
     isolate: bool = False
+    resumes: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -74,6 +76,11 @@ class VerifyOptions:
         In 16 bits gradients have a large tolerance, which all that is computed from them would inherit.
         """
         return self.mode == "native"
+
+    @property
+    def resumed_steps(self) -> int:
+        """The number of steps that follow after the candidate was saved and loaded."""
+        return int(self.resumes and self.mode != "exact")
 
     def perturbed_runs(self, formats: NumberFormats) -> int:
         """Return how many perturbed reference runs to make; more in 16 bits: optimizers amplify noise."""

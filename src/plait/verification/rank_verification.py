@@ -28,6 +28,8 @@ from plait.verification.perturbation import Perturbation
 from plait.verification.recording_distribution import broadcast_object, distribute_recording
 from plait.verification.reference_recording import ReferenceRecording
 from plait.verification.reference_run import Batch, ReferenceRun
+from plait.verification.resumed_run import MakeEngine, NotSavedError, resumed
+from plait.verification.step_batches import batches_of_steps
 from plait.verification.step_comparison import StepComparison
 
 RecordingCache = dict[tuple[int, str | None], ReferenceRecording]
@@ -71,23 +73,44 @@ def verify_rank(case: Case, plan: Plan, recordings: RecordingCache | None = None
 def _compared(case: Case, plan: Plan, mesh: Mesh, recordings: RecordingCache) -> tuple[Findings, float]:
     """Run the reference, then the parallel run; return the findings and the maximum gradient norm."""
     formats = formats_of(plan)
+    given = list(case.batches)
+    if case.options.resumed_steps:
+        given.append(batches_of_steps(*given[-1], 2, plan.dp * plan.microbatches)[-1])
     batches = [
         (_on_device(inputs, mesh, formats.compute), _on_device(targets, mesh, None))
-        for inputs, targets in case.batches
+        for inputs, targets in given
     ]
     model = case.build()
-    engine = parallelize(model, plan, mesh, case.loss, rules=case.rules, seed=case.options.seed)
+
+    def make_engine(plan: Plan, mesh: Mesh) -> Engine:
+        return parallelize(model, plan, mesh, case.loss, rules=case.rules, seed=case.options.seed)
+
+    engine = make_engine(plan, mesh)
     sequence = sequence_of(model)
     recording = _recorded(case, sequence, engine, formats, batches, recordings)
     comparison = StepComparison(engine, case.options, recording, sequence, formats)
     candidate = CandidateRun(comparison)
     candidate.start(case.change)
-    for step, batch in enumerate(batches):
+    last = len(batches) - case.options.resumed_steps
+    for step, batch in enumerate(batches[:last]):
         candidate.train(step, *batch)
-    if case.options.mode != "exact":  # after a step in whole numbers, parameters are too large to go on
-        candidate.update.overflow(len(batches))
-        candidate.evaluate(len(batches), *batches[-1])
+    if case.options.mode == "exact":  # after a step in whole numbers, parameters are too large to go on
+        return comparison.findings, recording.number(0, "clip")
+    if batches[last:]:
+        _compare_resumed(candidate, make_engine, last, batches[last])
+    candidate.update.overflow(last)
+    candidate.evaluate(last, *batches[last - 1])
     return comparison.findings, recording.number(0, "clip")
+
+
+def _compare_resumed(candidate: CandidateRun, make_engine: MakeEngine, step: int, batch: Batch) -> None:
+    """Save the candidate, load it into a new engine, and compare this and its next step."""
+    try:
+        run = resumed(candidate, make_engine, step)
+    except NotSavedError as error:
+        candidate.comparison.findings.left_out = str(error)
+    else:
+        run.train(step, *batch)
 
 
 def _recorded(
@@ -115,7 +138,7 @@ def _recorded(
             output_linear=linear,
         )
         runs = 1 + options.perturbed_runs(formats)
-        scopes = 1 + len(batches) * (microbatches + 1) + 1
+        scopes = 1 + (len(batches) + 1) * (microbatches + 1)  # initial values, steps and the evaluation
         with _barrier_per_scope(mesh, runs * scopes) as tick:
             if mesh.rank == 0:
                 recordings[microbatches, linear] = record(
@@ -125,7 +148,11 @@ def _recorded(
     own = (WHOLE_STEP, *range(first, first + plan.microbatches))
     held = {name for name, _ in engine.named_parameters()}
 
+    loaded = RecordScope(len(batches) - 2) if options.resumed_steps else None
+
     def wanted(scope: RecordScope, key: RecordKey) -> bool:
+        if scope == loaded and key.kind in ("value", "state"):
+            return True  # under another plan this rank loads other pieces
         is_held = key.kind not in PARAMETER_KINDS or key.name.partition("/")[0] in held
         return is_held and scope.microbatch in own
 
@@ -183,7 +210,7 @@ def record(
             else:
                 recording.widen(scope, values, reference.epsilon)
             tick()
-        clip = reference.update.clip
+        clip, recording.narrowing = reference.update.clip, recording.narrowing or reference.casts.found
         del reference  # frees its memory before the next run is made
     if runs == 1:
         recording.require_exact()

@@ -31,8 +31,9 @@ def distribute_recording(
     if mesh.group("world").size == 1:
         assert recording is not None
         return recording
-    scopes = broadcast_object(None if recording is None else list(recording.values), mesh)
-    received = ReferenceRecording()
+    head = None if recording is None else (list(recording.values), recording.narrowing)
+    scopes, narrowing = broadcast_object(head, mesh)
+    received = ReferenceRecording(narrowing=narrowing)
     for scope in scopes:
         _broadcast_scope(scope, recording, received, mesh, wanted)
     return recording or received

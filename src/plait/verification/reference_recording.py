@@ -56,6 +56,12 @@ class ReferenceRecording:
 
     values: dict[RecordScope, dict[RecordKey, Tensor]] = field(default_factory=dict)
     tolerances: dict[RecordScope, dict[RecordKey, Tolerance]] = field(default_factory=dict)
+    narrowing: bool = False
+    """Whether layers cast to a narrower dtype than the run's: then every tensor is compared by itself.
+
+    As in 16 bits, both runs continue with the recorded value of each tensor, here also of those between
+    layers. Else the errors of these layers would widen the tolerances of all others.
+    """
 
     def add(self, scope: RecordScope, values: Mapping[RecordKey, Tensor]) -> None:
         """Record the tensors of a step or micro-batch. Raises ModelError if a loss or gradient is NaN."""
@@ -117,7 +123,9 @@ class ReferenceRecording:
 
     def microbatches(self, step: int) -> int:
         """Return the number of micro-batches of the global batch in a step."""
-        return sum(scope.step == step and scope.microbatch >= 0 for scope in self.values)
+        return sum(
+            scope.step == step and scope.microbatch >= 0 and not scope.evaluated for scope in self.values
+        )
 
     def _since(self) -> str:
         """Return the location of the first NaN, as the continuation of a sentence."""

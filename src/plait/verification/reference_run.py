@@ -1,7 +1,11 @@
 """Training on a single device in plain PyTorch: layers, autograd, `torch.optim`; without the engine.
 
-Shared with the engine are the model as a sequence of layers, the rows of micro-batches and the documents in
-them, initial values by name, the loss, and the zero gradient of a parameter that the loss does not depend on.
+Attention, positions, documents, rotary angles, dropout, and all layers of plait's own models and around
+modules of transformers are computed by definition (`definitions`). Shared with the engine are the user's
+layers and the modules of torch and transformers, a model as a sequence of layers, the rows of micro-batches,
+the masks of dropout, initial values by name, the loss, and the zero gradient of a parameter that it does not
+depend on.
+
 Each layer has aliases of its parameters, so that each use of a tied parameter has a recorded contribution to
 its gradient. Aliases share the memory of the parameters that the optimizer updates, or of copies of those in
 another dtype.
@@ -9,26 +13,27 @@ another dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from plait.autograd.dropout import DropoutGenerator, names_of
 from plait.autograd.running_sequence import ContextParallelism, running
 from plait.engine.local_batch import local_inputs
-from plait.errors import ModelError, PlaitError
 from plait.layers.evaluation_mode import evaluating
-from plait.layers.layer_sequence import LayerSequence, NamedLayer, private_copy
+from plait.layers.layer_sequence import LayerSequence, NamedLayer
 from plait.layers.nested import Value, map_tensors, split, tensors_of
-from plait.layers.precision import convert
-from plait.models.initial import initial_value
-from plait.models.module_reset import ModuleReset
 from plait.tensor.losses import Loss
 from plait.tensor.torch_losses import divisor
+from plait.verification.attention_mistakes import other_documents, sums_after_mistakes
+from plait.verification.definitions import Definitions
+from plait.verification.definitions.documents import separated
+from plait.verification.definitions.huggingface import FORWARDS as OF_HUGGINGFACE
+from plait.verification.definitions.layers import FORWARDS as OF_PLAIT
 from plait.verification.expected_dtypes import (
     INITIAL_LOSS_SCALE,
     NumberFormats,
@@ -36,9 +41,21 @@ from plait.verification.expected_dtypes import (
     epsilon_of,
 )
 from plait.verification.held_state import HeldState
+from plait.verification.hidden_inputs import (
+    require_function_of_output,
+    require_no_hidden_input,
+    require_values,
+)
 from plait.verification.location import RecordKey, Records, RecordScope
+from plait.verification.narrowing_casts import NarrowingCasts
 from plait.verification.options import VerifyOptions
 from plait.verification.perturbation import Perturbation
+from plait.verification.reference_layers import (
+    build_layers,
+    failure_named,
+    input_replaced,
+    random_refused,
+)
 from plait.verification.reference_recording import LOSS_KINDS, ReferenceRecording
 from plait.verification.reference_update import ReferenceUpdate
 from plait.verification.start_values import ValueChange
@@ -68,16 +85,18 @@ class ReferenceRun:
     ) -> None:
         """`clip`: the maximum gradient norm; None: a third of the first step's norm.
 
-        `baseline`: the recording of the run without perturbation. If the options say `resynchronizes`,
-        gradients and parameters of this run are reset to it once they are recorded, so that a perturbation
-        shows in the next tensors only. `scale`: the first value of a dynamic loss scale. `output_linear`: the
-        name, in the last layer, of a linear whose input is recorded as the layer's output.
+        `baseline`: the recording of the run without perturbation. If the options say `resynchronizes`, or it
+        is `narrowing`, gradients and parameters of this run, and if `narrowing` tensors between layers, are
+        reset to it once they are recorded, so that a perturbation shows in the next tensors only. `scale`:
+        the first value of a dynamic loss scale. `output_linear`: the name, in the last layer, of a linear
+        whose input is recorded as the layer's output.
         """
-        if not options.resynchronizes:
+        if baseline is not None and not (options.resynchronizes or baseline.narrowing):
             baseline = None
         self.loss = loss
         self.output_linear = output_linear
         self.perturbation = perturbation
+        self.casts = NarrowingCasts(formats.compute if options.mode != "exact" else None, perturbation)
         self.formats = formats
         self.baseline = baseline
         built = build_layers(
@@ -86,6 +105,9 @@ class ReferenceRun:
         self.parameters, self.copies, self.layers, self.aliases = built
         self.dropout = DropoutGenerator(options.seed)
         self.dropout.attach_to(layer.module for layer in self.layers)
+        compute = formats.compute
+        self.definitions = Definitions(keeps_near=compute is not None and compute.itemsize <= 2)
+        self.definitions.install((layer.module for layer in self.layers), {**OF_PLAIT, **OF_HUGGINGFACE})
         if baseline is None:
             with torch.no_grad():
                 for parameter in self.parameters.values():
@@ -94,10 +116,13 @@ class ReferenceRun:
         self.update = ReferenceUpdate(
             self.parameters, options, perturbation, clip, baseline, scale=self._scale(scale)
         )
+        self.ids: dict[RecordScope, Tensor] = {}
+        """The document ids of each micro-batch that has some."""
         self.sums: dict[str, Tensor] = {}
         """The gradients of the current step so far."""
         self.epsilon_of_loss = 0.0
-        self.records_sketches = options.mode != "exact"
+        self.resumed_steps = options.resumed_steps
+        self.is_exact = options.mode == "exact"
 
     def epsilon(self, key: RecordKey) -> float:
         """Return the machine epsilon used for a loss, `final` gradient or norm; 0 for other tensors."""
@@ -113,16 +138,34 @@ class ReferenceRun:
     def run(self, batches: Sequence[Batch], microbatches: int) -> Iterator[tuple[RecordScope, Records]]:
         """Train on `batches`, then evaluate; yield the recorded tensors of each micro-batch and of each step.
 
-        The first scope, of step -1, has the initial parameters.
+        The first scope, of step -1, has the initial parameters. A step after the candidate was loaded follows
+        the evaluation.
         """
         yield RecordScope(-1), self.update.values()
-        for step, (inputs, targets) in enumerate(batches):
+        last = len(batches) - self.resumed_steps
+        for step, (inputs, targets) in enumerate(batches[:last]):
             yield from self._step(step, inputs, targets, microbatches)
-        inputs, targets = batches[-1]
+        if not self.is_exact:  # after a step in whole numbers, parameters are too large to go on
+            yield from self._evaluation(last, *batches[last - 1], microbatches)
+        for step, (inputs, targets) in enumerate(batches[last:], last):
+            yield from self._step(step, inputs, targets, microbatches)
+
+    def _evaluation(
+        self, step: int, inputs: Value, targets: Value, microbatches: int
+    ) -> Iterator[tuple[RecordScope, Records]]:
+        """Evaluate a batch before `step`; yield the tensors of each micro-batch, and the mean loss."""
         self._update_aliases()
-        with evaluating(layer.module for layer in self.layers):
-            mean = self._mean(inputs, targets)
-        yield RecordScope(len(batches)), {RecordKey("evaluation"): mean}
+        total, weight = [], []
+        with torch.no_grad(), evaluating(layer.module for layer in self.layers):
+            parts = (split(value, microbatches, "batch") for value in (inputs, targets))
+            for number, (part, of_targets) in enumerate(zip(*parts, strict=True)):
+                scope = RecordScope(step, number, evaluated=True)
+                records = self._microbatch(scope, part, of_targets, torch.ones(()))
+                total.append(records[RecordKey("total")].double())
+                weight.append(torch.as_tensor(self.loss.weight(of_targets)).double())
+                yield scope, records
+        mean = torch.stack(total).sum() / divisor(self.loss, torch.stack(weight).sum())
+        yield RecordScope(step, evaluated=True), {RecordKey("evaluation"): mean}
 
     def _scale(self, first: float | None) -> ReferenceLossScale:
         if self.formats.scales_dynamically(self.model_parameters.values()):
@@ -148,7 +191,6 @@ class ReferenceRun:
         input_parts = split(inputs, microbatches, "inputs")
         rows = [len(next(tensors_of(part))) for part in input_parts]
         self.dropout.rows = [range(*ends) for ends in pairwise(accumulate(rows, initial=0))]
-        local = local_inputs(input_parts, ContextParallelism.of_one_rank())
         weight = torch.stack(
             [torch.as_tensor(self.loss.weight(part)).double() for part in target_parts]
         ).sum()
@@ -157,10 +199,9 @@ class ReferenceRun:
             kind = self.formats.gradient_of(self.model_parameters[name])
             self.sums[name] = torch.zeros_like(parameter, dtype=kind, requires_grad=False)
         totals, before = [], HeldState.of(self.layers)
-        for number, parts in enumerate(zip(local.values, target_parts, strict=True)):
+        for number, (part, of_targets) in enumerate(zip(input_parts, target_parts, strict=True)):
             before.set_copies()  # what changes in each run changes once a step
-            with running(local.sequences[number]):
-                records = self._microbatch(RecordScope(step, number), *parts, weight)
+            records = self._microbatch(RecordScope(step, number), part, of_targets, weight)
             totals.append(records[RecordKey("total")].double())
             yield RecordScope(step, number), records
         records = {RecordKey("mean"): torch.stack(totals).sum() / weight, RecordKey("whole"): whole}
@@ -176,6 +217,21 @@ class ReferenceRun:
         return self.perturbation.perturb_elementwise(total, epsilon_of(sent))
 
     def _microbatch(self, scope: RecordScope, inputs: Value, targets: Value, weight: Tensor) -> Records:
+        """Run a micro-batch, backward too unless gradients are off, and return its tensors."""
+        value, ids = separated(inputs)
+        if ids is not None:
+            self.ids[scope] = ids
+        with self._running(inputs), self.definitions.running(ids):
+            return self._run_layers(scope, value, targets, weight)
+
+    @contextmanager
+    def _running(self, inputs: Value) -> Iterator[None]:
+        """Context: layers run on whole sequences, of documents that are checked; see `Definitions`."""
+        (sequence,) = local_inputs([inputs], ContextParallelism.of_one_rank()).sequences
+        with running(sequence):
+            yield
+
+    def _run_layers(self, scope: RecordScope, inputs: Value, targets: Value, weight: Tensor) -> Records:
         records: Records = {}
 
         def boundary(value: Value, layer: int) -> Value:
@@ -187,6 +243,7 @@ class ReferenceRun:
                 perturbed = self.perturbation.perturb(tensor)
                 records[RecordKey("output", layer, name)] = perturbed.detach().clone()
                 copied = perturbed.clone()
+                self._reset(copied, scope, RecordKey("output", layer, name))
                 if copied.requires_grad:
                     copied.register_hook(partial(record_gradient, RecordKey("gradient", layer, name)))  # type: ignore[no-untyped-call]
                 return copied
@@ -196,29 +253,55 @@ class ReferenceRun:
         def record_gradient(key: RecordKey, gradient: Tensor) -> Tensor:
             perturbed = self.perturbation.perturb(gradient)
             records[key] = perturbed.detach().clone()
+            self._reset(perturbed, scope, key)
             return perturbed
 
+        is_first = scope == RecordScope(0, 0) and not self.perturbation.number
         value, last = boundary(inputs, -1), len(self.layers) - 1
         for number, layer in enumerate(self.layers):
             linear = self.output_linear if number == last else None
-            recording = sketched(layer.module, wanted=self.records_sketches)
-            features = _input_replaced(layer.module, linear, lambda given: boundary(given, last))
+            recording = sketched(layer.module, wanted=not self.is_exact)
+            features = input_replaced(layer.module, linear, lambda given: boundary(given, last))
             failing = failure_named(layer.path or "the model")
             with failing, random_refused(layer.path), recording as found, features:
+                self.definitions.windows.clear()
+                given = [tensor.grad_fn for tensor in tensors_of(value) if tensor.grad_fn is not None]
                 output = self._run(layer, scope.microbatch, value)
+            if is_first:
+                own = self.aliases[number].values()
+                require_no_hidden_input(layer.path or "the model", output, given, own)
             records |= {RecordKey("inside", number, name): sketch for name, sketch in found.items()}
+            if not self.is_exact and not self.perturbation.number:
+                run = partial(self._run, layer, scope.microbatch)
+                others = other_documents(self.ids, scope)
+                records |= sums_after_mistakes(self.definitions, run, value, number, others)
             if linear is None:
                 value = boundary(output, number)
             else:
                 value = output
                 records[RecordKey("logits", number)] = value.detach().clone()
-        with failure_named("the loss"):
-            total = self.loss.total(value, targets)
-        self.epsilon_of_loss = torch.finfo(total.dtype).eps
+        total = self._total(value, targets, checked=is_first)
         records[RecordKey("total")] = total.detach().clone()
         if total.requires_grad:
-            torch.autograd.backward(total, (self.update.scale.value / weight).to(total))
+            with self.casts:
+                torch.autograd.backward(total, (self.update.scale.value / weight).to(total))
         return records | self._contributions(scope)
+
+    def _total(self, output: Value, targets: Value, *, checked: bool) -> Tensor:
+        """Return the summed loss; `checked`: require that it depends on these arguments alone."""
+        with failure_named("the loss"):
+            with self.casts:
+                total = self.loss.total(output, targets)
+            require_values("the loss", total)
+            if checked:
+                require_function_of_output(self.loss, total.detach(), output, targets)
+        self.epsilon_of_loss = torch.finfo(total.dtype).eps
+        return total
+
+    def _reset(self, tensor: Tensor, scope: RecordScope, key: RecordKey) -> None:
+        """Replace the value of a tensor between layers by the baseline's with rounding errors, if any."""
+        if self.baseline is not None and self.baseline.narrowing:
+            tensor.data = self.perturbation.perturb(self.baseline.values[scope][key].clone())
 
     def _contributions(self, scope: RecordScope) -> Records:
         """Return each layer's contribution to a parameter's gradient, and add it to the gradient's sum."""
@@ -239,110 +322,21 @@ class ReferenceRun:
         return records
 
     def _run(self, layer: NamedLayer, microbatch: int, value: Value) -> Value:
-        with self.dropout.running(microbatch, layer.path, names_of(layer.module)):
+        with self.dropout.running(microbatch, layer.path, names_of(layer.module)), self.casts:
             return layer.module(value)
 
     def _mean(self, inputs: Value, targets: Value) -> Tensor:
         """Return the mean loss of a whole batch, without gradients and without changing the layers."""
-        local = local_inputs([inputs], ContextParallelism.of_one_rank())
-        value = map_tensors(torch.clone, local.values[0])
+        given, ids = separated(inputs)
+        value = map_tensors(torch.clone, given)
         self.dropout.rows = [range(len(next(tensors_of(inputs))))]
         before = HeldState.of(self.layers)
         before.set_copies()
-        with torch.no_grad(), running(local.sequences[0]):
+        with torch.no_grad(), self._running(inputs), self.definitions.running(ids):
             for layer in self.layers:
                 with failure_named(layer.path or "the model"):
                     value = map_tensors(torch.clone, self._run(layer, 0, value))
-            with failure_named("the loss"):
-                total = self.loss.total(value, targets)
+            total = self._total(value, targets, checked=False)
         before.set_back()
         weight = torch.as_tensor(self.loss.weight(targets)).to(total.device)
         return total.double() / divisor(self.loss, weight)
-
-
-@contextmanager
-def _input_replaced(layer: nn.Module, name: str | None, replace: Callable[[Value], Value]) -> Iterator[None]:
-    """Context: the module `name` of a layer is given what `replace` makes of its input; None: no module."""
-    if name is None:
-        yield
-        return
-    module = layer.get_submodule(name)
-    handle = module.register_forward_pre_hook(lambda _, given: tuple(map(replace, given)))
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@contextmanager
-def failure_named(what: str) -> Iterator[None]:
-    """Context: convert an error to a ModelError, which says that `what` fails on a single device already."""
-    try:
-        yield
-    except PlaitError:
-        raise
-    except Exception as error:
-        message = (str(error).strip() or "no message").splitlines()[0]
-        mixed = " (it keeps tensors of another dtype: try mode native)" if "dtype" in message else ""
-        raise ModelError(
-            f"{what} fails on a single device, {type(error).__name__}: {message}{mixed}"
-        ) from error
-
-
-@contextmanager
-def random_refused(path: str) -> Iterator[None]:
-    """Context: raise ModelError if a layer draws random numbers, which differ between ranks and runs."""
-    before = torch.get_rng_state()
-    yield
-    if not torch.equal(before, torch.get_rng_state()):
-        raise ModelError(
-            f"{path or 'the model'} draws random numbers, which depend on the layout and on other draws: "
-            "replace them by constants, and set dropout to 0, to verify the rest."
-        )
-
-
-BuiltLayers = tuple[
-    dict[str, nn.Parameter], dict[str, Tensor], list[NamedLayer], list[dict[str, nn.Parameter]]
-]
-
-
-def build_layers(
-    sequence: LayerSequence,
-    seed: int,
-    change: ValueChange,
-    formats: NumberFormats,
-    device: torch.device,
-    *,
-    always_copy: bool,
-) -> BuiltLayers:
-    """Return a run's parameters, their copies in another dtype, the layers, and each layer's leaf tensors.
-
-    Aliases are a layer's own leaf tensors for its parameters, with gradients of their own. Layers use
-    the parameters' own memory where that has their compute dtype, unless `always_copy`.
-    """
-    names = {id(parameter): name for name, parameter in sequence.parameters.items()}
-    parameters: dict[str, nn.Parameter] = {}
-    copies: dict[str, Tensor] = {}
-    buffers: dict[int, Tensor] = {}
-    layers, aliases_of_layers, latest = [], [], ModuleReset()
-    for layer in sequence.layers:
-        tensors: dict[int, Tensor] = {}
-        aliases: dict[str, nn.Parameter] = {}
-        for local, parameter in layer.module.named_parameters():
-            name = names[id(parameter)]
-            compute, master = formats.compute_of(parameter), formats.master_of(parameter)
-            if name not in parameters:
-                value = change(name, initial_value(layer.module, layer.path, local, seed, latest))
-                parameters[name] = nn.Parameter(convert(value, master, device), parameter.requires_grad)
-                if always_copy or compute != master:
-                    copies[name] = convert(parameters[name].detach(), compute, device)
-            alias = nn.Parameter(copies.get(name, parameters[name].data), parameter.requires_grad)
-            tensors[id(parameter)] = aliases[name] = alias
-        for local, buffer in layer.module.named_buffers():
-            if id(buffer) not in buffers:
-                value = initial_value(layer.module, layer.path, local, seed, latest)
-                buffers[id(buffer)] = convert(value, formats.compute, device)
-            tensors[id(buffer)] = buffers[id(buffer)]
-        layers += private_copy([layer], tensors)
-        aliases_of_layers.append({name: alias for name, alias in aliases.items() if alias.requires_grad})
-    return parameters, copies, layers, aliases_of_layers

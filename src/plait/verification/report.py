@@ -45,6 +45,8 @@ class VerificationReport:
     others: tuple[Difference, ...]
     paths: tuple[str, ...]
     seconds: float
+    left_out: str = ""
+    """Why the candidate was not saved and loaded, though that was to be compared."""
 
     @property
     def equal(self) -> bool:
@@ -126,6 +128,7 @@ class VerificationReport:
             "different": self.different,
             "vague": self.vague,
             "used": self.used,
+            "left_out": self.left_out or None,
             "seconds": self.seconds,
             "phases": {str(phase): asdict(tally) for phase, tally in self.tallies.items()},
             "first": self.first
@@ -142,6 +145,7 @@ class VerificationReport:
         location = difference.location
         return {
             "step": location.step,
+            "evaluating": location.evaluating,
             "phase": str(location.phase),
             "layer": self.path_of(location) or None,
             "parameter": location.name or None,
@@ -165,6 +169,8 @@ class VerificationReport:
         run = f"{options.mode}{formats}, {plan.microbatches} micro-batches, {steps}{clipped}"
         layout = layout_of(options.applied_to(plan))
         lines = [_line("plan", f"{layout}, {plan.schedule}; {run}; {self.seconds:.1f} s")]
+        if self.left_out:
+            lines.append(_line("left out", f"save and load: {self.left_out}"))
         if self.first is None:
             return lines
         first, difference = self.first, self.first.difference
@@ -172,7 +178,7 @@ class VerificationReport:
         number = "" if location.microbatch is None else f", micro-batch {location.microbatch}"
         subject = self._subject(location)
         lines += [
-            _line("first", f"step {location.step + 1}, {location.phase}{number}{subject and f': {subject}'}"),
+            _line("first", f"{when(location)}, {location.phase}{number}{subject and f': {subject}'}"),
             _line("on", _ranks(first)),
             _line("where", _where(difference)),
             _line("likely", first.cause),
@@ -240,6 +246,11 @@ def layout_of(plan: Plan) -> str:
     if not isinstance(plan.recompute, str):
         return f"{layout} · recompute by layer"
     return layout + (f" · recompute {plan.recompute}" if plan.recompute != "none" else "")
+
+
+def when(location: Location) -> str:
+    """Return `step 2`, or for an evaluation and what is compared in it `evaluation after step 2`."""
+    return f"evaluation after step {location.step}" if location.evaluating else f"step {location.step + 1}"
 
 
 def _ranks(first: FirstDifference) -> str:

@@ -43,6 +43,7 @@ def build_report(outcomes: Sequence[RankOutcome], plan: Plan, options: VerifyOpt
         first=first,
         others=tuple(sorted(others, key=lambda difference: difference.location.order(len(paths)))),
         paths=paths,
+        left_out=outcomes[0].findings.left_out,
         seconds=max(outcome.seconds for outcome in outcomes),
     )
 

@@ -21,7 +21,7 @@ from plait.plan import (
 from plait.schedules.search.api import POLICY_NAMES, default_chunks
 from plait.verification.case import Case
 from plait.verification.rank_verification import RankOutcome, RecordingCache, verify_rank
-from plait.verification.report import VerificationReport, layout_of
+from plait.verification.report import VerificationReport, layout_of, when
 
 ReportProgress = Callable[[int, int], None]
 """Given the number of plans that are done, and of all."""
@@ -105,7 +105,7 @@ def _row(plan: Plan, result: VerificationReport | RefusedPlan, width: int) -> st
         return f"{start} not possible: {result.reason}"
     if result.first is not None:
         location = result.first.difference.location
-        return f"{start} DIFFERENT  step {location.step + 1}, {result.what(location)}"
+        return f"{start} DIFFERENT  {when(location)}, {result.what(location)}"
     worst = max(tally.relative for tally in result.tallies.values())
     closeness = "" if result.options.mode == "exact" else f"  {worst:.1e}  {result.used:>4.0%}"
     return f"{start} equal{closeness}  {result.seconds:.1f} s"

@@ -35,6 +35,8 @@ class ModuleSketches:
 
     def __init__(self, layer: nn.Module) -> None:
         self.found: dict[str, Tensor] = {}
+        self.norms = {path for path, module in layer.named_modules() if "Norm" in type(module).__name__}
+        """The paths of the norms."""
         self._calls: Counter[tuple[str, Side]] = Counter()
         self._handles: list[RemovableHandle] = []
         for path, module in layer.named_modules():

@@ -27,6 +27,7 @@ from plait.verification.options import MakeOptimizer, Mode, VerifyOptions, adamw
 from plait.verification.rank_verification import verify_rank
 from plait.verification.report import VerificationReport
 from plait.verification.report_from_ranks import build_report
+from plait.verification.step_batches import batches_of_steps
 from plait.verification.sweep import RefusedPlan, ReportProgress, Sweep, plans_on, verify_plans
 
 Result = TypeVar("Result")
@@ -56,13 +57,15 @@ def verify(
 
     Trains on one rank in plain PyTorch, then on `plan.world` ranks from the same values and data. Compares,
     in order: each layer's output and input gradient, each micro-batch's weight gradients, final gradients,
-    loss, norm, and after a step (of `Engine.step`, or by hand, in turns) parameters and optimizer state.
+    loss, norm, and after a step (of `Engine.step`, or by hand, in turns) parameters and optimizer state. Then
+    saves, loads into a new engine and under another plan, and takes one more step; not in mode `exact`.
     With a `reference`, in float64: outputs, loss and gradients. Raises PlaitError as `parallelize` does.
+    Returns the report, the same on every rank: true where both runs are equal, and to be printed.
 
     Args:
         model: as `parallelize` takes it, or a function that builds it. It is not altered.
         plan: the plan to verify. In modes `float64` and `exact` its precision is `fp64`.
-        inputs: those of the global batch of every step: tensors whose dim 0 is the batch.
+        inputs: those of a global batch, along dim 0; later steps take its rows in another order.
         targets: likewise.
         loss: as `parallelize` takes it.
         rules: as `parallelize` takes them.
@@ -78,20 +81,37 @@ def verify(
         timeout: seconds that a rank waits for another.
         ranks_as: `processes`, or `threads` of this process, as in `plait.launch`.
         reference: an independent model, any callable from `inputs`, in place of plait's layers on one rank.
-
-    Returns:
-        The report, the same on every rank. It is true where both runs are equal; print it.
     """
     _require_types(model, plan, timeout)
     if reference is not None:
         _require_usual(reference, mode=mode, steps=steps, clip=clip, isolate=isolate, optimizer=optimizer)
-        steps = 1
-    steps = usual_steps(mode) if steps is None else steps
-    chosen = VerifyOptions(mode=mode, steps=steps, clip=clip, optimizer=optimizer, isolate=isolate, seed=seed)
-    case = Case(model, as_loss(loss), [(inputs, targets)] * steps, chosen, rules, device, timeout, ranks_as)
-    if reference is not None:
-        return verify_against(case, plan, IndependentReference(partial(_itself, reference)), threads=threads)
-    return verify_case(case, plan, threads=threads)
+    steps, alone = _steps(mode, steps, reference), reference is None
+    options = VerifyOptions(
+        mode=mode, steps=steps, clip=clip, optimizer=optimizer, isolate=isolate, seed=seed, resumes=alone
+    )
+    case = _case(model, loss, inputs, targets, plan, options, rules, device, timeout, ranks_as)
+    if reference is None:
+        return verify_case(case, plan, threads=threads)
+    return verify_against(case, plan, IndependentReference(partial(_itself, reference)), threads=threads)
+
+
+def _steps(mode: Mode, steps: int | None, reference: object) -> int:
+    """Return how many steps are compared: with an independent reference one, whose gradients are."""
+    return 1 if reference is not None else usual_steps(mode) if steps is None else steps
+
+
+def _case(
+    model: nn.Module | Callable[[], nn.Module],
+    loss: GivenLoss,
+    inputs: Value,
+    targets: Value,
+    plan: Plan,
+    options: VerifyOptions,
+    *others: Any,
+) -> Case:
+    """Return the case of one batch, whose rows later steps take in another order."""
+    batches = batches_of_steps(inputs, targets, options.steps, plan.dp * plan.microbatches)
+    return Case(model, as_loss(loss), batches, options, *others)
 
 
 def _require_types(model: object, plan: object, timeout: object) -> None:

@@ -27,7 +27,7 @@ class WeightGradientChecker:
         self.comparison = comparison
         self.recording = comparison.recording
         self.isolate = comparison.options.isolate
-        self.resynchronizes = comparison.options.resynchronizes
+        self.resynchronizes = comparison.resynchronizes
         self.step = -1
         self.adds_late = any(stage.adds_late for stage in runtime.pipeline.stages.values())
         gradients: dict[GradientKey, Tensor] = {}

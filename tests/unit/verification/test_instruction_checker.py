@@ -207,8 +207,8 @@ def test_each_rank_compares_its_own_part(thread_ranks: RankPool) -> None:
     assert first == {
         StepPhase.BATCH: 1,
         StepPhase.INITIAL: 4,
-        StepPhase.INPUT: 2,
-        StepPhase.FORWARD: 4,
+        StepPhase.INPUT: 4,  # two in the step, two in the evaluation
+        StepPhase.FORWARD: 8,
         StepPhase.GRADIENT_MESSAGE: 2,
         StepPhase.INPUT_GRADIENT: 2,
         StepPhase.WEIGHT_GRADIENT: 8,
@@ -221,9 +221,9 @@ def test_each_rank_compares_its_own_part(thread_ranks: RankPool) -> None:
     }
     assert second == {
         StepPhase.INITIAL: 2,
-        StepPhase.MESSAGE: 2,
-        StepPhase.FORWARD: 4,
-        StepPhase.LOSS: 2,
+        StepPhase.MESSAGE: 4,
+        StepPhase.FORWARD: 8,
+        StepPhase.LOSS: 4,
         StepPhase.LOSS_GRADIENT: 2,
         StepPhase.INPUT_GRADIENT: 4,
         StepPhase.WEIGHT_GRADIENT: 4,
@@ -373,5 +373,5 @@ def test_pieces_are_compared_with_pieces(thread_ranks: RankPool) -> None:
 
 def test_what_a_user_sees_of_the_phases() -> None:
     outcome = verify_rank(mlp_case(steps=1), PLAN)
-    absent = {StepPhase.PARAMETERS, StepPhase.MESSAGE, StepPhase.GRADIENT_MESSAGE}
+    absent = {StepPhase.LOAD, StepPhase.PARAMETERS, StepPhase.MESSAGE, StepPhase.GRADIENT_MESSAGE}
     assert phases_of([outcome]) == set(StepPhase) - absent

@@ -175,7 +175,7 @@ def test_the_last_moment_is_an_evaluation() -> None:
     case = CASES["moody"]
     model = plain.materialise(case.build(), torch.float64)
     *_, (scope, records) = reference_of(model, case).run(case.batches(ROWS, 1, torch.float64), 1)
-    assert scope == RecordScope(1, WHOLE_STEP)
+    assert scope == RecordScope(1, WHOLE_STEP, evaluated=True)
     assert list(records) == [RecordKey("evaluation")]
     assert model.training
 

@@ -308,6 +308,7 @@ def test_json_of_a_difference() -> None:
     assert read["equal"] is False
     assert first == {
         "step": 1,
+        "evaluating": False,
         "phase": "forward",
         "layer": "blocks.0.mlp",
         "parameter": None,

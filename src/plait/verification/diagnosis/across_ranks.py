@@ -12,9 +12,15 @@ from plait.verification.location import StepPhase
 
 SAME_NORM = 1e-6
 """Relative difference of two norms of the same elements, at most."""
-NOT_SUMMED = (StepPhase.INITIAL, StepPhase.INPUT, StepPhase.PARAMETERS)
+NOT_SUMMED = (StepPhase.LOAD, StepPhase.INITIAL, StepPhase.INPUT, StepPhase.PARAMETERS)
 """Phases whose tensors are not sums over ranks."""
-IN_PIECES = (StepPhase.INITIAL, StepPhase.PARAMETERS, StepPhase.REDUCTION, StepPhase.OPTIMIZER)
+IN_PIECES = (
+    StepPhase.LOAD,
+    StepPhase.INITIAL,
+    StepPhase.PARAMETERS,
+    StepPhase.REDUCTION,
+    StepPhase.OPTIMIZER,
+)
 """Phases in which ranks of dp and cp have pieces of parameters."""
 
 

@@ -153,6 +153,13 @@ def _reduction(symptoms: Symptoms) -> str:
     )
 
 
+def _load(symptoms: Symptoms) -> str:
+    suspects = ["another tensor's", "changed"]
+    if symptoms.plan.world > 1:
+        suspects.insert(0, "another piece of it")
+    return f"what was loaded is not what was saved: it is {either(suspects)}"
+
+
 def _initial(symptoms: Symptoms) -> str:
     piece = ", or another piece of it" if symptoms.plan.world > 1 else ""
     return f"a parameter starts from another value: another seed{piece}"
@@ -170,6 +177,7 @@ UNEXPLAINED: Mapping[StepPhase, str | Callable[[Symptoms], str]] = {
     StepPhase.LOSS: _loss,
     StepPhase.INPUT_GRADIENT: _input_gradient,
     StepPhase.REDUCTION: _reduction,
+    StepPhase.LOAD: _load,
     StepPhase.INITIAL: _initial,
     StepPhase.OPTIMIZER: _optimizer,
     StepPhase.BATCH: (

@@ -126,6 +126,7 @@ def _degrees(symptoms: Symptoms) -> dict[str, int]:
     """Return by name the degrees above 1 (tp, cp, dp, micro-batches, pp) over which tensors may be summed."""
     plan, phase = symptoms.plan, symptoms.phase
     if phase in (
+        StepPhase.LOAD,
         StepPhase.INITIAL,
         StepPhase.INPUT,
         StepPhase.PARAMETERS,

@@ -1,0 +1,12 @@
+"""What the reference run computes by definition, where the candidate runs code of plait.
+
+documents      which positions are of one document, and the position in it
+attention      softmax attention, with a mask of all pairs
+rotary         frequencies, their scaling, the rotation of pairs
+layers         the layers of plait's own models; `huggingface`: those around modules of transformers
+functions      `plait.attention`, `plait.positions` and the others that layers of users call
+"""
+
+from plait.verification.definitions.functions import Definitions
+
+__all__ = ["Definitions"]

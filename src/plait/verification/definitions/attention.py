@@ -1,0 +1,101 @@
+"""Softmax attention by definition: all scores, a mask of all pairs, softmax, a weighted sum of the values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_variadic
+from torch.utils.checkpoint import checkpoint
+
+MOST_SCORES = 1 << 25
+"""Scores that are held at once: of longer sequences, blocks of queries are computed again in the backward."""
+
+
+class Visibility(NamedTuple):
+    """Which keys a query sees."""
+
+    causal: bool
+    """None behind it."""
+    window: int | None
+    """Those at a distance below it; None: at any."""
+    numbers: Tensor | None
+    """Those of its document, by the number `[rows, length]` of each position's; None: of all."""
+
+    def mask(self, queries: range, keys: int, device: torch.device) -> Tensor:
+        """Return which of `keys` each of `queries` sees: bool `[rows or 1, 1, queries, keys]`."""
+        here, there = (torch.arange(one.start, one.stop, device=device) for one in (queries, range(keys)))
+        distance = here[:, None] - there
+        seen = torch.ones_like(distance, dtype=torch.bool)
+        if self.causal:
+            seen = seen & (distance >= 0)
+        if self.window is not None:
+            seen = seen & (distance.abs() < self.window)
+        if self.numbers is None:
+            return seen[None, None]
+        numbers = self.numbers.to(device)
+        of_one_document = numbers[:, queries.start : queries.stop, None] == numbers[:, None, :]
+        return (seen & of_one_document)[:, None]
+
+
+def softmax_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sees: Visibility,
+    scale: float,
+    softcap: float | None = None,
+    keep: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Return `softmax(s) v`, with scores `s = scale · q kᵀ`, or `c · tanh(s / c)` for a softcap of c.
+
+    Tensors are `[rows, heads, length, size]`; query head h reads head `h // (heads / kv heads)` of key and
+    value. `keep`: drops weights `[rows, heads, queries, keys]`.
+    """
+    groups = query.shape[1] // key.shape[1]
+    key, value = (one.repeat_interleave(groups, 1) for one in (key, value))
+    rows, heads, queries, _ = query.shape
+    block = queries if keep is not None else max(1, MOST_SCORES // max(1, rows * heads * key.shape[2]))
+    parts = []
+    for start in range(0, queries, block):
+        own = range(start, min(start + block, queries))
+        mask = sees.mask(own, key.shape[2], query.device)
+        given = query[:, :, own.start : own.stop], key, value, mask
+        attend = partial(masked_attention, scale=scale, softcap=softcap, keep=keep)
+        parts.append(checkpoint(attend, *given, use_reentrant=False) if block < queries else attend(*given))
+    return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+
+
+def masked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    keep: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
+    """Return attention to the keys in `mask`, of as many heads; overridable by a `TorchFunctionMode`."""
+    if has_torch_function_variadic(query, key, value):
+        replaced: Tensor = handle_torch_function(
+            masked_attention,
+            (query, key, value),
+            *(query, key, value, mask),
+            scale=scale,
+            softcap=softcap,
+            keep=keep,
+        )
+        return replaced
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = query.to(wide) @ key.to(wide).mT * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(~mask, -math.inf).softmax(-1)
+    if keep is not None:
+        weights = keep(weights)
+    return (weights @ value.to(wide)).to(query.dtype)

@@ -1,0 +1,176 @@
+"""The candidate run, saved and loaded: into a new engine, which takes one more step, and under another plan.
+
+What is loaded under the same plan has to be what was saved, bit by bit; under another one it is compared with
+the reference's values, as everything is that the new engine computes.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from plait.checkpoint.loading import load
+from plait.checkpoint.saving import save
+from plait.comm.mesh import Mesh
+from plait.comm.text_collectives import broadcast_text
+from plait.engine import Engine
+from plait.errors import CheckpointError, ModelError, PlanError, ScheduleError
+from plait.plan import Plan
+from plait.verification.candidate_run import CandidateRun
+from plait.verification.findings import Piece
+from plait.verification.location import Location, StepPhase
+from plait.verification.reference_recording import Tolerance, largest_magnitude
+from plait.verification.step_comparison import StepComparison
+
+MakeEngine = Callable[[Plan, Mesh], Engine]
+"""Returns a new engine of the model, with its initial values."""
+SavedTensor = tuple[str, Tensor, Piece | None]
+"""Name, value, and which piece of a parameter it is."""
+BYTES_OF_PARAMETER = 32
+"""Bytes a parameter that a checkpoint has at most, but for unusual optimizers: four numbers in float64."""
+
+
+class NotSavedError(Exception):
+    """Raised where no checkpoint can be written, with the reason as a clause; on all ranks."""
+
+
+def resumed(candidate: CandidateRun, make_engine: MakeEngine, step: int) -> CandidateRun:
+    """Save a candidate, load it in both ways, and return the run of the new engine under the same plan.
+
+    `step`: the number of the step that comes next, in which differences are reported. Raises NotSavedError.
+    Communication: that of `save`, of two times `load`, and of a mesh.
+    """
+    mesh = candidate.engine.mesh
+    with _shared_folder(mesh) as folder:
+        _require_space(folder, candidate)
+        path = folder / "checkpoint"
+        try:
+            save(candidate.engine, candidate.update.optimizer, path)
+        except CheckpointError as error:
+            raise NotSavedError(str(error)) from None
+        run = _loaded(candidate, make_engine, step, path)
+        _compare_under_another_plan(candidate.comparison, make_engine, step, path)
+    return run
+
+
+def _loaded(candidate: CandidateRun, make_engine: MakeEngine, step: int, path: Path) -> CandidateRun:
+    """Return a run of a new engine and optimizer, into which `path` is loaded; compare it with the old."""
+    old = candidate.comparison
+    engine = make_engine(candidate.engine.plan, candidate.engine.mesh)
+    run = CandidateRun(old.of_engine(engine))
+    for (
+        _,
+        buffer,
+    ) in engine.named_buffers():  # other values than the saved ones, which show if nothing is loaded
+        buffer.copy_(~buffer if buffer.dtype == torch.bool else buffer + 1)
+    first = {name: tensor.detach().clone() for name, tensor, _ in _saved_tensors(run)}
+    load(engine, run.update.optimizer, path)
+    loaded = {name: tensor for name, tensor, _ in _saved_tensors(run)}
+    saved = list(_saved_tensors(candidate))
+    for name, expected, piece in saved:
+        old.findings.compare(
+            Location(step, StepPhase.LOAD, name=name),
+            loaded.get(name, torch.zeros_like(expected)),
+            expected,
+            Tolerance(largest_magnitude(expected), 0.0),
+            piece=piece,
+            alternatives=partial(_after_mistakes, name, first, loaded, saved),
+        )
+    return run
+
+
+def _after_mistakes(
+    name: str, first: Mapping[str, Tensor], loaded: Mapping[str, Tensor], saved: Sequence[SavedTensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield what `name` may be after loading, each after a sentence on the mistake."""
+    if name not in loaded:
+        yield (
+            "the loaded optimizer has no such state",
+            next(torch.zeros_like(t) for n, t, _ in saved if n == name),
+        )
+    if name in first:
+        yield "it is what a new engine starts with: it was not loaded", first[name]
+    for other, tensor, _ in saved:
+        if other != name and tensor.shape == loaded[name].shape:
+            yield f"it is what was saved of {other}", tensor
+
+
+def _saved_tensors(run: CandidateRun) -> Iterator[SavedTensor]:
+    """Yield what a checkpoint holds of a rank: parameters, optimizer state, buffers, numbers of the run."""
+    for name, tensor in run.update.updated_tensors():
+        parameter = name.rpartition("/")[0] or name
+        has_its_shape = tensor.shape == run.comparison.parameters[parameter].shape
+        yield name, tensor, run.comparison.piece(parameter) if has_its_shape else None
+    for name, buffer in run.engine.named_buffers():
+        yield name, buffer, None
+    state = run.engine.run_state
+    for name, number in {"passes": state["passes"], **(state["loss_scale"] or {})}.items():
+        yield f"run state {name}", torch.tensor(float(number), dtype=torch.float64), None
+
+
+def _compare_under_another_plan(old: StepComparison, make_engine: MakeEngine, step: int, path: Path) -> None:
+    """Load `path` under a plan whose ranks hold other pieces, if any, and compare with the recording."""
+    mesh = old.engine.mesh
+    plan = another_plan(old.engine.plan, len(old.sequence.layers))
+    if plan is None:
+        return
+    other = Mesh(plan, device=mesh.device, timeout=mesh.timeout)
+    try:
+        loaded = old.of_engine(make_engine(plan, other))
+        optimizer = old.options.optimizer(loaded.engine.parameter_groups(old.options.weight_decay))
+        load(loaded.engine, optimizer, path)
+    except (PlanError, ModelError, ScheduleError):
+        return  # on every rank: the model or its optimizer does not allow this plan
+    finally:
+        other.close()
+    loaded.compare_loaded(step, optimizer)
+
+
+def another_plan(plan: Plan, layers: int) -> Plan | None:
+    """Return a plan of as many ranks whose ranks hold other pieces; None: there is none of the usual kinds.
+
+    Data parallelism alone, or if `plan` is that, a stage of the `layers` on each rank.
+    """
+    precisions = {
+        name: getattr(plan, name)
+        for name in ("precision", "master_precision", "gradient_precision", "reduce_precision", "loss_scale")
+    }
+    if plan.world == 1:
+        return None
+    if plan.dp < plan.world:
+        elementwise = plan.shards or plan.tp > 1
+        return Plan(dp=plan.world, strategy="full" if elementwise else "none", **precisions)
+    return Plan(pp=plan.world, **precisions) if layers >= plan.world else None
+
+
+def _require_space(folder: Path, candidate: CandidateRun) -> None:
+    """Raise NotSavedError, on all ranks, where the disk may have no room for a checkpoint."""
+    mesh = candidate.engine.mesh
+    world, text = mesh.group("world"), ""
+    if mesh.rank == 0:
+        elements = sum(parameter.numel() for parameter in candidate.comparison.sequence.parameters.values())
+        needed, free = BYTES_OF_PARAMETER * elements, shutil.disk_usage(folder).free
+        if free < 2 * needed:
+            text = f"{folder.parent} has {free / 1e9:.1f} GB free, for a checkpoint of {needed / 1e9:.1f} GB"
+    if text := broadcast_text(text, world, world.device_for_text(mesh.device)):
+        raise NotSavedError(text)
+
+
+@contextmanager
+def _shared_folder(mesh: Mesh) -> Iterator[Path]:
+    """Context: yield a new folder, the same on all ranks, which is removed at exit."""
+    world = mesh.group("world")
+    made = tempfile.mkdtemp(prefix="plait-verify-") if mesh.rank == 0 else ""
+    path = Path(broadcast_text(made, world, world.device_for_text(mesh.device)))
+    try:
+        yield path
+    finally:
+        if mesh.rank == 0:
+            shutil.rmtree(path, ignore_errors=True)
