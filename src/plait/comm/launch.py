@@ -18,7 +18,8 @@ from plait.comm.rank_pool import RankPool
 from plait.comm.rank_threads import run_threads
 from plait.comm.signal_handling import Watchdog
 from plait.comm.transport.world_ranks import current_ranks
-from plait.comm.world import World, find_world, join_world, leave_world
+from plait.comm.world import World, find_world
+from plait.comm.world_membership import join_world, leave_world
 from plait.device import finish_queued_work, visible_accelerators
 from plait.errors import MeshError
 
