@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,12 @@ from plait.checkpoint.manifest import section
 from plait.comm.text_collectives import broadcast_result
 from plait.data.batches import description
 from plait.errors import CheckpointError, DataError, NonFiniteError, ReplicaError, listed
+from plait.loop.run_folder import locked_folder
 from plait.loop.training import Callback, TrainingLoop
 from plait.loop.validation import LowestLoss, Validation, validation_before
 
+LOCK = "checkpoints.lock"
+"""Names the process that saves checkpoints into a folder."""
 OPTIMIZER_OPTIONS = ("weight_decay", "betas", "eps")
 """Options of the optimizer that a resumed run takes from its own optimizer, as it does the learning rate."""
 
@@ -57,6 +60,7 @@ class Checkpoints(Callback):
             self._folder, keep_last=keep_last, keep_every=keep_every, start_step=0
         )
         self._warned = False
+        self._stack = ExitStack()
 
     def resume(self, run: TrainingLoop) -> None:
         """Load the checkpoint to resume from, if there is one, and set `run.done`.
@@ -87,8 +91,15 @@ class Checkpoints(Callback):
         self._tell(f"There is no checkpoint in {self._folder}: the run starts from the beginning.")
 
     def begin(self, run: TrainingLoop) -> None:
-        """Find the validation whose lowest loss counts. Raises `DataError` where there is none."""
+        """Lock the folder, and find the validation whose lowest loss counts.
+
+        Raises `ConfigError` where another run saves there, `DataError` where there is no validation.
+        """
         self._tell = run.tell
+        if self._every is not None or self._keep_best:
+            group, device = run.mesh.group("world"), run.mesh.device
+            lock = locked_folder(self._folder, LOCK, group, device, must_be_writable=False)
+            self._stack.enter_context(lock)
         if self._keep_best:
             self._validation = validation_before(self, run)
         lowest = self._validation.lowest
@@ -130,8 +141,9 @@ class Checkpoints(Callback):
 
     def end(self, run: TrainingLoop, error: BaseException | None) -> None:
         """Call `finish`, unless an error was raised that other ranks may not have raised."""
-        if error is None or isinstance(error, NonFiniteError | ReplicaError):
-            self.finish()
+        with self._stack:
+            if error is None or isinstance(error, NonFiniteError | ReplicaError):
+                self.finish()
         lowest = self._validation.lowest
         if error is None and run.mesh.rank == 0 and lowest is not None:
             self._tell(self._best_line(lowest))
