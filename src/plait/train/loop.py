@@ -89,11 +89,7 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
                 validation,
                 *([EarlyStop(settings.patience)] if settings.patience else []),
                 report,
-                Log(
-                    *loggers_of(run.dir, csv_too=run.csv, tensorboard=run.tensorboard),
-                    folder=run.dir,
-                    field=FIELD,
-                ),
+                _log(config),
                 checkpoints,
             ]
         )
@@ -211,6 +207,13 @@ def _print_end(
             ": go on with --run.resume auto" if result.saved and config.run.save_every is not None else ""
         )
         progress.print(f"Stopped after step {result.steps}{how_to_resume}.")
+
+
+def _log(config: Config) -> Log:
+    """Return the callback that writes the metrics as `run` configures."""
+    run = config.run
+    loggers = loggers_of(run.dir, csv_too=run.csv, tensorboard=run.tensorboard)
+    return Log(*loggers, folder=run.dir, field=FIELD)
 
 
 def _validation(config: Config, data: Data) -> Validation:
