@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from strangers import NEEDS_TWO_USERS, process_of_another_user
 
 from plait.comm import rendezvous, run_store
+from plait.comm.failure_log import FailureLog
 from plait.comm.participant import Participant
 from plait.comm.rendezvous import Meeting, meet
 from plait.comm.world import World
@@ -158,6 +161,29 @@ def test_a_port_of_another_user_is_no_rendezvous():
         assert shared(meeting(world(0, 2, first, second), world(1, 2, first, second)))
         (told,) = meeting(world(1, 2, first), timeout=0.3)
         assert f"port {first} of 127.0.0.1 belongs to user 65534" in told
+
+
+def test_a_store_that_has_gone_is_noticed_without_asking_it(capfd: pytest.CaptureFixture[str]) -> None:
+    """torch would print a page of frames for each rank, above the sentence that says which rank has ended."""
+    (port,) = free_ports(1)
+    script = f"""
+import sys
+from plait.comm.run_store import listen
+store = listen("127.0.0.1", {port})
+print(flush=True)
+input()
+"""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", script], **pipes) as first:
+        first.stdout.readline()
+        client = run_store.connect("127.0.0.1", port)
+        log = FailureLog(dist.PrefixStore("run", client), 1)
+        assert not run_store.is_gone(client)
+        first.kill()
+    assert run_store.is_gone(client)
+    log.record("1F0 from rank 0", (0,))
+    assert log.search((0,), 0.0).silent == (0,)
+    assert "frame #" not in capfd.readouterr().err
 
 
 def participant(rank: int, token: str) -> Participant:
