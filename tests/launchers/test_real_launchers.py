@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import runpy
 import shutil
 import socket
 import subprocess
@@ -112,3 +114,14 @@ def test_ranks_of_two_restarted_hosts_agree_on_the_attempt(tmp_path: Path) -> No
     ended = [finished(process) for process in hosts]
     assert [code for code, _, _ in ended] == [0, 0], ended
     assert "after 1 restarts" in "".join(output for _, output, _ in ended)
+
+
+def test_workers_of_ray_train_call_launch(tmp_path: Path) -> None:
+    """They have joined a world of Ray's: the losses are those of ranks that plait starts."""
+    pytest.importorskip("ray")
+    import plait
+
+    code, output, errors = finished(start([], "ray_train.py", tmp_path / "losses"))
+    assert code == 0, output + errors
+    expected = plait.launch(runpy.run_path(str(HERE / "ray_train.py"))["train"], ranks=4)
+    assert json.loads((tmp_path / "losses").read_text()) == expected
