@@ -92,7 +92,7 @@ def listen_again(host: str, port: int) -> Store:
 def connect(host: str, port: int) -> Store | str:
     """Return a client of the store at `port` of `host`, or why there is none, as text."""
     where = f"port {port} of {host}"
-    if _is_loopback(host) and (users := users_listening_at(port)) and os.geteuid() not in users:
+    if _is_loopback(host) and (users := users_listening_at(port)) and not users & {os.geteuid(), 0}:
         return f"{where} belongs to user {users.pop()}"
     try:
         socket.create_connection((host, port), _PROBE_SECONDS).close()

@@ -91,17 +91,17 @@ class Checkpoints(Callback):
         self._tell(f"There is no checkpoint in {self._folder}: the run starts from the beginning.")
 
     def begin(self, run: TrainingLoop) -> None:
-        """Lock the folder, and find the validation whose lowest loss counts.
+        """Find the validation whose lowest loss counts, and lock the folder.
 
         Raises `ConfigError` where another run saves there, `DataError` where there is no validation.
         """
         self._tell = run.tell
+        if self._keep_best:
+            self._validation = validation_before(self, run)
         if self._every is not None or self._keep_best:
             group, device = run.mesh.group("world"), run.mesh.device
             lock = locked_folder(self._folder, LOCK, group, device, must_be_writable=False)
             self._stack.enter_context(lock)
-        if self._keep_best:
-            self._validation = validation_before(self, run)
         lowest = self._validation.lowest
         if lowest is not None and run.resumed_steps and run.mesh.rank == 0:
             with suppress(OSError):  # a folder that cannot be written to is told when a checkpoint is due

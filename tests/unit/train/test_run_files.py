@@ -133,6 +133,8 @@ def test_a_checkpoint_that_cannot_be_written_is_a_warning_of_the_report(
 
     monkeypatch.setattr("plait.checkpoint.save_task.write_file", full)
     run(thread_ranks, make(tmp_path))
-    (told,) = warnings_of(read_run(tmp_path))
-    assert told.startswith("After step 4: the checkpoint ")
+    # Others may be told too: on a busy machine a step waits for its data.
+    (told,) = (
+        one for one in warnings_of(read_run(tmp_path)) if one.startswith("After step 4: the checkpoint ")
+    )
     assert "No space left" in told
