@@ -227,7 +227,7 @@ PRIVATE_USES = {
     ("comm/rank_pool.py", "_stop_fork_server", "_forkserver"): "multiprocessing ends it, but too late",
     ("comm/rank_pool.py", "_stop_fork_server", "_forkserver_pid"): "likewise",
     ("comm/rank_pool.py", "_stop_fork_server", "_stop"): "likewise",
-    ("comm/world.py", "_take_groups", "_world"): "no public way to list the process groups",
+    ("comm/world_membership.py", "_take_groups", "_world"): "no public way to list the process groups",
     (
         "comm/failure_log.py",
         "failure_log_of_world",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import time
 from pathlib import Path
 from typing import BinaryIO
 
@@ -12,8 +13,8 @@ from typing import BinaryIO
 def try_lock(path: Path) -> BinaryIO | None:
     """Lock the file `path` without waiting, and return it open; None if another process holds the lock.
 
-    The file then contains this process's id and host. Raises OSError where the folder of `path` takes no
-    files or locks.
+    The file then contains this process's id and host, and the time. Raises OSError where the folder of `path`
+    takes no files or locks.
     """
     while True:
         file = path.open("a+b")
@@ -31,7 +32,8 @@ def try_lock(path: Path) -> BinaryIO | None:
             raise
         file.close()
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}".encode())
     file.flush()
     return file
 
@@ -43,7 +45,7 @@ def unlock(path: Path, file: BinaryIO) -> None:
 
 
 def owner_of(path: Path) -> str:
-    """Return the id and host of the process that holds the lock of the file `path`, from its content."""
+    """Return which process holds the lock of the file `path`, where and since when, from its content."""
     try:
         return path.read_text() or "another process"
     except OSError:

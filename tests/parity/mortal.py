@@ -21,7 +21,8 @@ import cloudpickle
 import torch
 
 from plait.comm.rank_pool import _without_main
-from plait.comm.world import World, join_world
+from plait.comm.world import World
+from plait.comm.world_membership import join_world
 
 
 class Ending(NamedTuple):

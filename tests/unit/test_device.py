@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from plait import device
-from plait.comm import world as worlds
+from plait.comm import world_membership as worlds
 from plait.comm.mesh import GridMesh, Mesh
 from plait.comm.rank_device import device_change
 from plait.comm.world import World
@@ -174,7 +174,9 @@ def test_a_process_that_has_not_joined_the_ranks_of_its_launcher_is_refused(
     monkeypatch: pytest.MonkeyPatch, launcher: str
 ) -> None:
     names = {"torchrun": ("RANK", "WORLD_SIZE"), "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")}
-    for name, value in zip((*names[launcher], "MASTER_ADDR", "MASTER_PORT"), "12ab", strict=True):
+    for name, value in zip(
+        (*names[launcher], "MASTER_ADDR", "MASTER_PORT"), ("1", "2", "a", "7"), strict=True
+    ):
         monkeypatch.setenv(name, value)
     with pytest.raises(MeshError, match=f"{launcher} started this process as rank 1 of 2, and it has not"):
         Mesh()

@@ -17,6 +17,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from plait.comm.run_store import is_gone
+
 T = TypeVar("T")
 
 _POLL_PERIOD = 0.01
@@ -146,7 +148,8 @@ class FailureLog:
 
         def call() -> None:
             with suppress(RuntimeError, ValueError, OSError):  # the store is gone
-                results.append(function())
+                if not is_gone(self._store):
+                    results.append(function())
 
         thread = threading.Thread(target=call, name="plait-failure-log", daemon=True)
         thread.start()

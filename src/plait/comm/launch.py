@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import atexit
 import math
-import pickle
 import signal
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from plait.arguments import require_choice, require_number, require_whole
 from plait.comm.orphan_watch import OrphanWatch
-from plait.comm.pickling import dumps_result
 from plait.comm.rank_pool import RankPool
 from plait.comm.rank_threads import run_threads
+from plait.comm.result_exchange import all_gather_results
 from plait.comm.signal_handling import Watchdog
-from plait.comm.transport.world_ranks import current_ranks
-from plait.comm.world import World, find_world, join_world, leave_world
-from plait.device import finish_queued_work, visible_accelerators
+from plait.comm.transport.interface import Ranks
+from plait.comm.transport.world_ranks import current_ranks, joined_processes
+from plait.comm.world import World, find_world
+from plait.comm.world_membership import join_world, leave_world
+from plait.device import CPU, default_device, finish_queued_work, visible_accelerators
 from plait.errors import MeshError
 
 Result = TypeVar("Result")
@@ -39,9 +39,11 @@ def launch(
 
     Without a launcher, this starts `ranks` processes on this host (a `RankPool` with one run). Under
     torchrun, mpirun or srun this process *is* a rank: it joins the others, calls the function here and leaves
-    the group again; all ranks must call `launch` with the same arguments. Each rank then returns the same
-    list, so keep results small (one all-gather over the world). The run as a whole has no time limit. A rank
-    whose launcher, or local parent, is gone ends within a second, with a line on stderr.
+    the group again; all ranks must call `launch` with the same arguments. Inside a rank of a world that is
+    there already, such as Ray's, the function is called in that world. Each rank then returns the same list,
+    so keep results small (one all-gather over the world); tensors of other ranks are on the CPU. The run as a
+    whole has no time limit. A rank whose launcher, or local parent, is gone ends within a second, with a line
+    on stderr.
 
     Classes and functions of a script or notebook are pickled with the function: so workers of a `DataLoader`,
     which local ranks start by fork on Linux unless `multiprocessing.set_start_method` sets another method,
@@ -52,7 +54,8 @@ def launch(
         arguments: passed to it.
         ranks: their number; by default that of GPUs, or 1 without any; under a launcher the world's size.
         threads: of torch, in each rank; by default this process's, divided; under a launcher unchanged.
-        timeout: seconds that a rank waits for its peers in the default group; a `Mesh` has its own.
+        timeout: seconds that a rank waits for its peers in the default group that this makes; a `Mesh` has
+            its own.
         device: `cpu`, `cuda`, or `auto`: CUDA where every rank on a host has a GPU of its own.
         ranks_as: `processes`, or `threads` of this process that run one at a time, for debugging: one
             debugger, prints in order of ranks, deadlocks reported at once; on the CPU, without a launcher.
@@ -61,14 +64,17 @@ def launch(
         The results, rank 0 first.
 
     Raises:
-        MeshError: `ranks` is not the world's size, the environment is incomplete, or this is inside a rank.
+        MeshError: `ranks` is not the world's size, or the environment is incomplete.
         RankError: a local rank failed or died; names it and shows its traceback.
-        PlaitError: raised by a rank.
+        PlaitError: raised by a rank; also where a result cannot be sent to the other ranks.
     """
     _require_arguments(function, ranks, threads, timeout, device, ranks_as)
+    inside = current_ranks()
+    if inside is not None:
+        return _run_inside(inside, function, arguments, ranks, threads, timeout, device)
     world = find_world()
-    _require_possible(world, ranks, ranks_as, device)
     if world is not None:
+        _require_agreement(world, ranks, ranks_as)
         return _run_joined(world, function, arguments, threads, timeout, device)
     if ranks is None:
         ranks = max(1, visible_accelerators()) if device != "cpu" and ranks_as == "processes" else 1
@@ -93,18 +99,11 @@ def _require_arguments(
     require_number("timeout", timeout, MeshError, positive=True, infinite="no limit")
     require_choice("device", device, ("auto", "cpu", "cuda"), MeshError)
     require_choice("ranks_as", ranks_as, ("processes", "threads"), MeshError)
-
-
-def _require_possible(world: World | None, ranks: int | None, ranks_as: str, device: str) -> None:
-    inside = current_ranks()
-    if inside is not None:
-        raise MeshError(
-            f"launch was called inside rank {inside.rank} of {inside.size}: call the function itself."
-        )
     if ranks_as == "threads" and device == "cuda":
         raise MeshError("ranks as threads run on the CPU: choose device cpu, or ranks as processes.")
-    if world is None:
-        return
+
+
+def _require_agreement(world: World, ranks: int | None, ranks_as: str) -> None:
     if ranks_as == "threads":
         raise MeshError(
             f"{world.launcher} started {world.world_size} processes: start the program without it to have "
@@ -115,6 +114,44 @@ def _require_possible(world: World | None, ranks: int | None, ranks_as: str, dev
             f"launch was asked for {ranks} ranks and {world.launcher} started {world.world_size}: "
             "give both the same number, or leave ranks out."
         )
+
+
+def _run_inside(
+    inside: Ranks,
+    function: Callable[..., Result],
+    arguments: tuple[Any, ...],
+    ranks: int | None,
+    threads: int | None,
+    timeout: float,
+    device: str,
+) -> list[Result]:
+    """Call the function in a rank of a world that has been made already, such as by Ray."""
+    if ranks not in (None, inside.size):
+        raise MeshError(
+            f"launch was called inside rank {inside.rank} of {inside.size}, for {ranks} ranks: give that "
+            "number, leave ranks out, or start these ranks elsewhere."
+        )
+    if device != "auto" and (device == "cuda") != inside.uses_nccl:
+        has = "NCCL" if inside.uses_nccl else "no NCCL"
+        raise MeshError(
+            f"launch was called for device {device} inside rank {inside.rank} of {inside.size}, whose world "
+            f"has {has}: leave device out, or make that world for the device."
+        )
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return _results(inside, function, arguments, timeout)
+
+
+def _results(
+    ranks: Ranks, function: Callable[..., Result], arguments: tuple[Any, ...], timeout: float
+) -> list[Result]:
+    """Call the function, and return what it returns on all ranks."""
+    result = function(*arguments)
+    everyone = tuple(range(ranks.size))
+    transport = ranks.world() or ranks.connect([everyone], "launch", timeout)
+    on_cpu = transport is None or transport.carries_cpu_tensors
+    device = CPU if on_cpu else default_device()
+    return all_gather_results(result, ranks.rank, ranks.size, transport, device)
 
 
 def _run_joined(
@@ -130,7 +167,9 @@ def _run_joined(
     with Watchdog(f"rank {world.rank}"), OrphanWatch(world):
         try:
             join_world(world, timeout, device)
-            results = _all_gather_results(world, function(*arguments))
+            joined = joined_processes()
+            assert joined is not None
+            results = _results(joined, function, arguments, timeout)
         except BaseException:
             _abandon(patience=min(2.0, 0.05 * timeout))
             raise
@@ -148,11 +187,3 @@ def _abandon(patience: float) -> None:
     if not leave_world(patience):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         atexit.register(signal.setitimer, signal.ITIMER_REAL, patience)
-
-
-def _all_gather_results(world: World, result: Result) -> list[Result]:
-    """Return all ranks' results. Communication: one all-gather of pickled results over the world."""
-    mine = dumps_result(result, world.rank)
-    everyone: list[Any] = [None] * world.world_size
-    dist.all_gather_object(everyone, mine)
-    return [result if rank == world.rank else pickle.loads(data) for rank, data in enumerate(everyone)]

@@ -116,5 +116,7 @@ def write_flight_record(rank: int) -> Path | None:
     names = (os.environ.get(name) for name in _PREFIXES)
     prefix = next(filter(None, names), os.path.join(tempfile.gettempdir(), "nccl_trace_rank_"))
     path = Path(f"{prefix}{rank}")
-    path.write_bytes(record())
+    path.unlink(missing_ok=True)  # not what a link there points to, in a folder that others write to
+    with path.open("xb") as file:
+        file.write(record())
     return path

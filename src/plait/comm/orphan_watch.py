@@ -6,11 +6,10 @@ import multiprocessing
 import os
 import select
 import threading
-from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import NoReturn, Self
 
+from plait.comm.launcher_process import parent_of, parents_up_to_launcher
 from plait.comm.world import World
 
 _MARKS = {
@@ -54,7 +53,7 @@ class OrphanWatch:
 
     def _watch(self) -> None:
         while not self._left.wait(_PERIOD):
-            if any(_parent(process) != parent for process, parent in self._parents.items()):
+            if any(parent_of(process) != parent for process, parent in self._parents.items()):
                 end_orphan(f"rank {self._world.rank}: {self._world.launcher}, which started it, is gone")
 
 
@@ -75,41 +74,3 @@ def end_process(code: int) -> NoReturn:
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(code)
-
-
-def parents_up_to_launcher(mark: str) -> Mapping[int, int]:
-    """Return parent ids by process id, from this process up to the launcher, which lacks the variable `mark`.
-
-    The launcher is the first ancestor that was started without the environment variable `mark`, or whose
-    environment cannot be read, such as a daemon of Slurm; it is the last parent. Outside Linux only the
-    parent of this process is known.
-    """
-    process = os.getpid()
-    parents: dict[int, int] = {}
-    while True:
-        parent = _parent(process)
-        if parent is None:
-            return parents
-        parents[process] = parent
-        if not _started_with(parent, mark):
-            return parents
-        process = parent
-
-
-def _parent(process: int) -> int | None:
-    if process == os.getpid():
-        return os.getppid()
-    try:
-        stat = Path("/proc", str(process), "stat").read_text()
-    except OSError:
-        return None
-    return int(stat.rpartition(")")[2].split()[1])
-
-
-def _started_with(process: int, variable: str) -> bool:
-    """Return whether a process was started with an environment variable; False where that is unreadable."""
-    try:
-        environment = Path("/proc", str(process), "environ").read_bytes()
-    except OSError:
-        return False
-    return any(entry.startswith(f"{variable}=".encode()) for entry in environment.split(b"\0"))

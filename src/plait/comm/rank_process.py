@@ -11,7 +11,6 @@ import queue
 import random
 import shutil
 import signal
-import socket
 import sys
 import threading
 import time
@@ -26,7 +25,8 @@ import torch
 from plait.comm.orphan_watch import end_orphan, end_process
 from plait.comm.pickling import dumps_result, loads_call
 from plait.comm.rank_failure import RankFailure, from_exception
-from plait.comm.world import World, join_world, leave_world
+from plait.comm.world import World
+from plait.comm.world_membership import join_world, leave_world
 from plait.device import finish_queued_work
 from plait.errors import PlaitError
 
@@ -172,9 +172,6 @@ def _restore_parent_state(job: RankJob) -> None:
     os.environ.clear()
     os.environ.update(job.environment)
     os.environ["OMP_NUM_THREADS"] = str(job.threads)
-    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    if loopback:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])  # without a name server lookup
     os.chdir(job.directory)
     sys.path[:] = job.path
     vars(sys.modules["__main__"])["__file__"] = job.main_file

@@ -1,6 +1,5 @@
-"""The world: this process's rank, its launcher, and the address of the rendezvous.
+"""The world: this process's rank, its launcher, and the address of the rendezvous, from the environment.
 
-`find_world` reads the environment; `join_world` and `leave_world` make and end torch's default process group.
 The launchers, in order of precedence (the innermost one first, since `torchrun` may run inside `srun`, and
 `mpirun` inside a Slurm job):
 
@@ -12,29 +11,27 @@ The launchers, in order of precedence (the innermost one first, since `torchrun`
 | Slurm, inside a step of several tasks | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS` | as below |
 
 Address: `MASTER_ADDR`, else the first host of the Slurm step, else this host if all ranks are here.
-Port: `MASTER_PORT`, else one derived from the job's id.
+Port: `MASTER_PORT`, else one derived from the job's id, or the next such one where that is taken.
 """
 
 from __future__ import annotations
 
-import datetime
 import os
 import re
-import threading
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
-
-from plait.device import accelerator_of_rank, make_current, visible_accelerators
-from plait.errors import CommunicationError, MeshError
+from plait.comm.launcher_process import process_of_launcher, run_of_launcher
+from plait.errors import MeshError
 
 _LOOPBACK = "127.0.0.1"
+_DERIVED_PORTS = 4
 _JOB_IDS = (
     "SLURM_JOB_ID",
     "SLURM_STEP_ID",
+    "SLURM_RESTART_COUNT",
+    "PMI_JOBID",
     "PMIX_NAMESPACE",
     "OMPI_MCA_ess_base_jobid",
     "PBS_JOBID",
@@ -46,8 +43,7 @@ _JOB_IDS = (
 class World:
     """This process's `rank` of `world_size`, and its `local_rank` of `local_size` on this host.
 
-    `launcher` is `plait`, `torchrun`, `openmpi`, `pmi` or `slurm`; `init_method` is the rendezvous, as
-    `torch.distributed.init_process_group` takes it.
+    `launcher` is `plait`, `torchrun`, `openmpi`, `pmi` or `slurm`.
     """
 
     rank: int
@@ -56,6 +52,13 @@ class World:
     local_size: int
     launcher: str
     init_method: str
+    """Where ranks meet: `tcp://HOST:PORT`, a store, or `file://PATH`, which only this run knows."""
+    further_ports: tuple[int, ...] = ()
+    """Those that rank 0 takes where another program has the first one."""
+    job: str = ""
+    """The same for all ranks of a run, another for each run of a launcher; "" where it is unknown."""
+    agent_store: bool = False
+    """Whether torchrun's agent has the store, which outlives the ranks, and not rank 0."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +118,19 @@ def _read(names: _Variables, variables: Mapping[str, str]) -> World:
     local_rank = rank % local_size
     if names.local_rank in variables:
         local_rank = _number(names.local_rank, names, variables)
-    rendezvous = _rendezvous(names, local_size == size, variables)
-    return World(rank, size, local_rank, local_size, names.launcher, rendezvous)
+    job = _job(names, local_size == size, variables)
+    address, first, *others = _rendezvous(names, local_size == size, job, variables)
+    return World(
+        rank,
+        size,
+        local_rank,
+        local_size,
+        names.launcher,
+        f"tcp://{address}:{first}",
+        tuple(map(int, others)),
+        job,
+        variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and names.launcher == "torchrun",
+    )
 
 
 def _number(name: str, names: _Variables, variables: Mapping[str, str]) -> int:
@@ -136,7 +150,8 @@ def _local_size(names: _Variables, size: int, variables: Mapping[str, str]) -> i
     """Return the number of ranks on this host; the world size if the launcher does not set it."""
     if names.local_size in variables:
         return max(1, _number(names.local_size, names, variables))
-    per_node = variables.get("SLURM_STEP_TASKS_PER_NODE") if names.launcher == "slurm" else None
+    of_step = names.launcher == "slurm" or variables.get("SLURM_STEP_NUM_TASKS") == str(size)  # `--mpi=pmi2`
+    per_node = variables.get("SLURM_STEP_TASKS_PER_NODE") if of_step else None
     if per_node is None:
         return size
     counts = [  # "4(x2),3" is 4, 4, 3
@@ -148,7 +163,21 @@ def _local_size(names: _Variables, size: int, variables: Mapping[str, str]) -> i
     return counts[node] if node < len(counts) else size
 
 
-def _rendezvous(names: _Variables, one_host: bool, variables: Mapping[str, str]) -> str:
+def _job(names: _Variables, one_host: bool, variables: Mapping[str, str]) -> str:
+    """Return what tells a run from others of its launcher: ids of its job, or the launcher's process."""
+    if names.launcher == "torchrun":
+        return variables.get("TORCHELASTIC_RUN_ID", "")
+    known = [variables[name] for name in _JOB_IDS if name in variables]
+    if names.launcher == "pmi" and names.rank in os.environ:
+        known += filter(None, [run_of_launcher(names.rank)])
+        known = known or ([process_of_launcher(names.rank)] if one_host else [])
+    return " ".join(known)
+
+
+def _rendezvous(
+    names: _Variables, one_host: bool, job: str, variables: Mapping[str, str]
+) -> tuple[str | int, ...]:
+    """Return the host of rank 0, and the ports that it may have there, in order."""
     address, port = variables.get("MASTER_ADDR"), variables.get("MASTER_PORT")
     if names.launcher == "torchrun":
         for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)):
@@ -157,7 +186,6 @@ def _rendezvous(names: _Variables, one_host: bool, variables: Mapping[str, str])
                     f"the environment has RANK and WORLD_SIZE but not {name}: set it to where rank 0 "
                     "listens, or unset RANK and WORLD_SIZE to run alone."
                 )
-        return "env://"
     nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_NODELIST")
     if not address:
         address = _LOOPBACK if one_host else _first_host(nodes) if nodes else None
@@ -166,7 +194,11 @@ def _rendezvous(names: _Variables, one_host: bool, variables: Mapping[str, str])
             f"the ranks of {names.launcher} are on several hosts and MASTER_ADDR is not set: "
             "set it to the host of rank 0."
         )
-    return f"tcp://{address}:{port or _port(variables)}"
+    if not port:
+        return address, *_ports(job)
+    if not (port.isdecimal() and 0 < int(port) < 2**16):
+        raise MeshError(f"the environment has MASTER_PORT = {port!r}: it must be a number from 1 to 65535.")
+    return address, int(port)
 
 
 def _first_host(nodes: str) -> str:
@@ -176,96 +208,6 @@ def _first_host(nodes: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())
 
 
-def _port(variables: Mapping[str, str]) -> int:
-    """Return a port below the ephemeral range, derived from the job id: the same on all ranks of a job."""
-    job = " ".join(variables[name] for name in _JOB_IDS if name in variables)
-    return 10_000 + zlib.crc32(job.encode()) % 20_000
-
-
-def join_world(world: World, timeout: float = 600.0, device: str = "auto") -> None:
-    """Make torch's default process group: Gloo for CPU tensors and, if GPUs are used, NCCL for CUDA tensors.
-
-    All ranks of the world must call it. With GPUs, this rank's becomes the current CUDA device.
-
-    Args:
-        world: this process's rank and rendezvous.
-        timeout: seconds that a rank waits for its peers, here and in every operation of the group.
-        device: `cpu`, `cuda`, or `auto`: CUDA where this host has a GPU for every rank, or the launcher shows
-            each rank a single one by `CUDA_VISIBLE_DEVICES`.
-
-    Raises:
-        MeshError: the device is not available.
-        CommunicationError: the rendezvous failed.
-    """
-    backend = "gloo"
-    accelerator = _accelerator(world, device)
-    if accelerator is not None:
-        make_current(accelerator)
-        backend = "cpu:gloo,cuda:nccl"
-    try:
-        dist.init_process_group(
-            backend,
-            init_method=world.init_method,
-            rank=world.rank,
-            world_size=world.world_size,
-            timeout=datetime.timedelta(seconds=timeout),
-        )
-    except (RuntimeError, ValueError) as error:
-        raise CommunicationError(
-            f"rank {world.rank} of {world.world_size} could not join the world of {world.launcher} at "
-            f"{world.init_method}: {str(error).splitlines()[0]} "
-            "(start all ranks, and see that the port is free)"
-        ) from error
-
-
-def _accelerator(
-    world: World, device: str, environment: Mapping[str, str] = os.environ
-) -> torch.device | None:
-    """Return this rank's GPU, or None for the CPU. Raises `MeshError` for "cuda" without enough GPUs."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise MeshError(f"the device is {device!r}: choose one of auto, cpu, cuda.")
-    count = 0 if device == "cpu" else visible_accelerators()
-    shown = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    has_its_own = count == 1 and world.launcher != "plait" and len(shown) == 1 and shown != [""]
-    if count and (count >= world.local_size or has_its_own):
-        return accelerator_of_rank(world.local_rank)
-    if device != "cuda":
-        return None
-    raise MeshError(
-        f"device cuda was asked for and {world.local_size} ranks on this host see {count} usable GPUs: "
-        "use as many ranks as GPUs, show each rank its own by CUDA_VISIBLE_DEVICES, or use device cpu."
-    )
-
-
-def leave_world(patience: float = 10.0) -> bool:
-    """End the default process group, if any; return False if that took longer than `patience` seconds.
-
-    A thread does it, since ending waits for pending operations, which never complete when a peer is gone.
-    """
-    if not dist.is_initialized():
-        return True
-    closing = threading.Thread(target=_end_groups, name="plait-leave", daemon=True)
-    closing.start()
-    closing.join(patience)
-    return not closing.is_alive()
-
-
-def _end_groups() -> None:
-    """Destroy all process groups at the same time, in one thread each.
-
-    Gloo waits up to 10 ms for each connection that it closes, when a group is deallocated: for a mesh of
-    eight ranks a quarter of a second, one after the other.
-    """
-    groups = _take_groups()
-    threads = [threading.Thread(target=group.clear, name="plait-leave", daemon=True) for group in groups]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def _take_groups() -> list[list[dist.ProcessGroup]]:
-    """Shut down all process groups; return one list per group, which holds the last reference to it."""
-    groups = [[group] for group in dist.distributed_c10d._world.pg_names]
-    dist.destroy_process_group()
-    return groups
+def _ports(job: str) -> list[int]:
+    """Return ports below the ephemeral range, derived from the job: the same on all its ranks."""
+    return [10_000 + zlib.crc32(f"{job}/{turn}".encode()) % 20_000 for turn in range(_DERIVED_PORTS)]

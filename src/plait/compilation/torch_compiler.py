@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import os
+import stat
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import RLock
@@ -17,6 +20,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from plait.compilation.generation_lock import generating_alone
+from plait.errors import PlanError
 
 GraphCall = Callable[[list[Tensor]], Sequence[Tensor]]
 """Returns the results of a graph for a list of its arguments, which it may empty."""
@@ -111,7 +115,19 @@ def with_generated_code(graph: GraphModule) -> GraphCall:
 
 
 def code_cache() -> Path:
-    """Return the folder on the disk in which torch keeps generated code; it exists."""
+    """Return the folder on the disk in which torch keeps generated code; it exists.
+
+    Raises `PlanError` where it is in the folder for temporary files, and another user could write there:
+    ranks run what is in it.
+    """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    return Path(cache_dir())
+    folder = Path(cache_dir())
+    about = folder.stat()
+    is_own = about.st_uid in (os.geteuid(), 0) and not about.st_mode & stat.S_IWOTH
+    if folder.parent == Path(tempfile.gettempdir()) and not is_own:
+        raise PlanError(
+            f"{folder}, whose code ranks with compiled layers run, is open to other users: remove it, or set "
+            "TORCHINDUCTOR_CACHE_DIR to a folder of your own."
+        )
+    return folder

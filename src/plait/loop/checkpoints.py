@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,12 @@ from plait.comm.text_collectives import broadcast_result
 from plait.data.batches import description
 from plait.errors import CheckpointError, ConfigError, DataError, NonFiniteError, ReplicaError, listed
 from plait.loop.early_stop import watched_validation
+from plait.loop.run_folder import locked_folder
 from plait.loop.training import Callback, TrainingLoop
 from plait.loop.validation import LowestLoss, Validation
+
+LOCK = "checkpoints.lock"
+"""Names the process that saves checkpoints into a folder."""
 
 
 class Checkpoints(Callback):
@@ -71,6 +75,7 @@ class Checkpoints(Callback):
             self._folder, keep_last=keep_last, keep_every=keep_every, start_step=0
         )
         self._warned = False
+        self._stack = ExitStack()
 
     def resume(self, run: TrainingLoop) -> None:
         """Load the checkpoint to resume from, if there is one, and set `run.done`.
@@ -101,10 +106,17 @@ class Checkpoints(Callback):
         self._tell(f"There is no checkpoint in {self._folder}: the run starts from the beginning.")
 
     def begin(self, run: TrainingLoop) -> None:
-        """Find the validation whose lowest loss counts. Raises `DataError` where there is none."""
+        """Find the validation whose lowest loss counts, and lock the folder.
+
+        Raises `ConfigError` where another run saves there, `DataError` where there is no validation.
+        """
         self._tell = run.tell
         if self._keep_best:
             self._validation = watched_validation(self, run, self._watch)
+        if self._every is not None or self._keep_best:
+            group, device = run.mesh.group("world"), run.mesh.device
+            lock = locked_folder(self._folder, LOCK, group, device, must_be_writable=False)
+            self._stack.enter_context(lock)
         lowest = self._validation.lowest
         if lowest is not None and run.resumed_steps and run.mesh.rank == 0:
             with suppress(OSError):  # a folder that cannot be written to is told when a checkpoint is due
@@ -144,8 +156,9 @@ class Checkpoints(Callback):
 
     def end(self, run: TrainingLoop, error: BaseException | None) -> None:
         """Call `finish`, unless an error was raised that other ranks may not have raised."""
-        if error is None or isinstance(error, NonFiniteError | ReplicaError):
-            self.finish()
+        with self._stack:
+            if error is None or isinstance(error, NonFiniteError | ReplicaError):
+                self.finish()
         lowest = self._validation.lowest
         if error is None and run.mesh.rank == 0 and lowest is not None:
             self._tell(self._best_line(lowest))

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -99,6 +100,12 @@ def unwritable(folder: Path, error: OSError, field: str = "") -> ConfigError:
     return ConfigError(f"{place} cannot be written to ({error.strerror}): choose another folder.")
 
 
+def free_name(path: Path) -> Path:
+    """Return the first of `metrics.1.jsonl`, `metrics.2.jsonl`, … beside `path` that is free."""
+    names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
+    return next(name for name in names if not name.exists())
+
+
 class _TextFile:
     """A text file with one line per step. Lines rejected by a full disk are retried with the next."""
 
@@ -114,8 +121,13 @@ class _TextFile:
         self._unwritten = b""
 
     def begin(self, steps: int) -> None:
-        """Create the file, with the lines that it has of the first `steps` steps."""
+        """Create the file, with the lines that it has of the first `steps` steps.
+
+        Without any, a file of an earlier run is renamed: `metrics.1.jsonl`.
+        """
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        if not steps and self._path.is_file() and self._path.stat().st_size:
+            self._path.rename(free_name(self._path))
         lines = [self._header]
         if steps and self._path.exists():
             earlier = self._path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)

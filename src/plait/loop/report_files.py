@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from plait.arguments import require_flag, require_whole
 from plait.comm.traffic import Counts, Wait
 from plait.engine import Recording
-from plait.errors import PlaitError
+from plait.errors import DataError, PlaitError
 from plait.loop.loggers import JsonLines, LoggerGroup, unwritable
 from plait.loop.run_description import describe, plan_line
+from plait.loop.run_folder import LOCK, locked_folder, set_aside, set_aside_line
 from plait.loop.step_record import write_step_record
 from plait.loop.training import Callback, TrainingLoop
-from plait.report.description import RunDescription, write_description
-from plait.report.events import EVENTS_FILE, write_event
+from plait.report.description import RunDescription, read_description, write_description
+from plait.report.events import write_event
 from plait.report.rank_series import RANKS_FILE
 from plait.report.record import METRICS_FILE
-from plait.report.step import STEP_FILE
-from plait.report.writing import REPORT_FILE, write_report
+from plait.report.writing import write_report
 
 _WARNING = "WARNING: "
 _WARM_UP = 10
@@ -49,12 +49,20 @@ class Report(Callback):
     """
 
     def __init__(
-        self, folder: str | Path, *, step: int = 0, page: bool = True, metrics: bool = True, field: str = ""
+        self,
+        folder: str | Path,
+        *,
+        step: int = 0,
+        page: bool = True,
+        metrics: bool = True,
+        field: str = "",
+        locks: bool = True,
     ) -> None:
         """Write to `folder`; record step `step`, counted from 1; 0: the tenth since the start or resumption.
 
         `page`: whether to record a step, and to write the page. `metrics`: whether to write `metrics.jsonl`;
         False where a `Log` does. `field`: the field of a configuration that names the folder, for messages.
+        `locks`: whether to lock the folder while the run lasts; False where the caller has.
         """
         require_whole("Report's step", step, least=0)
         require_flag("Report's page", page)
@@ -62,26 +70,19 @@ class Report(Callback):
         self._folder, self._page, self._field = Path(folder), page, field
         self._asked, self._of_report = step, 0
         self._show: Callable[[str], None] = print
-        self._writes, self._described, self._step, self._every = False, False, 0, 1
-        self._stack = ExitStack()
+        self._writes, self._begun, self._step, self._every = False, False, 0, 1
+        self._description: RunDescription | None = None
+        self._early_warnings: list[str] = []
+        self._locks = locks
+        self._stack, self._lock = ExitStack(), ExitStack()
         self._recorded: _RecordedStep | None = None
         lines = [JsonLines(self._folder / METRICS_FILE)] if metrics else []
         self._metrics = LoggerGroup(lines, self._folder, field)
         self._ranks = LoggerGroup([JsonLines(self._folder / RANKS_FILE)], self._folder, field)
 
-    def describe(self, description: RunDescription, *, starts_over: bool) -> None:
-        """Write `run.json`, on rank 0; `starts_over`: first remove the files that an earlier run has left.
-
-        Raises `ConfigError` where the folder cannot be written to.
-        """
-        self._writes = self._described = True
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            for name in (EVENTS_FILE, STEP_FILE, REPORT_FILE) if starts_over else ():
-                (self._folder / name).unlink(missing_ok=True)
-            write_description(description, self._folder)
-        except OSError as error:
-            raise unwritable(self._folder, error, self._field) from None
+    def describe(self, description: RunDescription) -> None:
+        """Set what `run.json` will say, on rank 0; by default what the engine and the batches tell."""
+        self._description = description
 
     def tell_through(self, show: Callable[[str], None]) -> Callable[[str], None]:
         """Return a function that shows a line, and adds it to the events if it is a warning."""
@@ -89,7 +90,13 @@ class Report(Callback):
         return self._tell
 
     def begin(self, run: TrainingLoop) -> None:
-        """Describe the run, unless that was done, and start the files; drop rows after a resumption."""
+        """Lock the folder, describe the run, and start the files; drop rows after a resumption.
+
+        Raises `ConfigError` where another run has the folder, or it cannot be written to.
+        """
+        if self._locks:
+            group, device = run.mesh.group("world"), run.mesh.device
+            self._lock.enter_context(locked_folder(self._folder, LOCK, group, device, field=self._field))
         self._step, self._writes = run.done, run.mesh.rank == 0
         self._every = max(1, run.steps * run.mesh.world // _MOST_NUMBERS)
         if self._page:
@@ -98,14 +105,31 @@ class Report(Callback):
         self._listen(run)
         if not self._writes:
             return
-        if not self._described:
-            title = self._folder.resolve().name
-            lines = [plan_line(run.engine.plan, run.mesh, run.batches.size)]
-            about = describe(run.engine, title, lines, rows=run.batches.size)
-            self.describe(about, starts_over=not run.resumed_steps)
+        try:
+            self._start_files(run)
+        except OSError as error:
+            raise unwritable(self._folder, error, self._field) from None
         self._metrics.begin(run.resumed_steps)
         self._ranks.begin(run.resumed_steps)
         write_event(self._folder, "start", run.resumed_steps, "")
+        for line in self._early_warnings:
+            write_event(self._folder, "warning", run.resumed_steps, line)
+        self._begun = True
+
+    def _start_files(self, run: TrainingLoop) -> None:
+        """Keep the files of an earlier run, and write `run.json`. Raises `OSError`."""
+        kept = None if run.resumed_steps else set_aside(self._folder)
+        if kept is not None:
+            self._show(set_aside_line(kept))
+        about = self._description
+        if about is None:
+            title = self._folder.resolve().name
+            lines = [plan_line(run.engine.plan, run.mesh, run.batches.size)]
+            about = describe(run.engine, title, lines, rows=run.batches.size)
+        with suppress(DataError):  # a damaged one is replaced
+            before = read_description(self._folder) if run.resumed_steps else None
+            about = replace(about, id=before.id if before is not None and before.id else about.id)
+        write_description(about, self._folder)
 
     def is_due(self, step: int) -> bool:
         """Return whether `step` is recorded."""
@@ -148,10 +172,13 @@ class Report(Callback):
             self._tell(f"{_WARNING}{failure}")
 
     def end(self, run: TrainingLoop, error: BaseException | None) -> None:
-        """Write how the run ended, and the page."""
-        self._stack.close()
-        if not self._writes:
-            return
+        """Write how the run ended, and the page; release the lock of the folder."""
+        with self._lock:
+            self._stack.close()
+            if self._writes:
+                self._end_files(run, error)
+
+    def _end_files(self, run: TrainingLoop, error: BaseException | None) -> None:
         self._metrics.close(error)
         self._ranks.close(error)
         if error is not None:
@@ -175,5 +202,9 @@ class Report(Callback):
 
     def _tell(self, line: str) -> None:
         self._show(line)
-        if self._writes and line.startswith(_WARNING):
+        if not line.startswith(_WARNING):
+            return
+        if not self._begun:
+            self._early_warnings.append(line.removeprefix(_WARNING))
+        elif self._writes:
             write_event(self._folder, "warning", self._step, line.removeprefix(_WARNING))

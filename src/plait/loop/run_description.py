@@ -18,6 +18,7 @@ from plait.device import accelerator_versions, is_accelerator, name_of
 from plait.engine import Engine
 from plait.footprint.memory_report import Memory
 from plait.layout import Flat, Layout
+from plait.loop.run_folder import new_run_id
 from plait.plan import Plan
 from plait.report.description import (
     FORMAT,
@@ -65,6 +66,7 @@ def describe(
         memory=() if memory is None else tuple(_predicted(memory)),
         rows=rows,
         predicted_seconds=seconds,
+        id=new_run_id(),
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import ConfigError
-from plait.loop.loggers import MetricsRow
+from plait.loop.loggers import MetricsRow, free_name
 
 Writer = tuple[Callable[..., object], Callable[[], object]]
 """`send(numbers, step=…)`, and a function that ends the writer."""
@@ -45,14 +45,17 @@ class TensorBoard(_Service):
     """Logger that writes each number of a row to a TensorBoard log in a folder."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Logs of an earlier run in `folder` are removed, unless this run resumes it."""
+        """Logs of an earlier run in `folder` are moved to `folder/earlier.1`, unless this run resumes it."""
         super().__init__()
         self._folder = Path(folder)
 
     def _start(self, steps: int) -> Writer:
         writer_class = _imported("torch.utils.tensorboard", "tensorboard").SummaryWriter
-        for old in self._folder.glob("events.out.tfevents.*") if not steps else ():
-            old.unlink()
+        if not steps and (earlier := [*self._folder.glob("events.out.tfevents.*")]):
+            kept = free_name(self._folder / "earlier")
+            kept.mkdir()
+            for old in earlier:
+                old.rename(kept / old.name)
         writer = writer_class(str(self._folder), purge_step=steps + 1 if steps else None)
 
         def send(numbers: Mapping[str, float], step: int) -> None:

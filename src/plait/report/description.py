@@ -93,6 +93,8 @@ class RunDescription:
     """Rows of a global batch; 0: unknown."""
     predicted_seconds: float | None = None
     """Predicted time of a step, where the hardware is known."""
+    id: str = ""
+    """A random text, the same after a resumption; "" of an earlier version of plait."""
 
     @property
     def world(self) -> int:

@@ -216,7 +216,8 @@ def _configuration(runs: Sequence[RunRecord]) -> str:
 def _environment(runs: Sequence[RunRecord]) -> str:
     told = [run.description for run in runs if run.description is not None]
     names = list(dict.fromkeys(name for one in told for name in one.environment))
-    rows = [["started", *(escape(one.started) for one in told)]]
+    rows = [["run", *(escape(one.id or "–") for one in told)]]
+    rows += [["started", *(escape(one.started) for one in told)]]
     rows += [[escape(name), *(escape(one.environment.get(name, "–")) for one in told)] for name in names]
     lines = ""
     for one in told:

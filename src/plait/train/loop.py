@@ -13,6 +13,7 @@ from plait.loop.early_stop import EarlyStop
 from plait.loop.progress import Progress, ProgressReporter
 from plait.loop.report_files import Report
 from plait.loop.run_description import describe, plan_line
+from plait.loop.run_folder import LOCK, locked_folder
 from plait.loop.validation import Validation
 from plait.plan import Plan
 from plait.prediction.step_prediction import Prediction
@@ -22,10 +23,10 @@ from plait.train.build import build_model
 from plait.train.checkpoints import FOLDER, run_checkpoints
 from plait.train.config import Config
 from plait.train.memory_limit import peak_line, predict_memory, prediction_line
-from plait.train.metrics import FIELD, open_loggers
+from plait.train.metrics import FIELD, loggers_of
 from plait.train.predicted_step import predicted_step, step_lines
 from plait.train.reference_steps import Comparison, compare_steps
-from plait.train.run_callbacks import FirstSteps, Recordings
+from plait.train.run_callbacks import FirstSteps, FolderOfRun, Recordings
 from plait.train.run_data import Data, load_data
 from plait.train.stop_signals import StopSignals
 from plait.train.trainer import Trainer
@@ -67,24 +68,21 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
     device = None if run.device == "auto" else run.device
     mesh = Mesh(plan, device=device, timeout=run.timeout, guarded=run.guard)
     progress = ProgressReporter(settings.steps, shown=mesh.rank == 0, bar=run.progress)
-    loggers = (
-        open_loggers(run.dir, config.model_dump_json(indent=2), csv_too=run.csv, tensorboard=run.tensorboard)
-        if mesh.rank == 0
-        else ()
-    )
-    with StopSignals(stop_on) as stop:
+    lock = locked_folder(run.dir, LOCK, mesh.group("world"), mesh.device, field=FIELD)
+    with lock, StopSignals(stop_on) as stop:
         data = load_data(config)
         plan = balanced(config, plan, mesh, data)
         memory = _predicted_memory(config, plan, mesh, data)
         predicted = predicted_step(config, plan, mesh.device)
         trainer = Trainer(config, plan, mesh, data)
-        report = Report(run.dir, step=run.trace, page=run.report, metrics=False, field=FIELD)
+        report = Report(run.dir, step=run.trace, page=run.report, metrics=False, field=FIELD, locks=False)
         trainer.tell, trainer.requested_stop = report.tell_through(progress.print), lambda: stop.local
         _introduce(config, trainer, data, memory, predicted, report)
         first, checkpoints = FirstSteps(run.compare), run_checkpoints(config)
         validation = _validation(config, data)
         trainer.run(
             [
+                FolderOfRun(config),
                 Recordings(config),
                 ReplicaChecks(run.check_replicas),
                 Progress(progress),
@@ -92,7 +90,7 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
                 validation,
                 *([EarlyStop(settings.patience)] if settings.patience else []),
                 report,
-                Log(*loggers, folder=run.dir, field=FIELD),
+                _log(config),
                 checkpoints,
             ]
         )
@@ -124,7 +122,7 @@ def _introduce(
     predicted: Prediction | None,
     report: Report,
 ) -> None:
-    """Print the lines before the first step, and write on rank 0 what `run.json` says of the run."""
+    """Print the lines before the first step, and set on rank 0 what `run.json` says of the run."""
     mesh = trainer.mesh
     lines = [*banner(config, mesh, data, *trainer.sizes, has_weights=trainer.has_weights)]
     lines += [] if memory is None else [prediction_line(memory)]
@@ -139,7 +137,7 @@ def _introduce(
             seconds=None if predicted is None else predicted.step_seconds,
             changed_fields=changed,
         )
-        report.describe(about, starts_over=config.run.resume == "no")
+        report.describe(about)
     for line in lines:
         trainer.tell(line)
 
@@ -212,6 +210,13 @@ def _print_end(
             ": go on with --run.resume auto" if result.saved and config.run.save_every is not None else ""
         )
         progress.print(f"Stopped after step {result.steps}{how_to_resume}.")
+
+
+def _log(config: Config) -> Log:
+    """Return the callback that writes the metrics as `run` configures."""
+    run = config.run
+    loggers = loggers_of(run.dir, csv_too=run.csv, tensorboard=run.tensorboard)
+    return Log(*loggers, folder=run.dir, field=FIELD)
 
 
 def _validation(config: Config, data: Data) -> Validation:

@@ -9,33 +9,24 @@ from plait.errors import ConfigError
 from plait.loop import loggers
 from plait.loop.loggers import Csv, JsonLines, Logger
 from plait.loop.tracking_services import TensorBoard
+from plait.report.record import METRICS_FILE
 
 FIELD = "run.dir"
 """The field of the configuration that names the folder."""
+TABLE_FILE, TENSORBOARD_FOLDER = "metrics.csv", "tensorboard"
 
 
-def open_loggers(folder: Path, configuration: str, *, csv_too: bool, tensorboard: bool) -> tuple[Logger, ...]:
-    """Create the run's folder, write `config.json`, and return the metrics' loggers, not yet opened.
+def loggers_of(folder: Path, *, csv_too: bool, tensorboard: bool) -> tuple[Logger, ...]:
+    """Return the metrics' loggers of a run in `folder`, not yet opened.
 
-    Metrics of an earlier run in the folder stay until the loggers begin.
-
-    `configuration` is JSON. TensorBoard logs are written where `tensorboard` is true and it is installed.
-    Raises `ConfigError` when the folder cannot be written to.
+    TensorBoard logs are written where `tensorboard` is true and it is installed.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(configuration + "\n", encoding="utf-8")
-        opened: list[Logger] = [JsonLines(folder / "metrics.jsonl")]
-        table = folder / "metrics.csv"
-        if csv_too:
-            opened.append(Csv(table))
-        else:
-            table.unlink(missing_ok=True)
-        if tensorboard and find_spec("tensorboard") is not None:
-            opened.append(TensorBoard(folder / "tensorboard"))
-    except OSError as error:
-        raise unwritable(folder, error) from None
-    return tuple(opened)
+    made: list[Logger] = [JsonLines(folder / METRICS_FILE)]
+    if csv_too:
+        made.append(Csv(folder / TABLE_FILE))
+    if tensorboard and find_spec("tensorboard") is not None:
+        made.append(TensorBoard(folder / TENSORBOARD_FOLDER))
+    return tuple(made)
 
 
 def unwritable(folder: Path, error: OSError) -> ConfigError:

@@ -1,14 +1,56 @@
-"""Callbacks of `plait train`: traces and reordered schedules, the numbers of the first steps."""
+"""Callbacks of `plait train`: its folder, traces and reordered schedules, the numbers of the first steps."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 
 from plait.engine import Recording
+from plait.loop.run_folder import REPORT_FILES, set_aside, set_aside_line
 from plait.loop.training import Callback, TrainingLoop
-from plait.train.balance_reorder_trace import reorder, write_schedule, write_trace
+from plait.train.balance_reorder_trace import (
+    SCHEDULE_FILE,
+    TRACE_FILES,
+    reorder,
+    write_schedule,
+    write_trace,
+)
 from plait.train.config import Config
+from plait.train.metrics import TABLE_FILE, TENSORBOARD_FOLDER, unwritable
 from plait.train.reference_steps import LossAndNorm
+
+CONFIG_FILE = "config.json"
+FILES = (
+    *REPORT_FILES,
+    CONFIG_FILE,
+    TABLE_FILE,
+    TENSORBOARD_FOLDER,
+    SCHEDULE_FILE,
+    *TRACE_FILES.values(),
+)
+"""What a run leaves in `run.dir`, except checkpoints and prepared data."""
+
+
+class FolderOfRun(Callback):
+    """Keeps what an earlier run has left in `run.dir`, if this one starts over, and writes `config.json`."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def begin(self, run: TrainingLoop) -> None:
+        """Move and write files, on rank 0. Raises `ConfigError` where that is impossible."""
+        folder = self._config.run.dir
+        if run.mesh.rank:
+            return
+        try:
+            kept = None if run.resumed_steps else set_aside(folder, FILES)
+            if not self._config.run.csv:
+                (folder / TABLE_FILE).unlink(missing_ok=True)
+            text = self._config.model_dump_json(indent=2)
+            (folder / CONFIG_FILE).write_text(f"{text}\n", encoding="utf-8")
+        except OSError as error:
+            raise unwritable(folder, error) from None
+        if kept is not None:
+            run.tell(set_aside_line(kept))
 
 
 class Recordings(Callback):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
-from base64 import b64decode, b64encode
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from plait.comm import plain_values
 from plait.comm.collectives import broadcast
 from plait.comm.mesh import Mesh
 from plait.comm.text_collectives import broadcast_text
@@ -69,10 +68,11 @@ def _broadcast_scope(
 
 
 def broadcast_object(thing: Object | None, mesh: Mesh) -> Object:
-    """Return rank 0's object on all ranks, sent pickled. Communication: two broadcasts over the world."""
+    """Return rank 0's object, one that `plain_values` knows, on all ranks.
+
+    Communication: two broadcasts over the world.
+    """
     world = mesh.group("world")
-    text = b64encode(pickle.dumps(thing)).decode() if world.index == 0 else ""
-    received: Object = pickle.loads(
-        b64decode(broadcast_text(text, world, world.device_for_text(mesh.device)))
-    )
+    text = plain_values.encode(thing) if world.index == 0 else ""
+    received: Object = plain_values.decode(broadcast_text(text, world, world.device_for_text(mesh.device)))
     return received

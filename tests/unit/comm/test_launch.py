@@ -3,12 +3,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from plait.comm.launch import launch
+from plait.comm.transport.world_ranks import current_ranks
 from plait.errors import MeshError, RankError
 
 SCRIPT = """
@@ -85,12 +87,30 @@ def test_alone_without_a_gpu_the_default_is_one_rank():
     assert launch(dist.get_world_size, device="cpu") == [1]
 
 
-def test_inside_a_rank_it_is_refused(rank_pool):
-    def nested():
-        with pytest.raises(MeshError, match="launch was called inside rank 0 of 1"):
-            launch(print)
+def inside(asked: int | None) -> Any:
+    try:
+        return launch(lambda rank: (rank, current_ranks().rank), 7, ranks=asked)
+    except MeshError as error:
+        return str(error)
 
-    rank_pool.run(nested, ranks=1)
+
+@pytest.mark.parametrize("kind", ["rank_pool", "thread_ranks"])
+def test_inside_a_rank_the_function_is_called_there(kind: str, request: pytest.FixtureRequest):
+    """As in workers that Ray or a script of one's own has started and joined."""
+    ranks = request.getfixturevalue(kind)
+    assert ranks.run(inside, None, ranks=2) == [[(7, 0), (7, 1)]] * 2
+    assert ranks.run(inside, 2, ranks=2) == [[(7, 0), (7, 1)]] * 2
+    assert ranks.run(inside, 1, ranks=1) == [[(7, 0)]]
+    told = ranks.run(inside, 3, ranks=2)
+    assert "launch was called inside rank 1 of 2, for 3 ranks" in told[1]
+
+
+def test_inside_a_rank_another_device_is_refused(rank_pool):
+    def ask() -> str:
+        with pytest.raises(MeshError, match="whose world has no NCCL: leave device out"):
+            launch(print, device="cuda")
+
+    rank_pool.run(ask, ranks=1)
 
 
 def test_no_ranks_are_refused():

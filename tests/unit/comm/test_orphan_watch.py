@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from plait.comm.orphan_watch import OrphanWatch, parents_up_to_launcher
+from plait.comm.launcher_process import parents_up_to_launcher
+from plait.comm.orphan_watch import OrphanWatch
 from plait.comm.world import World
 
 SCRIPT = """
@@ -75,7 +76,7 @@ def test_the_line_to_the_launcher() -> None:
     own, parent = os.getpid(), os.getppid()
     assert parents_up_to_launcher("NO_SUCH_VARIABLE") == {own: parent}
     mark = "PLAIT_TEST_MARK"
-    print_line = f"from plait.comm.orphan_watch import parents_up_to_launcher as f; print(f('{mark}'))"
+    print_line = f"from plait.comm.launcher_process import parents_up_to_launcher as f; print(f('{mark}'))"
     command = ["sh", "-c", f'echo $$; {sys.executable} -c "{print_line}"; true']
     done = subprocess.run(command, env=os.environ | {mark: "1"}, capture_output=True, text=True, timeout=60)
     shell, line = done.stdout.splitlines()

@@ -1,11 +1,15 @@
+import os
+
 import pytest
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: F401 (registers the backend fake)
 
-from plait.comm import coordinates
+from plait.comm import coordinates, launcher_process
+from plait.comm.launcher_process import parents_up_to_launcher
 from plait.comm.mesh import Mesh
 from plait.comm.transport import world_ranks
-from plait.comm.world import World, find_world, join_world
+from plait.comm.world import World, find_world
+from plait.comm.world_membership import join_world
 from plait.errors import CommunicationError, MeshError
 from plait.schedules.messages import channels_of
 from plait.schedules.named_schedules import policy_schedule
@@ -41,7 +45,7 @@ def test_alone():
 
 
 def test_torchrun():
-    assert find_world(TORCHRUN) == World(3, 4, 1, 2, "torchrun", "env://")
+    assert find_world(TORCHRUN) == World(3, 4, 1, 2, "torchrun", "tcp://a:1")
 
 
 def test_open_mpi_on_one_host():
@@ -79,6 +83,24 @@ def test_the_port_depends_on_the_job_only():
     assert ports[0] == ports[1] != ports[2]
 
 
+def test_ranks_of_pmi_know_which_launcher_started_them(monkeypatch: pytest.MonkeyPatch):
+    """MPICH gives no job id: two runs on one host would derive one port. Here this test's parent launches."""
+    for name, value in {"PMI_RANK": "0", "PMI_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    world = find_world()
+    assert world.job.split("-")[0] == str(parents_up_to_launcher("PMI_RANK")[os.getpid()])
+    monkeypatch.setattr(launcher_process, "_read", lambda process, file: "proxy\0--control-port\0host:77\0")
+    assert find_world().job == "host:77"
+    assert find_world().init_method != world.init_method
+
+
+def test_slurm_counts_the_ranks_of_a_host_where_it_starts_them_by_pmi2():
+    variables = SLURM | {"PMI_RANK": "5", "PMI_SIZE": "7", "PMI_JOBID": "77.0"}
+    world = find_world(variables)
+    assert (world.launcher, world.local_size) == ("pmi", 2)
+    assert world.init_method.startswith("tcp://gpu03:")
+
+
 def test_a_batch_script_and_a_single_task_stand_alone():
     assert find_world({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NODELIST": "a"}) is None
     assert find_world(SLURM | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}) is None
@@ -101,6 +123,8 @@ def test_bad_values_are_refused():
         find_world(TORCHRUN | {"WORLD_SIZE": "four"})
     with pytest.raises(MeshError, match="RANK = 4 is not a rank of WORLD_SIZE = 4"):
         find_world(TORCHRUN | {"RANK": "4"})
+    with pytest.raises(MeshError, match="MASTER_PORT = 'http': it must be a number"):
+        find_world(TORCHRUN | {"MASTER_PORT": "http"})
 
 
 def test_several_hosts_need_an_address():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -23,6 +24,7 @@ from plait.compilation.torch_compiler import (
     with_generated_code,
     without_memory,
 )
+from plait.errors import PlanError
 
 
 def function(input: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
@@ -142,3 +144,25 @@ def test_the_folder_of_generated_code_is_the_one_that_torch_is_told(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "code"))
     assert code_cache() == tmp_path / "code"
     assert code_cache().is_dir()
+
+
+@pytest.mark.parametrize("about", ["own", "open to others", "of another user"])
+def test_code_that_another_user_could_have_written_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, about: str
+) -> None:
+    """torch's default is a name in the folder for temporary files, which anybody can take first."""
+    folder = tmp_path / "torchinductor_somebody"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    if about == "own":
+        assert code_cache() == folder
+        return
+    if about == "open to others":
+        folder.chmod(0o777)
+    elif os.getuid():
+        pytest.skip("only root gives files to another user")
+    else:
+        os.chown(folder, 65534, -1)
+    with pytest.raises(PlanError, match="is open to other users: remove it, or set TORCHINDUCTOR_CACHE_DIR"):
+        code_cache()

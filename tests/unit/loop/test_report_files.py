@@ -22,13 +22,16 @@ PLAN = Plan(pp=2, dp=2, microbatches=2)
 
 
 class RecordsEachStep(Callback):
-    """Records every step itself, around the one that the report records."""
+    """Records every step itself, around the one that the report records. The folders are locked meanwhile."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self.makespans: list[float] = []
         self._stack, self._recording = ExitStack(), None
 
     def before_step(self, run: TrainingLoop) -> None:
+        assert (self._folder / "run.lock").exists()
+        assert (self._folder / "checkpoints" / "checkpoints.lock").exists()
         self._recording: Recording | None = self._stack.enter_context(run.engine.recording())
 
     def submitted(self, run: TrainingLoop) -> None:
@@ -44,7 +47,7 @@ def train(folder: Path, steps: int) -> int:
     loader = plait.Loader(TensorDataset(inputs, (inputs[:, 0] > 0).long()), batch=8)
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
-    recorded = RecordsEachStep()
+    recorded = RecordsEachStep(folder)
     checkpoints = Checkpoints(folder / "checkpoints", every=2)
     callbacks = [Report(folder, step=3), Progress(), recorded, checkpoints]
     plait.fit(model, PLAN, loader, steps=steps, validation=loader, validate_every=1, callbacks=callbacks)

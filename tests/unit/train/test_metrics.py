@@ -11,7 +11,7 @@ import pytest
 from plait.errors import ConfigError
 from plait.loop.loggers import COLUMNS, LoggerGroup
 from plait.train import metrics
-from plait.train.metrics import FIELD, open_loggers
+from plait.train.metrics import FIELD, loggers_of
 
 ROWS = (
     {"step": 1, "loss": 5.5, "tokens": 2048},
@@ -20,14 +20,14 @@ ROWS = (
 
 
 @contextmanager
-def open_metrics(folder: Path, configuration: str, **options: bool) -> Iterator[LoggerGroup]:
-    group = LoggerGroup(open_loggers(folder, configuration, **options), folder, FIELD)
+def open_metrics(folder: Path, **options: bool) -> Iterator[LoggerGroup]:
+    group = LoggerGroup(loggers_of(folder, **options), folder, FIELD)
     yield group
     group.close()
 
 
 def write(folder: Path, *, csv_too: bool = True, tensorboard: bool = False, rows: int = 2) -> None:
-    with open_metrics(folder, '{"a": 1}', csv_too=csv_too, tensorboard=tensorboard) as opened:
+    with open_metrics(folder, csv_too=csv_too, tensorboard=tensorboard) as opened:
         opened.begin(0)
         for row in ROWS[:rows]:
             opened.write(row)
@@ -38,7 +38,6 @@ def test_lines_and_table_hold_the_same(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "run"
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert lines == list(ROWS)
-    assert json.loads((folder / "config.json").read_text()) == {"a": 1}
     with (folder / "metrics.csv").open(newline="") as file:
         table = list(csv.DictReader(file))
     assert tuple(table[0]) == COLUMNS
@@ -46,17 +45,18 @@ def test_lines_and_table_hold_the_same(tmp_path: Path) -> None:
     assert filled == list(ROWS)
 
 
-def test_a_second_run_starts_anew(tmp_path: Path) -> None:
+def test_a_second_run_starts_anew_and_keeps_the_files_of_the_first(tmp_path: Path) -> None:
     write(tmp_path)
-    write(tmp_path, rows=1)
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
-    write(tmp_path, csv_too=False)
-    assert not (tmp_path / "metrics.csv").exists()
+    for number in (1, 2):
+        write(tmp_path, rows=1)
+        assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+        assert len((tmp_path / "metrics.1.jsonl").read_text().splitlines()) == 2
+        assert len((tmp_path / f"metrics.{number}.csv").read_text().splitlines()) == 4 - number
 
 
 def test_what_overflowed_is_written_as_nothing(tmp_path: Path) -> None:
     """A step in half precision whose gradients overflow: its norm is no number that JSON knows."""
-    with open_metrics(tmp_path, "{}", csv_too=True, tensorboard=True) as opened:
+    with open_metrics(tmp_path, csv_too=True, tensorboard=True) as opened:
         opened.begin(0)
         opened.write({"step": 1, "loss": 5.5, "grad_norm": float("inf")})
     line = (tmp_path / "metrics.jsonl").read_text()
@@ -65,7 +65,7 @@ def test_what_overflowed_is_written_as_nothing(tmp_path: Path) -> None:
 
 
 def test_lines_are_there_at_once(tmp_path: Path) -> None:
-    with open_metrics(tmp_path, "{}", csv_too=True, tensorboard=False) as opened:
+    with open_metrics(tmp_path, csv_too=True, tensorboard=False) as opened:
         opened.begin(0)
         opened.write(ROWS[0])
         assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
@@ -92,7 +92,7 @@ def test_tensorboard_that_is_not_installed_is_left_out(
 
 def test_a_full_disk_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the first row is written, then nothing, until there is room again."""
-    with open_metrics(tmp_path, "{}", csv_too=True, tensorboard=False) as opened:
+    with open_metrics(tmp_path, csv_too=True, tensorboard=False) as opened:
         opened.begin(0)
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)
         handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

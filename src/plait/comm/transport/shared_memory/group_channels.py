@@ -15,6 +15,9 @@ from collections.abc import Callable, Sequence
 
 from plait.comm.transport.shared_memory.channel import NO_SEQUENCE, ChannelMessage, Listener, PeerChannel
 
+_SECONDS_BETWEEN_CONNECTS = 0.002
+"""While the backlog of a peer is full."""
+
 
 class Channels:
     """The channels from one rank to the others of a group. An error closes them, and all ranks fail."""
@@ -178,22 +181,29 @@ class Channels:
             self._poll([other for other in self._channels if not other.gone], deadline, channel)
 
     def _receive_pending(self, channels: Sequence[PeerChannel]) -> None:
-        # Accept once for all: a later connection wakes the poll that follows.
-        if not all(channel.connected for channel in channels):
-            self._listener.accept_pending()
+        if not all(channel.established for channel in channels):
+            for channel in channels:  # first: a peer that has closed may have connected before
+                channel.connect()
+            self._listener.accept_pending()  # once for all: a later connection wakes the poll that follows
         for channel in channels:
             channel.receive_pending()
 
     def _poll(
         self, channels: Sequence[PeerChannel], deadline: float, full: PeerChannel | None = None
     ) -> None:
-        """Block until one of the channels has pending messages, or the `full` one has room to send."""
+        """Block until one of the channels has pending messages, or the `full` one has room to send.
+
+        Briefly while a peer cannot be connected to: its backlog is full until its next operation.
+        """
         poll = select.poll()
         for channel in channels:
             channel.register(poll, writable=channel is full)
         left = deadline - time.monotonic()
-        ready = poll.poll(left * 1000) if left > 0 else []
-        if not ready:
+        if left <= 0:
+            raise self._failed(TimeoutError("timed out"))
+        connected = all(channel.connected for channel in channels)
+        ready = poll.poll(1000 * (left if connected else min(left, _SECONDS_BETWEEN_CONNECTS)))
+        if connected and not ready:
             raise self._failed(TimeoutError("timed out"))
         for channel in channels:
             channel.note_hang_up(ready)
