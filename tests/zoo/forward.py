@@ -295,8 +295,8 @@ def copy_differs() -> Any:
     """Rank 1's copy of one bias is not the others'."""
     original = tensor_sources.initial_value
 
-    def initial_value(layer: Any, path: str, name: str, seed: int) -> Tensor:
-        value = original(layer, path, name, seed)
+    def initial_value(layer: Any, path: str, name: str, *others: Any) -> Tensor:
+        value = original(layer, path, name, *others)
         return value + 1e-6 if rank() == 1 and name == "up.bias" else value
 
     return patch.object(tensor_sources, "initial_value", initial_value)

@@ -7,11 +7,13 @@ import pytest
 from parity.cases import gpt2, llama
 from plait.plan import Plan
 from plait.schedules.search.api import POLICY_NAMES
+from plait.verification.rank_verification import verify_rank
 from plait.verification.report_from_ranks import build_report
 from plait.verification.sweep import RefusedPlan, plans_on, verify_plans
 from zoo.context import PACKED
 from zoo.fine_tuning import ADAPTED_AND_DROPPING, NORMS
 from zoo.row import case_of
+from zoo.unusual import OTHERS, TRANSFORMERS
 
 BLOCKS = {1: 1, 2: 1, 4: 3}
 """By ranks: enough for two stages on each."""
@@ -136,6 +138,24 @@ def test_plans_of_fine_tuning_are_equal(thread_ranks, name, turns):
     plans = [one for one in plans_on(2, PLAN, ROWS, in_pieces=True) if one.pp == 1 or name != "norms"]
     for report in verified(thread_ranks, FINE_TUNED[name], plans[turns], 2):
         assert report, report
+
+
+QUICK = ("float32 inside", "tuples recomputed by layer", "frozen and tied")
+
+
+@pytest.mark.parametrize(
+    "right",
+    [
+        pytest.param(one, id=one.name, marks=[] if one.name in QUICK else [pytest.mark.full])
+        for one in (*OTHERS, *TRANSFORMERS)
+    ],
+)
+def test_unusual_models_and_plans_are_equal(thread_ranks, right):
+    case = case_of(right.model, right.plan, right.options)
+    outcomes = thread_ranks.run(verify_rank, case, right.plan, ranks=right.plan.world)
+    report = build_report(outcomes, right.plan, case.options)
+    assert report, report
+    assert not report.left_out
 
 
 def test_the_chosen_plans_are_each_layout_and_schedule():
