@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 import pytest
 
@@ -20,9 +20,22 @@ NEEDS_TWO_USERS = pytest.mark.skipif(
 )
 
 
+def process_of_another_user(act: Callable[[], object], patience: float = 10.0) -> AbstractContextManager[int]:
+    """Return `forked_process(act, patience)`, of another user."""
+
+    def act_as_another() -> object:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (2 * MOST_CONNECTIONS, 2 * MOST_CONNECTIONS))
+        os.setgroups([])
+        os.setgid(OTHER_USER)
+        os.setuid(OTHER_USER)
+        return act()
+
+    return forked_process(act_as_another, patience)
+
+
 @contextmanager
-def process_of_another_user(act: Callable[[], object], patience: float = 10.0) -> Iterator[int]:
-    """Call `act` in a process of another user, and yield its id once that has returned; then kill it.
+def forked_process(act: Callable[[], object], patience: float = 10.0) -> Iterator[int]:
+    """Call `act` in a forked process, and yield its id once that has returned; then kill it.
 
     What `act` returns is kept until then. A function that does not return is given `patience` seconds first.
     """
@@ -31,10 +44,6 @@ def process_of_another_user(act: Callable[[], object], patience: float = 10.0) -
     if not child:
         kept = None
         with suppress(BaseException):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (2 * MOST_CONNECTIONS, 2 * MOST_CONNECTIONS))
-            os.setgroups([])
-            os.setgid(OTHER_USER)
-            os.setuid(OTHER_USER)
             kept = act()
         os.write(write, b"." if kept is not None else b"!")
         time.sleep(60)

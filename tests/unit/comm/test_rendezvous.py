@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from strangers import NEEDS_TWO_USERS, process_of_another_user
+from strangers import NEEDS_TWO_USERS, forked_process, process_of_another_user
 
 from plait.comm import rendezvous, run_store
 from plait.comm.failure_log import FailureLog
@@ -27,7 +25,7 @@ from plait.errors import CommunicationError
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_PATIENCE", 0.2)
-    monkeypatch.setattr(rendezvous, "_SECONDS_TO_READ", 0.5)
+    monkeypatch.setattr(rendezvous, "_SECONDS_TO_READ", 0.2)
     monkeypatch.setattr(run_store, "_PROBE_SECONDS", 0.5)
 
 
@@ -166,20 +164,10 @@ def test_a_port_of_another_user_is_no_rendezvous():
 def test_a_store_that_has_gone_is_noticed_without_asking_it(capfd: pytest.CaptureFixture[str]) -> None:
     """torch would print a page of frames for each rank, above the sentence that says which rank has ended."""
     (port,) = free_ports(1)
-    script = f"""
-import sys
-from plait.comm.run_store import listen
-store = listen("127.0.0.1", {port})
-print(flush=True)
-input()
-"""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", script], **pipes) as first:
-        first.stdout.readline()
+    with forked_process(lambda: run_store.listen("127.0.0.1", port)):
         client = run_store.connect("127.0.0.1", port)
         log = FailureLog(dist.PrefixStore("run", client), 1)
         assert not run_store.is_gone(client)
-        first.kill()
     assert run_store.is_gone(client)
     log.record("1F0 from rank 0", (0,))
     assert log.search((0,), 0.0).silent == (0,)
@@ -246,7 +234,7 @@ def test_of_two_processes_of_a_restarted_rank_the_later_one_takes_part(agents_st
         return report(agents_store, two)
 
     told, *others = outcomes(
-        lambda: report(agents_store, first, 0.5), later, lambda: gather(agents_store, zero), last
+        lambda: report(agents_store, first, 0.2), later, lambda: gather(agents_store, zero), last
     )
     assert "rank 0 does not answer" in told
     assert shared(others)

@@ -45,7 +45,7 @@ def test_ranks_connect_although_another_user_fills_their_backlogs(
     attack: Callable[[Sequence[str]], object],
 ) -> None:
     listeners = [Listener(), Listener()]
-    with process_of_another_user(lambda: attack([one.name for one in listeners]), patience=1.0):
+    with process_of_another_user(lambda: attack([one.name for one in listeners]), patience=0.3):
         assert exchanged(listeners) == [[-1, 11], [10, -1]]
 
 
