@@ -85,8 +85,8 @@ PRIVATE_USES = {
     ): "documented, private by its path",
     ("layers/memory_sources.py", "_written", "_schema"): "what an operation writes: no public way",
     ("layers/call_hooks.py", "has_load_hooks", "_load_state_dict_pre_hooks"): "no public way to list hooks",
-    ("comm/gradient_hooks.py", "gradient_hooks", "_backward_hooks"): "no public way to list hooks",
-    ("comm/gradient_hooks.py", "gradient_hooks", "_post_accumulate_grad_hooks"): "likewise",
+    ("comm/gradient_hooks.py", "first_gradient_hook", "_backward_hooks"): "no public way to list hooks",
+    ("comm/gradient_hooks.py", "first_gradient_hook", "_post_accumulate_grad_hooks"): "likewise",
     (
         "compilation/torch_compiler.py",
         "joint_graph",

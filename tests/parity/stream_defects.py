@@ -299,7 +299,7 @@ RACES: dict[Defect, tuple[dict[str, Any], str]] = {
     gradient_freed_while_scattered: (EACH, "freeing .* after reduce_scatter"),
     gradient_cleared_while_scattered: (EACH, "zero_ .* after reduce_scatter"),
     input_not_awaited: (PAIR, r"\(reads\) .* after 0I0 from rank 1"),
-    buffers_returned_too_early: (PAIR, "run_backward .* after 0I1 from rank 1"),
+    buffers_returned_too_early: (PAIR, r"run_backward\w* .* after 0I1 from rank 1"),
     output_overwritten_while_sent: (PAIR, "zero_ .* after 0F0 from rank 0 to rank 1"),
     input_gradient_not_awaited: ({"tp": 2}, "after all_reduce .*tp"),
     pieces_of_the_sequence_not_awaited: ({"tp": 2, "sequence_parallel": "keep"}, "after all_gather .*tp"),

@@ -1,5 +1,7 @@
 """Functions of plait that a verification's reference run replaces by their definitions.
 
+They are those decorated by `replaceable` and those of `plait.autograd.position_marks`.
+
 Layers call such functions by name, so that a run which is to compute something in another way, and not in
 another model, says which functions it replaces, for as long as its layers run.
 """
@@ -17,7 +19,7 @@ R = TypeVar("R")
 Replacements = Mapping[Callable[..., Any], Callable[..., Any]]
 """What is called in place of each function that `replaceable` returned."""
 
-_REPLACEMENTS: ContextVar[Replacements | None] = ContextVar("plait_replacements", default=None)
+REPLACEMENTS: ContextVar[Replacements | None] = ContextVar("plait_replacements", default=None)
 
 
 def replaceable(function: Callable[P, R]) -> Callable[P, R]:
@@ -25,7 +27,7 @@ def replaceable(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        replacements = _REPLACEMENTS.get()
+        replacements = REPLACEMENTS.get()
         if replacements is None or call not in replacements:
             return function(*args, **kwargs)
         result: R = replacements[call](*args, **kwargs)
@@ -37,8 +39,8 @@ def replaceable(function: Callable[P, R]) -> Callable[P, R]:
 @contextmanager
 def replacing(replacements: Replacements) -> Iterator[None]:
     """Within the context, calls of the `replaceable` functions in `replacements` are calls of others."""
-    token = _REPLACEMENTS.set(replacements)
+    token = REPLACEMENTS.set(replacements)
     try:
         yield
     finally:
-        _REPLACEMENTS.reset(token)
+        REPLACEMENTS.reset(token)

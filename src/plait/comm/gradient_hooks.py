@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 
-def gradient_hooks(tensor: Tensor) -> str | None:
-    """Return the method that has registered a hook on the gradient of a leaf, or None.
+def first_gradient_hook(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
+    """Return the name of the first leaf with a hook on its gradient, and the method that registered it.
 
-    Reads private attributes of torch: there is no public way to list hooks. Those that are registered on the
+    Reads private attributes of torch: there is no public way to list hooks. Those that are registered on a
     tensor's node in a graph are not found.
     """
-    if tensor._backward_hooks:
-        return "register_hook"
-    if tensor._post_accumulate_grad_hooks:
-        return "register_post_accumulate_grad_hook"
+    for name, tensor in tensors.items():
+        if tensor._backward_hooks:
+            return name, "register_hook"
+        if tensor._post_accumulate_grad_hooks:
+            return name, "register_post_accumulate_grad_hook"
     return None

@@ -12,7 +12,7 @@ from typing import Any
 import cloudpickle
 from torch import Tensor
 
-from plait.comm.gradient_hooks import gradient_hooks
+from plait.comm.gradient_hooks import first_gradient_hook
 from plait.errors import ModelError, PlaitError
 
 FunctionCall = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -31,10 +31,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
         Raises ModelError for a tensor with hooks on its gradient, which the pickled one would not have.
         """
-        register = gradient_hooks(thing) if isinstance(thing, Tensor) else None
-        if register is not None:
+        hook = first_gradient_hook({"": thing}) if isinstance(thing, Tensor) else None
+        if hook is not None:
             raise ModelError(
-                f"a tensor {list(thing.shape)} has a hook of {register}, which would not reach the ranks' "
+                f"a tensor {list(thing.shape)} has a hook of {hook[1]}, which would not reach the ranks' "
                 "processes: register it in the function that the ranks run."
             )
         if _is_in_main(thing):

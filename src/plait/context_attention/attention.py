@@ -88,7 +88,6 @@ class SharedKeys:
     """The number of heads that the query must have."""
 
 
-@replaceable
 @positions_may_mix(2, "key", "value")
 def share_keys(
     key: Tensor,
@@ -123,7 +122,6 @@ def share_keys(
     return SharedKeys(key, value, mask, sequence, exchange, query_heads)
 
 
-@replaceable
 @positions_may_mix(2, "query")
 def attend(
     query: Tensor,

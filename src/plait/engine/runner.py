@@ -334,6 +334,8 @@ class Runner:
                         other.step = self.recorders[0].step
                 else:
                     self._executor.run(program)
+            if not trains:
+                self.pipeline.set_back()
         except BaseException:
             self.pipeline.clear()
             self.gatherer.clear()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from plait.comm.gradient_hooks import gradient_hooks
+from plait.comm.gradient_hooks import first_gradient_hook
 from plait.errors import ModelError, PlanError
 from plait.layers.call_hooks import call_hooks, computed_by_hooks
 from plait.layers.layer_sequence import LayerSequence, sequence_of, sequentials_of
@@ -85,10 +85,10 @@ def _lost_of_parameter(parameter: nn.Parameter) -> str | None:
             f"is a {type(parameter).__name__}, but each rank has a plain nn.Parameter in its place, which "
             "would not behave like it: give an nn.Parameter"
         )
-    register = gradient_hooks(parameter)
-    if register is not None:
+    hook = first_gradient_hook({"": parameter})
+    if hook is not None:
         return (
-            f"has a hook of {register}, which would not be called with the whole gradient: change gradients "
+            f"has a hook of {hook[1]}, which would not be called with the whole gradient: change gradients "
             "between forward_backward and optimizer.step(), as in engine.named_parameters()"
         )
     if parameter.grad is not None and (parameter.grad.is_meta or bool(parameter.grad.any())):

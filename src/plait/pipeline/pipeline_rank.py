@@ -118,6 +118,11 @@ class PipelineRank:
         """Shapes and dtypes of the model's output per micro-batch of the latest step; known on every rank."""
         return self._stage_outputs[-1]
 
+    def set_back(self) -> None:
+        """Set what counts the runs of layers to its value before the step: an evaluation counts none."""
+        for stage in self.stages.values():
+            stage.set_back()
+
     def clear(self) -> None:
         """Discard all unfinished micro-batches after an exception within a step."""
         for stage in self.stages.values():

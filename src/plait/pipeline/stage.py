@@ -184,10 +184,14 @@ class Stage:
     def clear(self) -> None:
         """Discard every unfinished micro-batch, after an exception within a step."""
         self.queue.take()
-        for layer, before in self.starts.items():
-            set_attributes(self.layers[layer].module, before)
+        self.set_back()
         for held in (self.values, self.gradients, self.runs, self.starts):
             held.clear()
+
+    def set_back(self) -> None:
+        """Set what counts the runs of layers to its value before the step."""
+        for layer, before in self.starts.items():
+            set_attributes(self.layers[layer].module, before)
 
     def _run(self, microbatch: int, layer: int, value: Value) -> Value:
         """Run one layer and return its output; a layer that recomputes calls this again in its backward."""

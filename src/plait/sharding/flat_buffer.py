@@ -24,7 +24,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from plait.comm.gradient_hooks import gradient_hooks
+from plait.comm.gradient_hooks import first_gradient_hook
 from plait.comm.group import Group
 from plait.device import copy_later, is_accelerator, moved_later
 from plait.errors import PlanError
@@ -144,13 +144,13 @@ class FlatBuffer:
 
     def check_settings(self) -> None:
         """Raise PlanError where a parameter was frozen or unfrozen since `parallelize`, or has got a hook."""
+        hook = first_gradient_hook(self.pieces)
+        if hook is not None:
+            raise PlanError(
+                f"{hook[0]} has a hook of {hook[1]}, which would not be called with the whole gradient: "
+                "change gradients between forward_backward and optimizer.step()."
+            )
         for name, parameter in self.pieces.items():
-            register = gradient_hooks(parameter)
-            if register is not None:
-                raise PlanError(
-                    f"{name} has a hook of {register}, which would not be called with the whole gradient: "
-                    "change gradients between forward_backward and optimizer.step()."
-                )
             if parameter.requires_grad != self.spec.kind.trains:
                 raise PlanError(
                     f"requires_grad of {name} has changed to {parameter.requires_grad} since parallelize: "

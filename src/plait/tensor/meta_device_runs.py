@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -150,18 +151,22 @@ class MetaLayers:
         return run
 
     def _counting(self, number: int, given: LayerInput) -> tuple[str, ...]:
-        """Return what counts a layer's runs; see `refuse_carried_values`, and what that raises.
+        """Return what counts a layer's runs; see `refuse_carried_values`, and what that raises in training.
 
-        Layers of equal structure are looked at once, in training, for the first shape of their input.
-        Raises ModelError where another layer shares it.
+        Layers of equal structure are looked at once in training and once in evaluation, for the first shape
+        of their input. Raises ModelError where another layer shares it.
         """
-        key = "carried values", self.structures[number]
+        trains = torch.is_grad_enabled()
+        key = "carried values", self.structures[number], trains
         if key not in self._results:
-            if not torch.is_grad_enabled():
-                return ()
             (copied,) = self._rules.apply(private_copy(self.layers[number : number + 1], {}))
-            self._results[key] = refuse_carried_values(copied, given.value, given.length)
-        counting: tuple[str, ...] = self._results[key]
+            if trains:
+                self._results[key] = refuse_carried_values(copied, given.value, given.length)
+            else:
+                copied.module.eval()
+                with suppress(ModelError):  # an evaluation counts nothing that training goes on with
+                    self._results[key] = refuse_carried_values(copied, given.value, given.length)
+        counting: tuple[str, ...] = self._results.setdefault(key, ())
         layers = self._sequence.layers
         for name in counting:
             owner = layers[number].module.get_submodule(name.rpartition(".")[0])

@@ -155,15 +155,17 @@ class ReferenceRun:
     ) -> Iterator[tuple[RecordScope, Records]]:
         """Evaluate a batch before `step`; yield the tensors of each micro-batch, and the mean loss."""
         self._update_aliases()
-        total, weight = [], []
+        total, weight, before = [], [], HeldState.of(self.layers)
         with torch.no_grad(), evaluating(layer.module for layer in self.layers):
             parts = (split(value, microbatches, "batch") for value in (inputs, targets))
             for number, (part, of_targets) in enumerate(zip(*parts, strict=True)):
                 scope = RecordScope(step, number, evaluated=True)
+                before.set_copies()
                 records = self._microbatch(scope, part, of_targets, torch.ones(()))
                 total.append(records[RecordKey("total")].double())
                 weight.append(torch.as_tensor(self.loss.weight(of_targets)).double())
                 yield scope, records
+        before.set_back()
         mean = torch.stack(total).sum() / divisor(self.loss, torch.stack(weight).sum())
         yield RecordScope(step, evaluated=True), {RecordKey("evaluation"): mean}
 

@@ -198,8 +198,9 @@ def test_buffers_and_numbers_that_count_runs_are_found() -> None:
 class Counting(nn.Module):
     """Divides by the number of its runs, in a buffer that is written, one that is replaced, and a number."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, reads_number: bool = True) -> None:
         super().__init__()
+        self.reads_number = reads_number
         self.linear = nn.Linear(4, 4)
         self.register_buffer("runs", torch.tensor(1.0))
         self.register_buffer("again", torch.tensor(1.0))
@@ -208,15 +209,14 @@ class Counting(nn.Module):
         self.runs += 1
         self.again = self.again + 1
         self.steps = getattr(self, "steps", 0) + 1
-        hidden: Tensor = torch.tanh(self.linear(x) / self.runs) * self.again / self.steps
-        return hidden
+        hidden: Tensor = torch.tanh(self.linear(x) / self.runs) * self.again
+        return hidden / self.steps if self.reads_number else hidden
 
 
-def counting_model() -> nn.Sequential:
+def counting_model(*, reads_number: bool = True) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(
-        parametrizations.spectral_norm(nn.Linear(3, 4)), Counting(), nn.Linear(4, 2)
-    ).double()
+    counting = Counting(reads_number=reads_number)
+    return nn.Sequential(parametrizations.spectral_norm(nn.Linear(3, 4)), counting, nn.Linear(4, 2)).double()
 
 
 PLANS = [
@@ -228,8 +228,30 @@ PLANS = [
 @pytest.mark.parametrize("plan", PLANS, ids=["dp", "pp"])
 def test_what_counts_runs_counts_steps_on_every_plan(plan: plait.Plan) -> None:
     inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
-    report = plait.verify(counting_model(), plan, inputs, torch.arange(8) % 2, threads=1, ranks_as="threads")
+    model, targets = counting_model(reads_number=False), torch.arange(8) % 2
+    report = plait.verify(model, plan, inputs, targets, threads=1, ranks_as="threads")
     assert report, report
+
+
+def test_a_number_that_no_checkpoint_holds_is_found_where_a_loaded_run_goes_on() -> None:
+    inputs, targets = torch.ones(4, 3), torch.arange(4) % 2
+    report = plait.verify(counting_model(), plait.Plan(), inputs, targets, threads=1, ranks_as="threads")
+    assert report.first is not None
+    assert report.first.difference.location.step == 2, report  # the one after the checkpoint
+
+
+def counted_around_evaluations() -> list[float]:
+    plan, found = plait.Plan(microbatches=2, precision="fp64"), []
+    engine = plait.parallelize(counting_model(), plan, plait.Mesh(plan), plait.cross_entropy)
+    inputs, targets = torch.ones(4, 3, dtype=torch.float64), torch.arange(4) % 2
+    for does in (engine.evaluate, engine.forward_backward, engine.evaluate, engine.forward_backward):
+        does(inputs, targets)
+        found.append(engine.state_dict()["1.runs"].item())
+    return found
+
+
+def test_an_evaluation_counts_no_run(thread_ranks: Any) -> None:
+    assert thread_ranks.run(counted_around_evaluations, ranks=1) == [[1.0, 2.0, 2.0, 3.0]]
 
 
 def steps_and_a_failure() -> tuple[list[float], dict[str, Tensor], int]:

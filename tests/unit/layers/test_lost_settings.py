@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import plait
-from plait.comm.gradient_hooks import gradient_hooks
+from plait.comm.gradient_hooks import first_gradient_hook
 from plait.comm.pickling import dumps_call
 from plait.errors import DataError, ModelError, PlanError
 from plait.layers.call_hooks import call_hooks
@@ -137,7 +137,11 @@ def test_removed_hooks_and_gradients_of_zero_are_no_reason_to_refuse() -> None:
 
 def test_torch_lists_hooks_where_plait_reads_them() -> None:
     parameter, module = nn.Parameter(torch.ones(2)), nn.Tanh()
-    assert gradient_hooks(parameter) is None
+    assert first_gradient_hook({"weight": parameter}) is None
+    parameter.register_post_accumulate_grad_hook(print)
+    assert first_gradient_hook({"weight": parameter}) == ("weight", "register_post_accumulate_grad_hook")
+    parameter.register_hook(print)
+    assert first_gradient_hook({"weight": parameter}) == ("weight", "register_hook")
     registers = ["register_forward_pre_hook", "register_forward_hook"]
     registers += ["register_full_backward_pre_hook", "register_full_backward_hook"]
     for register in registers:

@@ -92,11 +92,12 @@ def test_a_layer_may_depend_on_its_arguments_and_its_parameters_only() -> None:
             require_no_hidden_input("1", result, [entered.grad_fn], [weight])
 
 
-def test_a_loss_with_parameters_of_its_own_is_right() -> None:
+def test_a_loss_with_fixed_weights_of_its_own_is_right() -> None:
     class Weighted(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weights = nn.Parameter(torch.linspace(0.5, 1.5, CLASSES, dtype=torch.float64))
+            weights = torch.linspace(0.5, 1.5, CLASSES, dtype=torch.float64)
+            self.weights = nn.Parameter(weights, requires_grad=False)
 
         def total(self, output: Tensor, targets: Tensor) -> Tensor:
             return functional.cross_entropy(output * self.weights, targets, reduction="sum")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -55,9 +56,9 @@ def test_nothing_is_made_up_where_rows_and_positions_are_alike_or_cannot_be_cut(
 def test_targets_of_the_first_step_are_seen_where_one_batch_was_given() -> None:
     original, kept = Runner.loss_batch, []
 
-    def loss_batch(self: Runner, inputs: Tensor, targets: Tensor) -> object:
+    def loss_batch(self: Runner, inputs: Tensor, targets: Tensor, *rows: Any, **how: Any) -> object:
         kept.append(targets)
-        return original(self, inputs, kept[0])
+        return original(self, inputs, kept[0], *rows, **how)
 
     with patch.object(Runner, "loss_batch", loss_batch):
         report = plait.verify(mlp(), Plan(microbatches=2), *rows_and_classes(), ranks_as="threads")
