@@ -14,8 +14,6 @@ from typing import ParamSpec, TypeVar
 
 from torch.overrides import handle_torch_function, has_torch_function
 
-from plait.autograd.replaceable import REPLACEMENTS
-
 P = ParamSpec("P")
 R = TypeVar("R")
 _ASK_MODES = (None,)
@@ -76,10 +74,6 @@ def call_ends(call: MarkedCall) -> None:
 def _marked(function: Callable[P, R], mark: PositionMark) -> Callable[P, R]:
     @wraps(function)
     def marked(*args: P.args, **kwargs: P.kwargs) -> R:
-        replacements = REPLACEMENTS.get()  # here, and not by `replaceable`, for one call fewer
-        if replacements is not None and marked in replacements:
-            replaced: R = replacements[marked](*args, **kwargs)
-            return replaced
         if not has_torch_function(_ASK_MODES):
             return function(*args, **kwargs)
         call = MarkedCall(mark, function, args, kwargs)

@@ -1,7 +1,5 @@
 """Functions of plait that a verification's reference run replaces by their definitions.
 
-They are those decorated by `replaceable` and those of `plait.autograd.position_marks`.
-
 Layers call such functions by name, so that a run which is to compute something in another way, and not in
 another model, says which functions it replaces, for as long as its layers run.
 """
@@ -11,36 +9,48 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from functools import update_wrapper
+from typing import Any, Generic, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Replacements = Mapping[Callable[..., Any], Callable[..., Any]]
 """What is called in place of each function that `replaceable` returned."""
 
-REPLACEMENTS: ContextVar[Replacements | None] = ContextVar("plait_replacements", default=None)
+_REPLACEMENTS: ContextVar[Replacements | None] = ContextVar("plait_replacements", default=None)
 
 
-def replaceable(function: Callable[P, R]) -> Callable[P, R]:
-    """Return `function`, which within `replacing` may be another."""
+class Replaceable(Generic[P, R]):
+    """A function in place of which `replacing` may have another called."""
 
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        replacements = REPLACEMENTS.get()
-        if replacements is None or call not in replacements:
-            return function(*args, **kwargs)
-        result: R = replacements[call](*args, **kwargs)
+    def __init__(self, function: Callable[P, R]) -> None:
+        """`function` becomes `original`, which is never replaced."""
+        update_wrapper(self, function)
+        self.original = function
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the function, or what replaces it."""
+        replacements = _REPLACEMENTS.get()
+        if replacements is None or self not in replacements:
+            return self.original(*args, **kwargs)
+        result: R = replacements[self](*args, **kwargs)
         return result
 
-    return call
+    def __reduce__(self) -> str:
+        """Pickle by name, as a function is."""
+        return self.original.__qualname__
+
+
+def replaceable(function: Callable[P, R]) -> Replaceable[P, R]:
+    """Return `function` as one that within `replacing` may be another."""
+    return Replaceable(function)
 
 
 @contextmanager
 def replacing(replacements: Replacements) -> Iterator[None]:
     """Within the context, calls of the `replaceable` functions in `replacements` are calls of others."""
-    token = REPLACEMENTS.set(replacements)
+    token = _REPLACEMENTS.set(replacements)
     try:
         yield
     finally:
-        REPLACEMENTS.reset(token)
+        _REPLACEMENTS.reset(token)

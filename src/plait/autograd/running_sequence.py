@@ -192,6 +192,7 @@ def longest_document(tensor: Tensor) -> int:
     return sequence.longest if TRACE.get() is None else sequence.layout.length
 
 
+@replaceable
 @gives_positions
 def positions(tensor: Tensor) -> Tensor:
     """Return the positions of the tokens along dim 1 of `tensor`: int64 `[length]`, or `[rows, length]`.

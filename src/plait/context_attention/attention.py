@@ -71,8 +71,8 @@ def attention(
     `Plan.sequence_parallel` is "keep", keys and values, or outputs, are sent again in the backward. Raises
     ModelError for shapes that do not fit.
     """
-    keys = share_keys(key, value, causal, window, documents, query_heads=query.shape[1])
-    return attend(query, keys, scale=scale, softcap=softcap, dropout=dropout)
+    keys = share_keys.original(key, value, causal, window, documents, query_heads=query.shape[1])
+    return attend.original(query, keys, scale=scale, softcap=softcap, dropout=dropout)
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ class SharedKeys:
     """The number of heads that the query must have."""
 
 
+@replaceable
 @positions_may_mix(2, "key", "value")
 def share_keys(
     key: Tensor,
@@ -122,6 +123,7 @@ def share_keys(
     return SharedKeys(key, value, mask, sequence, exchange, query_heads)
 
 
+@replaceable
 @positions_may_mix(2, "query")
 def attend(
     query: Tensor,
