@@ -63,11 +63,11 @@ def _kept(number: int) -> Iterator[None]:
     """A rank runs each step on the inputs (0) or the targets (1) of its first."""
     original, kept = Runner.loss_batch, list[Any]()
 
-    def loss_batch(self: Runner, *batch: Any) -> Any:
+    def loss_batch(self: Runner, *batch: Any, **how: Any) -> Any:
         kept.append(batch[number])
         given = list(batch)
         given[number] = kept[0]
-        return original(self, *given)
+        return original(self, *given, **how)
 
     with patch.object(Runner, "loss_batch", loss_batch):
         yield

@@ -100,9 +100,9 @@ class _Held:
         return [*self.buffers.values(), *self.attributes]
 
 
-def _run(layer: NamedLayer, value: Value, length: int, sources: MemorySources) -> Value:
+def _run(layer: NamedLayer, value: Value, length: int, sources: MemorySources, random: int = INPUT) -> Value:
     """Return the output of the layer for clones of `value`, and follow its operations."""
-    with torch.device("meta"), torch.enable_grad(), FollowSources(sources):
+    with torch.device("meta"), torch.enable_grad(), FollowSources(sources, random):
         return layer.run(map_tensors(torch.clone, value), length)[0]
 
 
@@ -141,7 +141,7 @@ def _refuse_memory_of_inputs(layer: NamedLayer, value: Value, length: int, left:
     """Raise ModelError where the output of another run depends on what the first has left of its inputs."""
     again = MemorySources()
     again.add(left, INPUT)
-    output = _run(layer, map_tensors(torch.empty_like, value), length, again)
+    output = _run(layer, map_tensors(torch.empty_like, value), length, again, random=0)
     if any(again.of(tensor) & INPUT for tensor in tensors_of(output)):
         raise ModelError(
             f"{_described(layer)} keeps a tensor of one micro-batch and computes with it in the next: its "

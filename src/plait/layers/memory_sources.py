@@ -65,9 +65,10 @@ def _memory(tensor: Tensor) -> Any:
 class FollowSources(TorchDispatchMode):
     """Context that follows the sources of memory through operations."""
 
-    def __init__(self, sources: MemorySources) -> None:
+    def __init__(self, sources: MemorySources, random: int = INPUT) -> None:
+        """`random`: the sources of random numbers."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._sources = sources
+        self._sources, self._random = sources, random
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Run `func`; its results, and what it writes, have the sources of its arguments."""
@@ -75,7 +76,7 @@ class FollowSources(TorchDispatchMode):
         written = list(_written(func, args, kwargs))
         overwritten = [tensor for tensor, whole in written if whole]
         given = [one for one in tensors_of([args, kwargs]) if all(one is not other for other in overwritten)]
-        bits = INPUT if torch.Tag.nondeterministic_seeded in func.tags else 0
+        bits = self._random if torch.Tag.nondeterministic_seeded in func.tags else 0
         if func.overloadpacket.__name__ not in FROM_SHAPES:
             for tensor in given:
                 bits |= sources.of(tensor)

@@ -180,11 +180,20 @@ def norm_of_fixed_statistics(module: Any, x: Tensor) -> Tensor:
     return functional.batch_norm(x, module.mean, module.variance, training=False)
 
 
+def attended(module: Any, x: Tensor) -> Tensor:
+    """An operation that may draw random numbers is not what the layer records of its run."""
+    kept = functional.dropout(x, 0.1)
+    module.plain, module.largest = kept.detach(), len(x)
+    return kept
+
+
 def longest(module: Any, x: Tensor) -> None:
     module.longest = max(getattr(module, "longest", 0), len(x))
 
 
-@pytest.mark.parametrize("does", [recorded, extended, cached_for_a_shape, norm_of_fixed_statistics, longest])
+@pytest.mark.parametrize(
+    "does", [recorded, extended, cached_for_a_shape, norm_of_fixed_statistics, longest, attended]
+)
 def test_what_no_later_output_depends_on_is_allowed(does: Callable[[Any, Tensor], Any]) -> None:
     assert looked_at(does) == ()
 
