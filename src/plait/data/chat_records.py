@@ -83,7 +83,8 @@ def chat_record(record: Mapping[str, Any], read: Collection[str]) -> ChatRecord:
         others = _others(record, ("messages", "prompt", "completion"))
         _refuse_preferences(record)
     else:
-        raise DataError(f"has neither messages nor prompt and completion (it has: {', '.join(record)})")
+        filled = ", ".join(name for name, value in record.items() if value is not None)
+        raise DataError(f"has neither messages nor prompt and completion (it has: {filled or 'nothing'})")
     if not rest:
         raise DataError("has no messages")
     messages = [*before, *rest]
@@ -93,6 +94,11 @@ def chat_record(record: Mapping[str, Any], read: Collection[str]) -> ChatRecord:
     return ChatRecord(shown, learnt, len(before), variables, unread)
 
 
+def short_json(value: Any) -> str:
+    """Return the beginning of a value as JSON, for errors; of a column of a table it may be any object."""
+    return json.dumps(value, default=str)[:40]
+
+
 def unknown_roles(chat: ChatRecord) -> tuple[str, ...]:
     """Return the roles in a conversation that are neither the assistant's nor others that are usual."""
     roles = dict.fromkeys(str(message["role"]) for message in chat.messages)
@@ -100,9 +106,12 @@ def unknown_roles(chat: ChatRecord) -> tuple[str, ...]:
 
 
 def message_fields(chat: ChatRecord) -> Iterator[str]:
-    """Yield the names of the fields of messages, but role and content."""
+    """Yield the names of the fields of messages that hold something, but role and content."""
     yield from dict.fromkeys(
-        name for message in chat.messages for name in message if name not in ("role", "content")
+        name
+        for message in chat.messages
+        for name, value in message.items()
+        if name not in ("role", "content") and value not in ("", [], {})
     )
 
 
@@ -144,14 +153,14 @@ def _message(found: Message) -> Message:
     message = {name: value for name, value in found.items() if value is not None}
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
-        raise DataError(f'has a message whose role is {json.dumps(role)[:40]}: give text, such as "user"')
+        raise DataError(f'has a message whose role is {short_json(role)}: give text, such as "user"')
     if isinstance(content, list):
         return {**message, "content": [_part(one) for one in content]}
     if content is None and not message.keys() - {"role", "name", *_LEARNT}:
         raise DataError(f"has a message of the role {role!r} without content: remove it, or give the content")
     if content is not None and not isinstance(content, str):
         raise DataError(
-            f"has a message of the role {role!r} whose content is {json.dumps(content)[:40]}: give text, "
+            f"has a message of the role {role!r} whose content is {short_json(content)}: give text, "
             "or a list of parts"
         )
     return message
@@ -161,7 +170,7 @@ def _part(part: Any) -> Any:
     """Return a part of a message's content, without null fields. Raises DataError for one that is no text."""
     if isinstance(part, str):
         return part
-    kind = part.get("type", "text") if isinstance(part, Mapping) else json.dumps(part)[:40]
+    kind = part.get("type", "text") if isinstance(part, Mapping) else short_json(part)
     if kind in _TEXT_PARTS and isinstance(part.get("text"), str):
         return {name: value for name, value in part.items() if value is not None}
     raise DataError(
@@ -180,12 +189,12 @@ def _is_learnt(message: Message, in_completion: bool) -> bool:
         value = message.get(name, answers)
         if value not in (0, 1):
             raise DataError(
-                f"has a message with {name} = {json.dumps(value)[:40]}, and a message is learnt (1, true) or "
+                f"has a message with {name} = {short_json(value)}, and a message is learnt (1, true) or "
                 "not (0, false): give one of these"
             )
         if value and not answers and in_completion:
             raise DataError(
-                f"has a message of the role {message['role']!r} with {name} = {json.dumps(value)}, and only "
+                f"has a message of the role {message['role']!r} with {name} = {short_json(value)}, and only "
                 f"answers of the role {ANSWERS!r} are learnt: leave it out"
             )
         answers = answers and bool(value)

@@ -7,13 +7,13 @@ files, the size and the tokenizer alone.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+from plait.data.chat_records import short_json
 from plait.data.corpus import source_files
 from plait.data.json_records import json_kind, read_lines, read_list, read_record
 from plait.data.long_documents import Encode
@@ -186,7 +186,7 @@ def _texts_of_records(portion: SourceRange, column: str) -> Iterator[TextPart]:
             )
         if column in record and not isinstance(text, str):
             raise DataError(
-                f"{portion.path} has a record {place} whose {column!r} is {json.dumps(text)[:40]}, "
+                f"{portion.path} has a record {place} whose {column!r} is {short_json(text)}, "
                 "and no text: mend or remove it."
             )
         if not isinstance(text, str):

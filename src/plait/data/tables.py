@@ -102,8 +102,8 @@ def read_rows(
 def _rows(batch: Any, path: str, first: int) -> list[dict[str, Any]]:
     """Return a `pyarrow.RecordBatch` as dictionaries; `first`: the number of its first row."""
     try:
-        rows: list[dict[str, Any]] = batch.to_pylist()
-        return rows
+        rows: list[dict[str, Any]] = batch.to_pylist(maps_as_pydicts="strict")
+        return [{name: _filled(value) for name, value in row.items()} for row in rows]
     except UnicodeDecodeError:  # Arrow does not look at what a string holds
         for number in range(batch.num_rows):
             try:
@@ -114,6 +114,17 @@ def _rows(batch: Any, path: str, first: int) -> list[dict[str, Any]]:
                     "remove it."
                 ) from None
         raise
+
+
+def _filled(value: Any) -> Any:
+    """Return a value without the fields of its structures that are null.
+
+    All rows of a table have the same fields: those that a row was written without, such as the arguments of
+    other tools, are null in it.
+    """
+    if isinstance(value, dict):
+        return {name: _filled(one) for name, one in value.items() if one is not None}
+    return [_filled(one) for one in value] if isinstance(value, list) else value
 
 
 def column_names(path: str) -> list[str]:

@@ -74,7 +74,7 @@ def chat(*messages: dict[str, Any], **others: Any) -> dict[str, Any]:
 HONOURED: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "tools": (READS, chat(ASK, SAY, tools=TOOLS), json.dumps(TOOLS) + "<|user|>hi", "yo<end>"),
     "tools as JSON": (READS, chat(ASK, SAY, tools=json.dumps(TOOLS)), json.dumps(TOOLS), "yo<end>"),
-    "no tools": (JOINS, chat(ASK, SAY, tools=[]), "<|user|>hi<end>", "yo<end>"),
+    "no tools": (JOINS, chat({**ASK, "tool_calls": []}, SAY, tools=[]), "<|user|>hi<end>", "yo<end>"),
     "documents": (READS, chat(ASK, SAY, documents=[{"text": "doc"}]), "doc<|user|>", "yo<end>"),
     "system": (READS, chat(ASK, SAY, system="be good"), "be good<|user|>", "yo<end>"),
     "thinking": (READS, chat(ASK, SAY, enable_thinking=False), "/no<|user|>", "yo<end>"),

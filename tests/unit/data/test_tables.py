@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from in_process import in_one_process
 
-from plait.data.document_sources import divided, files_of, read_records
+from plait.data.document_sources import divided, files_of, read_records, read_texts
 from plait.data.preparation import prepare_corpus
 from plait.data.tables import dataset_files, is_dataset
 from plait.errors import DataError
@@ -101,3 +101,25 @@ def test_text_that_is_no_utf_8_is_named_by_its_row(tmp_path: Path, monkeypatch: 
         file.write_table(table)
     with pytest.raises(DataError, match=r"a\.arrow has text in row 1 that is no UTF-8"):
         prepare_corpus([str(tmp_path / "a.arrow")], tmp_path / "out", "bytes")
+
+
+def test_fields_that_a_structure_was_written_without_are_not_read(tmp_path: Path) -> None:
+    """All structures of a column have the same fields, which are null where others have them."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    calls = [{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {"y": ["a", None]}}]
+    kind = pyarrow.map_(pyarrow.string(), pyarrow.int64())
+    table = pyarrow.table({"calls": [calls], "limits": pyarrow.array([[("a", 1)]], kind), "none": [None]})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    (portion,) = divided(files_of(str(tmp_path / "a.parquet"))[0], 1 << 20)
+    assert [row for _, row in read_records(portion, None)] == [
+        {"calls": calls, "limits": {"a": 1}, "none": None}
+    ]
+
+
+def test_a_column_without_text_is_refused(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"text": [b"bytes"]}), tmp_path / "a.parquet")
+    (portion,) = divided(files_of(str(tmp_path / "a.parquet"))[0], 1 << 20)
+    with pytest.raises(DataError, match="a record in row 0 whose 'text' is \"b'bytes'\", and no text"):
+        list(read_texts(portion, "text"))
