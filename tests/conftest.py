@@ -50,9 +50,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption(
         "--gpu-tests-on",
-        metavar="cuda|cpu[:RANKS]",
+        metavar="cuda[:RANKS]|cpu[:RANKS]",
         default="cuda",
-        help="run tests marked gpu on GPUs (default), or on at most RANKS CPU ranks with Gloo",
+        help="run tests marked gpu on GPUs, each shared by at most RANKS, or on at most RANKS CPU ranks",
     )
 
 

@@ -224,9 +224,10 @@ PRIVATE_USES = {
         "_kernel",
         "_scaled_dot_product_flash_attention_for_cpu",
     ): "as a CPU runs it",
-    ("comm/rank_pool.py", "_stop_fork_server", "_forkserver"): "multiprocessing ends it, but too late",
-    ("comm/rank_pool.py", "_stop_fork_server", "_forkserver_pid"): "likewise",
-    ("comm/rank_pool.py", "_stop_fork_server", "_stop"): "likewise",
+    ("comm/fork_server.py", "_server_process", "_forkserver"): "no public way to ask whether there is one",
+    ("comm/fork_server.py", "_server_process", "_forkserver_pid"): "likewise",
+    ("comm/fork_server.py", "stop_fork_server", "_forkserver"): "multiprocessing ends it, but too late",
+    ("comm/fork_server.py", "stop_fork_server", "_stop"): "likewise",
     ("comm/world_membership.py", "_take_groups", "_world"): "no public way to list the process groups",
     (
         "comm/failure_log.py",

@@ -7,6 +7,7 @@ their work is done, so that waits return at once.
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import threading
 import time
@@ -83,19 +84,19 @@ def default_device() -> torch.device:
     return torch.device("cuda") if torch.cuda.is_available() else CPU
 
 
-def accelerator_of_rank(local_rank: int) -> torch.device:
+def accelerator_of_rank(local_rank: int, ranks_per_gpu: int = 1) -> torch.device:
     """Return the GPU of the rank with this number on its host.
 
-    The GPU of that number; where the launcher shows each rank a single one, that. Raises `MeshError` for more
-    ranks on a host than the GPUs that they see.
+    The GPU of that number, or if ranks share one, neighbours the same; where the launcher shows each rank a
+    single one, that. Raises `MeshError` for more ranks on a host than the GPUs that they see.
     """
-    count = visible_accelerators()
-    if count > 1 and local_rank >= count:
+    count, number = visible_accelerators(), local_rank // ranks_per_gpu
+    if count > 1 and number >= count:
         raise MeshError(
             f"local rank {local_rank} sees {count} GPUs: start as many ranks on a host as it has GPUs, "
             "or show each rank its own by CUDA_VISIBLE_DEVICES."
         )
-    return torch.device("cuda", local_rank if local_rank < count else 0)
+    return torch.device("cuda", number if number < count else 0)
 
 
 def make_current(device: torch.device) -> None:
@@ -235,6 +236,32 @@ def total_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory
 
 
+def limit_memory(device: torch.device, ranks: int, besides: int) -> None:
+    """Limit this process's tensors on a GPU to its part, where `ranks` processes share it.
+
+    `besides`: bytes that each process takes there besides tensors. More raises torch's out-of-memory error.
+    """
+    total = total_memory(device)
+    torch.cuda.set_per_process_memory_fraction(max(0.0, total / ranks - besides) / total, device)
+
+
+def nccl_version(library: str = "libnccl.so.2") -> tuple[int, ...]:
+    """Return the version of the NCCL that this process uses, or of `library`: (2, 30, 7); () without NCCL.
+
+    That is the library which was loaded with torch, or preloaded in its place; where NCCL is part of torch's
+    own library, the version that torch was built with.
+    """
+    if not dist.is_nccl_available():
+        return ()
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL(library).ncclGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):
+        built: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        return built
+    return number.value // 10_000, number.value // 100 % 100, number.value % 100
+
+
 def multiprocessors(device: torch.device) -> int:
     """Return the number of units of a GPU that compute tiles of a product side by side; 0 on a CPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if is_accelerator(device) else 0
@@ -243,7 +270,7 @@ def multiprocessors(device: torch.device) -> int:
 def accelerator_versions() -> dict[str, str]:
     """Return the versions of the GPU software: `driver`, `CUDA`, `NCCL`; only of what this machine has.
 
-    The driver's is what `nvidia-smi` prints, CUDA's and NCCL's are those that torch was built with.
+    The driver's is what `nvidia-smi` prints, CUDA's is the one that torch was built with.
     """
     found: dict[str, str] = {}
     ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -253,8 +280,7 @@ def accelerator_versions() -> dict[str, str]:
     if torch.version.cuda is not None:
         found["CUDA"] = torch.version.cuda
     if dist.is_nccl_available():
-        numbers = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-        found["NCCL"] = ".".join(map(str, numbers))
+        found["NCCL"] = ".".join(map(str, nccl_version()))
     return found
 
 

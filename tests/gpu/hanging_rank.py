@@ -1,4 +1,4 @@
-"""A program whose rank 1 stops in the middle of the second step: `hanging_rank.py DEVICE TIMEOUT`."""
+"""A program whose rank 1 stops in the middle of the second step: `… DEVICE TIMEOUT RANKS_PER_GPU`."""
 
 from __future__ import annotations
 
@@ -24,4 +24,4 @@ def body(timeout: float) -> None:
 
 
 if __name__ == "__main__":
-    plait.launch(body, float(sys.argv[2]), device=sys.argv[1])
+    plait.launch(body, float(sys.argv[2]), device=sys.argv[1], ranks_per_gpu=int(sys.argv[3]))

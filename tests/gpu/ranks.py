@@ -1,4 +1,4 @@
-"""The ranks of the tests marked `gpu`: a GPU each with NCCL, or CPUs with Gloo to try the tests."""
+"""The ranks of the tests marked `gpu`: GPUs with NCCL, each or shared, or CPUs with Gloo to try the tests."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ class GpuRanks:
     """A pool of ranks, asked as a `RankPool` is; a test that needs more of them than there are is skipped."""
 
     def __init__(self, asked: str) -> None:
-        """`asked`: the option `--gpu-tests-on`."""
+        """`asked`: the option `--gpu-tests-on`; of CUDA with the number of ranks that share a GPU."""
         self.device, _, count = asked.partition(":")
-        assert self.device in ("cuda", "cpu"), f"--gpu-tests-on is {asked!r}: give cuda, cpu or cpu:RANKS"
-        self.available = visible_accelerators() if self.device == "cuda" else int(count or MOST_RANKS)
-        self._pool = RankPool(MOST_RANKS, threads=1, timeout=SECONDS, device=self.device)
+        assert self.device in ("cuda", "cpu"), f"--gpu-tests-on is {asked!r}: give cuda, cpu or either:RANKS"
+        self.most_per_gpu = int(count or 1) if self.device == "cuda" else 1
+        on_gpus = visible_accelerators() * self.most_per_gpu
+        self.available = on_gpus if self.device == "cuda" else int(count or MOST_RANKS)
+        self._pool = RankPool(
+            MOST_RANKS, threads=1, timeout=SECONDS, device=self.device, ranks_per_gpu=self.most_per_gpu
+        )
 
     def require(self, ranks: int) -> None:
         """Skip the test if there are fewer."""

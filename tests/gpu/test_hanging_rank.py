@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from plait.comm.ranks_per_gpu import newer_nccl
+
 if TYPE_CHECKING:
     from gpu.ranks import GpuRanks
 
@@ -30,13 +32,15 @@ def test_it_is_named_and_the_other_ends(gpu_ranks: GpuRanks, tmp_path: Path) -> 
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     world |= {"TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "record-"), "OMP_NUM_THREADS": "1"}
     files = [tmp_path / f"said-{rank}" for rank in range(2)]
-    ranks = []
+    ranks, shared = [], str(gpu_ranks.most_per_gpu)
+    if gpu_ranks.most_per_gpu > 1 and (library := newer_nccl()):
+        world["LD_PRELOAD"] = library
     try:
         for rank, file in enumerate(files):
             with file.open("w") as said:
                 ranks.append(
                     subprocess.Popen(
-                        [sys.executable, str(PROGRAM), gpu_ranks.device, str(TIMEOUT)],
+                        [sys.executable, str(PROGRAM), gpu_ranks.device, str(TIMEOUT), shared],
                         env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                         stdout=said,
                         stderr=subprocess.STDOUT,

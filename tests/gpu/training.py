@@ -37,7 +37,7 @@ def trained_in_a_group_with_device_id(case: Case, plan: Plan, device: str, store
         init_method=f"file://{store}",
         rank=rank,
         world_size=size,
-        device_id=torch.device("cuda", rank) if device == "cuda" else None,
+        device_id=torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else None,
     )
     return trained(case, plan)
 

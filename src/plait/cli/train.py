@@ -71,6 +71,7 @@ def run(argv: Sequence[str]) -> int:
             timeout=config.run.timeout,
             device=config.run.device,
             ranks_as=config.run.ranks_as,
+            ranks_per_gpu=config.run.ranks_per_gpu,
         )
     if not reports[0].saved:
         return 1

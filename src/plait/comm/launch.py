@@ -14,6 +14,7 @@ from plait.arguments import require_choice, require_number, require_whole
 from plait.comm.orphan_watch import OrphanWatch
 from plait.comm.rank_pool import RankPool
 from plait.comm.rank_threads import run_threads
+from plait.comm.ranks_per_gpu import explained_sharing
 from plait.comm.result_exchange import all_gather_results
 from plait.comm.signal_handling import Watchdog
 from plait.comm.transport.interface import Ranks
@@ -34,6 +35,7 @@ def launch(
     timeout: float = 600.0,
     device: str = "auto",
     ranks_as: Literal["processes", "threads"] = "processes",
+    ranks_per_gpu: int = 1,
 ) -> list[Result]:
     """Call `function(*arguments)` in every rank, within a default process group, and return all results.
 
@@ -46,48 +48,60 @@ def launch(
     on stderr.
 
     Classes and functions of a script or notebook are pickled with the function: so workers of a `DataLoader`,
-    which local ranks start by fork on Linux unless `multiprocessing.set_start_method` sets another method,
-    may use them too.
+    which local ranks start by fork on Linux, may use them too.
 
     Args:
         function: called by every rank.
         arguments: passed to it.
-        ranks: their number; by default that of GPUs, or 1 without any; under a launcher the world's size.
+        ranks: their number; by default that of GPUs times `ranks_per_gpu`, or 1 without any; under a
+            launcher the world's size.
         threads: of torch, in each rank; by default this process's, divided; under a launcher unchanged.
-        timeout: seconds that a rank waits for its peers in the default group that this makes; a `Mesh` has
-            its own.
+        timeout: seconds that a rank waits for its peers in the default group; a `Mesh` has its own.
         device: `cpu`, `cuda`, or `auto`: CUDA where every rank on a host has a GPU of its own.
         ranks_as: `processes`, or `threads` of this process that run one at a time, for debugging: one
             debugger, prints in order of ranks, deadlocks reported at once; on the CPU, without a launcher.
+        ranks_per_gpu: the most ranks that share a GPU, to try a plan without as many; they are spread evenly,
+            neighbours on the same, and take turns: times mean nothing. Needs NCCL 2.30 or later.
 
     Returns:
         The results, rank 0 first.
 
     Raises:
-        MeshError: `ranks` is not the world's size, or the environment is incomplete.
+        MeshError: `ranks` is not the world's size, the environment is incomplete, or ranks cannot share GPUs.
         RankError: a local rank failed or died; names it and shows its traceback.
         PlaitError: raised by a rank; also where a result cannot be sent to the other ranks.
     """
-    _require_arguments(function, ranks, threads, timeout, device, ranks_as)
+    _require_arguments(function, ranks, threads, timeout, device, ranks_as, ranks_per_gpu)
     inside = current_ranks()
     if inside is not None:
         return _run_inside(inside, function, arguments, ranks, threads, timeout, device)
     world = find_world()
     if world is not None:
         _require_agreement(world, ranks, ranks_as)
-        return _run_joined(world, function, arguments, threads, timeout, device)
-    if ranks is None:
-        ranks = max(1, visible_accelerators()) if device != "cpu" and ranks_as == "processes" else 1
-    if threads is None:
-        threads = max(1, torch.get_num_threads() // max(1, ranks))
-    if ranks_as == "threads":
+        return _run_joined(world, function, arguments, threads, timeout, device, ranks_per_gpu)
+    in_processes = ranks_as == "processes"
+    ranks = ranks or _default_ranks(device if in_processes else "cpu", ranks_per_gpu)
+    threads = threads or max(1, torch.get_num_threads() // ranks)
+    if not in_processes:
         return run_threads(function, arguments, ranks, threads)
-    with RankPool(ranks, threads=threads, timeout=timeout, device=device) as pool:
+    pool = RankPool(ranks, threads=threads, timeout=timeout, device=device, ranks_per_gpu=ranks_per_gpu)
+    with pool:
         return pool.run(function, *arguments, timeout=math.inf)
 
 
+def _default_ranks(device: str, ranks_per_gpu: int) -> int:
+    """Return as many ranks as the visible GPUs take, or 1 without any."""
+    return max(1, 0 if device == "cpu" else visible_accelerators() * ranks_per_gpu)
+
+
 def _require_arguments(
-    function: object, ranks: object, threads: object, timeout: object, device: object, ranks_as: object
+    function: object,
+    ranks: object,
+    threads: object,
+    timeout: object,
+    device: object,
+    ranks_as: object,
+    ranks_per_gpu: object,
 ) -> None:
     """Raise MeshError for an argument of `launch` of another type, or out of range."""
     if not callable(function):
@@ -101,6 +115,11 @@ def _require_arguments(
     require_choice("ranks_as", ranks_as, ("processes", "threads"), MeshError)
     if ranks_as == "threads" and device == "cuda":
         raise MeshError("ranks as threads run on the CPU: choose device cpu, or ranks as processes.")
+    require_whole("ranks_per_gpu", ranks_per_gpu, MeshError)
+    if ranks_per_gpu != 1 and (ranks_as == "threads" or device == "cpu"):
+        raise MeshError(
+            f"ranks_per_gpu is {ranks_per_gpu}, and the ranks were asked to run on the CPU: leave it out."
+        )
 
 
 def _require_agreement(world: World, ranks: int | None, ranks_as: str) -> None:
@@ -161,12 +180,13 @@ def _run_joined(
     threads: int | None,
     timeout: float,
     device: str,
+    ranks_per_gpu: int,
 ) -> list[Result]:
     if threads is not None:
         torch.set_num_threads(threads)
-    with Watchdog(f"rank {world.rank}"), OrphanWatch(world):
+    with Watchdog(f"rank {world.rank}"), OrphanWatch(world), explained_sharing():
         try:
-            join_world(world, timeout, device)
+            join_world(world, timeout, device, ranks_per_gpu)
             joined = joined_processes()
             assert joined is not None
             results = _results(joined, function, arguments, timeout)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from plait.comm.failure_log import FailureTrace
 from plait.comm.group import Group
+from plait.comm.ranks_per_gpu import hang_hint
 from plait.errors import CommunicationError
 
 _PATIENCE = 0.5
@@ -72,7 +73,8 @@ def _reason(cause: Exception, timeout: float, suspects: tuple[int, ...], trace: 
         return f"connection closed by peer{between}{first}."
     if _is_timeout(cause):
         whom = "that rank is" if culprit in ("", "it") else f"{culprit} is"
-        return f"no answer within {timeout:g} s{between}; see what {whom} doing, or give the mesh more time."
+        first = f"no answer within {timeout:g} s{between}; see what {whom} doing, or give the mesh more time."
+        return first + hang_hint()
     text = str(cause).strip()
     first_line = text.splitlines()[0] if text else type(cause).__name__
     return re.sub(r"^\[[^\]]*\]\s*", "", first_line)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
+from plait.comm.ranks_per_gpu import ranks_per_gpu
 from plait.comm.transport.interface import Ranks
 from plait.comm.world import find_world
 from plait.device import CPU, accelerator_of_rank, current_accelerator, default_device, is_accelerator
@@ -27,7 +28,7 @@ def device_of_rank(device: str | torch.device | None, ranks: Ranks | None) -> to
         raise MeshError(f"the mesh's device is {device!r} ({reason}): give cpu, cuda or cuda:0.") from None
     if is_accelerator(chosen) and chosen.index is None:
         own = os.environ.get("LOCAL_RANK")  # set by torchrun; else `join_world` has set the current device
-        return current_accelerator() if own is None else accelerator_of_rank(int(own))
+        return current_accelerator() if own is None else accelerator_of_rank(int(own), ranks_per_gpu())
     return chosen
 
 

@@ -6,27 +6,25 @@ import atexit
 import contextlib
 import math
 import multiprocessing
-import multiprocessing.forkserver
-import multiprocessing.resource_tracker
 import os
 import pickle
 import select
-import signal
 import sys
 import tempfile
 import time
-import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any, TypeVar
 
+from plait.comm.fork_server import start_process
 from plait.comm.pickling import dumps_call
 from plait.comm.rank_failure import RankFailure, from_exit, root_cause
 from plait.comm.rank_process import END, STACK_SIGNAL, RankJob, RankResult, serve, stack_file
+from plait.comm.ranks_per_gpu import newer_nccl
 from plait.comm.world import World
 from plait.errors import MeshError, PlaitError, RankError
 
@@ -76,7 +74,15 @@ class RankPool:
     A failure in one rank ends all of them, and the next run starts new ones. Not thread-safe.
     """
 
-    def __init__(self, ranks: int, *, threads: int = 1, timeout: float = 600.0, device: str = "auto") -> None:
+    def __init__(
+        self,
+        ranks: int,
+        *,
+        threads: int = 1,
+        timeout: float = 600.0,
+        device: str = "auto",
+        ranks_per_gpu: int = 1,
+    ) -> None:
         """Make a pool, whose processes start at the first run.
 
         Args:
@@ -84,11 +90,13 @@ class RankPool:
             threads: of torch, in each rank.
             timeout: seconds that a rank waits for its peers; by default also the limit of a whole run.
             device: `cpu`, `cuda`, or `auto`: CUDA where every rank has a GPU of its own.
+            ranks_per_gpu: the most ranks that share a GPU.
         """
         self.ranks = ranks
         self.threads = threads
         self.timeout = timeout
         self.device = device
+        self.ranks_per_gpu = ranks_per_gpu
         self._children: list[_RankHandle] = []
         self._at_exit = partial(_close_at_exit, weakref.ref(self))
 
@@ -125,7 +133,8 @@ class RankPool:
             try:
                 if not self._children:
                     atexit.register(self._at_exit)
-                _grow(self._children, count, function.__module__)
+                library = newer_nccl() if self.ranks_per_gpu > 1 else None
+                _grow(self._children, count, function.__module__, library)
                 children = dict(enumerate(self._children[:count]))
                 for rank, child in children.items():
                     child.send(self._job(call, folder, rank, count))
@@ -163,6 +172,7 @@ class RankPool:
             threads=self.threads,
             timeout=self.timeout,
             device=self.device,
+            ranks_per_gpu=self.ranks_per_gpu,
         )
 
 
@@ -183,59 +193,11 @@ def _close_at_exit(reference: weakref.ref[RankPool]) -> None:
         pool.close()
 
 
-def _grow(children: list[_RankHandle], count: int, module: str) -> None:
-    """Start rank processes and append them to `children`, until there are `count` of them.
-
-    A fork server starts them, not this process, which may have threads. It imports what every rank needs
-    before it forks, and lasts as long as this process: further pools start at once.
-    """
-    context = multiprocessing.get_context("forkserver")
-    ours = [module] if module.startswith("plait.") else []
-    context.set_forkserver_preload(["plait.comm.preload", *ours])
+def _grow(children: list[_RankHandle], count: int, module: str, library: str | None) -> None:
+    """Start rank processes and append them to `children`, until there are `count` of them."""
     while len(children) < count:
-        here, there = context.Pipe()
-        process = context.Process(target=serve, args=(there,), name=f"plait-{len(children)}", daemon=True)
-        with _without_main(), _blocked_signal(signal.SIGTERM):
-            process.start()
-        there.close()
-        children.append(_RankHandle(process, here))
-
-
-@atexit.register  # before any pool is closed at exit, so called after
-def _stop_fork_server() -> None:
-    """Terminate the fork server, if any: it would outlive this process while it unloads torch.
-
-    Left as it is where the program has processes of its own, which multiprocessing waits for by the server.
-    """
-    server: Any = multiprocessing.forkserver._forkserver
-    if server._forkserver_pid is not None and not multiprocessing.active_children():
-        os.kill(server._forkserver_pid, signal.SIGKILL)
-        server._stop()
-
-
-@contextlib.contextmanager
-def _blocked_signal(number: int) -> Iterator[None]:
-    """Block signal `number` within the context, so that a fork server started there inherits the mask."""
-    multiprocessing.resource_tracker.ensure_running()  # starting it later would unblock SIGTERM
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [number])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextlib.contextmanager
-def _without_main() -> Iterator[None]:
-    """Hide the main module while a process starts, so that multiprocessing does not run it again.
-
-    No rank needs it, since functions of the main module are pickled by value.
-    """
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
+        process, connection = start_process(serve, f"plait-{len(children)}", module, library)
+        children.append(_RankHandle(process, connection))
 
 
 def _collect(children: Mapping[int, _RankHandle], folder: str, timeout: float) -> dict[int, RankResult]:

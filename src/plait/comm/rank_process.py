@@ -25,6 +25,7 @@ import torch
 from plait.comm.orphan_watch import end_orphan, end_process
 from plait.comm.pickling import dumps_result, loads_call
 from plait.comm.rank_failure import RankFailure, from_exception
+from plait.comm.ranks_per_gpu import explained_sharing
 from plait.comm.world import World
 from plait.comm.world_membership import join_world, leave_world
 from plait.device import finish_queued_work
@@ -53,6 +54,7 @@ class RankJob:
     threads: int
     timeout: float
     device: str
+    ranks_per_gpu: int = 1
 
 
 @dataclass(frozen=True)
@@ -135,11 +137,12 @@ def _run(job: RankJob) -> RankResult | RankFailure:
 
 def _call(job: RankJob) -> RankResult | RankFailure:
     _restore_parent_state(job)
-    join_world(job.world, job.timeout, job.device)
+    join_world(job.world, job.timeout, job.device, job.ranks_per_gpu)
     _mark(job, "joined")
     try:
         function, arguments = loads_call(job.call)
-        result = function(*arguments)
+        with explained_sharing():
+            result = function(*arguments)
     except BaseException as error:
         return from_exception(job.world.rank, error)
     payload = dumps_result(result, job.world.rank)

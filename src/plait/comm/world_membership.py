@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
+from plait.comm.ranks_per_gpu import ranks_that_share, share_gpu
 from plait.comm.rendezvous import meet
 from plait.comm.run_store import private_store
 from plait.comm.world import World
@@ -18,7 +19,7 @@ from plait.device import accelerator_of_rank, make_current, visible_accelerators
 from plait.errors import CommunicationError, MeshError
 
 
-def join_world(world: World, timeout: float = 600.0, device: str = "auto") -> None:
+def join_world(world: World, timeout: float = 600.0, device: str = "auto", ranks_per_gpu: int = 1) -> None:
     """Make torch's default process group: Gloo for CPU tensors and, if GPUs are used, NCCL for CUDA tensors.
 
     All ranks of the world must call it. With GPUs, this rank's becomes the current CUDA device.
@@ -28,15 +29,19 @@ def join_world(world: World, timeout: float = 600.0, device: str = "auto") -> No
         timeout: seconds that a rank waits for its peers, here and in every operation of the group.
         device: `cpu`, `cuda`, or `auto`: CUDA where this host has a GPU for every rank, or the launcher shows
             each rank a single one by `CUDA_VISIBLE_DEVICES`.
+        ranks_per_gpu: the most ranks that share a GPU.
 
     Raises:
-        MeshError: the device is not available.
+        MeshError: the device is not available, or cannot be shared.
         CommunicationError: the rendezvous failed.
     """
     backend = "gloo"
-    accelerator = _accelerator(world, device)
+    shared = 1 if ranks_per_gpu == 1 else ranks_that_share(ranks_per_gpu, world.local_size, _usable(device))
+    accelerator = _accelerator(world, device, shared=shared)
     if accelerator is not None:
         make_current(accelerator)
+        if ranks_per_gpu > 1:
+            share_gpu(accelerator, shared)
         backend = "cpu:gloo,cuda:nccl"
     file = world.init_method.removeprefix("file://")
     if file != world.init_method:
@@ -69,22 +74,30 @@ def _communicate_within_host() -> None:
 
 
 def _accelerator(
-    world: World, device: str, environment: Mapping[str, str] = os.environ
+    world: World, device: str, environment: Mapping[str, str] = os.environ, *, shared: int = 1
 ) -> torch.device | None:
-    """Return this rank's GPU, or None for the CPU. Raises `MeshError` for "cuda" without enough GPUs."""
+    """Return this rank's GPU, or None for the CPU; `shared`: the ranks that share each GPU.
+
+    Raises `MeshError` for "cuda" without enough GPUs.
+    """
     if device not in ("auto", "cpu", "cuda"):
         raise MeshError(f"the device is {device!r}: choose one of auto, cpu, cuda.")
-    count = 0 if device == "cpu" else visible_accelerators()
+    count = _usable(device)
     shown = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
     has_its_own = count == 1 and world.launcher != "plait" and len(shown) == 1 and shown != [""]
-    if count and (count >= world.local_size or has_its_own):
-        return accelerator_of_rank(world.local_rank)
+    if count and (count * shared >= world.local_size or has_its_own):
+        return accelerator_of_rank(world.local_rank, shared)
     if device != "cuda":
         return None
     raise MeshError(
         f"device cuda was asked for and {world.local_size} ranks on this host see {count} usable GPUs: "
-        "use as many ranks as GPUs, show each rank its own by CUDA_VISIBLE_DEVICES, or use device cpu."
+        "use as many ranks as GPUs, let ranks share them (ranks_per_gpu), show each rank its own by "
+        "CUDA_VISIBLE_DEVICES, or use device cpu."
     )
+
+
+def _usable(device: str) -> int:
+    return 0 if device == "cpu" else visible_accelerators()
 
 
 def leave_world(patience: float = 10.0) -> bool:

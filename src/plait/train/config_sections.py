@@ -342,6 +342,11 @@ class RunConfig(Section):
         default="processes",
         description="processes; or threads of one process that run in turns, to debug on the CPU",
     )
+    ranks_per_gpu: int = Field(
+        default=1,
+        ge=1,
+        description="the most ranks that share a GPU, to try plans of more ranks than GPUs (NCCL 2.30)",
+    )
     memory_limit: float | None = Field(
         default=None,
         gt=0,

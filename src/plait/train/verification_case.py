@@ -43,4 +43,5 @@ def verification_case(config: Config, *, mode: Mode, steps: int | None, isolate:
         device=run.device,
         timeout=run.timeout,
         ranks_as=run.ranks_as,
+        ranks_per_gpu=run.ranks_per_gpu,
     )

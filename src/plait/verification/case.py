@@ -39,6 +39,7 @@ class Case:
     device: str = "auto"
     timeout: float = 600.0
     ranks_as: Literal["processes", "threads"] = "processes"
+    ranks_per_gpu: int = 1
     change: ValueChange = unchanged
     """Applied to each initial value before the first step."""
 

@@ -51,6 +51,7 @@ def verify(
     threads: int | None = None,
     timeout: float = 600.0,
     ranks_as: Literal["processes", "threads"] = "processes",
+    ranks_per_gpu: int = 1,
     reference: Callable[[Any], Any] | None = None,
 ) -> VerificationReport | IndependentReport:
     """Compare `model`, parallelized by `plan`, with one device, and report the first difference, if any.
@@ -76,10 +77,8 @@ def verify(
         clip: the maximum gradient norm; None: a third of the first step's, so that clipping is exercised.
         isolate: replace each value that differs by the reference's, so that one mistake makes one difference.
         seed: seed of parameters that the model leaves uninitialised.
-        device: `cpu`, `cuda`, or `auto`: CUDA where every rank has a GPU of its own.
-        threads: torch threads in each rank.
+        device, threads, ranks_as, ranks_per_gpu: as in `plait.launch`.
         timeout: seconds that a rank waits for another.
-        ranks_as: `processes`, or `threads` of this process, as in `plait.launch`.
         reference: an independent model, any callable from `inputs`, in place of plait's layers on one rank.
     """
     _require_types(model, plan, timeout)
@@ -89,7 +88,8 @@ def verify(
     options = VerifyOptions(
         mode=mode, steps=steps, clip=clip, optimizer=optimizer, isolate=isolate, seed=seed, resumes=alone
     )
-    case = _case(model, loss, inputs, targets, plan, options, rules, device, timeout, ranks_as)
+    where = (device, timeout, ranks_as, ranks_per_gpu)
+    case = _case(model, loss, inputs, targets, plan, options, rules, *where)
     if reference is None:
         return verify_case(case, plan, threads=threads)
     return verify_against(case, plan, IndependentReference(partial(_itself, reference)), threads=threads)
@@ -203,4 +203,5 @@ def _launch(function: Callable[[], Result], case: Case, ranks: int, threads: int
         timeout=case.timeout,
         device=case.device,
         ranks_as=case.ranks_as,
+        ranks_per_gpu=case.ranks_per_gpu,
     )

@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plait.comm.rank_pool import RankPool, _stop_fork_server
+from plait.comm.fork_server import stop_fork_server
+from plait.comm.rank_pool import RankPool
 from plait.errors import CommunicationError, PlaitError, PlanError, RankError
 
 
@@ -292,7 +293,7 @@ def test_the_fork_server_stays_while_a_process_of_the_program_runs(pool):
     server = multiprocessing.forkserver._forkserver._forkserver_pid
     own = multiprocessing.get_context("forkserver").Process(target=signal.pause)
     own.start()
-    _stop_fork_server()
+    stop_fork_server()
     own.kill()
     own.join()
     assert own.exitcode == -signal.SIGKILL

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 import pytest
 
-from plait.comm.rank_pool import _without_main
+from plait.comm.fork_server import _without_main
 from plait.comm.signal_handling import SAME_SIGNAL_SECONDS, GracefulStop, Watchdog
 
 BLOCKED = """

@@ -7,6 +7,7 @@ each choice).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cached_property
@@ -19,6 +20,7 @@ from torch import Tensor
 from plait.comm.contiguous_buffers import as_bytes, dense
 from plait.comm.transport.interface import Pending, PieceSizes
 from plait.comm.transport.reduction import Op, divide_mean, fold
+from plait.device import current_accelerator
 
 EXCHANGE_LIMIT = 2**20
 """Bytes that a rank sends in an exchange, up to which it is preferred to Gloo's ring all-reduce."""
@@ -31,6 +33,11 @@ Algorithm = Literal["in place", "whole", "pieces", "exchange", "backend"]
 """The algorithm of a collective: in shared memory, in place; staged in shared memory, where each rank reduces
 all of it, or one piece for all ranks; an all-to-all exchange that each rank reduces; the backend's own."""
 
+_WARNS_OF_ORDER = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
+"""Whether torch warns that a group's messages, each by itself, are sent in the order of their calls.
+
+So they are meant to be: a group of two ranks sends in one direction.
+"""
 _Single = Callable[..., "dist.Work | None"]
 
 
@@ -209,12 +216,18 @@ def new_process_group(
     Only `ranks` take part, in this order of indices (with `splits_communicators` all ranks of the world). In
     place of `dist.new_group`, which gives a group of its members the name of an earlier one that is
     destroyed, whose addresses are still in the store. `timeout`: seconds. `max_ctas`: the most thread blocks
-    of a kernel of NCCL; None: as many as NCCL chooses.
+    of a kernel of NCCL, for a group that only sends and receives; None: as many as NCCL chooses.
     """
     c10d, rank = dist.distributed_c10d, dist.get_rank()
     world = c10d._get_default_group()
     backend, store = c10d._world.pg_map[world]
     index: Any = ranks.index(rank) if rank in ranks else None
+    options = _nccl_options(max_ctas, timedelta(seconds=timeout))
+    device = world.bound_device_id
+    if options is not None:
+        # Connected now, messages use the group's communicator; else each sender would make one of its own.
+        device = device or current_accelerator()
+        os.environ.setdefault(_WARNS_OF_ORDER, "false")
     made, _ = c10d._new_process_group_helper(
         len(ranks),
         index,
@@ -223,8 +236,8 @@ def new_process_group(
         store,
         cast(Any, name),
         timeout=timedelta(seconds=timeout),
-        backend_options=_nccl_options(max_ctas, timedelta(seconds=timeout)),
-        device_id=world.bound_device_id,
+        backend_options=options,
+        device_id=device,
         group_desc=description,
     )
     if index is None:
