@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from plait.version import VERSION
+
 if TYPE_CHECKING:
     from plait import models
     from plait.autograd.dropout import Dropout
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from plait.tensor.losses import cross_entropy
     from plait.verification.verify import verify
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _HOME = {
     "Costs": "plait.schedules.simulation.costs",

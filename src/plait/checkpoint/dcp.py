@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from plait.checkpoint.renaming import inverse, renamed_manifest
 from plait.checkpoint.tensor_file import DTYPES, BoxToWrite
 from plait.errors import CheckpointError
 from plait.layout.boxes import is_tiling
+from plait.version import VERSION
 
 
 def export_dcp(source: Path, target: Path, names: Mapping[str, str] | None = None) -> None:
@@ -74,7 +74,7 @@ def import_dcp(source: Path, target: Path, names: Mapping[str, str] | None = Non
         files=(),
         optimizer=optimizer_of(reader, keys, own.get("class", "")),
         **{name: own.get(name, {}) for name in OWN_PARTS},
-        versions={"plait": version("plait"), "torch": torch.__version__},
+        versions={"plait": VERSION, "torch": torch.__version__},
     )
     before = {name: name for name in manifest.tensors}  # the names in the source
     if names is not None:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from plait.comm.text_collectives import first_nonempty_text
 from plait.device import StreamEvent, copy_later, host_bytes, is_accelerator
 from plait.errors import CheckpointError
 from plait.layout.boxes import piece_boxes
+from plait.version import VERSION
 
 LocalBox = tuple[BoxToWrite, Tensor]
 """A box of a global tensor, to be written without staging, and its view in this rank's memory."""
@@ -150,7 +150,7 @@ def _manifest_head(engine: Checkpointable, state: Mapping[str, Any]) -> Manifest
         state=state,
         aliases=engine.shard_plan.aliases,
         plan=asdict(engine.shard_plan.plan),
-        versions={"plait": version("plait"), "torch": torch.__version__, "python": platform.python_version()},
+        versions={"plait": VERSION, "torch": torch.__version__, "python": platform.python_version()},
     )
 
 

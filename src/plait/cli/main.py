@@ -11,13 +11,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib import import_module, metadata
+from importlib import import_module
 from io import TextIOWrapper
 
 from plait.cli.arguments import two_columns
 from plait.cli.help import asks_for_help, help_text
 from plait.cli.ranks_and_signals import end_rank
 from plait.errors import CommunicationError, PlaitError, RankError
+from plait.version import VERSION
 
 _NO_MEMORY = re.compile(
     r"can't allocate memory|not enough memory|out of memory|Unable to allocate|^MemoryError", re.MULTILINE
@@ -106,7 +107,7 @@ def _dispatch(arguments: list[str]) -> int:
         return 0 if arguments else 2
     name, *rest = arguments
     if name == "--version":
-        print(f"plait {metadata.version('plait')}")
+        print(f"plait {VERSION}")
         return 0
     for command in COMMANDS:
         if command.name == name:

@@ -10,13 +10,13 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from plait.device import accelerator_versions, name_of, total_memory, visible_accelerators
+from plait.version import version_of
 
 SHARED_MEMORY = Path("/dev/shm")
 _ENOUGH_SHARED = 1_000_000_000
@@ -51,18 +51,11 @@ def check_host() -> Iterator[HostFinding]:
 
 def _versions() -> Iterator[HostFinding]:
     packages = ("plait", "torch", "numpy", "pydantic", "safetensors")
-    found = ", ".join(f"{name} {metadata.version(name)}" for name in packages)
+    found = ", ".join(f"{name} {version_of(name)}" for name in packages)
     yield HostFinding("versions", f"{found}, Python {platform.python_version()}")
-    present = [name for name in _EXTRAS if _version(name)]
-    extras = ", ".join(f"{name} {_version(name)}" for name in present) or "none"
+    present = [name for name in _EXTRAS if version_of(name)]
+    extras = ", ".join(f"{name} {version_of(name)}" for name in present) or "none"
     yield HostFinding("extras", extras)
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _backends() -> HostFinding:

@@ -11,8 +11,6 @@ import os
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from functools import cache
-from importlib import metadata
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +24,7 @@ from plait.layers.value_text import ValueTexts, attributes_of, digest_of
 from plait.plan import Plan
 from plait.rules import Rule, join
 from plait.schedules.schedule import Schedule
+from plait.version import VERSION
 
 _UNCOUNTED = frozenset(
     {
@@ -72,7 +71,7 @@ def fingerprint(
 def environment_lines() -> Iterator[str]:
     """Yield versions, torch's settings and environment variables that change what is computed."""
     yield f"Python = {'.'.join(platform.python_version_tuple()[:2])}"
-    yield f"plait = {_own_version()}"
+    yield f"plait = {VERSION}"
     yield f"torch = {torch.__version__.partition('+')[0]}"
     yield from settings_lines()
     for name in (*_VARIABLES, *_VARIABLES_OF_NCCL):
@@ -84,11 +83,6 @@ def settings_lines() -> Iterator[str]:
     """Yield torch's settings that change what is computed, such as the default dtype."""
     for name, value in computation_settings().items():
         yield f"{name} = {value}"
-
-
-@cache
-def _own_version() -> str:
-    return metadata.version("plait")
 
 
 def _lines_of_model(model: nn.Module, texts: ValueTexts) -> Iterator[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import metadata
 from math import prod
 from threading import current_thread, main_thread
 
@@ -29,6 +28,7 @@ from plait.report.description import (
     TensorPiece,
 )
 from plait.report.events import now
+from plait.version import version_of
 
 MOST_TENSORS = 12
 """Tensors of different shape or layout that are described, the largest first."""
@@ -93,7 +93,7 @@ def _sharding(plan: Plan) -> str:
 
 def _environment(mesh: Mesh) -> Iterator[tuple[str, str]]:
     for package in ("plait", "torch", "numpy", "safetensors"):
-        yield package, metadata.version(package)
+        yield package, version_of(package)
     yield "Python", platform.python_version()
     yield "system", platform.platform(terse=True)
     yield "processor", f"{platform.machine()}, {os.cpu_count()} cores"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -21,6 +20,7 @@ from plait.checkpoint.tensor_file import BoxToWrite, TensorFileReader
 from plait.errors import CheckpointError, ModelError, listed
 from plait.huggingface_files import NO_WEIGHTS, files_of_tensors
 from plait.layout.boxes import full_box
+from plait.version import VERSION
 
 
 def import_folder(
@@ -44,7 +44,7 @@ def import_folder(
     weights.require_compatible(pairs, tied=sizes.tied)
     items = list(_items(weights, pairs, dtype))
     tensors = {item.tensor: TensorEntry.of(item.box.sizes, item.dtype) for item in items}
-    head = Manifest(tensors, (), state={"sizes": asdict(sizes)}, versions={"plait": version("plait")})
+    head = Manifest(tensors, (), state={"sizes": asdict(sizes)}, versions={"plait": VERSION})
     write_checkpoint(target, head, items, max_bytes=max_bytes, disk=disk or Disk())
     return sizes
 
