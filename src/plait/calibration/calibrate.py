@@ -20,12 +20,14 @@ from plait.comm.transport.world_ranks import current_ranks
 from plait.comm.world import find_world
 from plait.device import is_accelerator, multiprocessors, name_of, total_memory, visible_accelerators
 from plait.errors import ConfigError
-from plait.prediction.hardware import Efficiency, Hardware, Link
+from plait.prediction.hardware import Efficiency, Hardware, Link, bundled_name, load_hardware
 from plait.prediction.operations import Product
 from plait.prediction.roofline import product_efficiency
 
 SECONDS = 0.4
 """Time spent on each figure."""
+NOT_MEASURED = "; links were not measured, {} are in the file"
+"""What is added to the text `fitted` where there was one rank."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ def calibrate(file: Path, ranks: int | None = None, *, seconds: float = SECONDS)
     """Measure this machine with all its ranks at once, write `file`, and return its content.
 
     `ranks`: of this host, by default one for each GPU, or each core; a launcher's ranks on all hosts.
-    `seconds`: for each of a dozen figures. Communication: all-reduces inside each host, and between hosts.
+    `seconds`: for each of a dozen figures. Communication: all-reduces inside each host, and between hosts;
+    with one rank the links of the bundled file for this device, and none where there is no such.
     Raises ConfigError where the file cannot be written.
     """
     alone = find_world() is None
@@ -59,7 +62,7 @@ def calibrate(file: Path, ranks: int | None = None, *, seconds: float = SECONDS)
     found = launch(_measure, seconds, ranks=count, threads=None if visible_accelerators() else 1)
     hardware = hardware_of(found)
     try:
-        file.write_text(hardware_text(hardware), encoding="utf-8")
+        file.write_text(hardware_text(hardware, links=knows_links(found)), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{file} cannot be written ({error.strerror}): give another file.") from None
     return hardware
@@ -87,9 +90,44 @@ def _measure(seconds: float) -> RankMeasurement:
     )
 
 
+def knows_links(found: Sequence[RankMeasurement]) -> bool:
+    """Return whether links were measured, or are those of a bundled file."""
+    return _measured_links(found) or _bundled(found[0]) is not None
+
+
+def _measured_links(found: Sequence[RankMeasurement]) -> bool:
+    return any(one.inside or one.across for one in found)
+
+
+def _bundled(one: RankMeasurement) -> Hardware | None:
+    """Return the bundled description of a rank's device, if there is one."""
+    name = bundled_name(one.device) if one.accelerated else "cpu-two-cores"
+    return None if name is None else load_hardware(name)
+
+
 def hardware_of(found: Sequence[RankMeasurement]) -> Hardware:
     """Return the description of the machine that ranks have measured: their medians, the smallest memory."""
+    made = _measured_hardware(found)
+    if _measured_links(found):
+        return made
+    known = _bundled(found[0])
+    if known is None:
+        return replace(made, fitted=made.fitted + NOT_MEASURED.format("none"))
+    part = known.efficiency
+    of_links = {name: getattr(part, name) for name in ("collective", "inside", "across", "all_to_all")}
+    return replace(
+        made,
+        inside=known.inside,
+        across=known.across,
+        oversubscription=known.oversubscription,
+        efficiency=replace(made.efficiency, **of_links),
+        fitted=made.fitted + NOT_MEASURED.format(f"those of {known.name}"),
+    )
+
+
+def _measured_hardware(found: Sequence[RankMeasurement]) -> Hardware:
     first = found[0]
+    ranks = "one rank" if len(found) == 1 else f"{len(found)} ranks"
     rates = [one.rates for one in found]
     best = "bf16" if first.accelerated else "fp32"
     inside = [one.inside for one in found if one.inside]
@@ -131,7 +169,7 @@ def hardware_of(found: Sequence[RankMeasurement]) -> Hardware:
         oversubscription=1.0,
         overlaps=first.accelerated,
         efficiency=efficiency,
-        fitted=f"{datetime.now(UTC):%Y-%m-%d}: measured by plait plan --calibrate on {len(found)} ranks",
+        fitted=f"{datetime.now(UTC):%Y-%m-%d}: measured by plait plan --calibrate on {ranks}",
     )
     side = rates[0].side
     shape = product_efficiency(Product(side, side, side), made)

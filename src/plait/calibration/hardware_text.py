@@ -5,8 +5,11 @@ from __future__ import annotations
 from plait.prediction.hardware import GB, GIB, MICRO, TERA, Hardware
 
 
-def hardware_text(hardware: Hardware) -> str:
-    """Return a measured `hardware` as the text of a TOML file, with a comment on what was not measured."""
+def hardware_text(hardware: Hardware, *, links: bool = True) -> str:
+    """Return a measured `hardware` as the text of a TOML file, with a comment on what was not measured.
+
+    `links`: whether their figures are known; else the file lacks them, and who reads it is told so.
+    """
     part = hardware.efficiency
     peaks = "\n".join(f"{name} = {rate / TERA:.6g}" for name, rate in hardware.peak.items())
     return f"""\
@@ -31,11 +34,7 @@ memory_gib = {hardware.host_memory / GIB:.6g}
 waiting_speedup = {hardware.waiting_speedup:.6g}
 
 [links]
-inside_gb = {hardware.inside.bandwidth / GB:.6g}
-inside_latency_us = {hardware.inside.latency / MICRO:.6g}
-# As inside, where all ranks were on one host: give the network's figures.
-across_gb = {hardware.across.bandwidth / GB:.6g}
-across_latency_us = {hardware.across.latency / MICRO:.6g}
+{_link_lines(hardware) if links else _NO_LINKS}
 oversubscription = {hardware.oversubscription:.6g}
 # Not measured: 1 on GPUs, 0 on a CPU, whose cores move the bytes.
 overlaps = {hardware.overlaps:d}
@@ -58,3 +57,17 @@ inside = {part.inside:.6g}
 across = {part.across:.6g}
 all_to_all = {part.all_to_all:.6g}
 """
+
+
+_NO_LINKS = """\
+# Not measured, with one rank, and not known for this device: give inside_gb, inside_latency_us, across_gb and
+# across_latency_us, as the bundled files have them."""
+
+
+def _link_lines(hardware: Hardware) -> str:
+    return f"""\
+inside_gb = {hardware.inside.bandwidth / GB:.6g}
+inside_latency_us = {hardware.inside.latency / MICRO:.6g}
+# As inside, where all ranks were on one host: give the network's figures.
+across_gb = {hardware.across.bandwidth / GB:.6g}
+across_latency_us = {hardware.across.latency / MICRO:.6g}"""

@@ -119,14 +119,22 @@ def _section(field: str) -> str:
 
 
 def calibration_text(found: Hardware) -> str:
-    """Return the figures of a measured machine, in two lines."""
+    """Return the figures of a measured machine, in two lines; it says if links were not measured."""
     rates = ", ".join(f"{name} {rate / 1e12:.3g}" for name, rate in found.peak.items())
-    part, link = found.efficiency, found.inside
+    part = found.efficiency
     return (
         f"{found.name}, {found.devices} on the host. Matrix products in TFLOP/s: {rates}; memory "
         f"{found.memory_bandwidth / 1e9:.3g} GB/s.\nAn operation takes {part.kernel * 1e6:.3g} µs at least. "
-        f"All-reduce: {link.latency * 1e6:.3g} µs a step, {link.bandwidth / 1e9:.3g} GB/s."
+        + _links_text(found)
     )
+
+
+def _links_text(found: Hardware) -> str:
+    _, _, without = found.fitted.partition("; links were not measured, ")
+    if without:
+        return f"Links were not measured, with one rank: {without}."
+    link = found.inside
+    return f"All-reduce: {link.latency * 1e6:.3g} µs a step, {link.bandwidth / 1e9:.3g} GB/s."
 
 
 def goodput_lines(goodput: Goodput | None, found: Prediction) -> list[str]:

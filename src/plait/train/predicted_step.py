@@ -62,11 +62,11 @@ def step_lines(folder: Path, predicted: Prediction) -> Iterator[str]:
     uses = [] if step is None else [dict(one) for _, one in StepTimeline(step).uses()]
     if not uses:
         return
-    whole = fmean(sum(one.values()) for one in uses)
     computing, other = (fmean(one[name] for one in uses) for name in ("computing", "other"))
+    waiting = fmean(sum(one[name] for name in one if name not in ("computing", "other")) for one in uses)
     parts = predicted.breakdown
     guessed = [sum(parts[name] for name in names) for names in (_COMPUTING, _WAITING)]
-    measured = [computing, whole - computing - other]
+    measured = [computing, waiting]
     texts = [
         f"{seconds_text(one)} ({seconds_text(guess)})" for one, guess in zip(measured, guessed, strict=True)
     ]

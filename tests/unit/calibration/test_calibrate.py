@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from plait.calibration.calibrate import RankMeasurement, calibrate, hardware_of
+from plait.calibration.calibrate import RankMeasurement, calibrate, hardware_of, knows_links
 from plait.calibration.device_rates import DeviceRates
 from plait.calibration.hardware_text import hardware_text
 from plait.calibration.link_rates import LinkRates
 from plait.calibration.model_steps import LARGE, MIDDLE, PLAN, SMALL, StepSeconds, predicted_seconds
 from plait.calibration.timer import Timer
+from plait.cli.plan_output import calibration_text
 from plait.errors import ConfigError
 from plait.prediction.hardware import load_hardware
 
@@ -79,6 +80,26 @@ def test_seconds_are_those_of_the_speed_at_which_the_timer_was_made(monkeypatch:
     seconds = iter([9.0, 2.0, 1.0, 3.0, 1.0, 8.0, 4.0])
     monkeypatch.setattr(Timer, "once", lambda _, run: next(seconds))
     assert Timer(torch.device("cpu"), 0.0, unit=10.0)(lambda: None, times=3) == 20.0
+
+
+@pytest.mark.parametrize(
+    ("device", "accelerated", "source"),
+    [("NVIDIA H200", True, "h200-sxm"), ("CPU", False, "cpu-two-cores"), ("GPU", True, None)],
+)
+def test_links_that_one_rank_cannot_measure_are_the_bundled_ones_or_none(
+    tmp_path: Path, device: str, accelerated: bool, source: str | None
+) -> None:
+    alone = [replace(GPU, device=device, accelerated=accelerated, inside=None, across=None)]
+    found, file = hardware_of(alone), tmp_path / "file.toml"
+    file.write_text(hardware_text(found, links=knows_links(alone)))
+    told = f"those of {source}" if source else "none"
+    assert f"Links were not measured, with one rank: {told} are in the file." in calibration_text(found)
+    if source is None:
+        with pytest.raises(ConfigError, match="inside_gb"):
+            load_hardware(file)
+    else:
+        assert load_hardware(file).inside == load_hardware(source).inside
+        assert load_hardware(file).efficiency.all_to_all == load_hardware(source).efficiency.all_to_all
 
 
 @pytest.mark.full
