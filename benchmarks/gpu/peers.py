@@ -21,6 +21,16 @@ def plain(work: Work, ranks: int, device: torch.device) -> Trainee:
     return _trainee(work, with_values(work, device, torch.bfloat16), device, lambda last: nullcontext())
 
 
+def compiled(work: Work, ranks: int, device: torch.device) -> Trainee:
+    """Return the step of one process with each block compiled, and the loss."""
+    assert ranks == 1
+    model = with_values(work, device, torch.bfloat16)
+    for block in model.get_submodule("blocks").children():
+        block.compile()
+    loss = torch.compile(_mean_loss)
+    return _trainee(work, model, device, lambda last: nullcontext(), loss)
+
+
 def ddp(work: Work, ranks: int, device: torch.device) -> Trainee:
     """Return the step of DDP, which sums gradients in the last micro-batch's backward."""
     model = with_values(work, device, torch.bfloat16)
@@ -63,13 +73,19 @@ PEERS: dict[str, Callable[[Work, int, torch.device], Trainee]] = {
 }
 
 
+def _mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
 def _trainee(
     work: Work,
     model: nn.Module,
     device: torch.device,
     around: Callable[[bool], AbstractContextManager[object]],
+    mean_loss: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Trainee:
     """Return the step of `model`; the context `around(last)` is entered for each micro-batch."""
+    mean_loss = mean_loss or _mean_loss
     ranks, rank = distributed.get_world_size(), distributed.get_rank()
     optimizer = optimizer_of(model.parameters())
 
@@ -79,8 +95,7 @@ def _trainee(
         for number in range(work.microbatches):
             rows = slice(number * work.rows, (number + 1) * work.rows)
             with around(number + 1 == work.microbatches):
-                logits = model(inputs[rows]).flatten(0, 1).float()
-                loss = functional.cross_entropy(logits, targets[rows].flatten()) / work.microbatches
+                loss = mean_loss(model(inputs[rows]), targets[rows]) / work.microbatches
                 loss.backward()
             total += loss.detach()
         if ranks > 1:
