@@ -164,9 +164,8 @@ def rows(
             yield f"| {size} | plait, {pair.name} | {type(error).__name__}: {reason} |"
             continue
         ratio = median(a / b for a, b in zip(theirs.seconds[1:], ours.seconds[1:], strict=True))
-        yield row(
-            size, f"plait, {pair.name}", ours, work, gpu, ratio, held, prediction(work, pair, gpu, hardware)
-        )
+        foreseen = prediction(work, pair, gpu, given.hardware)
+        yield row(size, f"plait, {pair.name}", ours, work, gpu, ratio, held, foreseen, given.kernels)
         first = first or [row(size, peer, theirs, work, gpu, 1.0, peak, ("", ""), given.kernels)]
         del ours
         _free(device)
