@@ -157,10 +157,13 @@ def environment_of(rank: int, ranks: int, port: int) -> dict[str, str]:
     return {**defaults, **os.environ, **{name: str(value) for name, value in given.items()}}
 
 
-def command_of(contestant: dict[str, Any], work: dict[str, Any], device: str, timeout: float) -> list[str]:
+def command_of(
+    contestant: dict[str, Any], work: dict[str, Any], device: str, timeout: float, ranks_per_gpu: int = 1
+) -> list[str]:
     """Return the command of a rank. Ranks wait for each other half as long as the controller for them."""
     given = [json.dumps(contestant), json.dumps(work), "--device", device, "--timeout", f"{timeout / 2:g}"]
-    return [sys.executable, str(RANK), *given]
+    shared = ["--ranks-per-gpu", str(ranks_per_gpu)] if ranks_per_gpu > 1 else []
+    return [sys.executable, str(RANK), *given, *shared]
 
 
 def last_line(text: str) -> str:

@@ -17,9 +17,9 @@ PYTEST = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovi
 """The ranks' own processes never turn warnings into errors; here, too, a warning of torch must not."""
 
 
-def rows(device: str, ranks: int, timeout: float) -> Iterator[Row]:
-    """Run each test on `ranks` GPUs, or CPU ranks, and yield its row."""
-    where = device if device == "cuda" else f"{device}:{ranks}"
+def rows(device: str, ranks: int, timeout: float, ranks_per_gpu: int = 1) -> Iterator[Row]:
+    """Run each test on `ranks` GPUs, each of `ranks_per_gpu`, or on CPU ranks, and yield its row."""
+    where = f"{device}:{ranks_per_gpu if device == 'cuda' else ranks}"
     options = ["-m", "gpu", "--gpu-tests-on", where]
     code, said = run([*PYTEST, *options, "--collect-only", "tests/gpu"], device, ranks, timeout)
     tests = [line for line in said.splitlines() if "::" in line]

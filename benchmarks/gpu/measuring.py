@@ -38,6 +38,7 @@ class Measuring:
     """Turns that do not count."""
     timeout: float
     """Seconds for each answer."""
+    ranks_per_gpu: int
     logs: Path
 
     def rows(self, one: Configuration, parts: set[str]) -> Iterator[Row]:
@@ -67,7 +68,8 @@ class Measuring:
 
     def _contestant(self, one: Configuration, what: dict[str, Any], side: str) -> Contestant:
         name = re.sub(r"\W+", "-", f"{one.ranks} {one.name} {side}")
-        command = command_of(what, dataclasses.asdict(self.work), self.device, self.timeout)
+        work = dataclasses.asdict(self.work)
+        command = command_of(what, work, self.device, self.timeout, self.ranks_per_gpu)
         return Contestant(command, one.ranks, self.timeout, self.logs / name)
 
     def _speed_row(self, one: Configuration, ours: Contestant, theirs: Contestant) -> Row:

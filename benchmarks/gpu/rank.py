@@ -89,6 +89,7 @@ def main() -> None:
     parser.add_argument("work", type=json.loads)
     parser.add_argument("--device", required=True)
     parser.add_argument("--timeout", type=float, required=True, help="seconds that a rank waits for another")
+    parser.add_argument("--ranks-per-gpu", type=int, default=1)
     parser.add_argument("--answers", type=int, required=True, help="file descriptor of the pipe")
     given = parser.parse_args()
     pipe = os.fdopen(given.answers, "w")
@@ -100,7 +101,8 @@ def main() -> None:
             print(json.dumps(answer), file=pipe, flush=True)
 
     try:
-        plait.launch(serve, device=given.device, timeout=given.timeout)
+        shared = given.ranks_per_gpu
+        plait.launch(serve, device=given.device, timeout=given.timeout, ranks_per_gpu=shared)
     except Exception as error:
         said = {"error": str(error).strip() or "no message", "kind": type(error).__name__}
         print(json.dumps(said), file=pipe, flush=True)

@@ -22,13 +22,15 @@ from work import WORKS, build, fitting
 from plait.device import default_device, name_of, total_memory, visible_accelerators
 
 PARTS = ("tests", "memory", "speed")
+SHARED_PARTS = ("tests", "memory")
+"""Where ranks share a GPU, and take turns."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the report after each row, and print it at the end; 1 where a row is no result."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     given = parsed(words)
-    ranks, output = ranks_of(given.gpus), Path(given.output)
+    ranks, output = ranks_of(given.gpus * given.ranks_per_gpu), Path(given.output)
     measuring = measuring_of(given, output.parent / "logs")
     lines = [*environment(given.device, ranks, words), f"- Work: {described(measuring)}"]
     start, rows, text = time.monotonic(), list[Row](), ""
@@ -47,9 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def all_rows(given: argparse.Namespace, ranks: int, measuring: Measuring) -> Iterator[Row]:
     """Yield the rows, one after the other."""
-    parts = set(given.part or PARTS)
+    parts = set(given.part or (PARTS if given.ranks_per_gpu == 1 else SHARED_PARTS))
     if "tests" in parts:
-        yield from marked_tests.rows(given.device, ranks, given.timeout)
+        shown = given.gpus if given.ranks_per_gpu > 1 else ranks
+        yield from marked_tests.rows(given.device, shown, given.timeout, given.ranks_per_gpu)
     chosen = [one for one in configurations(ranks) if not given.only or one.name in given.only]
     yield from chain.from_iterable(measuring.rows(one, parts) for one in chosen)
 
@@ -67,6 +70,7 @@ def measuring_of(given: argparse.Namespace, logs: Path) -> Measuring:
         steps=given.steps or few or 3,
         warm=few or 2,
         timeout=given.timeout,
+        ranks_per_gpu=given.ranks_per_gpu,
         logs=logs,
     )
 
@@ -88,6 +92,9 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the options; the number of GPUs is by default that of the visible ones."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpus", type=int, help="use this many, 1 to 8 (default: all that are visible)")
+    parser.add_argument(
+        "--ranks-per-gpu", type=int, default=1, help="more ranks than GPUs: no speed is measured"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try this script")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and few steps")
     parser.add_argument("--model", choices=WORKS, help="default: what fits the GPU twice")
@@ -103,7 +110,13 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     given.gpus = given.gpus or (visible_accelerators() if given.device == "cuda" else 2)
     if given.gpus < 1 or (given.device == "cuda" and given.gpus > visible_accelerators()):
         parser.error(f"--gpus is {given.gpus}: give at least 1, and no more than are visible")
-    names = [one.name for one in configurations(ranks_of(given.gpus))]
+    if given.ranks_per_gpu < 1 or (given.ranks_per_gpu > 1 and given.device == "cpu"):
+        parser.error(f"--ranks-per-gpu is {given.ranks_per_gpu}: give at least 1, and only with GPUs")
+    if given.ranks_per_gpu > 1 and "speed" in (given.part or ()):
+        parser.error(
+            "ranks that share a GPU take turns, so their speed means nothing: leave --part speed out"
+        )
+    names = [one.name for one in configurations(ranks_of(given.gpus * given.ranks_per_gpu))]
     unknown = [name for name in given.only or () if name not in names]
     if unknown:
         parser.error(f"--only is {unknown[0]!r}: give one of {'; '.join(names)}")

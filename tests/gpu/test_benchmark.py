@@ -57,7 +57,7 @@ def test_contestants_answer_and_make_rows(rank_pool: Any, tmp_path: Path) -> Non
     assert memory.ratio == pytest.approx(1, abs=0.01)
     assert memory.notes.startswith("DDP takes ")
     work = small_work()
-    settings = measuring.Measuring(work, "cpu", "H100", 1, 2, 0, 30.0, tmp_path)
+    settings = measuring.Measuring(work, "cpu", "H100", 1, 2, 0, 30.0, 1, tmp_path)
     seconds = [[max(rank["seconds"] for rank in taken)] for taken in (ours_taken, theirs_taken)]
     losses = [(ours_taken[0]["loss"], theirs_taken[1]["loss"])]
     assert losses[0][0] == pytest.approx(losses[0][1], rel=1e-4)
@@ -188,7 +188,7 @@ def test_the_report_is_printed_and_written(
     assert "- Versions: driver 550.54, NCCL 2.21.5, torch " in text
     assert "GPT-2 of 1,347.0 M parameters" in text
     assert text.endswith("| tests | one |  | passed |  |  |  |\n| tests | other |  | no answer |  |  |  |\n")
-    assert asked[0] == ("cuda", 2, 7.0)
+    assert asked[0] == ("cuda", 2, 7.0, 1)
     assert asked[1:] == [1, 1, 1, *[2] * 8]
 
 
