@@ -25,7 +25,7 @@ from work import WORKS, Trainee, Work, build, shares
 from woven import plan_of, predicted, woven
 
 import plait
-from plait.device import CPU, current_accelerator, is_accelerator, name_of, synchronize
+from plait.device import CPU, allocated, current_accelerator, is_accelerator, name_of, synchronize
 from plait.loop.meter import flops_per_token, peak_flops
 
 SIZES = {
@@ -146,13 +146,13 @@ def rows(
 ) -> Iterator[str]:
     """Yield a row for each plan, then one for the peer, as it was beside the first of them."""
     work = SIZES[size]
-    before = _allocated(device)
+    before = allocated(device)
     theirs = ready(MAKERS[peer](work, 1, device), work, device)
     peak = theirs.peak() - before
     first: list[str] = []
     for pair in pairs:
         theirs.seconds, theirs.host = [], []
-        before = _allocated(device)
+        before = allocated(device)
         try:
             ours = ready(woven(work, 1, pair.plan, device, 120.0)[0], work, device)
             held = ours.peak() - before
@@ -237,10 +237,6 @@ def prediction(work: Work, pair: Pair, gpu: str, hardware: str | None) -> tuple[
         found = plait.predict(build(work), plan, machine, rows=work.rows * work.microbatches)
         times.append(f"{found.step_seconds * 1e3:.1f}")
     return f"{memory / 1e9:.3f}", ", ".join(times)
-
-
-def _allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if is_accelerator(device) else 0
 
 
 def _free(device: torch.device) -> None:

@@ -217,8 +217,28 @@ def host_bytes(size: int, *, pinned: bool) -> Tensor:
 
 
 def peak_allocated(device: torch.device) -> int:
-    """Return the most bytes of tensors allocated on a GPU so far, or since `reset_peak_allocated`."""
-    return torch.cuda.max_memory_allocated(device)
+    """Return the most bytes of tensors allocated on a GPU so far, or since `reset_peak_allocated`.
+
+    That is what torch's allocator has given out, less what cuBLAS keeps of it for its products.
+    """
+    return max(0, torch.cuda.max_memory_allocated(device) - library_workspace(device))
+
+
+def allocated(device: torch.device) -> int:
+    """Return the bytes of tensors allocated on a GPU now, as `peak_allocated` counts them; 0 on a CPU."""
+    if not is_accelerator(device):
+        return 0
+    return max(0, torch.cuda.memory_allocated(device) - library_workspace(device))
+
+
+def library_workspace(device: torch.device) -> int:
+    """Return the bytes that cuBLAS and cuBLASLt keep allocated on a GPU after the first products.
+
+    As torch chooses them: 32 MiB from compute capability 9 on, else about 8, for products in the thread that
+    runs the backward, and 1 MiB for those with a bias (measured on an H100; see benchmarks/gpu).
+    """
+    newer = torch.cuda.get_device_capability(device)[0] >= 9
+    return (32 * 2**20 if newer else 4096 * 2**11 + 16 * 2**13) + 2**20
 
 
 def reset_peak_allocated(device: torch.device) -> None:

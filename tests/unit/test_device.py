@@ -230,3 +230,14 @@ def test_a_mesh_makes_its_device_the_current_one(monkeypatch: pytest.MonkeyPatch
     assert GridMesh(rows=1, device="cuda:2").device == torch.device("cuda", 2)
     GridMesh(rows=1, device="cpu")
     assert made == [torch.device("cuda", 2)]
+
+
+@pytest.mark.parametrize(("capability", "kept"), [((9, 0), 33 * 2**20), ((8, 0), 8 * 2**20 + 2**17 + 2**20)])
+def test_what_libraries_keep_counts_as_no_tensor(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kept: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: capability)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda where: kept + 5)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda where: 7)
+    assert device.peak_allocated(CUDA) == 5
+    assert (device.allocated(CUDA), device.allocated(CPU)) == (0, 0)
