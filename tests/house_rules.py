@@ -183,7 +183,15 @@ PRIVATE_USES = {
         "versions_of",
         "_version",
     ): "whether a result was written to: no public way",
-    ("autograd/regather.py", "_version", "_version"): "whether a layer wrote to what entered: likewise",
+    (
+        "autograd/many_tensors.py",
+        "add_each",
+        "_foreach_add_",
+    ): "adds many tensors at once: no public way but an optimizer's",
+    ("autograd/many_tensors.py", "zero_each", "_foreach_zero_"): "likewise",
+    ("autograd/many_tensors.py", "multiply_each", "_foreach_mul_"): "likewise",
+    ("autograd/regather.py", "version_of", "_version"): "whether a layer wrote to what entered: likewise",
+    ("autograd/joined_linears.py", "output", "_version"): "likewise",
     (
         "layers/shape_inference.py",
         "_run",

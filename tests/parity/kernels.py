@@ -10,6 +10,9 @@ from typing import Any, Self
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+WITHOUT_KERNEL = ("empty", "new_empty", "_unsafe_view", "unsafe_split", "promote_types")
+"""Beginnings of the names of operations that only take memory, or give a part or a dtype."""
+
 
 class Kernels(TorchDispatchMode):
     """Counts operations by name, but for those that only take memory, or give a view or a dtype."""
@@ -26,7 +29,7 @@ class Kernels(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = func.overloadpacket.__name__
-        if not (func.is_view or name.startswith(("empty", "new_empty", "_unsafe_view", "promote_types"))):
+        if not (func.is_view or name.startswith(WITHOUT_KERNEL)):
             self.names[name] += 1
         return func(*args, **(kwargs or {}))
 

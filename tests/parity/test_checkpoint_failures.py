@@ -21,7 +21,7 @@ from plait.plan import Plan
 PLAN = Plan(dp=2, strategy="full", microbatches=2)
 PATIENT = 2.5
 """Seconds of the mesh's timeout; rank 0 waits half of it for a rank whose disk has no room for its error."""
-FULL_DISKS = [(1, 0, True), (0, 1, True), (0, 20, False)]
+FULL_DISKS = [(1, 0, True), (0, 1, True), (0, 16, False)]
 """Which rank, room for how many writes, staged or not: every value. The full run has all."""
 
 
@@ -39,7 +39,7 @@ def save_twice(path: str, full: int, room: int, staged: bool) -> str:
 
 
 @pytest.mark.parametrize(
-    ("full", "room", "staged"), in_quick(product((0, 1), (0, 1, 20), (False, True)), *FULL_DISKS)
+    ("full", "room", "staged"), in_quick(product((0, 1), (0, 1, 16), (False, True)), *FULL_DISKS)
 )
 def test_all_hear_of_a_full_disk(
     rank_pool: RankPool, tmp_path: Path, full: int, room: int, staged: bool

@@ -159,15 +159,12 @@ def scattered_before_the_last_microbatch() -> Any:
 @contextmanager
 def pieces_of_the_step_before_stay() -> Iterator[None]:
     """What is collected is added to what the optimizer has seen already."""
-    original = FlatBuffer.attach_gradients
+    original = FlatBuffer.gradients_to_zero
 
-    def attach_gradients(self: FlatBuffer) -> Tensor | None:
-        before = self.piece_gradient.clone()
-        carried = original(self)
-        self.piece_gradient.copy_(before)
-        return carried
+    def gradients_to_zero(self: FlatBuffer) -> list[Tensor]:
+        return [one for one in original(self) if one is not self.piece_gradient]
 
-    with patch.object(FlatBuffer, "attach_gradients", attach_gradients):
+    with patch.object(FlatBuffer, "gradients_to_zero", gradients_to_zero):
         yield
 
 

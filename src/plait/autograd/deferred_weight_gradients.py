@@ -35,16 +35,16 @@ def defer_weight_gradients(layer: nn.Module, queue: WeightGradientQueue) -> None
     for module in layer.modules():
         if isinstance(module, SplitBackward) and "forward" not in vars(module):
             require_static(module)
-            _bind(module, partial(_run_split, module, module.forward, queue))
+            bind_forward(module, partial(_run_split, module, module.forward, queue))
             continue
         if "weight" not in dict(module.named_parameters(recurse=False)) or "forward" in vars(module):
             continue  # some parametrisations replace the weight by a computed tensor
         if type(module) is nn.Linear:
-            _bind(module, partial(_run_linear, module, queue, False))
+            bind_forward(module, partial(_run_linear, module, queue, False))
         elif type(module) is nn.Embedding and _is_plain(module):
-            _bind(module, partial(_run_embedding, module, queue))
+            bind_forward(module, partial(_run_embedding, module, queue))
         elif is_transposed_linear(module):
-            _bind(module, partial(_run_linear, module, queue, True))
+            bind_forward(module, partial(_run_linear, module, queue, True))
 
 
 TRANSPOSED_LINEAR = ("transformers.pytorch_utils", "Conv1D")
@@ -60,7 +60,8 @@ def is_transposed_linear(module: nn.Module) -> bool:
     return not parameters and weight.dim() == 2 and bias is not None and bias.shape == weight.shape[1:]
 
 
-def _bind(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
+def bind_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
+    """Let calls of `module` run `forward`."""
     # setattr, because mypy refuses to assign to a method; nn.Module calls an instance's own forward.
     setattr(module, "forward", forward)  # noqa: B010
 
@@ -80,7 +81,7 @@ def _run_embedding(module: nn.Embedding, queue: WeightGradientQueue, input: Tens
 def _run_split(
     module: Any, plain: Callable[..., Any], queue: WeightGradientQueue, *inputs: Any, **named: Any
 ) -> Any:
-    if named or not inputs or not _defers(inputs[0]):
+    if named or not inputs or not defers(inputs[0]):
         return plain(*inputs, **named)
     return run_split(module, queue, *inputs)
 
@@ -97,7 +98,7 @@ def linear(
 
     `weight` is `[out, in]`, or `[in, out]` where `transposed`.
     """
-    if queue is None or not _defers(input):
+    if queue is None or not defers(input):
         return functional.linear(input, _rows_out(weight, transposed), bias)
     run = RECOMPUTED_RUN.get()
     if run is None:
@@ -118,13 +119,13 @@ def embedding(
     input: Tensor, weight: Tensor, padding: int | None, queue: WeightGradientQueue | None
 ) -> Tensor:
     """Return the result of `functional.embedding`; with `queue`, its backward queues the weight gradient."""
-    if queue is None or not _defers(input):
+    if queue is None or not defers(input):
         return functional.embedding(input, weight, padding)
     output: Tensor = apply_function(_Embedding, input, weight, padding, queue)
     return output
 
 
-def _defers(input: Tensor) -> bool:
+def defers(input: Tensor) -> bool:
     """Return whether to defer the weight gradient.
 
     Not under `torch.autocast`, which casts the weight, nor in a layer that is traced, whose compiled backward
@@ -159,21 +160,24 @@ class _Linear(torch.autograd.Function):
         shape = (*input.shape[:-1], weight.shape[1 if transposed else 0])
         if is_late:
             return input.new_empty_strided(shape, (0,) * len(shape))  # one element; `linear` sets the memory
-        output = functional.linear(_rows(input), _rows_out(weight, transposed), bias)
-        return output if input.dim() == 2 else reshaped_in_place(output, shape)
+        by_rows = weight.t() if transposed else weight
+        if input.dim() == 2:
+            return functional.linear(input, by_rows, bias)
+        rows = input.reshape(-1, input.shape[-1])
+        return reshaped_in_place(functional.linear(rows, by_rows, bias), shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         refuse_other_orders(ctx, "a linear")
         (saved,) = ctx.saved_tensors
         weight, queue, transposed = ctx.weight, ctx.queue, ctx.transposed
-        rows = _rows(gradient)  # at most one copy, shared by all uses below
+        rows = gradient.reshape(-1, gradient.shape[-1])  # at most one copy, shared by all uses below
         if saved is not None:
             if ctx.gather is None and not queue.gathered.is_used:
                 # Detached, so that pending work does not hold the layer's graph.
                 work = partial(_add_weight_gradient, queue, weight, transposed, rows, saved.detach())
             else:
-                whole_input = _saved_input(saved, ctx.gather, queue)
+                whole_input = saved_input(saved, ctx.gather, queue)
                 whole_gradient = _saved_gradient(gradient, rows, queue)
                 work = partial(_add_later, queue, weight, transposed, whole_gradient, whole_input)
             queue.add(work)
@@ -186,7 +190,7 @@ class _Linear(torch.autograd.Function):
         return of_input, None, rows.sum(0) if needs_bias else None, None, None, None
 
 
-def _saved_input(saved: Tensor, gather: Gather | None, queue: WeightGradientQueue) -> Callable[[], Tensor]:
+def saved_input(saved: Tensor, gather: Gather | None, queue: WeightGradientQueue) -> Callable[[], Tensor]:
     """Return a function that returns a linear's input: `saved`, or the result of gathering it again."""
     if gather is None:
         whole = saved.detach()  # detached, so that pending work does not hold the layer's graph
@@ -212,7 +216,7 @@ def _add_later(
     input: Callable[[], Tensor],
 ) -> None:
     """Add the gradient of a linear's weight to its buffer, from operands that are perhaps gathered again."""
-    _add_weight_gradient(queue, weight, transposed, _rows(gradient()), input())
+    _add_weight_gradient(queue, weight, transposed, rows_of(gradient()), input())
 
 
 def _add_weight_gradient(
@@ -220,10 +224,11 @@ def _add_weight_gradient(
 ) -> None:
     """Add the gradient of a linear's weight to its buffer: from `gradient`, `[rows, out]`, and the input."""
     total = queue.buffer_of(weight)
-    add_product(total.t() if transposed else total, gradient.t(), _rows(input))
+    add_product(total.t() if transposed else total, gradient.t(), input.reshape(-1, input.shape[-1]))
 
 
-def _rows(tensor: Tensor) -> Tensor:
+def rows_of(tensor: Tensor) -> Tensor:
+    """Return `[..., width]` as `[rows, width]`."""
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
@@ -272,7 +277,7 @@ def add_rows(total: Tensor, tokens: Tensor, gradient: Tensor, padding: int | Non
 
     Rows of the index `padding` are left out.
     """
-    rows, tokens = _rows(gradient), tokens.reshape(-1)
+    rows, tokens = rows_of(gradient), tokens.reshape(-1)
     if padding is not None:
         rows = rows.masked_fill((tokens == padding).unsqueeze(-1), 0)
     rows = rows.to(total.dtype)

@@ -68,14 +68,14 @@ class GatherRegistry:
 
     def add(self, whole: Tensor, piece: Tensor, gather: Gather) -> None:
         """Register that `whole` was gathered from `piece`, so that saving `piece` suffices."""
-        self._pieces[whole], self.is_used = (piece, gather, _version(whole)), True
+        self._pieces[whole], self.is_used = (piece, gather, version_of(whole)), True
 
     def of(self, whole: Tensor) -> tuple[Tensor, Gather] | None:
         """Return the piece and all-gather of `whole`; None if unregistered or written to since."""
         if not self.is_used:
             return None
         piece, gather, version = self._pieces.get(whole, (None, None, -1))
-        if piece is None or gather is None or version != _version(whole):
+        if piece is None or gather is None or version != version_of(whole):
             return None
         return piece, gather
 
@@ -89,6 +89,6 @@ class GatherRegistry:
         return found
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
     """Return the version counter, which each in-place write increases."""
     return tensor._version

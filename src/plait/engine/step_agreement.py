@@ -62,9 +62,16 @@ class StepAgreement:
 
     def note_gradients(self) -> None:
         """Note that a step is about to add to the gradients."""
-        groups = (group for optimizer in self._latest_optimizers() for group in optimizer.param_groups)
-        held = (one.grad for group in groups for one in group["params"] if id(one) in self._names)
-        self._accumulated = 1 if all(gradient is None for gradient in held) else self._accumulated + 1
+        self._accumulated = self._accumulated + 1 if self._has_gradients() else 1
+
+    def _has_gradients(self) -> bool:
+        """Return whether an optimizer has a gradient of a parameter of this rank."""
+        for optimizer in self._latest_optimizers():
+            for group in optimizer.param_groups:
+                for one in group["params"]:
+                    if one.grad is not None and id(one) in self._names:
+                        return True
+        return False
 
     def compare_at(self, call: str, **options: object) -> None:
         """Compare with the other ranks at the first, second, fourth, eighth … `call` of its kind.

@@ -169,7 +169,7 @@ def _layers_on_meta(
     for parameter in blueprint.sequence.parameters.values():
         if parameter.requires_grad:
             meta, dtype = empty[id(parameter)], policy.gradient_of(parameter)
-            meta.grad_dtype = dtype
+            meta.grad_dtype = None
             meta.grad = torch.empty_like(meta, dtype=dtype)
     return layers
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from plait.errors import ModelError, PlaitError
 from plait.layers.layer_sequence import NamedLayer
 from plait.layers.nested import Value, leaf_of, map_leaves, map_tensors, tensors_of
+from plait.layers.shared_inputs import PartialOutputs, Readers, recording_readers
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class LayerInfo:
     """Whether a tensor of the output is on the memory of one of the layer's parameters."""
     counting: tuple[str, ...] = ()
     """The buffers and numbers, by name in the layer, that each run in training changes, for any input."""
+    readers: tuple[Readers, ...] = ()
+    """The linears that read the same tensor, for each such tensor, if they may give parts of a larger one."""
 
     @cached_property
     def tensors(self) -> list[TensorInfo]:
@@ -136,7 +139,8 @@ def run_on_meta(layer: NamedLayer, given: LayerInput, circumstances: str = "") -
 
     Raises ModelError, which names `circumstances`, where the layer does not run.
     """
-    (output, length), writes_input = _run(layer, given.value, given.length, circumstances)
+    with recording_readers(layer.module) as record:
+        (output, length), writes_input = _run(layer, given.value, given.length, circumstances)
     if writes_input and given.repeats:
         raise ModelError(
             f"layer {layer.path!r} writes to its input, in which one tensor stands twice: "
@@ -147,7 +151,8 @@ def run_on_meta(layer: NamedLayer, given: LayerInput, circumstances: str = "") -
     returns_parameter = any(
         tensor.untyped_storage() is storage for tensor in tensors_of(output) for storage in own
     )
-    info = LayerInfo(writes_input, infos, given.length, returns_parameter)
+    readers = _with_parts(layer, given, infos, record.readers)
+    info = LayerInfo(writes_input, infos, given.length, returns_parameter, readers=readers)
     ids = [id(tensor) for tensor in tensors_of(output)]
     without_graph = map_tensors(Tensor.detach, output)
     return MetaRun(info, LayerInput(without_graph, length, len(set(ids)) < len(ids))), output
@@ -173,6 +178,25 @@ def _run(layer: NamedLayer, value: Value, length: int, circumstances: str) -> tu
     if not any(True for _ in tensors_of(output[0])):
         raise ModelError(f"layer {layer.path!r} gives no tensor: a layer maps tensors to tensors.")
     return output, written
+
+
+def _with_parts(
+    layer: NamedLayer, given: LayerInput, infos: Value, readers: tuple[Readers, ...]
+) -> tuple[Readers, ...]:
+    """Return `readers` if the layer also runs where their outputs are parts of larger tensors; else none.
+
+    `Tensor.view` may refuse such parts.
+    """
+    if not readers or not torch.is_grad_enabled():
+        return ()  # an evaluation does not join them
+    parts = PartialOutputs(layer.module, readers)
+    try:
+        with parts.giving_parts():
+            output, _ = _on_meta(layer, map_tensors(torch.clone, given.value), given.length)
+    except Exception:
+        return ()
+    again = map_tensors(lambda one: TensorInfo(tuple(one.shape), one.dtype, one.requires_grad), output)
+    return parts.readers if repr(again) == repr(infos) else ()
 
 
 def _on_meta(layer: NamedLayer, value: Value, length: int) -> tuple[Value, int]:

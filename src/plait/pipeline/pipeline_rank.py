@@ -103,13 +103,13 @@ class PipelineRank:
         self.input_gradients = {}
         for stage in self.stages.values():
             stage.sequences = sequences
-            stage.starts.clear()
+            stage.begin()
         if list(map(id, infos)) == list(map(id, self._infos)):
             return  # shapes are those of the step before
         self._infos = infos
         for number, stage in self.stages.items():
             end = self._ends[number]
-            stage.infos = [one[end - len(stage.layers) : end] for one in infos]
+            stage.expect([one[end - len(stage.layers) : end] for one in infos])
         self._stage_outputs = [[one[end - 1] for one in infos] for end in self._ends]
         self.exchange.begin([[info.tensors for info in outputs] for outputs in self._stage_outputs])
 

@@ -14,8 +14,8 @@ between `I` and `W`, the weight gradients that are still to be computed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,15 +23,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.autograd.collected_gradients import put_back, set_aside
 from plait.autograd.deferred_weight_gradients import made_by_linear
 from plait.autograd.dropout import DropoutGenerator, names_of
 from plait.autograd.engine_calls import run_backward
+from plait.autograd.joined_linears import JoinedLinears
+from plait.autograd.many_tensors import add_each
 from plait.autograd.running_sequence import LocalSequence, running
 from plait.autograd.weight_gradient_queue import WeightGradientQueue, WeightWork
 from plait.compilation.compiled_layer import CompiledLayer, CompiledRun
 from plait.layers.layer_sequence import NamedLayer, read_attributes, set_attributes
 from plait.layers.nested import Value, detached, list_of_tensors, map_tensors
 from plait.layers.shape_inference import LayerInfo, wrong_gradient_shape
+from plait.layers.shared_inputs import Readers, join_linears
 from plait.pipeline.recompute import Run, recomputing
 from plait.plan import Recompute
 
@@ -96,7 +100,38 @@ class Stage:
             if any(users[id(parameter)] > 1 for parameter in each)
         }
         """The layers that share parameters with others of the stage."""
+        self._together: dict[tuple[int, int], list[nn.Parameter]] = {}
         self._dropouts = [names_of(layer.module) for layer in self.layers]
+        self._joined: list[list[JoinedLinears]] = [[] for _ in self.layers]
+        """Per layer, the linears that are one product."""
+        self._readers: list[tuple[Readers, ...]] = [() for _ in self.layers]
+        """Per layer, from what `_joined` was made."""
+        if self.infos:
+            self.expect(self.infos)
+
+    def expect(self, infos: Sequence[Sequence[LayerInfo]]) -> None:
+        """Prepare for micro-batches with these `infos`: join the linears that read the same input in all.
+
+        Where sequences are cut, keys and values are sent while queries are computed: there none are joined.
+        """
+        self.infos = infos
+        sends_keys = any(one is not None and one.group.size > 1 for one in self.sequences)
+        for number, layer in enumerate(self.layers):
+            each = [one[number].readers for one in infos]
+            common = (one for one in each[0] if all(one in other for other in each[1:]))
+            readers = () if sends_keys else tuple(common)
+            if readers != self._readers[number]:
+                for joined in self._joined[number]:
+                    joined.release()
+                self._readers[number] = readers
+                self._joined[number] = join_linears(layer.module, readers, self.queue)
+
+    def begin(self) -> None:
+        """Begin a step, before which parameters may have got other memory."""
+        self.starts.clear()
+        for each in self._joined:
+            for joined in each:
+                joined.begin_step()
 
     def run_compiled(self, layers: Sequence[CompiledLayer]) -> None:
         """Run the stage's layers as compiled graphs in training from now on; `layers` has one for each."""
@@ -139,11 +174,8 @@ class Stage:
                     gradients = run.compiled.backward(given, adds_late=self.adds_late)
             else:
                 roots, seeds = _with_gradient(run.outputs, given)
-                if roots and sequence is None and not self.adds_late:  # the common case, kept cheap
-                    run_backward(roots, seeds)
-                elif roots:
-                    with self._backward_contexts(sequence, range(layer, run.last + 1), computed):
-                        run_backward(roots, seeds)
+                if roots:
+                    self._run_backward(roots, seeds, sequence, layer, run.last, computed)
                 gradients = [tensor.grad for tensor in run.inputs]
         except Exception as error:
             self._add_note(error, microbatch, layer, run.last)
@@ -211,6 +243,8 @@ class Stage:
                     output = named.run(given, info.length)[0]
         finally:
             queue.pending, queue.defers = outside, defers
+            for joined in self._joined[layer]:
+                joined.forget()
         return self._without_parameters(output, layer) if info.returns_parameter else output
 
     def _restart(self, layer: int, counting: Sequence[str]) -> None:
@@ -245,20 +279,43 @@ class Stage:
             stack.enter_context(running(sequence))
         return stack
 
-    def _backward_contexts(
-        self, sequence: LocalSequence | None, layers: Iterable[int], computed: list[WeightWork]
-    ) -> ExitStack:
-        """Return the contexts of the backward of layers, in which recomputation may run them again.
+    def _run_backward(
+        self,
+        roots: list[Tensor],
+        seeds: list[Tensor],
+        sequence: LocalSequence | None,
+        first: int,
+        last: int,
+        late: list[WeightWork],
+    ) -> None:
+        """Run the backward of layers that ran together, in which recomputation may run them again.
 
-        `computed` gets the addition of gradients that come with the backward, where `W` adds them.
+        What autograd adds to buffers by itself, many small gradients, is added at the end in one operation;
+        where `W` adds all gradients, `late` gets that.
         """
-        stack = ExitStack()
+        held = set_aside(self._added_together(first, last), self.queue)
+        try:
+            if sequence is None:  # the common case, kept cheap
+                run_backward(roots, seeds)
+            else:
+                with running(sequence):
+                    run_backward(roots, seeds)
+        finally:
+            totals, gradients = put_back(held, self.queue)
         if self.adds_late:
-            parameters = dict.fromkeys(one for layer in layers for one in self._parameters[layer])
-            stack.enter_context(_without_buffers(parameters, computed, self.queue))
-        if sequence is not None:
-            stack.enter_context(running(sequence))
-        return stack
+            late.append(partial(add_each, totals, gradients))
+        else:
+            add_each(totals, gradients)
+
+    def _added_together(self, first: int, last: int) -> list[nn.Parameter]:
+        """Return the parameters whose gradients are added after a backward: biases and norms.
+
+        Where `W` adds all gradients, all of them; else a matrix's is added at once, which frees it.
+        """
+        if (first, last) not in self._together:
+            every = dict.fromkeys(one for layer in range(first, last + 1) for one in self._parameters[layer])
+            self._together[first, last] = [one for one in every if self.adds_late or one.dim() <= 1]
+        return self._together[first, last]
 
     def _without_parameters(self, output: Value, layer: int) -> Value:
         """Return `output` with clones of parameters, whose memory may be freed before the next layer runs."""
@@ -284,21 +341,3 @@ def _with_gradient(outputs: list[Tensor], gradients: Gradients) -> tuple[list[Te
         roots.append(output)
         seeds.append(gradient)
     return roots, seeds
-
-
-@contextmanager
-def _without_buffers(
-    parameters: Iterable[nn.Parameter], work: list[WeightWork], queue: WeightGradientQueue
-) -> Iterator[None]:
-    """Context: set `.grad` to None; at exit restore it, and queue in `work` the addition of new gradients."""
-    buffers = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-    for parameter, buffer in buffers:
-        queue.buffers[id(parameter)], parameter.grad = buffer, None
-    try:
-        yield
-    finally:
-        queue.buffers.clear()
-        for parameter, buffer in buffers:
-            if parameter.grad is not None:
-                work.append(partial(buffer.add_, parameter.grad))
-            parameter.grad = buffer

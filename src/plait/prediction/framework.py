@@ -27,6 +27,9 @@ class Framework:
     composes_operations: bool = False
     """Whether RMS norms, rotations and gated activations are several operations each, as on a CPU; such norms
     keep copies in fp32."""
+    joins_linears: bool = False
+    """Whether linears that read the same input are one product, of which the outputs are parts, unless
+    sequences are cut."""
     layer_by_layer: bool = False
     """Whether full backwards compute each layer's weight gradient at once; False: as `Plan.overlap` says."""
     elementwise_passes: float = 1.0
@@ -89,5 +92,5 @@ class Framework:
         return replace(self, composes_operations=True, **dict.fromkeys(names, False))  # type: ignore[arg-type]
 
 
-PLAIT = Framework()
+PLAIT = Framework(joins_linears=True)
 """The behaviour of plait, for `predict`."""

@@ -108,12 +108,15 @@ def _attention(recompute: Recompute, shape: StepShape) -> LayerMemory:
     statistics = 4 * shape.tokens * decoder.heads / plan.tp if framework.fused_attention else 0.0
     core = 2 * query + 2 * shared + statistics + _scores(shape)
     turned = key if shape.composes and decoder.rotary else 0.0  # not yet turned
+    joined = plan.cp == 1 and framework.joins_linears  # query, key and value are one product
     copied = query if turned and plan.cp == 1 else 0.0  # heads' outputs, side by side
     norm, region = _norm(shape), _region(shape)
     whole = shape.outside + norm + region + core + copied + _dropped(shape)
     kept = {"none": whole, "selective": shape.outside + core, "full": shape.outside}[recompute]
     if recompute == "selective" and framework.recomputes_attention_only:
         kept = whole - _scores(shape)
+    if turned and joined and recompute != "selective":
+        turned += query + key
     forward, ring, ring_backward = whole + _sum(shape) + turned, 0.0, 0.0
     if plan.cp > 1:
         ring, ring_backward = _exchanged(shape, query, key, shared, statistics + turned)
@@ -127,6 +130,9 @@ def _attention(recompute: Recompute, shape: StepShape) -> LayerMemory:
         given + 2 * shape.activation + (shape.outside if plan.cuts_sequence else 0.0) - statistics - copied,
         ring_backward,
     )
+    if joined and not decoder.rotary:  # their gradients side by side, beside the input's
+        backward = max(backward, given + shape.activation + query + 4 * key - 2 * shared - statistics)
+    backward += _bias(shape)
     again = 0.0 if recompute == "none" else whole - norm - kept
     later = 2 * region + 2 * query + 2 * key
     return LayerMemory(kept, later, forward, backward + again, _gathered(shape), shape.outside)
@@ -159,7 +165,8 @@ def _mlp(recompute: Recompute, shape: StepShape) -> LayerMemory:
         kept = whole
     forward = whole + _sum(shape)
     if recompute != "none":
-        first = inside - (recompute == "full") if decoder.gated else 2
+        apart = plan.cp > 1 or not framework.joins_linears  # gate and up are two products
+        first = inside - (recompute == "full" and apart) if decoder.gated else 2
         last = 1 if recompute == "full" else 1 + inputs
         result = _sum(shape) + (shape.outside if plan.cuts_sequence else 0.0)
         forward = max(first * wide, last * wide + result) + (region if decoder.gated else 0.0)
@@ -167,6 +174,7 @@ def _mlp(recompute: Recompute, shape: StepShape) -> LayerMemory:
     backward = given + (inside - 1 if decoder.gated else 2) * wide
     if plan.cuts_sequence:
         backward = max(backward, given + 2 * shape.activation + shape.outside)
+    backward += _bias(shape)
     again = 0.0 if recompute == "none" else whole - norm - kept
     later = 2 * region + (inputs + 1) * wide
     return LayerMemory(kept, later, forward, backward + again, _gathered(shape), shape.outside)
@@ -199,6 +207,11 @@ def _sum(shape: StepShape) -> float:
 def _gathered(shape: StepShape) -> float:
     """Return the bytes that a weight gradient gathers again: input and output gradient, each copied once."""
     return 4 * shape.activation if shape.plan.sequence_parallel == "regather" else 0.0
+
+
+def _bias(shape: StepShape) -> float:
+    """Return the bytes of a bias's gradient, which waits to be added with those of the other biases."""
+    return shape.item * shape.decoder.hidden if shape.decoder.biases else 0.0
 
 
 def _dropped(shape: StepShape) -> float:

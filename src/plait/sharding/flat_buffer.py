@@ -99,6 +99,11 @@ class FlatBuffer:
         gradient = self.piece_gradient
         return gradient is not None and not is_accelerator(gradient) and is_accelerator(self.whole)
 
+    @property
+    def has_gradient_of_piece(self) -> bool:
+        """Whether `piece_gradient` has memory of its own; else it is `gradient`, or a view of that."""
+        return self.spec.piece_gradient is not None
+
     def add_up_stages(self) -> None:
         """Sum the gradients of all stages into `gradient`; call once per step, after the last backward."""
         for gradient in self.whole_gradients[1:]:
@@ -131,16 +136,12 @@ class FlatBuffer:
         """Return the gradients of the `wanted` optimizer parameters; as one flat tensor where possible."""
         if self.piece_gradient is None:
             return []
-        names = [name for name in self.pieces if name in wanted]
-        grads = [self.pieces[name].grad for name in names]
-        addresses = [self.piece_gradients[name].data_ptr() for name in names]
-        views = all(
-            grad is not None and grad.data_ptr() == address
-            for grad, address in zip(grads, addresses, strict=True)
-        )
-        if views and len(names) == len(self.pieces):
-            return [self.piece_gradient]
-        return [grad for grad in grads if grad is not None]
+        grads, views = [], 0
+        for name, piece in self.pieces.items():
+            if name in wanted and (grad := piece.grad) is not None:
+                grads.append(grad)
+                views += grad.data_ptr() == self.piece_gradients[name].data_ptr()
+        return [self.piece_gradient] if views == len(self.pieces) else grads
 
     def check_settings(self) -> None:
         """Raise PlanError where a parameter was frozen or unfrozen since `parallelize`, or has got a hook."""
@@ -162,8 +163,9 @@ class FlatBuffer:
         if not self.spec.has_pieces:
             return
         flat = self.piece if self.device_copy is None else self.device_copy
+        start, size = flat.data_ptr(), flat.element_size()
         for name, piece in self.pieces.items():
-            if piece.numel() and piece.data_ptr() != self.piece_slots[name].view_of(flat).data_ptr():
+            if piece.numel() and piece.data_ptr() != start + size * self.piece_slots[name].start:
                 raise PlanError(
                     f"the data of {name} was replaced, which the layers would not see: "
                     "write to it in place, with copy_()."
@@ -176,8 +178,19 @@ class FlatBuffer:
                 if parameter.data_ptr() != self.parameters[name].data_ptr():
                     parameter.data = self.parameters[name].data
 
+    def gradients_to_zero(self) -> list[Tensor]:
+        """Return the flat gradients to which a step adds; the others it writes."""
+        if self.piece_gradient is None:
+            return []
+        assert self.spec.gradient is not None
+        # Of a piece that nothing is sharded for, `finish_gradients` writes all.
+        pieces = [self.piece_gradient] if self.has_gradient_of_piece and self.spec.kind.sharded else []
+        return [*pieces, *(self.whole_gradients if self.spec.gradient.kept else ())]
+
     def attach_gradients(self) -> Tensor | None:
-        """Before a step, make each `.grad` a view of a flat gradient of zeros; return the earlier gradients.
+        """Before a step, make each `.grad` a view of a flat gradient; return the earlier gradients.
+
+        The caller fills `gradients_to_zero` with zeros afterwards.
 
         Returns a copy of the gradients of earlier steps, to be added when this step's are reduced, or None
         where there are none (as after `zero_grad()`).
@@ -192,11 +205,6 @@ class FlatBuffer:
             if carried is None:
                 carried = torch.zeros_like(self.piece_gradient)
             self.piece_slots[name].view_of(carried).copy_(grad)
-        self.piece_gradient.zero_()
-        assert self.spec.gradient is not None
-        for gradient in self.whole_gradients:
-            if self.spec.gradient.kept and gradient is not self.piece_gradient:
-                gradient.zero_()
         for view in self.stage_views:
             for name, parameter in view.parameters.items():
                 parameter.grad = view.gradients[name]
@@ -209,7 +217,7 @@ class FlatBuffer:
         """
         assert self.piece_gradient is not None
         assert self.gradient is not None
-        if not self.spec.kind.sharded and self.piece_gradient is not self.gradient:
+        if self.has_gradient_of_piece and not self.spec.kind.sharded:
             self.piece_gradient.copy_(self.gradient)
         if scale != 1:
             self.piece_gradient.div_(scale)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from plait.arguments import require_number
+from plait.autograd.many_tensors import multiply_each
 from plait.comm.collectives import all_reduce
 from plait.comm.group import Group
 from plait.device import is_accelerator, sent
@@ -33,8 +34,9 @@ def start_norm(
     require_number("norm_type", order, PlanError, positive=True, infinite="the largest element")
     gradients = [gradient for unit in units for gradient in _gradients(unit, counted)]
     on_accelerator = [gradient for gradient in gradients if is_accelerator(gradient) and gradient.numel()]
+    on_host = [gradient for gradient in gradients if not is_accelerator(gradient) and gradient.numel()]
     powers = [_power_of_all(on_accelerator, order)] if on_accelerator else []
-    powers += [_power(gradient, order) for gradient in gradients if not is_accelerator(gradient)]
+    powers += [_power_on_host(on_host, order)] if on_host else []
     total = torch.zeros((), dtype=torch.float64, device=device)
     for power in powers:
         power = sent(power, device)
@@ -55,13 +57,12 @@ def scale_to(units: Iterable[Unit], norm: Tensor, max_norm: float) -> None:
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     # A factor of NaN would spread to every gradient and hide where it began.
     factor = torch.where(norm.isfinite(), factor, 1.0)
-    factors: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for unit in units:
         for gradient in _gradients(unit, unit.pieces):
-            device, dtype = gradient.device, gradient.dtype
-            if (device, dtype) not in factors:
-                factors[device, dtype] = factor.to(device, dtype)
-            gradient.mul_(factors[device, dtype])
+            alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, dtype), each in alike.items():
+        multiply_each(each, factor.to(device, dtype))
 
 
 def non_finite_gradients(units: Iterable[Unit], device: torch.device) -> Tensor:
@@ -78,7 +79,9 @@ def non_finite_gradients(units: Iterable[Unit], device: torch.device) -> Tensor:
 
 
 def _power_of_all(gradients: Iterable[Tensor], order: float) -> Tensor:
-    """Return `_power` of all elements of several gradients, which are on a GPU and not empty; 0-d float64.
+    """Return the sum of |element|^order, or for the maximum norm the largest |element|; 0-d float64.
+
+    Of all elements of several gradients, which are on a GPU and not empty.
 
     In few kernels for all gradients together, and one more for each gradient in 16 bits. A GPU sums in a
     tree, in which float32 keeps its digits.
@@ -91,21 +94,24 @@ def _power_of_all(gradients: Iterable[Tensor], order: float) -> Tensor:
     return norm if math.isinf(order) else norm.pow(order)
 
 
-def _power(gradient: Tensor, order: float) -> Tensor:
-    """Return the sum of |element|^order, or for the maximum norm the largest |element|; 0-d float64.
+def _power_on_host(gradients: Iterable[Tensor], order: float) -> Tensor:
+    """Return what `_power_of_all` does, of gradients that are on the CPU and not empty.
 
     By rows: a CPU sums squares in float32 sequentially, which loses three digits over the elements of a large
     layer and hardly any over a row, and takes no longer.
     """
-    wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
-    flat = gradient.reshape(-1)
-    whole = len(flat) // ROW * ROW
-    rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), order, dim=1, dtype=wide).double()
-    rest = torch.linalg.vector_norm(flat[whole:], order, dtype=wide).double() if whole < len(flat) else None
-    norms = rows if rest is None else torch.cat([rows, rest[None]])
-    if math.isinf(order):
-        return norms.amax() if len(norms) else norms.new_zeros(())
-    return norms.pow(order).sum()
+    parts = []
+    for gradient in gradients:
+        wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
+        flat = gradient.reshape(-1)
+        whole = len(flat) // ROW * ROW
+        if whole:
+            rows = flat[:whole].view(-1, ROW)
+            parts.append(torch.linalg.vector_norm(rows, order, dim=1, dtype=wide))
+        if whole < len(flat):
+            parts.append(torch.linalg.vector_norm(flat[whole:], order, dtype=wide).view(1))
+    norms = torch.cat(parts).double()
+    return norms.amax() if math.isinf(order) else norms.pow(order).sum()
 
 
 def _gradients(unit: Unit, wanted: Collection[str]) -> list[Tensor]:

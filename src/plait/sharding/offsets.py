@@ -7,6 +7,9 @@ All pieces have the same size, so that a collective moves them without a copy. A
 rows can be described by any checkpoint format: so parameters start at multiples of their rows, and pieces are
 multiples of every row, as long as the padding is small. Where it is not (tiny layers, many ranks) cuts fall
 on multiples of `ALIGNMENT` elements.
+
+Matrices come before vectors, each in the order of the model: so the weights of query, key and value follow
+each other, and so do their biases (`plait.autograd.joined_linears`).
 """
 
 from __future__ import annotations
@@ -69,9 +72,10 @@ def compute_offsets(shapes: Mapping[str, torch.Size], pieces: int) -> Offsets:
         if by_rows.size - elements <= MOST_PADDING * elements:
             return by_rows
     starts, stop = {}, 0
-    for name, shape in shapes.items():
+    for name, shape in sorted(shapes.items(), key=lambda item: len(item[1]) < 2):
         starts[name] = _round_up(stop, ALIGNMENT)
         stop = starts[name] + shape.numel()
+    starts = {name: starts[name] for name in shapes}
     return _offsets(shapes, starts, pieces * _round_up(-(-stop // pieces), ALIGNMENT), pieces)
 
 

@@ -166,10 +166,13 @@ class _GuardReference:
 
 def _guards_of(optimizer: Optimizer) -> set[OptimizerGuard]:
     """Return the guards of the optimizer's parameters."""
-    parameters = (one for group in getattr(optimizer, "param_groups", ()) for one in group["params"])
-    found = (getattr(parameter, _ATTRIBUTE, None) for parameter in parameters)
-    guards = {one.guard() for one in found if isinstance(one, _GuardReference)}
-    return {guard for guard in guards if guard is not None}
+    found = set()
+    for group in getattr(optimizer, "param_groups", ()):
+        for parameter in group["params"]:
+            reference = getattr(parameter, _ATTRIBUTE, None)
+            if isinstance(reference, _GuardReference):
+                found.add(reference.guard())
+    return {guard for guard in found if guard is not None}
 
 
 def _check_before_step(optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:

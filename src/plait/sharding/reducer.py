@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.autograd.many_tensors import zero_each
 from plait.comm.collectives import all_reduce, reduce_scatter
 from plait.comm.handle import Handle
 from plait.device import moved_later, read_later
@@ -63,9 +64,13 @@ class Reducer:
     @property
     def starts_anew(self) -> bool:
         """Whether the next step's gradients start at zero: parameters train and no `.grad` is set."""
-        pieces = [piece for unit in self.units.values() for piece in unit.pieces.values()]
-        trains = any(piece.requires_grad for piece in pieces)
-        return trains and all(piece.grad is None for piece in pieces)
+        trains = False
+        for unit in self.units.values():
+            for piece in unit.pieces.values():
+                if piece.grad is not None:
+                    return False
+                trains = trains or piece.requires_grad
+        return trains
 
     def drop(self) -> None:
         """Set all `.grad` to None, so that optimizers skip the parameters."""
@@ -86,20 +91,22 @@ class Reducer:
         for unit in self.units.values():
             for buffer in unit.buffers:
                 buffer.check_settings()
+        added_to = []
         for name, unit in self.units.items():
             for buffer in unit.trainable:
+                added_to += buffer.gradients_to_zero()
                 self._attached.append((buffer, buffer.attach_gradients()))
-            gradients = (buffer.spec.gradient for buffer in unit.trainable)
-            if all(gradient is None or gradient.kept for gradient in gradients):
+            if unit.keeps_gradients:
                 self.states[name] = GradientState.ACCUMULATING
+        zero_each(added_to)
 
     def open(self, name: str) -> None:
         """Allocate a unit's whole gradient, filled with zeros."""
         self.states[name] = GradientState.ACCUMULATING
-        for buffer in self.units[name].trainable:
-            for gradient in buffer.whole_gradients:
-                allocate_storage(gradient)
-                gradient.zero_()
+        gradients = [one for buffer in self.units[name].trainable for one in buffer.whole_gradients]
+        for gradient in gradients:
+            allocate_storage(gradient)
+        zero_each(gradients)
 
     def scatter(self, name: str) -> None:
         """Start the reduce-scatter of a unit's whole gradient over `shard_cp`."""
@@ -119,7 +126,7 @@ class Reducer:
             if buffer.offloads_gradients:
                 self._add_arrived()
                 self._arriving = buffer.piece_gradient, read_later(summed)
-            elif buffer.spec.piece_gradient is not None:
+            elif buffer.has_gradient_of_piece:
                 buffer.piece_gradient.add_(summed)
             elif summed is not buffer.piece_gradient:
                 buffer.piece_gradient.copy_(summed)

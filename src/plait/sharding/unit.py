@@ -57,6 +57,12 @@ class Unit:
         return {name: piece for buffer in self.buffers for name, piece in buffer.pieces.items()}
 
     @cached_property
+    def keeps_gradients(self) -> bool:
+        """Whether whole gradients stay allocated between the layers that add to them."""
+        gradients = (buffer.spec.gradient for buffer in self.trainable)
+        return all(gradient is None or gradient.kept for gradient in gradients)
+
+    @cached_property
     def trainable(self) -> tuple[FlatBuffer, ...]:
         """The buffers that have gradients."""
         return tuple(buffer for buffer in self.buffers if buffer.spec.kind.trains)
@@ -186,7 +192,7 @@ def _stage_view(spec: BufferSpec, whole: Tensor, gradient: Tensor | None) -> Sta
     if gradient is None:
         return StageView(parameters, None, {})
     for parameter in parameters.values():
-        parameter.grad_dtype = spec.kind.gradient
+        parameter.grad_dtype = None  # what is added to a buffer of another dtype is not cast before
     return StageView(parameters, gradient, {slot.name: slot.view_of(gradient) for slot in slots})
 
 

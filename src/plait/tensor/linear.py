@@ -95,6 +95,11 @@ class ColumnParallelLinear(_ParallelLinear):
         self.boundary = RegionBoundary(group)
         self.load_from(nn.Linear(in_features, out_features, bias, device, dtype))
 
+    @property
+    def is_product_of_input(self) -> bool:
+        """Whether `forward` multiplies the input by the weight, and does nothing else."""
+        return not (self.enters or self.gather_output or self.transposed)
+
     def forward(self, input: Tensor) -> Tensor:
         """Return the product with this rank's rows of the weight, plus their bias."""
         entered = self.boundary.enter(input) if self.enters else input

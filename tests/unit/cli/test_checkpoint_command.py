@@ -119,9 +119,9 @@ def test_convert_for_the_ranks_of_a_run(
     assert not summary(tmp_path / "target", check=True).flaws
     manifest = read_manifest(tmp_path / "target")
     assert [file.name for file in manifest.files] == [f"rank-{rank:05d}.safetensors" for rank in range(4)]
-    weight = "model.blocks.1.attention.key.weight"
+    weight = "model.blocks.1.attention.value.weight"
     held = [sum(prod(box.sizes) for box in file.boxes if box.tensor == weight) for file in manifest.files]
-    assert held == [80, 80, 16, 16], "half for each rank of tp, cut where the layer's buffer is"
+    assert held == [16, 16, 80, 80], "half for each rank of tp, cut where the layer's buffer is"
     assert (manifest.plan["tp"], manifest.plan["strategy"]) == (2, "full")
     theirs = tensors_in(tmp_path / "target")
     assert all(torch.equal(value, theirs[name]) for name, value in tensors_in(path).items())

@@ -67,14 +67,14 @@ def calls_of_a_step(make_layer: Any, recompute: Recompute, compile: Any = False)
 @pytest.mark.parametrize(
     ("make_layer", "recompute", "most"),
     [
-        (lambda: nn.Linear(WIDTH, WIDTH), "none", 33),
-        (lambda: nn.Linear(WIDTH, WIDTH), "selective", 55),
-        (lambda: nn.Linear(WIDTH, WIDTH), "full", 45),
-        (Residual, "none", 62),
-        (Residual, "selective", 149),
-        (Residual, "full", 135),
-        (Attentive, "none", 140),
-        (Attentive, "selective", 470),
+        (lambda: nn.Linear(WIDTH, WIDTH), "none", 28),
+        (lambda: nn.Linear(WIDTH, WIDTH), "selective", 49),
+        (lambda: nn.Linear(WIDTH, WIDTH), "full", 40),
+        (Residual, "none", 53),
+        (Residual, "selective", 141),
+        (Residual, "full", 127),
+        (Attentive, "none", 103),
+        (Attentive, "selective", 385),
     ],
 )
 def test_a_layer_calls_few_python_functions(make_layer: Any, recompute: Recompute, most: int) -> None:

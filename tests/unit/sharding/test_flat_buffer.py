@@ -8,6 +8,7 @@ from sharding_cases import case_of, only_buffer, unit_of
 from torch import Tensor, nn
 from torch.nn import functional
 
+from plait.autograd.many_tensors import zero_each
 from plait.errors import PlanError
 from plait.layout import assemble
 from plait.plan import Plan
@@ -57,6 +58,7 @@ def step(unit: Unit) -> Tensor:
     """Attach, and add one to every gradient as a backward would; the value carried."""
     buffer = only_buffer(unit)
     carried = buffer.attach_gradients()
+    zero_each(buffer.gradients_to_zero())
     for parameter in unit.parameters.values():
         parameter.grad.add_(1)
     return torch.zeros_like(buffer.whole) if carried is None else carried

@@ -179,7 +179,7 @@ def test_kernels_of_a_norm_do_not_grow_with_the_gradients(
     units = many_units(dtype)
     with Kernels() as kernels:
         norm_of(units)
-    assert kernels.count >= 6 * MANY
+    assert 2 * MANY <= kernels.count <= 2 * MANY + 8, "by rows, which a GPU does not need"
     as_on_accelerators(monkeypatch)
     with Kernels() as kernels:
         norm_of(units)
@@ -211,13 +211,12 @@ def test_empty_pieces_on_an_accelerator_add_nothing(monkeypatch: pytest.MonkeyPa
     assert norm_of([empty], order) == 0
 
 
-def test_gradients_are_scaled_by_one_kernel_each() -> None:
-    """The factor is cast once."""
+def test_all_gradients_are_scaled_by_one_operation() -> None:
     units = many_units(torch.float32)
     norm, counts = norm_of(units), []
     for some in (units[:1], units):
         with Kernels() as kernels:
             scale_to(some, norm, 1e6)
         counts.append(kernels.count)
-    assert kernels.names["mul_"] == MANY
-    assert counts[1] - counts[0] == MANY - 1
+    assert kernels.names["_foreach_mul_"] == 1
+    assert counts[1] == counts[0]

@@ -65,9 +65,9 @@ def test_where_rows_would_cost_too_much_cuts_fall_at_multiples_of_16() -> None:
     assert [offsets.bounds(slot) for slot in offsets.slots] == [(0, 64, 64), (0, 112, 256), (0, 0, 16)]
 
 
-def test_for_one_rank_parameters_stand_in_their_order() -> None:
+def test_for_one_rank_matrices_stand_before_vectors_each_in_their_order() -> None:
     offsets = placed([(), (1,), (17,), (2, 3), ()], pieces=1)
-    assert starts(offsets) == {"0": 0, "1": 16, "2": 32, "3": 64, "4": 80}
+    assert starts(offsets) == {"0": 16, "1": 32, "2": 48, "3": 0, "4": 80}
     assert offsets.size == 96
     assert [offsets.bounds(slot) for slot in offsets.slots] == [(0, 1), (0, 1), (0, 17), (0, 6), (0, 1)]
 

@@ -1,0 +1,39 @@
+"""Gradients that autograd computes at once, collected in a backward and then added to their buffers together.
+
+A block has about ten biases and norms: added by autograd, each is an operation of a few bytes, or two where
+the buffer has a wider dtype. Collected, those of all layers that ran together are one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+from plait.autograd.weight_gradient_queue import WeightGradientQueue
+
+Held = list[tuple[nn.Parameter, Tensor]]
+"""Parameters whose `.grad` is set aside, and their gradient buffers."""
+
+
+def set_aside(parameters: Iterable[nn.Parameter], queue: WeightGradientQueue) -> Held:
+    """Set the `.grad` of parameters to None, so that a backward does not add to it; return their buffers.
+
+    Deferred weight gradients find the buffers in `queue`.
+    """
+    held = [(parameter, buffer) for parameter in parameters if (buffer := parameter.grad) is not None]
+    for parameter, buffer in held:
+        queue.buffers[id(parameter)], parameter.grad = buffer, None
+    return held
+
+
+def put_back(held: Held, queue: WeightGradientQueue) -> tuple[list[Tensor], list[Tensor]]:
+    """Make each `.grad` the buffer again; return the buffers of new gradients, and these."""
+    queue.buffers.clear()
+    totals, gradients = [], []
+    for parameter, buffer in held:
+        gradient, parameter.grad = parameter.grad, buffer
+        if gradient is not None:
+            totals.append(buffer)
+            gradients.append(gradient)
+    return totals, gradients

@@ -1,0 +1,42 @@
+"""What plait relies on of torch's operations on many tensors, whose names are private."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from plait.autograd import many_tensors
+from plait.autograd.many_tensors import add_each, multiply_each, zero_each
+
+
+def test_none_at_all_is_no_error() -> None:
+    zero_each([])
+    multiply_each([], torch.tensor(2.0))
+    add_each([], [])
+
+
+def test_tensors_are_changed_in_place() -> None:
+    tensors = [torch.ones(3), torch.ones(()), torch.ones(0)]
+    multiply_each(tensors, torch.tensor(3.0))
+    assert [one.sum().item() for one in tensors] == [9, 3, 0]
+    zero_each(tensors)
+    assert not any(one.any() for one in tensors)
+
+
+@pytest.mark.parametrize("on_accelerator", [False, True])
+@pytest.mark.parametrize(
+    "dtypes", [["float32"] * 3, ["bfloat16"] * 3, ["bfloat16", "float32", "float64"]], ids=str
+)
+def test_a_gradient_of_another_dtype_is_added_with_the_digits_of_the_total(
+    monkeypatch: pytest.MonkeyPatch, dtypes: list[str], on_accelerator: bool
+) -> None:
+    """On a GPU gradients are cast together before, since unlike dtypes would be added one by one."""
+    monkeypatch.setattr(many_tensors, "is_accelerator", lambda tensor: on_accelerator)
+    torch.manual_seed(0)
+    totals = [torch.randn(5), torch.randn(()), torch.randn(2, 3)]
+    gradients = [
+        torch.randn(one.shape).to(getattr(torch, name)) for one, name in zip(totals, dtypes, strict=True)
+    ]
+    expected = [total + one.to(torch.float32) for total, one in zip(totals, gradients, strict=True)]
+    add_each(totals, gradients)
+    assert all(torch.equal(total, one) for total, one in zip(totals, expected, strict=True))
