@@ -101,7 +101,7 @@ FORWARD = 4 * BLOCKS * MICROBATCHES
     ("options", "ranks", "products"),
     [
         ({}, 1, FORWARD),
-        ({"tp": 2}, 2, FORWARD // 2),  # row-parallel linears add their bias after the sum
+        # Row-parallel linears add their bias after the sum.
         ({"tp": 2, "sequence_parallel": "regather"}, 2, FORWARD // 2),
         ({"dp": 2, "strategy": "full", "reduce": "each"}, 2, FORWARD),
         ({"cp": 2}, 2, 6 * FORWARD // 4),  # keys are sent while the query is computed
