@@ -207,7 +207,7 @@ OWN_POSITIONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "table": (lambda: Call(lambda x, t: x + t[: x.shape[1]], torch.rand(64, 12)), "aten.slice"),
     "list": (
         lambda: Call(lambda x: x * torch.tensor([*range(x.shape[1])])[:, None]),
-        r"aten\.(unsqueeze|lift_fresh)",
+        r"aten\.(unsqueeze|lift_fresh of tensor)",
     ),
 }
 """Layers that number positions themselves, and where."""
