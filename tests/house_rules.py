@@ -97,6 +97,11 @@ PRIVATE_USES = {
         "",
         "torch._subclasses.fake_tensor.FakeTensorMode",
     ): "tensors without memory on any device: documented, private by its path",
+    (
+        "device.py",
+        "keep_stand_in_for_gpus",
+        "torch._subclasses.fake_tensor.FakeTensorMode",
+    ): "entering it makes the stand-in",
     ("compilation/torch_compiler.py", "is_view", "_unsafe_view"): "an operation that shares memory",
     (
         "compilation/torch_compiler.py",

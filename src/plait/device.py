@@ -100,15 +100,15 @@ def accelerator_of_rank(local_rank: int) -> torch.device:
 
 
 def keep_stand_in_for_gpus() -> None:
-    """Make torch's stand-in for GPUs in a thread that lasts as long as the process, where torch would lose it.
+    """Make torch's stand-in for GPUs in a thread that lasts, where torch keeps it only as long as the thread.
 
-    torch 2.11 for CUDA makes one on a machine without GPUs, in the memory of the first thread that traces, and
-    reads it when that thread has ended: a segmentation fault. Other versions keep it by themselves.
+    torch 2.11 for CUDA makes one on a machine without GPUs, in the memory of the first thread that traces,
+    and reads it when that thread has ended: a segmentation fault. Later versions keep it.
     """
     is_lost = torch.__version__.startswith("2.11.") and torch.version.cuda and not torch.cuda.is_available()
     if not is_lost or any(thread.name == STAND_IN_THREAD for thread in threading.enumerate()):
         return
-    from torch._subclasses.fake_tensor import FakeTensorMode  # private; the tests name what is relied on
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
     made = threading.Event()
 
