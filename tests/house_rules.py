@@ -130,7 +130,7 @@ PRIVATE_USES = {
     ): "which kernel scaled_dot_product_attention takes: no public way to ask",
     (
         "context_attention/fused_kernels.py",
-        "_cpu_forward",
+        "cpu_attention",
         "_scaled_dot_product_flash_attention_for_cpu",
     ): "attention with its log-sum-exp: no public way",
     (
@@ -224,11 +224,6 @@ PRIVATE_USES = {
         "arguments_of",
         "_schema",
     ): "the names of an operation's arguments: likewise",
-    (
-        "footprint/storage_tracker.py",
-        "_kernel",
-        "_scaled_dot_product_flash_attention_for_cpu",
-    ): "as a CPU runs it",
     ("comm/rank_pool.py", "_stop_fork_server", "_forkserver"): "multiprocessing ends it, but too late",
     ("comm/rank_pool.py", "_stop_fork_server", "_forkserver_pid"): "likewise",
     ("comm/rank_pool.py", "_stop_fork_server", "_stop"): "likewise",

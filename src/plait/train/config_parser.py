@@ -97,7 +97,8 @@ def takes(field: Schema) -> str:
 
 
 def _bounds(field: Schema) -> str:
-    words = " and ".join(f"{word} {field[key]}" for key, word in _BOUNDS.items() if key in field)
+    # Older versions of pydantic give whole bounds of numbers as 1.0.
+    words = " and ".join(f"{word} {field[key]:.15g}" for key, word in _BOUNDS.items() if key in field)
     return f" of {words}" if words.startswith("at") else f" {words}" if words else ""
 
 
