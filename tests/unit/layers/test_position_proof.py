@@ -70,7 +70,13 @@ def indexed_in_place(x: Tensor) -> Tensor:
     aten.index_put_(result, [None, x[0, :, 1] > 0], torch.ones(1, 1, HIDDEN).to(x))
     aten.index_put_(result, [None, None, torch.arange(HIDDEN) == 6], x[..., :1])
     result.index_add_(2, one, x[..., 8:10]).index_copy_(-1, two[0], x[..., 1:2])
-    return torch.select_scatter(torch.slice_scatter(result, x[..., :2], -1, 1, 3), x[..., 9], -1, 9)
+    result = torch.select_scatter(torch.slice_scatter(result, x[..., :2], -1, 1, 3), x[..., 9], -1, 9)
+    return torch.select_scatter(result, x[1] * 2, 0, 0)
+
+
+def in_another_order(x: Tensor) -> Tensor:
+    """Positions, then rows, in one dim."""
+    return x.transpose(0, 1).flatten(0, 1)
 
 
 def assigned(x: Tensor) -> Tensor:
@@ -187,6 +193,24 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "gathered first": (lambda: Call(lambda x: x.gather(1, x.long().clamp(0, 0))), "aten.gather"),
     "input as table": (lambda: Call(lambda x: functional.embedding(x.argmax(-1), x[0])), "aten.embedding"),
     "written at positions": (lambda: Call(written_first), r"aten\.index_(put|fill)_"),
+    "written in another order": (
+        lambda: Call(
+            lambda x: torch.ops.aten.index_put(
+                x.flatten(0, 1), [None, torch.tensor([0])], in_another_order(x)[:, 1:2]
+            ).view_as(x)
+        ),
+        "aten.index_put",
+    ),
+    "written in another order at a mask": (
+        lambda: Call(lambda x: torch.ops.aten.index_put(x, [x[..., 0] < 9], in_another_order(x))),
+        "aten.index_put",
+    ),
+    "copied in another order": (
+        lambda: Call(
+            lambda x: x.flatten(0, 1).index_copy(1, torch.tensor([0]), in_another_order(x)[:, 1:2]).view_as(x)
+        ),
+        "aten.index_copy",
+    ),
     "filled at positions": (
         lambda: Call(lambda x: x.index_fill(1, torch.tensor([0]), 1.0)),
         "aten.index_fill",
