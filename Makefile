@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install demo test test-all test-share check format docs docs-serve package clean
+.PHONY: help install demo test test-all test-share versions check format docs docs-serve package clean
 
 help:  ## list these verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -31,6 +31,11 @@ test-all: install  ## run the tests with all examples and the full products
 SEED ?= 0
 test-share: install  ## run a twentieth of the full products, chosen by SEED=..., for at most three minutes
 	$(BIN)/pytest -n 2 --dist loadgroup -m full --twentieth $(SEED)
+
+# Interpreters, by default that of .venv; the environments take several GB each.
+PYTHONS ?= $(BIN)/python
+versions: install  ## run the tests with the oldest and newest dependencies, on PYTHONS="python3.12 ..."
+	$(BIN)/python tests/versions.py --python $(PYTHONS)
 
 check: install docs  ## check format, lint and types, and that the docs build without warnings
 	$(BIN)/ruff format --check .

@@ -97,6 +97,11 @@ PRIVATE_USES = {
         "",
         "torch._subclasses.fake_tensor.FakeTensorMode",
     ): "tensors without memory on any device: documented, private by its path",
+    (
+        "device.py",
+        "keep_stand_in_for_gpus",
+        "torch._subclasses.fake_tensor.FakeTensorMode",
+    ): "entering it makes the stand-in",
     ("compilation/torch_compiler.py", "is_view", "_unsafe_view"): "an operation that shares memory",
     (
         "compilation/torch_compiler.py",
@@ -125,7 +130,7 @@ PRIVATE_USES = {
     ): "which kernel scaled_dot_product_attention takes: no public way to ask",
     (
         "context_attention/fused_kernels.py",
-        "_cpu_forward",
+        "cpu_attention",
         "_scaled_dot_product_flash_attention_for_cpu",
     ): "attention with its log-sum-exp: no public way",
     (
@@ -227,11 +232,6 @@ PRIVATE_USES = {
         "arguments_of",
         "_schema",
     ): "the names of an operation's arguments: likewise",
-    (
-        "footprint/storage_tracker.py",
-        "_kernel",
-        "_scaled_dot_product_flash_attention_for_cpu",
-    ): "as a CPU runs it",
     ("comm/fork_server.py", "_server_process", "_forkserver"): "no public way to ask whether there is one",
     ("comm/fork_server.py", "_server_process", "_forkserver_pid"): "likewise",
     ("comm/fork_server.py", "stop_fork_server", "_forkserver"): "multiprocessing ends it, but too late",

@@ -21,6 +21,7 @@ from torch import Tensor
 from plait.errors import MeshError
 
 CPU = torch.device("cpu")
+STAND_IN_THREAD = "plait-stand-in-for-gpus"
 
 
 def is_accelerator(where: torch.device | Tensor) -> bool:
@@ -97,6 +98,31 @@ def accelerator_of_rank(local_rank: int, ranks_per_gpu: int = 1) -> torch.device
             "or show each rank its own by CUDA_VISIBLE_DEVICES."
         )
     return torch.device("cuda", number if number < count else 0)
+
+
+def keep_stand_in_for_gpus() -> None:
+    """Make torch's stand-in for GPUs in a thread that lasts, where torch keeps it only as long as the thread.
+
+    torch 2.11 for CUDA makes one on a machine without GPUs, in the memory of the first thread that traces,
+    and reads it when that thread has ended: a segmentation fault. Later versions keep it.
+    """
+    is_lost = torch.__version__.startswith("2.11.") and torch.version.cuda and not torch.cuda.is_available()
+    if not is_lost or any(thread.name == STAND_IN_THREAD for thread in threading.enumerate()):
+        return
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    made = threading.Event()
+
+    def hold() -> None:
+        try:
+            with FakeTensorMode():
+                pass
+        finally:
+            made.set()
+        threading.Event().wait()
+
+    threading.Thread(target=hold, name=STAND_IN_THREAD, daemon=True).start()
+    made.wait()
 
 
 def make_current(device: torch.device) -> None:

@@ -23,6 +23,7 @@ from parity.stream_defects import (
     offloaded_gradient_read_before_it_arrives,
 )
 from plait.checkpoint.checkpoint_manager import CheckpointManager
+from plait.engine.step_agreement import StepAgreement
 from plait.errors import PlaitError
 from plait.plan import Plan
 
@@ -64,6 +65,8 @@ def run(
     plan = Plan(**fields, microbatches=4, precision="fp64")
     with pytest.MonkeyPatch.context() as patches:
         stand_for_gpus(patches, order)
+        # Most steps have no comparison of the ranks, whose waits would order what is not awaited by itself.
+        patches.setattr(StepAgreement, "compare", lambda *_: None)
         ruled = thread_ranks.under_rules("early", lambda: OrderedRules(order))
         with defect():
             ruled.run(train_and_save, gpt2(layers=4), plan, order, folder, ranks=plan.world)

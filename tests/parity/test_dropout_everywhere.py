@@ -132,7 +132,7 @@ def losses_of_passes() -> list[float]:
     batch = woven.shares(DROPPING, engine, 1)[0]
     losses = [engine.forward_backward(*batch).item() for _ in range(2)]
     with pytest.raises(ModelError, match="does not run"):
-        engine.forward_backward(batch[0].double(), batch[1])
+        engine.forward_backward(batch[0].unsqueeze(-1), batch[1])
     assert engine.passes == 2
     losses.append(engine.evaluate(*batch).item())
     assert engine.passes == 2

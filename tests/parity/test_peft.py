@@ -24,7 +24,8 @@ EVERYTHING = Plan(
 RATE = 0.5
 ROWS = 8
 FAMILIES = [
-    "llama",
+    "phi3",  # whose linears are several in one, of unequal sizes
+    pytest.param("llama", marks=pytest.mark.full),
     pytest.param("gpt2", marks=pytest.mark.full),
     pytest.param("gpt-neox", marks=pytest.mark.full),
 ]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 import subprocess
+from threading import current_thread
+from threading import enumerate as enumerate_threads
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from plait import device
 from plait.comm import world_membership as worlds
@@ -241,3 +244,20 @@ def test_what_libraries_keep_counts_as_no_tensor(
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda where: 7)
     assert device.peak_allocated(CUDA) == 5
     assert (device.allocated(CUDA), device.allocated(CPU)) == (0, 0)
+
+
+def test_torchs_stand_in_for_gpus_is_made_in_a_thread_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch 2.11 for CUDA and no GPU; FakeTensorMode, which makes it, is entered nowhere before."""
+    entered: list[str] = []
+    monkeypatch.setattr(FakeTensorMode, "__enter__", lambda _: entered.append(current_thread().name))
+    monkeypatch.setattr(FakeTensorMode, "__exit__", lambda *_: None)
+    monkeypatch.setattr(device, "STAND_IN_THREAD", "stays")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for version, cuda in (("2.12.0", "13.0"), ("2.11.0", None), ("2.11.0+cu130", "13.0")):
+        assert entered == []
+        monkeypatch.setattr(torch, "__version__", version)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        device.keep_stand_in_for_gpus()
+        device.keep_stand_in_for_gpus()
+    assert entered == ["stays"]
+    assert "stays" in [thread.name for thread in enumerate_threads()]

@@ -17,6 +17,7 @@ from plait.comm.transport.local.operations import GroupOperations
 from plait.comm.transport.local.stream_rules import StreamRules
 from plait.comm.transport.local.stream_transport import StreamTransport
 from plait.comm.transport.local.transport import Key, LocalRank, RankThread, current_local_rank
+from plait.device import keep_stand_in_for_gpus
 from plait.errors import MeshError
 
 Result = TypeVar("Result")
@@ -42,6 +43,7 @@ def run_threads(
     """
     if ranks < 1:
         raise MeshError(f"{ranks} ranks were asked for: give at least 1.")
+    keep_stand_in_for_gpus()
     scheduler, groups = CooperativeScheduler(ranks), dict[Key, GroupOperations]()
     shared_results = {} if shared_results is None else shared_results
     make_transport = None if rules is None else partial(StreamTransport, rules=rules)

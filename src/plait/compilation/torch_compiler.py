@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from plait.compilation.generation_lock import generating_alone
+from plait.device import keep_stand_in_for_gpus
 from plait.errors import PlanError
 
 GraphCall = Callable[[list[Tensor]], Sequence[Tensor]]
@@ -31,6 +32,7 @@ COMPILER_LOCK = RLock()
 
 def without_memory() -> FakeTensorMode:
     """Return a context in which tensors have a shape, dtype and device, but no memory and no values."""
+    keep_stand_in_for_gpus()
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 

@@ -85,13 +85,20 @@ def _chosen_backend(
     )
 
 
-def _cpu_forward(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float
+def cpu_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exp of the CPU's kernel, which has no public name."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, causal, attn_mask=bias, scale=scale
     )
-    return out, lse
+    # On the meta device torch 2.11 gives float32 for all inputs, where the CPU gives float64 for float64.
+    return out, lse.to(torch.promote_types(query.dtype, torch.float32))
 
 
 def _cpu_backward(
@@ -221,7 +228,7 @@ def _summed(gradient: Tensor, heads: int) -> Tensor:
     return gradient.reshape(rows, heads, repeated // heads, *sizes).sum(2)
 
 
-CPU = FusedKernel(_cpu_forward, _cpu_backward)
+CPU = FusedKernel(cpu_attention, _cpu_backward)
 FLASH = FusedKernel(_flash_forward, _flash_backward)
 CUDNN = FusedKernel(_cudnn_forward, _cudnn_backward)
 EFFICIENT = FusedKernel(_efficient_forward, _efficient_backward)

@@ -20,6 +20,7 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from plait.context_attention.fused_kernels import cpu_attention
 from plait.layers.nested import tensors_of
 
 
@@ -153,7 +154,7 @@ def fused(
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        output, normalisers = _kernel(query, key, value)
+        output, normalisers = cpu_attention(query, key, value)
         ctx.save_for_backward(query, key, value, mask, output, normalisers)
         return output
 
@@ -161,12 +162,3 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         query, key, value, *_ = ctx.saved_tensors
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
-
-
-def _kernel(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a fused kernel's output, and the log-sum-exp per row that it saves for the backward.
-
-    From the CPU's operation, which has no public name: recomputation may keep its result.
-    """
-    output, normalisers = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)
-    return output, normalisers

@@ -92,6 +92,13 @@ class OperationCall:
                 return None
         return PositionDim(ndim + back, outer, inner)
 
+    def repeats(self, tensor: Tensor, at: PositionDim, ndim: int) -> bool:
+        """Return whether `tensor`, broadcast to `ndim` dims, has the positions `at` or is the same at all."""
+        if id(tensor) in self.positions:
+            return self.aligned([tensor], ndim) == at
+        back = ndim - at.dim
+        return tensor.dim() < back or tensor.shape[-back] == 1
+
 
 def tensors_among(arguments: Iterable[Any]) -> Iterator[Tensor]:
     """Yield the tensors among the arguments or results of an operation, which may be lists of tensors."""

@@ -9,10 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import torch
 from torch import Tensor
 
 from plait.layers.position_dims import OperationCall, PositionDim, tensors_among
+from plait.layers.position_indexing import (
+    indexed,
+    indexed_along,
+    part_replaced,
+    selected,
+    taken,
+    written_along,
+    written_at,
+)
 
 Rule = Callable[[OperationCall], PositionDim | None]
 
@@ -132,11 +140,7 @@ def matrix_product(call: OperationCall) -> PositionDim | None:
     at = _product(call, left, right)
     if at is None or added is None:
         return at
-    if id(added) in call.positions:
-        own = call.aligned([added], len(call.result))
-        return at if own == at else None
-    back = len(call.result) - at.dim
-    return at if added.dim() < back or added.shape[-back] == 1 else None
+    return at if call.repeats(added, at, len(call.result)) else None
 
 
 def _factors(call: OperationCall) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -220,53 +224,6 @@ def bucketize(call: OperationCall) -> PositionDim | None:
     return call.only("self")
 
 
-def indexed_along(call: OperationCall) -> PositionDim | None:
-    """`self` is read or written along `dim` at `index`, which has as many dims: `gather`, `scatter`."""
-    at, index = call.of("self"), call.of("index")
-    (dim,) = call.dims("dim", call.tensor("self").dim())
-    if at is None:  # a table that is read, and may be larger than the index along other dims
-        return index if call.name == "gather" and index is not None and index.dim == dim else None
-    source = call.arguments.get("src")
-    same = index == at and (not isinstance(source, Tensor) or call.of("src") == at)
-    return at if same and at.dim != dim else None
-
-
-def selected(call: OperationCall) -> PositionDim | None:
-    """`self` is read along `dim` at the numbers in `index`, a tensor with one dim."""
-    at, index = call.of("self"), call.of("index")
-    (dim,) = call.dims("dim", call.tensor("self").dim())
-    if at is None:
-        return None if index is None else index.at(dim)
-    return at if index is None and at.dim != dim else None
-
-
-def indexed(call: OperationCall) -> PositionDim | None:
-    """`self` is read at `indices`: a tensor of numbers, or None for all, for each of its first dims."""
-    at, given = call.of("self"), call.arguments["indices"]
-    dims = [dim for dim, index in enumerate(given) if index is not None]
-    indices: list[Tensor] = [given[dim] for dim in dims]
-    if any(index.dtype in (torch.bool, torch.uint8) for index in indices):
-        return None
-    ndim = max(index.dim() for index in indices)
-    adjacent = dims[-1] - dims[0] == len(dims) - 1
-    if at is None:
-        found = call.aligned(indices, ndim)
-        return None if found is None else found.at(found.dim + (dims[0] if adjacent else 0))
-    if at.dim in dims or any(id(index) in call.positions for index in indices):
-        return None
-    before = sum(dim < at.dim for dim in dims)
-    return at.at(at.dim - before + (ndim if before or not adjacent else 0))
-
-
-def written_where(call: OperationCall) -> PositionDim | None:
-    """One value is written to `self` where a mask of its first dims is true."""
-    at, (mask, *others) = call.of("self"), call.arguments["indices"]
-    if at is None or others or mask is None or mask.dtype is not torch.bool:
-        return None
-    same = call.positions.get(id(mask)) == at
-    return at if same and call.tensor("values").numel() == 1 else None
-
-
 RULES: Mapping[str, Rule] = {
     **dict.fromkeys(
         (
@@ -322,14 +279,17 @@ RULES: Mapping[str, Rule] = {
     ),
     "embedding": embedding,
     "bucketize": bucketize,
-    "index_put": written_where,
     **dict.fromkeys(("gather", "scatter", "scatter_add", "scatter_reduce"), indexed_along),
     "index_select": selected,
-    "index": indexed,
+    **dict.fromkeys(("index_add", "index_copy", "index_fill", "index_reduce"), written_along),
+    **dict.fromkeys(("select_scatter", "slice_scatter"), part_replaced),
+    "take": taken,
+    **dict.fromkeys(("index", "_unsafe_index"), indexed),
+    **dict.fromkeys(("index_put", "_index_put_impl", "_unsafe_index_put"), written_at),
     **dict.fromkeys(
         (
-            *("addbmm", "batch_norm_stats", "dot", "masked_select"),
-            *("nonzero", "reflection_pad1d", "replication_pad1d", "vdot"),
+            *("addbmm", "batch_norm_stats", "dot", "masked_scatter", "masked_select"),
+            *("nonzero", "put", "reflection_pad1d", "replication_pad1d", "vdot"),
             "_batch_norm_with_update",
         ),
         lambda call: None,

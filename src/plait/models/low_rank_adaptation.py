@@ -13,7 +13,7 @@ Tensor parallelism follows from the rules of the model without adapters, by `rul
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -47,13 +47,14 @@ class LoraLinear(nn.Module):
     """
 
     def __init__(
-        self, base: nn.Module, *, rank: int, alpha: float, dropout: float = 0.0, parts: int | None = None
+        self, base: nn.Module, *, rank: int, alpha: float, dropout: float = 0.0, parts: Sequence[int] = ()
     ) -> None:
-        """`base`: an `nn.Linear`, or a `Conv1D` of transformers. `parts`: its heads, for the rules."""
+        """`base`: an `nn.Linear`, or a `Conv1D` of transformers. `parts`: of each block, for the rules."""
         super().__init__()
         self.in_features, self.out_features = features_of(base)
         self.rank, self.alpha, self.scale = rank, alpha, alpha / rank
-        self.parts = parts  # read by the rules
+        for name, count in zip(_parts_names(len(parts)), parts, strict=True):
+            setattr(self, name, count)  # read by the rules
         self.base = base
         like = {"device": self.weight.device, "dtype": self.weight.dtype}
         self.down = nn.Linear(self.in_features, rank, bias=False, **like)
@@ -131,7 +132,7 @@ def adapt(
     for path, linear in chosen.items():
         parent = model.get_submodule(path.rpartition(".")[0])
         if id(linear) not in made:
-            parts = _parts(matched.get(path), parent)
+            parts = [int(attrgetter(name)(parent)) for name in _parts_of(matched.get(path))]
             made[id(linear)] = LoraLinear(linear, rank=rank, alpha=alpha, dropout=dropout, parts=parts)
             _fill(made[id(linear)], path, seed)
         setattr(parent, path.rpartition(".")[2], made[id(linear)])
@@ -211,7 +212,9 @@ def rules_with_adapters(
 
 def _split(rule: Rule, entered: bool, drops: bool) -> dict[str, Rule]:
     """Return the rules of an adapted linear's modules; `entered`: whether its layer has an entrance."""
-    own = rule if rule.parts is None else replace(rule, parts="parts")
+    names = _parts_names(len(_parts_of(rule)))
+    own = rule if rule.parts is None else replace(rule, parts=names[0])
+    own = replace(own, blocks=names) if isinstance(rule.blocks, tuple) else own
     if rule.kind == "row":
         of_dropout = {"dropout": piece} if drops and rule.input_is_parallel else {}
         return {"base": own, "down": own, **of_dropout}
@@ -304,11 +307,16 @@ def features_of(linear: nn.Module) -> Sizes:
     return (rows, columns) if is_transposed_linear(linear) else (columns, rows)
 
 
-def _parts(rule: Rule | None, parent: nn.Module) -> int | None:
-    """Return the number of parts (heads) by which `rule` partitions a linear, read from its parent."""
-    if rule is None or rule.parts is None:
-        return None
-    return int(attrgetter(rule.parts)(parent))
+def _parts_of(rule: Rule | None) -> tuple[str, ...]:
+    """Return the attributes of a linear's parent with its number of parts (heads), or those of its blocks."""
+    if rule is None:
+        return ()
+    return rule.blocks if isinstance(rule.blocks, tuple) else () if rule.parts is None else (rule.parts,)
+
+
+def _parts_names(count: int) -> tuple[str, ...]:
+    """Return the attributes with these numbers of a `LoraLinear`, the new parent of the linear."""
+    return tuple(f"parts_{number}" for number in range(count))
 
 
 @torch.no_grad()

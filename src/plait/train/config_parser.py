@@ -97,8 +97,13 @@ def takes(field: Schema) -> str:
 
 
 def _bounds(field: Schema) -> str:
-    words = " and ".join(f"{word} {field[key]}" for key, word in _BOUNDS.items() if key in field)
+    words = " and ".join(f"{word} {_number(field[key])}" for key, word in _BOUNDS.items() if key in field)
     return f" of {words}" if words.startswith("at") else f" {words}" if words else ""
+
+
+def _number(bound: float) -> float:
+    """Return a bound without `.0`, with which older versions of pydantic give whole ones."""
+    return int(bound) if bound == int(bound) else bound
 
 
 def config_from_arguments(

@@ -50,6 +50,7 @@ def test_its_weight_gradient_waits_and_is_added_in_place_its_biases_is_not() -> 
     assert bias.eq(6).all()
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11 warns always
 def test_its_weight_work_makes_no_temporary() -> None:
     """`addmm_` writes straight into a gradient that is seen transposed; a second matrix would be seen."""
     twin, queue = deferred(Conv1D(64, 32))

@@ -52,6 +52,38 @@ def written(x: Tensor, a: int, b: int) -> Tensor:
     return result + x
 
 
+def indexed_in_place(x: Tensor, a: int, b: int) -> Tensor:
+    """By the operations themselves: which of them an assignment becomes depends on torch's version."""
+    dim, index, result = dim_of(x, a), torch.zeros(1, dtype=torch.int64), x.clone()
+    if a < x.dim():
+        part = x.narrow(dim, x.shape[dim] - 1, 1)
+        return result.index_copy_(dim, index, part) if b % 2 else result.index_add_(dim, index, part)
+    return torch.ops.aten.index_fill_(result, dim, index, 2.0 if b % 2 else torch.tensor(2.0))
+
+
+def assigned(x: Tensor, a: int, b: int) -> Tensor:
+    """At numbers of one dim, or at a mask of the first dims, of other elements of `x` or of constants."""
+    dim, result = dim_of(x, a), x.clone()
+    index = torch.tensor([0]) if b % 2 else torch.arange(x.shape[dim]) < 1
+    values = x.narrow(dim, x.shape[dim] - 1, 1) if a < x.dim() else torch.full((1,), 2.0)
+    torch.ops.aten.index_put_(result, [*[None] * dim, index], values)
+    return result
+
+
+def assigned_at_mask(x: Tensor, a: int, b: int) -> Tensor:
+    over = [range(x.dim())[-1 - one] for one in range(a % x.dim() + b % 2)]
+    mask, result = (x.amax(over) if over else x) > 0.5, x.clone()
+    torch.ops.aten.index_put_(result, [mask], torch.full((1,), 2.0))
+    return result
+
+
+def replaced(x: Tensor, a: int, b: int) -> Tensor:
+    dim = dim_of(x, a)
+    if b % 2:
+        return torch.select_scatter(x, x.select(dim, -1), dim, 0)
+    return torch.slice_scatter(x, x.narrow(dim, x.shape[dim] - 1, 1), dim, 0, 1)
+
+
 def normalised(x: Tensor, a: int, b: int) -> Tensor:
     return (
         functional.layer_norm(x, x.shape[dim_of(x, a) :])
@@ -100,6 +132,10 @@ STEPS: dict[str, Step] = {
     ),
     "product": product,
     "written": written,
+    "indexed in place": indexed_in_place,
+    "assigned": assigned,
+    "assigned at a mask": assigned_at_mask,
+    "replaced": replaced,
     "norm": normalised,
     "linear": lambda x, a, b: functional.linear(x, torch.linspace(-1, 1, 2 * x.shape[-1]).view(2, -1)),
     "attention": lambda x, a, b: functional.scaled_dot_product_attention(*[x.unsqueeze(0)] * 3),
@@ -166,7 +202,7 @@ def candidates(program: list[tuple[str, int, int]]) -> dict[PositionDim, Tensor]
 
 EACH = torch.eye(LENGTH, dtype=torch.bool)
 """Each position changes with that of the input."""
-REFUSED_THOUGH_APART = {"cat", "gather", "tril", "written"}
+REFUSED_THOUGH_APART = {"cat", "gather", "tril", "written", "indexed in place", "assigned", "replaced"}
 """Some programs with these are refused: `[x, y]` along positions, or treating positions by their number."""
 
 

@@ -59,6 +59,34 @@ def written(x: Tensor) -> Tensor:
     return result
 
 
+def indexed_in_place(x: Tensor) -> Tensor:
+    """By the operations themselves: which of them an assignment becomes depends on torch's version."""
+    aten, result, one, two = torch.ops.aten, x.clone(), torch.tensor([0, 3]), torch.tensor([[5], [7]])
+    aten.index_fill_(result, -1, one, 2.0)
+    aten.index_put_(result, [None, None, one], x[..., 4:6])
+    aten.index_put_(result, [None, None, two], torch.tensor([[1.0], [2.0]]).to(x))
+    aten.index_put_(result, [torch.tensor([0]), None, one], x[0, :, 1:3].mT)
+    aten.index_put_(result, [x[..., 0] > 0], torch.linspace(0, 1, HIDDEN).to(x))
+    aten.index_put_(result, [None, x[0, :, 1] > 0], torch.ones(1, 1, HIDDEN).to(x))
+    aten.index_put_(result, [None, None, torch.arange(HIDDEN) == 6], x[..., :1])
+    result.index_add_(2, one, x[..., 8:10]).index_copy_(-1, two[0], x[..., 1:2])
+    result = torch.select_scatter(torch.slice_scatter(result, x[..., :2], -1, 1, 3), x[..., 9], -1, 9)
+    return torch.select_scatter(result, x[1] * 2, 0, 0)
+
+
+def in_another_order(x: Tensor) -> Tensor:
+    """Positions, then rows, in one dim."""
+    return x.transpose(0, 1).flatten(0, 1)
+
+
+def assigned(x: Tensor) -> Tensor:
+    result = x.clone()
+    result[..., [0, 3]] = 1.0
+    result[..., torch.tensor([1, 2])] = x[..., 4:6]
+    result[:, :, torch.tensor([5])] += 1
+    return result
+
+
 def written_first(x: Tensor) -> Tensor:
     result = x.clone()
     result[:, torch.tensor([0])] = 1.0
@@ -107,6 +135,9 @@ APART: dict[str, Callable[[], nn.Module]] = {
     "looked up": lambda: Call(lambda x, t: t(x.argmax(-1)), nn.Embedding(HIDDEN, 7)),
     "in classes": lambda: Call(lambda x, t: torch.bucketize(x, t), torch.linspace(-1, 1, 4)),
     "written in place": lambda: Call(written),
+    "indexed in place": lambda: Call(indexed_in_place),
+    "features assigned": lambda: Call(assigned),
+    "read from a table in order": lambda: Call(lambda x, t: torch.take(t, x.argmax(-1)), torch.rand(HIDDEN)),
     "experts": lambda: Call(experts, linear(12, 4), torch.linspace(0, 1, 4 * 12 * 12).view(4, 12, 12)),
     "rotated pairs": lambda: Call(rotated_pairs),
     "input written to": lambda: nn.ReLU(inplace=True),
@@ -161,7 +192,33 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "gathered": (lambda: Call(lambda x: x.gather(1, x.argsort(1))), "aten.sort of argsort"),
     "gathered first": (lambda: Call(lambda x: x.gather(1, x.long().clamp(0, 0))), "aten.gather"),
     "input as table": (lambda: Call(lambda x: functional.embedding(x.argmax(-1), x[0])), "aten.embedding"),
-    "written at positions": (lambda: Call(written_first), "aten.index_put_"),
+    "written at positions": (lambda: Call(written_first), r"aten\.index_(put|fill)_"),
+    "written in another order": (
+        lambda: Call(
+            lambda x: torch.ops.aten.index_put(
+                x.flatten(0, 1), [None, torch.tensor([0])], in_another_order(x)[:, 1:2]
+            ).view_as(x)
+        ),
+        "aten.index_put",
+    ),
+    "written in another order at a mask": (
+        lambda: Call(lambda x: torch.ops.aten.index_put(x, [x[..., 0] < 9], in_another_order(x))),
+        "aten.index_put",
+    ),
+    "copied in another order": (
+        lambda: Call(
+            lambda x: x.flatten(0, 1).index_copy(1, torch.tensor([0]), in_another_order(x)[:, 1:2]).view_as(x)
+        ),
+        "aten.index_copy",
+    ),
+    "filled at positions": (
+        lambda: Call(lambda x: x.index_fill(1, torch.tensor([0]), 1.0)),
+        "aten.index_fill",
+    ),
+    "copied to a position": (
+        lambda: Call(lambda x: x.index_copy(1, torch.tensor([0]), x.new_ones(len(x), 1, 12))),
+        "aten.index_copy",
+    ),
     "mask": (lambda: Call(lambda x: torch.ones(2 * x.shape[1:2]).tril() @ x), "aten.ones"),
     "weight for each": (
         lambda: Call(lambda x: x[:, :, None].expand(-1, -1, x.shape[1], -1).sum(2)),
@@ -172,7 +229,10 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], str]] = {
 OWN_POSITIONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "arange": (lambda: Call(lambda x: x + torch.arange(x.shape[1])[:, None]), "aten.arange"),
     "table": (lambda: Call(lambda x, t: x + t[: x.shape[1]], torch.rand(64, 12)), "aten.slice"),
-    "list": (lambda: Call(lambda x: x * torch.tensor([*range(x.shape[1])])[:, None]), "aten.unsqueeze"),
+    "list": (
+        lambda: Call(lambda x: x * torch.tensor([*range(x.shape[1])])[:, None]),
+        r"aten\.(unsqueeze|lift_fresh of tensor)",
+    ),
 }
 """Layers that number positions themselves, and where."""
 NUMBERS: dict[str, tuple[Callable[[], nn.Module], str]] = {

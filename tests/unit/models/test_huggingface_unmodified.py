@@ -63,6 +63,12 @@ RUNS = "whose code plait would not run"
 HOOKS = "has hooks or a forward of its own, which plait would not run"
 
 
+@pytest.fixture(autouse=True)
+def own_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Configurations of the test's own, which it may change."""
+    monkeypatch.setattr(cases, "_CONFIGURATIONS", {})
+
+
 @pytest.mark.parametrize(
     ("make", "change", "reason"),
     [
@@ -104,7 +110,7 @@ HOOKS = "has hooks or a forward of its own, which plait would not run"
     ],
 )
 def test_what_the_layers_would_lose_is_refused(make: Any, change: Change | None, reason: str) -> None:
-    model = fresh(make)
+    model = cases.drawn(make)
     if change is not None:
         change(model)
     with pytest.raises(ModelError, match=reason):
@@ -147,16 +153,10 @@ def once_recorded(model: Any) -> None:
     ],
 )
 def test_what_the_layers_hold_is_computed(make: Any, change: Change) -> None:
-    model = fresh(make).eval()
+    model = cases.drawn(make).eval()
     change(model)
     tokens = torch.arange(16).view(2, 8) % cases.GPT2_VOCAB
     with torch.no_grad():
         theirs: Tensor = model(tokens).logits
         found: Tensor = plait.models.from_huggingface(model)(tokens)
     assert float((found - theirs).abs().max()) <= 1e-12 * float(theirs.abs().max())
-
-
-def fresh(make: Any) -> Any:
-    """The model with a configuration of its own, which the test may change."""
-    cases._CONFIGURATIONS.clear()
-    return cases.drawn(make)

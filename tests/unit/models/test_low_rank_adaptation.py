@@ -66,8 +66,8 @@ def test_values_are_those_of_names_and_the_seed() -> None:
 
 def test_rules_follow_from_those_of_the_model() -> None:
     rules = plait.lora(plait.models.gpt2(**SIZES), dropout=0.1).rules
-    of_query = {"base": column.by("parts"), "up": column.by("parts"), "down": replicated}
-    of_output = {"base": row.by("parts"), "down": row.by("parts"), "dropout": piece}
+    of_query = {"base": column.by("parts_0"), "up": column.by("parts_0"), "down": replicated}
+    of_output = {"base": row.by("parts_0"), "down": row.by("parts_0"), "dropout": piece}
     for name, expected in (("query", {**of_query, "dropout": replicated}), ("output", of_output)):
         start = f"blocks.*.attention.{name}"
         found = {key.removeprefix(f"{start}."): one for key, one in rules.items() if key.startswith(start)}
