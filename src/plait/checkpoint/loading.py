@@ -40,7 +40,7 @@ from plait.checkpoint.rank_contents import Checkpointable, parameter_key, state_
 from plait.checkpoint.tensor_file import BETWEEN_SYNCS, portions
 from plait.comm.collectives import all_reduce
 from plait.comm.mesh import Mesh
-from plait.comm.text_collectives import all_gather_text, broadcast_result, first_nonempty_text
+from plait.comm.text_collectives import all_gather_text, first_nonempty_text
 from plait.errors import CheckpointError
 from plait.layout import Layout
 
@@ -91,10 +91,10 @@ def load_checkpoint(
     for one in () if optimizers is None else optimizers.members:
         engine.check_optimizer(one)
     mesh = engine.mesh
-    found = broadcast_result(
-        lambda: str(resolve(Path(path))), CheckpointError, mesh.group("world"), mesh.device
-    )
-    folder, unlike = Path(found), dict[str, tuple[Any, Any]]()
+    with _raising_on_all_ranks(mesh):
+        found = str(resolve(Path(path))) if mesh.rank == 0 else ""
+    folder = Path(first_nonempty_text(found, mesh.group("world"), mesh.device))
+    unlike = dict[str, tuple[Any, Any]]()
     with _raising_on_all_ranks(mesh):
         manifest = open_manifest(folder)
         require_compatible(manifest, engine, optimizers)
@@ -142,12 +142,15 @@ def _check_files(folder: Path, manifest: Manifest, mesh: Mesh) -> None:
 
 @contextmanager
 def _raising_on_all_ranks(mesh: Mesh, remark: str = "") -> Iterator[None]:
-    """Context: if ranks raise CheckpointError in it, all ranks raise the error of the lowest such rank."""
+    """Context: where ranks raise CheckpointError or OSError in it, all raise that of the lowest such rank."""
     own = ""
     try:
         yield
     except CheckpointError as error:
         own = json.dumps([f"{error}{remark}", error.damaged])
+    except OSError as error:
+        reason = f"{error.filename} cannot be used ({error.strerror or error}): mend it, or the disk."
+        own = json.dumps([f"{reason}{remark}", False])
     if first := first_nonempty_text(own, mesh.group("world"), mesh.device):
         message, damaged = json.loads(first)
         raise CheckpointError(message, damaged=damaged)
