@@ -16,7 +16,7 @@ from rich.table import Table
 from plait.cli.checkpoint_options import parser as parser
 from plait.cli.checkpoint_options import read_options
 from plait.cli.ranks_and_signals import importing
-from plait.errors import ConfigError, listed
+from plait.errors import ConfigError, listed, printable
 from plait.plan import Plan
 from plait.train.model_section import OWN_MODELS
 
@@ -134,9 +134,11 @@ def _export(options: Namespace) -> None:
     if folder is not None:
         export_adapted(merged, options.target, model_in(folder), folder, **more)
         return
-    files, end = trained_tokenizer(tensors.manifest)
+    tokenizer = trained_tokenizer(tensors.manifest)
     of_model = sizes_from_manifest(merged.manifest, **sizes)
-    export_own(merged, options.target, of_model, tokenizer=files, end=end, **more)
+    export_own(merged, options.target, of_model, tokenizer=tokenizer.files, end=tokenizer.end, **more)
+    if tokenizer.note:
+        print(printable(tokenizer.note))
 
 
 def _import(options: Namespace) -> None:

@@ -190,9 +190,13 @@ def test_a_dtype_that_is_not_the_file_s_is_refused(written: Path, tmp_path: Path
     content = content_of(written)
     content["tensors"][NAME]["dtype"] = "int8"
     signed(folder, content)
-    with pytest.raises(CheckpointError, match=r"as torch\.float64 \[24\], where the manifest says torch\.int8"):
+    with pytest.raises(
+        CheckpointError, match=r"as torch\.float64 \[24\], where the manifest says torch\.int8"
+    ):
         convert(folder, tmp_path / "whole")
-    with pytest.raises(CheckpointError, match=r"as torch\.float64 \[24\], where the manifest says torch\.int8"):
+    with pytest.raises(
+        CheckpointError, match=r"as torch\.float64 \[24\], where the manifest says torch\.int8"
+    ):
         export_dcp(folder, tmp_path / "dcp")
 
 
