@@ -70,6 +70,8 @@ def outcome(read: Callable[[], Any]) -> Any:
         try:
             return read()
         except PlaitError as error:
+            if "MemoryError" in str(error) or "TimeoutError" in str(error):
+                raise AssertionError(f"beyond its bounds: {error}") from error
             return error
 
 

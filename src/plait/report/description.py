@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
 from pathlib import Path
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
 from plait.errors import DataError
+from plait.files import json_value, read_text, validated, write_bytes
+
+T = TypeVar("T")
 
 RUN_FILE = "run.json"
 FORMAT = 1
@@ -114,32 +117,29 @@ def _adapter() -> TypeAdapter[RunDescription]:
 
 def write_description(description: RunDescription, folder: Path) -> None:
     """Write `run.json` in `folder`. Raises `OSError`."""
-    (folder / RUN_FILE).write_bytes(_adapter().dump_json(description, indent=1))
+    write_bytes(folder / RUN_FILE, _adapter().dump_json(description, indent=1))
 
 
 def read_description(folder: Path) -> RunDescription | None:
     """Return what `run.json` in `folder` holds, or None without one. Raises `DataError` where damaged."""
-    path = folder / RUN_FILE
-    if not path.is_file():
-        return None
+    return read_file(_adapter(), folder / RUN_FILE)
+
+
+def read_file(adapter: TypeAdapter[T], path: Path) -> T | None:
+    """Return what a JSON file of a run holds, or None without one. Raises `DataError` where damaged."""
     try:
-        read = json.loads(path.read_bytes())
-        if isinstance(read, dict) and isinstance(read.get("format"), int) and read["format"] > FORMAT:
+        text = read_text(path)
+        read = json_value(text)
+        if isinstance(read, dict) and type(read.get("format")) is int and read["format"] > FORMAT:
             raise DataError(
                 f"{path} has format {read['format']}, and this version of plait reads formats up to "
                 f"{FORMAT}: update plait, or remove the file."
             )
-        return _adapter().validate_python(read)
-    except (ValidationError, ValueError) as error:
-        raise damaged(path, error) from None
-
-
-def damaged(path: Path, error: Exception) -> DataError:
-    """Return the error for a file of a run that is not as plait wrote it."""
-    first = str(error)
-    if isinstance(error, ValidationError):
-        told = error.errors()[0]
-        first = ": ".join(filter(None, [".".join(map(str, told["loc"])), told["msg"]]))
-    return DataError(
-        f"{path} is damaged ({first}): remove it, and the report is made of the other files of the run."
-    )
+        return validated(adapter, text)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise DataError(
+            f"{path} is damaged ({reason}): remove it, and the report is made of the other files of the run."
+        ) from None

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
-from plait.report.description import damaged
+from plait.files import write_bytes
+from plait.report.description import read_file
 
 STEP_FILE = "step.json"
 
@@ -64,15 +65,9 @@ def rank_from_text(text: str) -> RecordedRank:
 
 def write_step(step: RecordedStep, folder: Path) -> None:
     """Write `step.json` in `folder`. Raises `OSError`."""
-    (folder / STEP_FILE).write_bytes(_adapter().dump_json(step))
+    write_bytes(folder / STEP_FILE, _adapter().dump_json(step))
 
 
 def read_step(folder: Path) -> RecordedStep | None:
     """Return what `step.json` holds, or None without one. Raises `DataError` for a damaged file."""
-    path = folder / STEP_FILE
-    if not path.is_file():
-        return None
-    try:
-        return _adapter().validate_json(path.read_bytes())
-    except (ValidationError, ValueError) as error:
-        raise damaged(path, error) from None
+    return read_file(_adapter(), folder / STEP_FILE)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from plait.errors import ConfigError
+from plait.files import write_bytes
 from plait.report.page import draw_report
 from plait.report.record import RunRecord, read_run
 
@@ -31,7 +32,7 @@ def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
 def write_page(page: str, out: Path, option: str) -> Path:
     """Write an HTML document to `out`, and return `out`. Raises `ConfigError` that names `option`."""
     try:
-        out.write_text(page, encoding="utf-8")
+        write_bytes(out, page.encode(errors="backslashreplace"))
     except OSError as error:
         raise ConfigError(
             f"{out} cannot be written ({error.strerror}): give another file by {option}."

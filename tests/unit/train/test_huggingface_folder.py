@@ -76,7 +76,7 @@ def test_code_in_a_folder_is_not_run_and_nobody_is_asked(
     """transformers asks by default, and takes a yes from whatever is on stdin."""
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asked"))
     (tmp_path / "code.py").write_text("import pathlib\npathlib.Path(__file__ + '.ran').touch()\n")
-    places = {name: "code.Own" for name in ("AutoConfig", "AutoModelForCausalLM")}
+    places = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "code.Own")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": places}))
     tokenizer = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["code.Own", None]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
