@@ -41,7 +41,7 @@ from plait.checkpoint.tensor_file import BETWEEN_SYNCS, portions
 from plait.comm.collectives import all_reduce
 from plait.comm.mesh import Mesh
 from plait.comm.text_collectives import all_gather_text, first_nonempty_text
-from plait.errors import CheckpointError
+from plait.errors import CheckpointError, terminal_text
 from plait.layout import Layout
 
 
@@ -75,9 +75,9 @@ def load(
     """
     loaded = load_checkpoint(engine, optimizer, path, options)
     if loaded.options and engine.mesh.rank == 0:
-        print(option_line(loaded.options, options))
+        print(terminal_text(option_line(loaded.options, options)))
     if loaded.precision and engine.mesh.rank == 0:
-        print(loaded.precision)
+        print(terminal_text(loaded.precision))
     return loaded.state
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import get_args
 
 from plait.cli.arguments import CommandParser, count, number, number_or_inf
-from plait.errors import ConfigError, ScheduleError
+from plait.errors import ConfigError, ScheduleError, terminal_text
 from plait.schedules.check import check
 from plait.schedules.schedule import Schedule
 from plait.schedules.search.api import POLICY_NAMES, require_policy, schedule
@@ -161,7 +161,7 @@ def _show(timeline: Timeline, measure: str, written: Sequence[Path]) -> None:
     width = shutil.get_terminal_size((120, 24)).columns
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     peaks = " ".join(f"{units:g}" for units in timeline.peak)
-    print(f"{title(timeline.schedule)}\n\n{draw_text(timeline, width=width, colour=colour)}\n")
+    print(f"{terminal_text(title(timeline.schedule))}\n\n{draw_text(timeline, width=width, colour=colour)}\n")
     print(f"makespan  {timeline.makespan:g} (span of the longest rank: {timeline.span:g})")
     if timeline.schedule.bound is not None:
         print(f"bound     {_bound_text(timeline.schedule.bound, getattr(timeline, measure), measure)}")

@@ -17,7 +17,7 @@ from plait.arguments import require_instance
 from plait.data.batches import Batches
 from plait.device import is_accelerator
 from plait.engine import Engine
-from plait.errors import ConfigError, DataError, NonFiniteError
+from plait.errors import ConfigError, DataError, NonFiniteError, terminal_text
 from plait.loop.batch_shares import repeated_rows, require_divisible, token_count
 from plait.loop.meter import Meter, StepNumbers, StepResult
 
@@ -110,7 +110,7 @@ class TrainingLoop:
         """Not 0 where the run ends before its last step: the signal that a rank had received, or -1."""
         self.requested_stop: Callable[[], int] = int
         """Returns the signal to stop that this rank has received; 0: none."""
-        self.tell: Callable[[str], None] = print if self.mesh.rank == 0 else _ignore
+        self.tell: Callable[[str], None] = _print if self.mesh.rank == 0 else _ignore
         """Prints a line for the user, on rank 0."""
         self.callbacks: Sequence[Callback] = ()
         """The callbacks of `run`, in their order."""
@@ -277,6 +277,11 @@ def _callbacks(given: object) -> Sequence[Callback]:
     for one in given:
         require_instance("a callback", one, Callback, "give objects of subclasses of plait.loop.Callback")
     return given
+
+
+def _print(line: str) -> None:
+    """Print a line, which may quote files: the `tell` of rank 0."""
+    print(terminal_text(line))
 
 
 def _ignore(line: str) -> None:
