@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import nn
 import plait
 from parity.pairs import in_quick
 from plait.checkpoint import tensor_file
+from plait.checkpoint.best_marker import mark_best
 from plait.checkpoint.checkpoint_manager import CheckpointManager
 from plait.checkpoint.disk import Disk
 from plait.checkpoint.folders import resolve
@@ -317,3 +319,18 @@ def test_an_optimizer_of_another_class(tmp_path: Path) -> None:
         plait.load(engine, optimizer, tmp_path / "two")
     with pytest.raises(CheckpointError, match="nowhere is no folder"):
         plait.load(engine, None, tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "name", ["step-1", ".step-1.saving", ".step-1.replaced", ".step-1.removed", "best.json.part"]
+)
+def test_nothing_is_written_through_a_link(tmp_path: Path, name: str) -> None:
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (elsewhere / "kept").write_text("kept")
+    (folder := tmp_path / "folder").mkdir()
+    (folder / name).symlink_to(elsewhere / "kept" if name.endswith("part") else elsewhere)
+    with suppress(CheckpointError):  # a folder that is no checkpoint is not replaced
+        save(folder / "step-1", 1.0, Disk())
+    mark_best(folder, 1, 0.5, Disk())
+    assert [path.name for path in elsewhere.iterdir()] == ["kept"]
+    assert (elsewhere / "kept").read_text() == "kept"
