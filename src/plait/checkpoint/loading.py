@@ -31,6 +31,7 @@ from plait.checkpoint.optimizer_options import (
     Options,
     differences,
     option_line,
+    require_option_types,
     require_state_for_options,
     restore_options,
 )
@@ -98,8 +99,10 @@ def load_checkpoint(
     with _raising_on_all_ranks(mesh):
         manifest = open_manifest(folder)
         require_compatible(manifest, engine, optimizers)
+        names = {id(piece): name for name, piece in engine.named_parameters()}
+        if optimizers is not None:
+            require_option_types(optimizers, names, manifest.optimizer or {}, options)
         if optimizers is not None and options == "given":
-            names = {id(piece): name for name, piece in engine.named_parameters()}
             keys = state_keys(manifest.tensors)
             require_state_for_options(optimizers, names, manifest.optimizer or {}, keys)
     precision = ""
