@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 from synthetic_runs import write_metrics, write_plan, write_ranks, write_recorded_step
 
-from mutated_files import ALL, QUICK, Kind, outcomes
+from mutated_files import ALL, QUICK, Kind, outcome, outcomes
 from plait.errors import PlaitError
 from plait.report.events import write_event
 from plait.report.page import draw_report
@@ -49,3 +52,20 @@ def test_a_changed_file_of_a_run_is_drawn_or_refused(
         drawn += isinstance(found, str)
         assert isinstance(found, PlaitError) or "<script>alert" not in found, what
     assert drawn > 0
+
+
+EVIL = '"><script>alert(1)</script>'
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_text_of_a_run_becomes_part_of_the_page(whole: Path, tmp_path: Path, name: str) -> None:
+    """Neither values nor keys, of which `data-…` attributes of ranks were made."""
+    shutil.copytree(whole, tmp_path / "run")
+    text, drawn = (whole / name).read_text(), 0
+    for found in {match[0]: match for match in re.finditer(r'"(?:[^"\\]|\\.)*"', text)}.values():
+        evil = text[: found.start()] + json.dumps(EVIL) + text[found.end() :]
+        (tmp_path / "run" / name).write_text(evil)
+        made = outcome(lambda: page(tmp_path / "run"))
+        drawn += isinstance(made, str)
+        assert isinstance(made, PlaitError) or "<script>alert" not in made, found[0]
+    assert drawn
