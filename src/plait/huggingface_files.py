@@ -12,14 +12,15 @@ If none of these exists, all other *.safetensors are read.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from plait.errors import ModelError, listed
+from plait.files import is_plain_name, read_json, require_file
 
+CONFIG = "config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".inv_freq")
 """Suffixes of tensors in older files that are no parameters: masks and rotary frequencies."""
@@ -54,6 +55,25 @@ def files_of_tensors(folder: Path) -> dict[str, str]:
     return found
 
 
+def config_in(folder: Path) -> dict[str, Any]:
+    """Return the content of `config.json` in `folder`. Raises ModelError where it is missing or damaged."""
+    return json_object(folder / CONFIG, "give a folder as save_pretrained of transformers leaves it")
+
+
+def json_object(path: Path, remedy: str) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises ModelError, with `remedy`, where it is missing or damaged."""
+    try:
+        found = read_json(path)
+    except FileNotFoundError:
+        raise ModelError(f"{path.parent} has no {path.name}: {remedy}.") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ModelError(f"{path} cannot be read ({reason}): {remedy}.") from None
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} is no JSON object: {remedy}.")
+    return found
+
+
 def _index_of(folder: Path) -> str | None:
     """Return the name of the index file that transformers would use; None if it would use none."""
     named = _named_in_config(folder)
@@ -82,15 +102,14 @@ def _files_without_index(folder: Path) -> list[str]:
 def _named_in_config(folder: Path) -> str | None:
     """Return `transformers_weights` of config.json, or None. ModelError for a path outside the folder."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        named = config_in(folder).get("transformers_weights")
+    except ModelError:
         return None  # reading the configuration itself raises the error
-    named = config.get("transformers_weights") if isinstance(config, dict) else None
     if named is None:
         return None
-    if not _is_inside(named) or not named.endswith((".safetensors", _INDEX_ENDS)):
+    if not is_plain_name(named) or not named.endswith((".safetensors", _INDEX_ENDS)):
         raise ModelError(
-            f"{folder / 'config.json'} has transformers_weights = {named!r}: give the name of a safetensors "
+            f"{folder / CONFIG} has transformers_weights = {named!r}: give the name of a safetensors "
             "file in the folder, or of its index."
         )
     return str(named)
@@ -99,20 +118,13 @@ def _named_in_config(folder: Path) -> str | None:
 def _weight_map(folder: Path, index: str) -> Mapping[str, str]:
     """Return the file of each tensor according to an index. Raises ModelError where the index is damaged."""
     path = folder / index
-    try:
-        places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ModelError(f"{path} cannot be read ({error!r}): copy the folder anew.") from None
+    places = json_object(path, "copy the folder anew").get("weight_map")
     if not isinstance(places, dict) or not places:
         raise ModelError(f"{path} has no weight_map with names of tensors and files: copy the folder anew.")
     for key, name in places.items():
-        if not _is_inside(name):
+        if not is_plain_name(name):
             raise ModelError(f"{path} names {name!r} for {key}, outside of its folder: copy the folder anew.")
     return places
-
-
-def _is_inside(name: Any) -> bool:
-    return isinstance(name, str) and bool(name) and Path(name).name == name
 
 
 def _require_all_shards(folder: Path, names: Sequence[str]) -> None:
@@ -131,11 +143,14 @@ def _keys(folder: Path, name: str, index: str | None) -> list[str]:
     from safetensors import SafetensorError, safe_open
 
     path = folder / name
-    if not path.is_file():
-        named = f", though {index} names it" if index else ""
-        raise ModelError(f"{path} is missing{named}: copy the folder anew.")
     try:
+        require_file(path)
         with safe_open(path, framework="np") as opened:
             return list(opened.keys())
-    except (OSError, SafetensorError) as error:
+    except FileNotFoundError:
+        named = f", though {index} names it" if index else ""
+        raise ModelError(f"{path} is missing{named}: copy the folder anew.") from None
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read ({error.strerror or error}): copy the file anew.") from None
+    except SafetensorError as error:
         raise ModelError(f"{path} is damaged ({error}): copy the file anew.") from None

@@ -79,7 +79,7 @@ FLAWS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a shard is empty": (lambda path: (path / SHARDS(1)).write_bytes(b""), r"00002\.safetensors is damaged"),
     "a shard is a folder": (
         lambda path: ((path / SHARDS(1)).unlink(), (path / SHARDS(1)).mkdir()),
-        r"00001-of-00002\.safetensors is missing",
+        r"00001-of-00002\.safetensors cannot be read \(it is a folder\)",
     ),
     "a tensor is in another shard": (
         lambda path: write_index(path, {"a": SHARDS(2), "b": SHARDS(2)}),
@@ -101,7 +101,7 @@ FLAWS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: ((path / INDEX).unlink(), (path / SHARDS(2)).unlink()),
         r"model-00002-of-00002\.safetensors is missing, one of 2 shards",
     ),
-    "the index is a list": (lambda path: (path / INDEX).write_text("[]"), "cannot be read"),
+    "the index is a list": (lambda path: (path / INDEX).write_text("[]"), "is no JSON object"),
     "the index is deep": (lambda path: (path / INDEX).write_text("[" * 200_000), "cannot be read"),
     "the index maps to numbers": (lambda path: write_index(path, {"a": 1}), "names 1 for a, outside"),
     "the index maps nothing": (lambda path: write_index(path, []), "has no weight_map"),

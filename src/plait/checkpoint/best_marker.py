@@ -7,9 +7,11 @@ checkpoint wherever the path of a checkpoint is expected.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from plait.checkpoint.disk import Disk, write_text
+from plait.files import read_json
 
 BEST = "best"
 """The name of the best checkpoint in its folder."""
@@ -27,7 +29,7 @@ def mark_best(folder: Path, step: int, loss: float, disk: Disk) -> None:
     """
     path = marker_path(folder)
     unfinished = path.with_name(f"{path.name}.part")
-    if unfinished.exists():  # left by a process that was killed
+    if os.path.lexists(unfinished):  # left by a process that was killed
         disk.remove(unfinished)
     write_text(disk, path, json.dumps({"step": step, "validation_loss": loss}) + "\n")
     disk.sync_folder(folder)  # before an older best checkpoint is removed
@@ -36,7 +38,7 @@ def mark_best(folder: Path, step: int, loss: float, disk: Disk) -> None:
 def best_step(folder: Path) -> int | None:
     """Return the step of the best checkpoint in `folder`; None where none is recorded. Raises OSError."""
     try:
-        step = json.loads(marker_path(folder).read_text(encoding="utf-8"))["step"]
+        step = read_json(marker_path(folder))["step"]
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return None
     return step if type(step) is int and step >= 0 else None

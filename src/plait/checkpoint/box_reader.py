@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.folders import previous_checkpoint, resolve
-from plait.checkpoint.manifest import FILE, TAKE_ANOTHER, Manifest, read_manifest
+from plait.checkpoint.manifest import (
+    FILE,
+    READ_WITH_ANOTHER,
+    TAKE_ANOTHER,
+    Manifest,
+    read_manifest,
+)
 from plait.checkpoint.tensor_file import BoxToWrite, Portion, TensorFileReader, find_damage, portions
 from plait.errors import CheckpointError
 from plait.layout import Box, Layout
@@ -28,7 +34,8 @@ def open_manifest(folder: Path) -> Manifest:
     except CheckpointError as error:
         if not error.damaged:
             raise
-        reason = str(error).removeprefix(f"{folder / FILE} ").removesuffix(TAKE_ANOTHER)
+        reason = str(error).removeprefix(f"{folder / FILE} ")
+        reason = reason.removesuffix(TAKE_ANOTHER).removesuffix(READ_WITH_ANOTHER)
         raise _damaged(folder, f"{FILE} {reason}") from None
 
 
@@ -66,12 +73,13 @@ class BoxReader:
 
     def fill_box(self, view: Tensor, name: str, box: Box) -> None:
         """Read one box (a range per dim) of tensor `name` into `view`, of its shape. Errors as for `fill`."""
-        found = 0
+        found = 0  # elements; stored boxes are disjoint, or `read_manifest` has refused them
         for file, stored in self._stored.get(name, ()):
             common = intersection(box, stored.box)
             if common.numel:
                 within = slices_within(common, stored.box)
-                read = self._reader.read(file, stored.key, within, self._tensors[name].torch_dtype)
+                entry = stored.entry(self._tensors[name].dtype)
+                read = self._reader.read(file, stored.key, within, entry)
                 view[slices_within(common, box)].copy_(read)
                 found += read.numel()
         if found != view.numel():

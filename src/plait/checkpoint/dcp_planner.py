@@ -90,7 +90,7 @@ class ExportPlanner(DefaultSavePlanner):
             one = self._tensors[name]
             return torch.empty(one.shape, dtype=one.torch_dtype)
         file, stored = self._boxes[name][tuple(index.offset or ())]
-        return self._reader.read(file, stored.key, (), self._tensors[name].torch_dtype)
+        return self._reader.read(file, stored.key, (), stored.entry(self._tensors[name].dtype))
 
 
 class ExportWriter(FileSystemWriter):

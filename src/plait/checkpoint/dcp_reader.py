@@ -1,18 +1,17 @@
 """`DcpReader`: reads a checkpoint of torch.distributed.checkpoint without running code in it.
 
-Its metadata are a pickle. The unpickler replaces the classes that torch writes by an inert class that only
-keeps the pickled state, and refuses all others. The state is validated, and torch's own objects are built
-from it.
+Its metadata are a pickle, which `pickle_reader` reads as names of classes and plain values; classes that
+torch does not write are refused. The values are validated, and torch's own objects are built from them.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BytesIO
+from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,12 +27,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
+from plait.checkpoint.pickle_reader import PickledClass, PickledObject, read_pickle
 from plait.errors import CheckpointError
+from plait.files import MOST_LEVELS, is_plain_name, is_within, read_bytes, require_file
 from plait.layout import Box
 from plait.layout.boxes import is_tiling
 
 _METADATA = ".metadata"
 """The metadata file, which torch writes last."""
+_MEMORY_FORMAT = "_MEM_FORMAT_ENCODING"
 _PATHS = frozenset({"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"})
 _KNOWN: Mapping[str, frozenset[str]] = {
     "torch.distributed.checkpoint.metadata": frozenset(
@@ -45,15 +47,20 @@ _KNOWN: Mapping[str, frozenset[str]] = {
             "TensorProperties",
             "MetadataIndex",
             "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
+            _MEMORY_FORMAT,
         }
     ),
     "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
     "torch.serialization": frozenset({"_get_layout"}),
+    "torch": frozenset({"Size"}),
+    "builtins": frozenset({"getattr"}),  # of `_MEM_FORMAT_ENCODING`: enums of Python 3.11.0 to 3.11.3
     "pathlib": _PATHS,
     "pathlib._local": _PATHS,
 }
 """The classes that torch's metadata names, by module."""
+_MOST_DIMS, _MOST_TRANSFORMS = 64, 16
+_MOST_INFLATED = 1000
+"""How much longer a chunk of a tensor may be than its bytes in a file that were compressed."""
 _MOST_TOLD = 160
 """Characters of torch's error messages that are shown."""
 
@@ -88,7 +95,13 @@ class DcpReader:
     def value(self, key: str) -> Any:
         """Return the number, text, list or tensor at `key`. CheckpointError if damaged or in many chunks."""
         if key not in self.tensors:
-            return self._read(MetadataIndex(key), LoadItemType.BYTE_IO, ())
+            most = self._place(MetadataIndex(key)).length
+            found = self._read(MetadataIndex(key), LoadItemType.BYTE_IO, ())
+            if not _is_tree(found, most):
+                raise _damaged(
+                    self.folder, f"{key} cannot be read: it holds itself, or parts of it many times"
+                )
+            return found
         boxes = self.boxes(key)
         if len(boxes) != 1:
             raise _damaged(self.folder, f"{key} is a tensor in {len(boxes)} pieces")
@@ -98,6 +111,7 @@ class DcpReader:
         start, dtype = torch.Size([0] * len(sizes)), None
         if kind is LoadItemType.TENSOR:
             dtype = self.tensors[index.fqn].properties.dtype
+            self._require_room(index, prod(sizes) * dtype.itemsize)
         planner = _SingleEntryPlanner(dtype)
         item = ReadItem(kind, index, start, index, start, torch.Size(sizes))
         try:
@@ -105,6 +119,23 @@ class DcpReader:
         except Exception as error:  # damaged bytes can make torch raise any error
             raise _damaged(self.folder, f"{index.fqn} cannot be read: {_brief(error)}") from None
         return planner.entry
+
+    def _place(self, index: MetadataIndex) -> _FileRange:
+        place = self._reader.storage_data.get(index)
+        if not isinstance(place, _FileRange):
+            raise _damaged(self.folder, f"{index.fqn} cannot be read: it is in no file")
+        return place
+
+    def _require_room(self, index: MetadataIndex, needed: int) -> None:
+        """Raise CheckpointError where a file has fewer bytes than a chunk of a tensor needs."""
+        place = self._place(index)
+        size = (self.folder / place.relative_path).stat().st_size
+        held = place.length * (_MOST_INFLATED if place.transform_descriptors else 1)
+        if place.offset + place.length > size or needed > held:
+            raise _damaged(
+                self.folder,
+                f"{index.fqn} cannot be read: {place.relative_path} has too few bytes for its {needed:,}",
+            )
 
 
 class _SingleEntryPlanner(DefaultLoadPlanner):
@@ -136,9 +167,9 @@ class _Reader(FileSystemReader):
         """
         folder = Path(self.path)
         try:
-            with (folder / _METADATA).open("rb") as file:
-                pickled = _Unpickler(file, folder / _METADATA).load()
-            return _metadata(pickled, folder)
+            data = read_bytes(folder / _METADATA)
+            pickled = read_pickle(data, lambda module, name: _known(module, name, folder / _METADATA))
+            return _metadata(pickled, folder, len(data))
         except FileNotFoundError:
             raise CheckpointError(
                 f"{folder} is no checkpoint of torch.distributed.checkpoint, or was never finished: "
@@ -148,6 +179,17 @@ class _Reader(FileSystemReader):
             raise
         except Exception as error:  # a damaged pickle can raise any error
             raise _damaged(folder, f"{_METADATA}: {_brief(error)}") from None
+
+
+def _is_tree(value: object, most: int) -> bool:
+    """Return whether a value of dictionaries, lists and tuples has at most `most` parts, and few levels."""
+    level, seen = [value], 0
+    for _ in range(MOST_LEVELS):
+        inner = [one for one in level if isinstance(one, dict | list | tuple)]
+        if (seen := seen + sum(map(len, inner))) > most:
+            return False
+        level = [part for one in inner for part in (one.values() if isinstance(one, dict) else one)]
+    return not level
 
 
 def _brief(error: Exception) -> str:
@@ -163,34 +205,18 @@ def _damaged(folder: Path, what: str) -> CheckpointError:
     )
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: BinaryIO, path: Path) -> None:
-        super().__init__(file)
-        self._path = path
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch", "Size"):
-            return tuple
-        value = vars(torch).get(name) if module == "torch" else None
-        if isinstance(value, torch.dtype | torch.layout):
-            return value
-        if name in _KNOWN.get(module, ()):
-            return type(name, (_Pickled,), {})
-        raise CheckpointError(
-            f"{self._path} names {module}.{name}, which does not belong there and was not run: "
-            "do not load this checkpoint with other tools either, unless you trust who wrote it."
-        )
-
-
-class _Pickled:
-    """Stand-in for a pickled object: its state, without its class or behaviour."""
-
-    state: Any = None
-
-    def __init__(self, *arguments: object) -> None: ...
-
-    def __setstate__(self, state: object) -> None:
-        self.state = state
+def _known(module: str, name: str, path: Path) -> object:
+    """Return what stands for a name in the metadata `path`. CheckpointError for one that is not torch's."""
+    value = vars(torch).get(name) if module == "torch" else None
+    if isinstance(value, torch.dtype | torch.layout):
+        return value
+    module = "builtins" if module == "__builtin__" else module  # as older protocols call it
+    if name in _KNOWN.get(module, ()):
+        return PickledClass(module, name)
+    raise CheckpointError(
+        f"{path} names {module}.{name}, which does not belong there and was not run: "
+        "do not load this checkpoint with other tools either, unless you trust who wrote it."
+    )
 
 
 @dataclass(frozen=True)
@@ -203,9 +229,15 @@ class _FileRange:
     transform_descriptors: tuple[str, ...]
 
 
-def _metadata(pickled: object, folder: Path) -> Metadata:
-    """Build torch's `Metadata` from unpickled state; malformed state raises an exception of any type."""
+def _metadata(pickled: object, folder: Path, length: int) -> Metadata:
+    """Build torch's `Metadata` from unpickled state; malformed state raises an exception of any type.
+
+    `length`: of the pickle, in bytes. Each chunk takes some of them, unless a list stands for many.
+    """
     state = _state(pickled, "Metadata")
+    chunks = [_state(one, None) for one in state["state_dict_metadata"].values()]
+    if sum(len(one["chunks"]) for one in chunks if isinstance(one, dict) and "chunks" in one) > length:
+        raise _damaged(folder, "it names more pieces than it can hold")
     entries = {_text(key): _entry(one) for key, one in state["state_dict_metadata"].items()}
     for key, entry in entries.items():
         if isinstance(entry, TensorStorageMetadata) and not is_tiling(entry.size, _chunk_boxes(entry)):
@@ -217,12 +249,12 @@ def _metadata(pickled: object, folder: Path) -> Metadata:
 
 
 def _entry(pickled: object) -> TensorStorageMetadata | BytesStorageMetadata:
-    if type(pickled).__name__ == "BytesStorageMetadata":
+    if isinstance(pickled, PickledObject) and pickled.kind.name == "BytesStorageMetadata":
         return BytesStorageMetadata()
     state = _state(pickled, "TensorStorageMetadata")
     dtype = _state(state["properties"], "TensorProperties")[0]
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{dtype} is no dtype")
+        raise TypeError("a tensor has no dtype")
     chunks = (_state(chunk, "ChunkStorageMetadata") for chunk in state["chunks"])
     return TensorStorageMetadata(
         TensorProperties(dtype),
@@ -240,37 +272,46 @@ def _index(pickled: object) -> MetadataIndex:
 def _file_range(pickled: object, folder: Path) -> _FileRange:
     state = _state(pickled, "_StorageInfo")
     name, (offset, length) = _text(state["relative_path"]), _size((state["offset"], state["length"]))
-    if Path(name).name != name or not (folder / name).is_file():
+    if not is_plain_name(name) or not (folder / name).exists():
         raise _damaged(folder, f"it has no file {name}")
-    if (folder / name).is_symlink() and (folder / name).resolve().parent != folder.resolve():
+    if not is_within(folder, name):
         raise _damaged(folder, f"its file {name} is a link that leads out of it")
-    return _FileRange(name, offset, length, tuple(map(_text, state.get("transform_descriptors") or ())))
+    require_file(folder / name)
+    transforms = tuple(map(_text, state.get("transform_descriptors") or ()))
+    if len(transforms) > _MOST_TRANSFORMS:
+        raise ValueError(f"{len(transforms)} transforms of one entry")
+    return _FileRange(name, offset, length, transforms)
 
 
 def _path(key: object, pickled: object) -> tuple[str | int, ...]:
     """Return `pickled` as a path of nested keys. Raises TypeError or ValueError unless it spells `key`."""
     if not isinstance(pickled, tuple | list) or not all(isinstance(part, str | int) for part in pickled):
-        raise TypeError(f"{pickled} is no path")
-    if ".".join(map(str, pickled)) != key:
-        raise ValueError(f"the path {pickled} is not that of {key}")
+        raise TypeError(f"the path of {_text(key)} is no path")
+    if len(pickled) > len(_text(key)) + 1 or ".".join(map(str, pickled)) != key:
+        raise ValueError(f"another path is not that of {key}")
     return tuple(pickled)
 
 
-def _state(pickled: object, kind: str) -> Any:
-    if type(pickled).__name__ != kind or not isinstance(pickled, _Pickled):
+def _state(pickled: object, kind: str | None) -> Any:
+    """Return the state of a pickled object, of the class `kind`, if given."""
+    if not isinstance(pickled, PickledObject) or kind not in (None, pickled.kind.name):
         raise TypeError(f"a {type(pickled).__name__} stands for a {kind}")
     return pickled.state
 
 
 def _size(pickled: object) -> torch.Size:
-    if not isinstance(pickled, tuple) or not all(type(size) is int and size >= 0 for size in pickled):
-        raise TypeError(f"{pickled} is no size")
+    if isinstance(pickled, PickledObject) and pickled.kind == PickledClass("torch", "Size"):
+        (pickled,) = pickled.arguments
+    if not isinstance(pickled, tuple) or len(pickled) > _MOST_DIMS:
+        raise TypeError("a size is none")
+    if not all(type(size) is int and 0 <= size < 2**63 for size in pickled):
+        raise ValueError("a size is out of range")
     return torch.Size(pickled)
 
 
 def _text(pickled: object) -> str:
     if not isinstance(pickled, str):
-        raise TypeError(f"{pickled} is no text")
+        raise TypeError(f"a {type(pickled).__name__} stands for a text")
     return pickled
 
 

@@ -51,7 +51,7 @@ class Disk:
 
 def write_text(disk: Disk, path: Path, text: str) -> None:
     """Write a small file atomically."""
-    unfinished = path.with_name(f"{path.name}.part")
+    unfinished = path.with_name(f"{path.name}.part")  # `create` follows no link
     with disk.create(unfinished) as file:
         disk.write(file, memoryview(text.encode()))
         disk.sync(file)

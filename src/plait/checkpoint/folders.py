@@ -8,6 +8,7 @@ best.json                 which checkpoint had the lowest validation loss: see `
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -109,19 +110,26 @@ def complete_version(path: Path) -> Path | None:
 
 def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """Return the complete checkpoints in a folder, each with its number of steps, newest first."""
+    return [(step, path) for step, path in all_checkpoints(folder) if (path / FILE).is_file()]
+
+
+def all_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """Return the checkpoints in a folder, newest first: complete ones, and those that lost their manifest."""
     names: set[str] = set()
     for entry in folder.iterdir() if folder.is_dir() else ():
         hidden = _HIDDEN.fullmatch(entry.name)
         if hidden is not None or _NAME.fullmatch(entry.name):
             names.add(hidden[1] if hidden else entry.name)
-    found = [(int(name.partition("-")[2]), complete_version(folder / name)) for name in names]
-    return sorted(((step, path) for step, path in found if path is not None), reverse=True)
+    paths = ((folder / name, complete_version(folder / name)) for name in names)
+    found = ((path, path if version is None and path.is_dir() else version) for path, version in paths)
+    steps = ((int(path.name.partition("-")[2]), version) for path, version in found if version is not None)
+    return sorted(steps, reverse=True)
 
 
 def resolve(path: Path) -> Path:
     """Return the checkpoint folder `path`, or the newest in it; for FOLDER/best the best one in FOLDER.
 
-    Raises CheckpointError if there is none.
+    Raises CheckpointError if there is none, or `path` has lost its manifest.
     """
     path = _best_checkpoint(path.parent) if path.name == BEST and not path.exists() else path
     found = complete_version(path)
@@ -130,6 +138,10 @@ def resolve(path: Path) -> Path:
     within = complete_checkpoints(path)
     if within:
         return within[0][1]
+    if path.is_dir() and _NAME.fullmatch(path.name):  # named when it was complete
+        before = previous_checkpoint(path)
+        remedy = f"load {before}, the one before it" if before else "take another checkpoint"
+        raise CheckpointError(f"the checkpoint {path} is damaged: it has no {FILE}: {remedy}.", damaged=True)
     what = "is no folder" if not path.is_dir() else "holds no complete checkpoint"
     raise CheckpointError(
         f"{path} {what}: give the folder of a checkpoint, or one with step-… folders in it."
@@ -138,7 +150,11 @@ def resolve(path: Path) -> Path:
 
 def _best_checkpoint(folder: Path) -> Path:
     """Return the path of the best checkpoint in `folder`. Raises CheckpointError where none is recorded."""
-    step = best_step(folder)
+    try:
+        step = best_step(folder)
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror or error})"
+        raise CheckpointError(f"{marker_path(folder)} {reason}: give the folder of a checkpoint.") from None
     if step is None:
         raise CheckpointError(
             f"{folder} records no best checkpoint in {marker_path(folder).name}: give the folder of a "
@@ -167,8 +183,13 @@ def rename_later(folder: Path, start: int, disk: Disk) -> None:
     for step, path in complete_checkpoints(folder):
         name = checkpoint_name(step)
         if step > start and path.name == name:  # the checkpoint that is being written has a hidden name
-            free = (folder / f"{name}.aside-{number}" for number in count(1))
-            disk.rename(path, next(other for other in free if not other.exists()))
+            disk.rename(path, _free_name(path, "aside"))
+
+
+def _free_name(path: Path, ending: str) -> Path:
+    """Return the first of `NAME.ENDING-1`, `NAME.ENDING-2`, … beside `path` that is free."""
+    names = (path.with_name(f"{path.name}.{ending}-{number}") for number in count(1))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def restore_name(path: Path, disk: Disk) -> None:
@@ -181,8 +202,12 @@ def restore_name(path: Path, disk: Disk) -> None:
 def clean_up(folder: Path, disk: Disk) -> None:
     """Rename hidden complete checkpoints to their names, and remove interrupted ones as far as possible.
 
-    Must not run while a checkpoint is being written. Raises OSError where a name cannot be restored.
+    Checkpoints that lost their manifest make room: they are renamed to `NAME.damaged-N`. Must not run while a
+    checkpoint is being written. Raises OSError where a name cannot be restored.
     """
+    for _, path in all_checkpoints(folder):
+        if not (path / FILE).is_file():
+            disk.rename(path, _free_name(path, "damaged"))
     for entry in list(folder.iterdir()) if folder.is_dir() else ():
         hidden = _HIDDEN.fullmatch(entry.name)
         if hidden is None:

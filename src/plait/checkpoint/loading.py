@@ -31,6 +31,7 @@ from plait.checkpoint.optimizer_options import (
     Options,
     differences,
     option_line,
+    require_option_types,
     require_state_for_options,
     restore_options,
 )
@@ -40,8 +41,8 @@ from plait.checkpoint.rank_contents import Checkpointable, parameter_key, state_
 from plait.checkpoint.tensor_file import BETWEEN_SYNCS, portions
 from plait.comm.collectives import all_reduce
 from plait.comm.mesh import Mesh
-from plait.comm.text_collectives import all_gather_text, broadcast_result, first_nonempty_text
-from plait.errors import CheckpointError
+from plait.comm.text_collectives import all_gather_text, first_nonempty_text
+from plait.errors import CheckpointError, terminal_text
 from plait.layout import Layout
 
 
@@ -75,9 +76,9 @@ def load(
     """
     loaded = load_checkpoint(engine, optimizer, path, options)
     if loaded.options and engine.mesh.rank == 0:
-        print(option_line(loaded.options, options))
+        print(terminal_text(option_line(loaded.options, options)))
     if loaded.precision and engine.mesh.rank == 0:
-        print(loaded.precision)
+        print(terminal_text(loaded.precision))
     return loaded.state
 
 
@@ -91,15 +92,17 @@ def load_checkpoint(
     for one in () if optimizers is None else optimizers.members:
         engine.check_optimizer(one)
     mesh = engine.mesh
-    found = broadcast_result(
-        lambda: str(resolve(Path(path))), CheckpointError, mesh.group("world"), mesh.device
-    )
-    folder, unlike = Path(found), dict[str, tuple[Any, Any]]()
+    with _raising_on_all_ranks(mesh):
+        found = str(resolve(Path(path))) if mesh.rank == 0 else ""
+    folder = Path(first_nonempty_text(found, mesh.group("world"), mesh.device))
+    unlike = dict[str, tuple[Any, Any]]()
     with _raising_on_all_ranks(mesh):
         manifest = open_manifest(folder)
         require_compatible(manifest, engine, optimizers)
+        names = {id(piece): name for name, piece in engine.named_parameters()}
+        if optimizers is not None:
+            require_option_types(optimizers, names, manifest.optimizer or {}, options)
         if optimizers is not None and options == "given":
-            names = {id(piece): name for name, piece in engine.named_parameters()}
             keys = state_keys(manifest.tensors)
             require_state_for_options(optimizers, names, manifest.optimizer or {}, keys)
     precision = ""
@@ -142,12 +145,15 @@ def _check_files(folder: Path, manifest: Manifest, mesh: Mesh) -> None:
 
 @contextmanager
 def _raising_on_all_ranks(mesh: Mesh, remark: str = "") -> Iterator[None]:
-    """Context: if ranks raise CheckpointError in it, all ranks raise the error of the lowest such rank."""
+    """Context: where ranks raise CheckpointError or OSError in it, all raise that of the lowest such rank."""
     own = ""
     try:
         yield
     except CheckpointError as error:
         own = json.dumps([f"{error}{remark}", error.damaged])
+    except OSError as error:
+        reason = f"{error.filename} cannot be used ({error.strerror or error}): mend it, or the disk."
+        own = json.dumps([f"{reason}{remark}", False])
     if first := first_nonempty_text(own, mesh.group("world"), mesh.device):
         message, damaged = json.loads(first)
         raise CheckpointError(message, damaged=damaged)

@@ -23,12 +23,16 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
 
 from plait.errors import CheckpointError
+from plait.files import first_fault, is_plain_name, is_within, json_value, read_text, require_levels
 from plait.layout import Box
+from plait.layout.boxes import overlap
 
 FILE = "manifest.json"
 FORMAT = 1
 TAKE_ANOTHER = ": take another checkpoint."
 """The end of error messages about a damaged manifest."""
+READ_WITH_ANOTHER = ": read it with the plait that wrote it."
+"""The end of the message about a manifest of another format."""
 Size = Annotated[StrictInt, Field(ge=0, lt=2**63)]
 Dtype = Literal[
     "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool",
@@ -37,8 +41,6 @@ Dtype = Literal[
 """Names of the dtypes that a file can hold, those of `tensor_file.DTYPES`."""
 Plain = dict[StrictStr, Any]
 _MOST_ELEMENTS = 2**62
-_MOST_LEVELS = 200
-"""Most nested dictionaries and lists: functions that walk them are recursive."""
 
 
 class StoredBox(NamedTuple):
@@ -60,6 +62,10 @@ class StoredBox(NamedTuple):
     def key(self) -> str:
         """The name of the box in the file."""
         return key_of(self.tensor, self.box)
+
+    def entry(self, dtype: Dtype) -> TensorEntry:
+        """Return the shape and dtype that the box has in the file, where the tensor is of `dtype`."""
+        return TensorEntry(self.sizes, dtype)
 
 
 @dataclass(frozen=True)
@@ -147,26 +153,28 @@ def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of the checkpoint in `folder`. Raises CheckpointError if missing or damaged."""
     path = folder / FILE
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder} is no checkpoint, or was never finished: it has no {FILE}."
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): take another checkpoint.") from None
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror or error})"
+        raise CheckpointError(f"{path} {reason}{TAKE_ANOTHER}", damaged=True) from None
+    except ValueError:
+        text = ""
     try:
-        whole = json.loads(text)
+        whole = json_value(text, strict=False)
         version = whole["plait_checkpoint"]
         content = text[text.index('"content":') + len('"content":') : text.rindex("}")]
-        is_intact = checksum(content.encode()) == whole["checksum"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        is_intact = checksum(content.encode()) == whole["checksum"] and type(version) is int
+    except (ValueError, KeyError, TypeError):
         version, is_intact = FORMAT, False
     if not is_intact:
         raise CheckpointError(f"{path} is not what was written{TAKE_ANOTHER}", damaged=True)
-    if version != FORMAT:
+    if version != FORMAT:  # the version of a later plait, or a damaged digit
         raise CheckpointError(
-            f"{path} has format {version}, and this plait reads {FORMAT}: read it with the plait that wrote "
-            "it."
+            f"{path} has format {version}, and this plait reads {FORMAT}{READ_WITH_ANOTHER}", damaged=True
         )
     try:
         manifest = _parse(whole["content"])
@@ -179,9 +187,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _require_inside(folder: Path, name: str) -> None:
     """Raise ValueError for a file name that is, or links to, a path outside of the folder."""
-    if not name or Path(name).name != name or "\0" in name:
+    if not is_plain_name(name):
         raise ValueError(f"files: it names {name!r}, outside of its folder")
-    if (folder / name).is_symlink() and (folder / name).resolve().parent != folder.resolve():
+    if not is_within(folder, name):
         raise ValueError(f"files: {name} is a link that leads out of its folder")
 
 
@@ -223,7 +231,7 @@ class _Optimizer(_Form):
 
 
 class _LossScale(_Form):
-    value: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    value: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
     good_steps: Size
 
 
@@ -256,31 +264,16 @@ def _parse(content: object) -> Manifest:
     A valid checksum does not make a manifest well formed; all code that reads checkpoints relies on these
     checks.
     """
-    if _is_deep(content):
-        raise ValueError(f"content: it is nested more than {_MOST_LEVELS} times")
+    require_levels(content)
     try:
         found = _Content.model_validate(content)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"])) or "content"
-        raise ValueError(f"{place}: {first['msg'][:1].lower()}{first['msg'][1:]}") from None
+        raise ValueError(first_fault(error)) from None
     for problem in _inconsistencies(found):
         raise ValueError(problem)
     assert isinstance(content, dict)
     others = {name: content[name] for name in _OTHERS if name in content}  # with keys of a later plait
     return Manifest(found.tensors, tuple(found.files), **others)
-
-
-def _is_deep(content: object) -> bool:
-    level = [content]
-    for _ in range(_MOST_LEVELS):
-        inner = (
-            one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)
-        )
-        level = [one for values in inner for one in values]
-        if not level:
-            return False
-    return True
 
 
 def _inconsistencies(found: _Content) -> Iterator[str]:
@@ -293,6 +286,7 @@ def _inconsistencies(found: _Content) -> Iterator[str]:
             yield f"files: {name!r} is listed several times"
     for file in found.files:
         yield from _box_errors(file, found.tensors)
+    yield from _overlaps(found)
     if found.optimizer is not None:
         for name, group in found.optimizer.group_of.items():
             if group >= len(found.optimizer.groups):
@@ -300,6 +294,17 @@ def _inconsistencies(found: _Content) -> Iterator[str]:
     for alias, name in found.aliases.items():
         if f"model.{name}" not in found.tensors:
             yield f"aliases.{alias}: there is no tensor {name}"
+
+
+def _overlaps(found: _Content) -> Iterator[str]:
+    """Yield tensors of which a part is stored twice: such parts would count for others that are missing."""
+    boxes: dict[str, list[Box]] = {}
+    for file in found.files:
+        for one in file.boxes:
+            boxes.setdefault(one.tensor, []).append(one.box)
+    for tensor, stored in boxes.items():
+        if (pair := overlap(stored)) is not None:
+            yield f"files: {key_of(tensor, pair[0])} and {key_of(tensor, pair[1])} overlap"
 
 
 def _box_errors(file: FileEntry, tensors: Mapping[str, TensorEntry]) -> Iterator[str]:

@@ -18,6 +18,8 @@ from plait.errors import CheckpointError
 
 Options = Literal["saved", "given"]
 """Which options a loaded optimizer has: those in the checkpoint, as torch's `load_state_dict`, or its own."""
+_MOST, _MOST_SHOWN = 1e300, 80
+"""Numbers of options are smaller; characters that are shown of one."""
 _CYCLED = ("momentum", "betas")
 """Options that schedulers with `max_momentum` change, too."""
 
@@ -51,6 +53,36 @@ def restore_options(
                 for key, value in kept.items():
                     if key not in NOT_RESTORED:
                         group[key] = _like(value, group.get(key))
+
+
+def require_option_types(
+    optimizers: OptimizerSet, names: Mapping[int, str], saved: Mapping[str, Any], options: Options
+) -> None:
+    """Raise CheckpointError where an option that `restore_options` would set is of another type than now."""
+    for group in optimizers.param_groups:
+        for number in {saved["group_of"].get(names[id(parameter)]) for parameter in group["params"]} - {None}:
+            of_group = saved["groups"][number]
+            kept = of_group if options == "saved" else of_schedulers(of_group, group)
+            for key, value in kept.items():
+                if key in group and key not in NOT_RESTORED and not _is_alike(group[key], value):
+                    raise CheckpointError(
+                        f"the checkpoint has {key} = {repr(value)[:_MOST_SHOWN]} for group {number} of the "
+                        f"optimizer, where {group[key]!r} is given: take another checkpoint, or None for an "
+                        "optimizer that starts anew."
+                    )
+
+
+def _is_alike(now: Any, value: Any) -> bool:
+    """Return whether `value`, read from JSON, may stand for an option that is `now`; None may for all."""
+    if now is None or value is None:
+        return True
+    if isinstance(now, list | tuple):
+        return isinstance(value, list) and len(value) == len(now) and all(map(_is_alike, now, value))
+    if isinstance(now, bool | str):
+        return type(value) is type(now)
+    if isinstance(now, int | float | Tensor):
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST
+    return True  # of a kind that JSON lacks
 
 
 def _like(value: Any, now: Any) -> Any:

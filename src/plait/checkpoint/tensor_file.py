@@ -7,6 +7,7 @@ memory; `write_file` holds one box at a time.
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.disk import Disk
-from plait.checkpoint.manifest import FileEntry, StoredBox, checksum, key_of
+from plait.checkpoint.manifest import FileEntry, StoredBox, TensorEntry, checksum, key_of
 from plait.errors import CheckpointError
+from plait.files import open_file, require_file
 from plait.layout import Box
 
 T = TypeVar("T")
@@ -163,8 +165,8 @@ def find_damage(folder: Path, portion: Portion) -> str | None:
     file = portion.file
     path = folder / file.name
     try:
-        with path.open("rb", buffering=0) as opened:
-            size = path.stat().st_size
+        with open_file(path) as opened:
+            size = os.fstat(opened.fileno()).st_size
             if size != file.bytes:
                 return f"has {size:,} bytes and not {file.bytes:,}"
             first = min((box.start for box in file.boxes), default=file.bytes)
@@ -179,7 +181,7 @@ def find_damage(folder: Path, portion: Portion) -> str | None:
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
-        return f"cannot be read ({error.strerror})"
+        return f"cannot be read ({error.strerror or error})"
     return None
 
 
@@ -191,18 +193,20 @@ class TensorFileReader:
         self._opened: dict[str, Any] = {}
 
     def read(
-        self, file: str, key: str, within: tuple[slice, ...], dtype: torch.dtype | None = None
+        self, file: str, key: str, within: tuple[slice, ...], entry: TensorEntry | None = None
     ) -> Tensor:
         """Return the tensor `key` of a file, or the part `within` these slices, on the CPU in new memory.
 
-        Raises CheckpointError where it cannot be read, or has another dtype than `dtype`, if given.
+        Raises CheckpointError where it cannot be read, or has another shape or dtype than `entry`, if given.
         """
         with self._open(file) as opened:
-            found: Tensor = opened.get_slice(key)[within] if within else opened.get_tensor(key)
-        if dtype is not None and found.dtype != dtype:
+            stored = opened.get_slice(key)
+            shape, found = tuple(stored.get_shape()), stored[within] if within else opened.get_tensor(key)
+        assert isinstance(found, Tensor)
+        if entry is not None and (shape, found.dtype) != (entry.shape, entry.torch_dtype):
             raise CheckpointError(
-                f"{self._folder / file} holds {key} as {found.dtype}, where the manifest says {dtype}: take "
-                "another checkpoint."
+                f"{self._folder / file} holds {key} as {found.dtype} {list(shape)}, where the manifest says "
+                f"{entry.torch_dtype} {list(entry.shape)}: take another checkpoint."
             )
         return found
 
@@ -227,11 +231,13 @@ class TensorFileReader:
 
         try:
             if file not in self._opened:
+                require_file(self._folder / file)
                 self._opened[file] = safe_open(self._folder / file, framework="pt")
             yield self._opened[file]
         except (OSError, SafetensorError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise CheckpointError(
-                f"{self._folder / file} cannot be read ({error}): take another checkpoint."
+                f"{self._folder / file} cannot be read ({reason}): take another checkpoint."
             ) from None
 
 

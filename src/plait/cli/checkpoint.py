@@ -16,7 +16,7 @@ from rich.table import Table
 from plait.cli.checkpoint_options import parser as parser
 from plait.cli.checkpoint_options import read_options
 from plait.cli.ranks_and_signals import importing
-from plait.errors import ConfigError, listed
+from plait.errors import ConfigError, listed, terminal_text
 from plait.plan import Plan
 from plait.train.model_section import OWN_MODELS
 
@@ -87,7 +87,7 @@ def _exchange_with_torch(options: Namespace) -> None:
         return
     left_out = dcp.import_dcp(options.path, options.target, names)
     if left_out:
-        print(f"left out {listed(left_out)}")
+        print(terminal_text(f"left out {listed(left_out)}"))
 
 
 def _names_of(model: str | None) -> Mapping[str, str] | None:
@@ -134,9 +134,11 @@ def _export(options: Namespace) -> None:
     if folder is not None:
         export_adapted(merged, options.target, model_in(folder), folder, **more)
         return
-    files, end = trained_tokenizer(tensors.manifest)
+    tokenizer = trained_tokenizer(tensors.manifest)
     of_model = sizes_from_manifest(merged.manifest, **sizes)
-    export_own(merged, options.target, of_model, tokenizer=files, end=end, **more)
+    export_own(merged, options.target, of_model, tokenizer=tokenizer.files, end=tokenizer.end, **more)
+    if tokenizer.note:
+        print(terminal_text(tokenizer.note))
 
 
 def _import(options: Namespace) -> None:
@@ -177,12 +179,12 @@ def _print_summary(found: Summary) -> None:
     lines.add_column(no_wrap=True)
     lines.add_column(overflow="fold")
     for name, value in facts.items():
-        lines.add_row(name, value or "nothing")
+        lines.add_row(name, terminal_text(value) or "nothing")
     console.print(lines)
     console.print()
     console.print(_tensors(found))
     for flaw in found.flaws:
-        print(f"damaged: {flaw}")  # not wrapped, unlike what `console` prints
+        print(terminal_text(f"damaged: {flaw}"))  # not wrapped, unlike what `console` prints
 
 
 def _state_of_files(found: Summary) -> str:
@@ -200,7 +202,7 @@ def _tensors(found: Summary) -> Table:
     table.add_column("bytes", justify="right", no_wrap=True)
     for one in found.tensors:
         shape = " × ".join(map(str, one.shape)) or "()"
-        table.add_row(one.name, shape, one.dtype, str(one.boxes), f"{one.bytes:,}")
+        table.add_row(terminal_text(one.name), shape, one.dtype, str(one.boxes), f"{one.bytes:,}")
     return table
 
 

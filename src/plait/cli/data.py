@@ -20,7 +20,7 @@ from plait.data.recorded_tokenizer import recorded_tokenizer
 from plait.data.token_shards import Corpus, CorpusIndex, open_corpus
 from plait.data.tokenizer import Tokenizer, open_tokenizer, printable
 from plait.data.tokenizer_match import tokenizer_mismatch
-from plait.errors import ConfigError
+from plait.errors import ConfigError, terminal_text
 
 _ABOUT = "Prepares corpora for training, and inspects them."
 _ABOUT_PREPARE = """\
@@ -112,10 +112,10 @@ def _prepare(options: Namespace) -> None:
         )
     seconds = max(time.monotonic() - began, 1e-9)
     speed = shown.read / 1e6 / seconds
-    console.print(f"{_described(index)}. {speed:.1f} MB/s in {seconds:.0f} s.")
+    console.print(f"{terminal_text(_described(index))}. {speed:.1f} MB/s in {seconds:.0f} s.")
     if not index.chats:
         tokenizer = open_tokenizer(options.tokenizer)
-        console.print(_end_line(index, tokenizer))
+        console.print(terminal_text(_end_line(index, tokenizer)))
         if unwritten := tokenizer.unwritten_start():
             console.print(
                 "Beginning of a document: none (tokenizer_config.json has add_bos_token, and the "
@@ -131,10 +131,10 @@ def _inspect(options: Namespace) -> None:
     mismatch = "" if tokenizer is None else tokenizer_mismatch(options.folder, index, tokenizer)
     if mismatch:
         raise ConfigError(f"{mismatch}: leave --tokenizer out, or give the corpus's own.")
-    print(f"{_described(index)}.")
-    print(f"Tokenizer: {index.tokenizer}, vocabulary {index.vocab:,}, {index.dtype}.")
+    print(terminal_text(f"{_described(index)}."))
+    print(terminal_text(f"Tokenizer: {index.tokenizer}, vocabulary {index.vocab:,}, {index.dtype}."))
     if not index.chats:
-        print(_end_line(index, tokenizer))
+        print(terminal_text(_end_line(index, tokenizer)))
     first = 0
     for number in range(min(options.documents, index.documents)):
         length = corpus.document_length(first)

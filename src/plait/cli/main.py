@@ -17,7 +17,7 @@ from io import TextIOWrapper
 from plait.cli.arguments import two_columns
 from plait.cli.help import asks_for_help, help_text
 from plait.cli.ranks_and_signals import end_rank
-from plait.errors import CommunicationError, PlaitError, RankError
+from plait.errors import CommunicationError, PlaitError, RankError, terminal_text
 from plait.version import VERSION
 
 _NO_MEMORY = re.compile(
@@ -149,4 +149,4 @@ def _help() -> str:
 def _print_error(message: str) -> None:
     """Print a message to stderr, with long words such as paths shortened."""
     short = _LONG_WORD.sub(lambda word: f"{word[0][:_MOST_SHOWN]}…", message)
-    print(f"plait: {short}", file=sys.stderr)
+    print(f"plait: {terminal_text(short)}", file=sys.stderr)

@@ -20,7 +20,7 @@ from plait.cli.plan_output import (
     plan_table,
     search_json,
 )
-from plait.errors import ConfigError
+from plait.errors import ConfigError, terminal_text
 from plait.plan import Plan
 from plait.prediction.goodput import Failures, Goodput, best_interval
 from plait.prediction.hardware import hardware_names, load_hardware
@@ -123,7 +123,7 @@ def _judge(config: Config, options: Namespace) -> None:
         print(json.dumps(plan_json(found, changes) | goodput_json(goodput)))
         return
     lines = [f"{found}\nbound by   {bound_text(found)}", "", *change_lines(changes, found.fits)]
-    print("\n".join([*lines, *goodput_lines(goodput, found)]))
+    print(terminal_text("\n".join([*lines, *goodput_lines(goodput, found)])))
     _tell_written(options.html)
 
 
@@ -148,7 +148,7 @@ def _search(config: Config, options: Namespace) -> None:
         print(json.dumps(search_json(result, options.most) | goodput_json(goodput)))
         return
     print(plan_table(result.best[: options.most]))
-    print("\n".join(["", *notes(result), *goodput_lines(goodput, result.best[0])]))
+    print(terminal_text("\n".join(["", *notes(result), *goodput_lines(goodput, result.best[0])])))
     _tell_written(options.write, options.html)
 
 

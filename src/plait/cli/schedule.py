@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import get_args
 
 from plait.cli.arguments import CommandParser, count, number, number_or_inf
-from plait.errors import ConfigError, ScheduleError
+from plait.errors import ConfigError, ScheduleError, terminal_text
+from plait.files import read_text
 from plait.schedules.check import check
 from plait.schedules.schedule import Schedule
 from plait.schedules.search.api import POLICY_NAMES, require_policy, schedule
@@ -139,8 +140,8 @@ def _read(path: Path, options: Namespace, costs: Costs) -> Schedule:
     if path.exists() and not path.is_file():
         raise ConfigError(f"{path} is not a file: give a CSV file, or a policy.")
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path).removeprefix("\ufeff")
+    except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"{path} cannot be read ({why}): give a CSV file, or a policy.") from None
     try:
@@ -161,7 +162,7 @@ def _show(timeline: Timeline, measure: str, written: Sequence[Path]) -> None:
     width = shutil.get_terminal_size((120, 24)).columns
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     peaks = " ".join(f"{units:g}" for units in timeline.peak)
-    print(f"{title(timeline.schedule)}\n\n{draw_text(timeline, width=width, colour=colour)}\n")
+    print(f"{terminal_text(title(timeline.schedule))}\n\n{draw_text(timeline, width=width, colour=colour)}\n")
     print(f"makespan  {timeline.makespan:g} (span of the longest rank: {timeline.span:g})")
     if timeline.schedule.bound is not None:
         print(f"bound     {_bound_text(timeline.schedule.bound, getattr(timeline, measure), measure)}")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from plait.cli.arguments import CommandParser
 from plait.cli.help import configuration_overview
 from plait.cli.ranks_and_signals import degrees, importing, local_ranks, stoppable
+from plait.errors import terminal_text
 from plait.train.config_parser import config_from_arguments
 
 _ABOUT = """\
@@ -60,7 +61,7 @@ def run(argv: Sequence[str]) -> int:
     ):
         config, chosen = with_context_of_data(config, argv)
         if chosen and prints:
-            print(chosen, flush=True)
+            print(terminal_text(chosen), flush=True)
         check_data(config)
         reports = launch(
             train,

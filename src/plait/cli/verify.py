@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from plait.cli.arguments import CommandParser, count
 from plait.cli.ranks_and_signals import degrees, importing, local_ranks
-from plait.errors import ConfigError
+from plait.errors import ConfigError, terminal_text
 from plait.train.config_parser import config_from_arguments, nearest_field
 
 if TYPE_CHECKING:
@@ -92,7 +92,11 @@ def run(argv: Sequence[str]) -> int:
     if options.all:
         _replace_line("")
     if prints:
-        print(json.dumps(result.as_json(), indent=2, allow_nan=False) if options.json else result)
+        print(
+            json.dumps(result.as_json(), indent=2, allow_nan=False)
+            if options.json
+            else terminal_text(str(result))
+        )
     if not result.compared:
         return 2  # no plan could be run, so none is different
     return 0 if result else 1

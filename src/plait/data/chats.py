@@ -55,9 +55,13 @@ class ChatEncoder:
         path = Path(folder).expanduser()
         path = path.parent if path.is_file() else path
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                path, local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:  # the library raises many types
             reason = " ".join(str(error).split())[:200]
+            if "trust_remote_code" in str(error):
+                reason = "it needs Python code in that folder (auto_map), which plait does not run"
             raise ConfigError(f"{path} holds no tokenizer that transformers can read: {reason}") from None
         self._path = path
 

@@ -5,11 +5,11 @@ Imports no NumPy, so that a configuration can name its tokenizer at once.
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
+
+from plait.files import copy_file, read_bytes, read_json
 
 FOLDER = "tokenizer"
 """The folder within that of the corpus; it is not there for bytes."""
@@ -36,9 +36,9 @@ def tokenizer_files(tokenizer: str) -> Mapping[str, Path]:
 
 
 def files_hash(tokenizer: str) -> str:
-    """Return a text that changes with the content of a tokenizer's files; empty for bytes."""
+    """Return a text that changes with the content of a tokenizer's files; empty for bytes. Raises OSError."""
     files = tokenizer_files(tokenizer)
-    hashes = [f"{name} {sha256(path.read_bytes()).hexdigest()}" for name, path in files.items()]
+    hashes = [f"{name} {sha256(read_bytes(path)).hexdigest()}" for name, path in files.items()]
     return sha256(" ".join(hashes).encode()).hexdigest()[:16] if files else ""
 
 
@@ -46,7 +46,7 @@ def record_tokenizer(folder: Path, tokenizer: str) -> None:
     """Copy the files of a tokenizer into the folder of a corpus; nothing for bytes."""
     for name, path in tokenizer_files(tokenizer).items():
         (folder / FOLDER / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, folder / FOLDER / name)
+        copy_file(path, folder / FOLDER / name)
 
 
 def recorded_tokenizer(source: str) -> str | None:
@@ -55,7 +55,7 @@ def recorded_tokenizer(source: str) -> str | None:
     if (folder / FOLDER / TOKENIZER).is_file() and (folder / _INDEX).is_file():
         return str(folder / FOLDER)
     try:
-        name = json.loads((folder / _INDEX).read_text()).get("tokenizer")
+        name = read_json(folder / _INDEX).get("tokenizer")
     except (OSError, ValueError, AttributeError):
         return None
     return "bytes" if name == "bytes" else None

@@ -62,7 +62,7 @@ def require_tokens_of_transformers(tokenizer: FileTokenizer) -> None:
     from transformers import AutoTokenizer
 
     try:
-        theirs: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        theirs: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception:  # many types; a tokenizer.json is enough for texts
         return
     special = list(tokenizer.special_tokens())[:_PROBED_TOKENS]

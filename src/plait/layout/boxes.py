@@ -72,18 +72,25 @@ def is_tiling(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
     """Return whether boxes are disjoint and together cover exactly a tensor of this shape."""
     if not all(_fits(box, shape) for box in boxes) or sum(box.numel for box in boxes) != prod(shape):
         return False
+    return overlap(boxes) is None
+
+
+def overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Return two boxes of a tensor that have elements in common, or None."""
     filled = [box for box in boxes if box.numel]
+    dims = range(len(filled[0].sizes) if filled else 0)
     # Sweep along the dim with the most cuts, so that each box is compared with few others.
-    dim = max(range(len(shape)), key=lambda dim: len({box.offsets[dim] for box in filled}), default=None)
+    dim = max(dims, key=lambda dim: len({box.offsets[dim] for box in filled}), default=None)
     if dim is None:
-        return True
+        return (filled[0], filled[1]) if len(filled) > 1 else None
     near: list[Box] = []
     for box in sorted(filled, key=lambda box: box.offsets[dim]):
         near = [other for other in near if other.offsets[dim] + other.sizes[dim] > box.offsets[dim]]
-        if any(intersection(box, other).numel for other in near):
-            return False
+        for other in near:
+            if intersection(box, other).numel:
+                return other, box
         near.append(box)
-    return True
+    return None
 
 
 def _fits(box: Box, shape: Sequence[int]) -> bool:

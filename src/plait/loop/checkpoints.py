@@ -11,7 +11,7 @@ from typing import Any
 from plait.arguments import require_flag, require_instance, require_whole
 from plait.checkpoint.best_marker import BEST, best_step
 from plait.checkpoint.checkpoint_manager import CheckpointManager
-from plait.checkpoint.folders import complete_checkpoints
+from plait.checkpoint.folders import all_checkpoints
 from plait.checkpoint.loading import load_checkpoint
 from plait.checkpoint.manifest import section
 from plait.checkpoint.optimizer_options import option_line
@@ -215,11 +215,11 @@ class Checkpoints(Callback):
                 )
 
     def _saved(self, run: TrainingLoop) -> list[Path]:
-        """Return on every rank the complete checkpoints of this run found by rank 0, newest first."""
+        """Return on every rank the checkpoints of this run found by rank 0, newest first, damaged or not."""
 
         def find() -> str:
             try:
-                return json.dumps([str(path) for _, path in complete_checkpoints(self._folder)])
+                return json.dumps([str(path) for _, path in all_checkpoints(self._folder)])
             except OSError:
                 error = f"{self._folder} cannot be read: mend its permissions, or the disk."
                 raise CheckpointError(error) from None

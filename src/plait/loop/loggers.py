@@ -6,13 +6,15 @@ import csv
 import io
 import json
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from plait.errors import ConfigError
+from plait.files import json_value, open_to_write, read_bytes, write_bytes
 
 MetricsRow = Mapping[str, float | None]
 """The metrics of one step; non-finite numbers are None."""
@@ -103,7 +105,7 @@ def unwritable(folder: Path, error: OSError, field: str = "") -> ConfigError:
 def free_name(path: Path) -> Path:
     """Return the first of `metrics.1.jsonl`, `metrics.2.jsonl`, … beside `path` that is free."""
     names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
-    return next(name for name in names if not name.exists())
+    return next(name for name in names if not os.path.lexists(name))
 
 
 class _TextFile:
@@ -117,7 +119,7 @@ class _TextFile:
         line_of: Callable[[Mapping[str, Any]], str],
     ) -> None:
         self._path, self._header, self._step_of, self._line_of = Path(path), header, step_of, line_of
-        self._file: io.FileIO | None = None
+        self._file: BinaryIO | None = None
         self._unwritten = b""
 
     def begin(self, steps: int) -> None:
@@ -129,8 +131,8 @@ class _TextFile:
         if not steps and self._path.is_file() and self._path.stat().st_size:
             self._path.rename(free_name(self._path))
         lines = [self._header]
-        if steps and self._path.exists():
-            earlier = self._path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        if steps and os.path.lexists(self._path):
+            earlier = self._read().splitlines(keepends=True)
             whole = [line for line in earlier if line.endswith("\n")]
             lines += [line for line in whole if self._step_of(line) <= steps]
         self._open_with(lines)
@@ -148,9 +150,12 @@ class _TextFile:
     def _open_with(self, lines: Sequence[str]) -> None:
         """Replace the file by one with these lines, and open it."""
         unfinished = self._path.with_name(f"{self._path.name}.part")
-        unfinished.write_text("".join(lines), encoding="utf-8", newline="")
-        unfinished.replace(self._path)
-        self._file = self._path.open("ab", buffering=0)
+        write_bytes(unfinished, "".join(lines).encode())
+        unfinished.replace(self._path)  # a link itself, not what it leads to
+        self._file = open_to_write(self._path, append=True)
+
+    def _read(self) -> str:
+        return read_bytes(self._path).decode(errors="replace")
 
     def _append(self, text: str) -> None:
         """Append earlier unwritten text, then `text`. Raises OSError while some text remains unwritten."""
@@ -185,7 +190,7 @@ class Csv(_TextFile):
     def begin(self, steps: int) -> None:
         """Create the file, with the lines and further columns that it has of the first `steps` steps."""
         if steps and self._grows and self._path.exists():
-            earlier = self._path.read_text(encoding="utf-8", errors="replace").partition("\n")[0].split(",")
+            earlier = self._read().partition("\n")[0].split(",")
             if earlier[: len(COLUMNS)] == list(COLUMNS):
                 self._columns, self._header = earlier, f"{','.join(earlier)}\n"
         super().begin(steps)
@@ -201,7 +206,7 @@ class Csv(_TextFile):
         """Write the file anew, with further columns that are empty in the lines of earlier steps."""
         self.close()
         self._columns += names
-        before = self._path.read_text(encoding="utf-8").splitlines()[1:]
+        before = self._read().splitlines()[1:]
         self._open_with([self._titles(), *(f"{line}{',' * len(names)}\n" for line in before)])
 
     def _titles(self) -> str:
@@ -217,8 +222,8 @@ class Csv(_TextFile):
 def _json_step(line: str) -> float:
     """Return the training step of a JSON line; infinity for a damaged line."""
     try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+        return float(json_value(line, strict=False)["step"])
+    except (ValueError, KeyError, TypeError, OverflowError):
         return math.inf
 
 

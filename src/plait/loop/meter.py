@@ -63,6 +63,8 @@ class StepNumbers:
     """The lowest rank whose own loss is not finite; the size of the world if there is none."""
     gradient_rank: int
     """The same for gradients."""
+    norm_ranks: tuple[int, ...]
+    """The ranks whose gradient norm is not finite: those of whole replicas, which compute one each."""
     blocked_seconds: tuple[float, ...]
     """Of each rank: how long its host was blocked in communication during the step; 0 on a GPU."""
     peak_memory: tuple[int, ...]
@@ -100,15 +102,14 @@ class Meter:
 
         `signal`: one that this rank has received, or 0. `tokens`: of the global batch.
         `data_seconds`: for how long this rank has waited for its rows of the batch.
-        Communication: an all-gather of six numbers over the world.
+        Communication: an all-gather of seven numbers over the world.
         """
         mesh, device = self._mesh, self._mesh.device
         world = mesh.size("world")
         blocked = 0 if is_accelerator(device) else mesh.traffic.blocked_nanoseconds - self._blocked
         own = [peak_memory_bytes(device), signal, blocked / 1e9, data_seconds]
-        numbers = torch.cat(
-            [sent(torch.tensor(own, dtype=torch.float64), device), result.non_finite.double()]
-        )
+        faulty = torch.cat([result.non_finite, ~result.norm.isfinite()[None]])
+        numbers = torch.cat([sent(torch.tensor(own, dtype=torch.float64), device), faulty.double()])
         everyone = all_gather(numbers, mesh.group("world"), checked=False)
         of_all = everyone.about("the metrics of the step").wait().view(-1)
         same = torch.stack([result.loss.double(), result.norm.double(), result.weight.double()])
@@ -117,7 +118,7 @@ class Meter:
 
         def finished() -> StepNumbers:
             loss, norm, weight, *rest = read().tolist()
-            memory, signals, blocked, data, *faults = (rest[column::6] for column in range(6))
+            memory, signals, blocked, data, *faults, norms = (rest[column::7] for column in range(7))
             seconds = ended.milliseconds_since(started) / 1e3
             row = {
                 "step": step + 1,
@@ -134,8 +135,8 @@ class Meter:
             if self._peak is not None and self._flops is not None:
                 row["mfu"] = self._flops * tokens / seconds / self._peak
             loss_rank, gradient_rank = (next((r for r, bad in enumerate(of) if bad), world) for of in faults)
-            peaks = tuple(map(int, memory))
-            return StepNumbers(row, int(max(signals)), loss_rank, gradient_rank, tuple(blocked), peaks)
+            peaks, bad = tuple(map(int, memory)), tuple(rank for rank, one in enumerate(norms) if one)
+            return StepNumbers(row, int(max(signals)), loss_rank, gradient_rank, bad, tuple(blocked), peaks)
 
         return finished
 

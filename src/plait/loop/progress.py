@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from plait.errors import terminal_text
 from plait.loop.training import Callback, TrainingLoop
 
 _SECONDS_BETWEEN_LINES = 5.0
@@ -49,9 +50,9 @@ class ProgressReporter:
             self._bar.update(self._task, completed=steps)
 
     def print(self, text: str) -> None:
-        """Print a line, above the bar if there is one."""
+        """Print a line, which may quote files, above the bar if there is one."""
         if self._shown:
-            self._console.print(text)
+            self._console.print(terminal_text(text))
 
     def update(self, step: int, loss: float, tokens_per_second: float) -> None:
         """Report that `step`, counted from 1, is finished."""

@@ -20,6 +20,7 @@ from plait.comm.group import Group
 from plait.comm.text_collectives import broadcast_result
 from plait.errors import ConfigError
 from plait.file_lock import owner_of, try_lock, unlock
+from plait.files import make_folder
 from plait.loop.loggers import unwritable
 from plait.report.description import RUN_FILE
 from plait.report.events import EVENTS_FILE
@@ -48,16 +49,20 @@ def locked_folder(
     *,
     field: str = "",
     must_be_writable: bool = True,
+    written: Sequence[str] = (),
 ) -> Iterator[None]:
     """Context in which the first rank of `group` holds the file `lock` in `folder`; all ranks enter it.
 
-    Raises `ConfigError` on every rank where another run holds it, which is named, and where a folder that
-    `must_be_writable` is not. A killed run releases its locks; some file systems have none.
+    Raises `ConfigError` on every rank where another run holds it, which is named, where a folder that
+    `must_be_writable` is not, and where one of the files and folders `written` in it is a link: others may
+    have made it, and it could lead anywhere. A killed run releases its locks; some file systems have none.
     Communication: two broadcasts, of 8 bytes and of a text.
     """
     held: list[tuple[Path, BinaryIO]] = []
 
     def take() -> str:
+        for link in filter(Path.is_symlink, (folder / name for name in written)):
+            raise ConfigError(f"{link} is a link, and a run writes through none: remove it.")
         file = _locked(folder, lock, field, must_be_writable=must_be_writable)
         held.extend([] if file is None else [(folder / lock, file)])
         return ""
@@ -86,7 +91,8 @@ def _locked(folder: Path, lock: str, field: str, *, must_be_writable: bool) -> B
                 )
             time.sleep(0.1)
     except OSError as error:
-        if error.errno in _NO_LOCKS or not must_be_writable:
+        is_link = error.errno == errno.ELOOP
+        if not is_link and (error.errno in _NO_LOCKS or not must_be_writable):
             return None
         raise unwritable(folder, error, field) from None
     return file
@@ -112,15 +118,16 @@ def set_aside(folder: Path, names: Sequence[str] = REPORT_FILES) -> Path | None:
     `names`: of its files and folders. None where no run has written metrics there; then files that one has
     left are removed. Raises OSError.
     """
-    present = [folder / name for name in names if (folder / name).exists()]
+    present = [folder / name for name in names if os.path.lexists(folder / name)]
     metrics = folder / METRICS_FILE
     if not metrics.is_file() or metrics.stat().st_size == 0:
         for path in present:
-            if path.is_file():
+            if path.is_symlink() or not path.is_dir():
                 path.unlink()
         return None
-    kept = next(path for number in count(1) if not (path := folder / EARLIER / str(number)).exists())
-    kept.mkdir(parents=True)
+    make_folder(folder / EARLIER)
+    kept = next(path for number in count(1) if not os.path.lexists(path := folder / EARLIER / str(number)))
+    make_folder(kept)
     for path in present:
         path.rename(kept / path.name)
     return kept

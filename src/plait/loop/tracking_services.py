@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import ConfigError
+from plait.files import make_folder
 from plait.loop.loggers import MetricsRow, free_name
 
 Writer = tuple[Callable[..., object], Callable[[], object]]
@@ -53,7 +54,7 @@ class TensorBoard(_Service):
         writer_class = _imported("torch.utils.tensorboard", "tensorboard").SummaryWriter
         if not steps and (earlier := [*self._folder.glob("events.out.tfevents.*")]):
             kept = free_name(self._folder / "earlier")
-            kept.mkdir()
+            make_folder(kept)
             for old in earlier:
                 old.rename(kept / old.name)
         writer = writer_class(str(self._folder), purge_step=steps + 1 if steps else None)

@@ -17,7 +17,7 @@ from plait.arguments import require_instance
 from plait.data.batches import Batches
 from plait.device import is_accelerator
 from plait.engine import Engine
-from plait.errors import ConfigError, DataError, NonFiniteError
+from plait.errors import ConfigError, DataError, NonFiniteError, terminal_text
 from plait.loop.batch_shares import repeated_rows, require_divisible, token_count
 from plait.loop.meter import Meter, StepNumbers, StepResult
 
@@ -110,7 +110,7 @@ class TrainingLoop:
         """Not 0 where the run ends before its last step: the signal that a rank had received, or -1."""
         self.requested_stop: Callable[[], int] = int
         """Returns the signal to stop that this rank has received; 0: none."""
-        self.tell: Callable[[str], None] = print if self.mesh.rank == 0 else _ignore
+        self.tell: Callable[[str], None] = _print if self.mesh.rank == 0 else _ignore
         """Prints a line for the user, on rank 0."""
         self.callbacks: Sequence[Callback] = ()
         """The callbacks of `run`, in their order."""
@@ -229,8 +229,11 @@ class TrainingLoop:
         """Raise `NonFiniteError` on every rank, with rank and stage, where the loss or norm is not finite.
 
         `DataError` where the reason is that no target counts. `numbers` are those of `step`. A norm that
-        overflows a loss scale which can be lowered is no error.
+        overflows a loss scale which can be lowered is no error, unless it is that of some replicas only.
         """
+        world = self.mesh.size("world")
+        if 0 < len(numbers.norm_ranks) < world:
+            raise NonFiniteError(_of_some_replicas(step, numbers, world))
         loss, norm = numbers.row["loss"], numbers.row["grad_norm"]
         overflows = self.engine.adapts_loss_scale and self.engine.loss_scale >= 1
         if math.isfinite(loss) and (math.isfinite(norm) or overflows):
@@ -243,9 +246,9 @@ class TrainingLoop:
         mesh, schedule = self.mesh, self.engine.schedule
         if not math.isfinite(loss):
             stages, what, value = [schedule.stages - 1], "loss", loss
-            rank = numbers.loss_rank % mesh.size("world")
+            rank = numbers.loss_rank % world
         else:
-            rank = numbers.gradient_rank % mesh.size("world")
+            rank = numbers.gradient_rank % world
             stages = list(schedule.stages_of(mesh.coordinate_of(rank)["pp"]))
             what, value = "gradient norm", norm
         where = f"stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))}"
@@ -255,6 +258,18 @@ class TrainingLoop:
         )
 
 
+def _of_some_replicas(step: int, numbers: StepNumbers, world: int) -> str:
+    """Return a sentence about replicas of the model whose gradient norms differ in being finite."""
+    bad = numbers.norm_ranks
+    rank = numbers.gradient_rank if numbers.gradient_rank in bad else bad[0]
+    sound = next(other for other in range(world) if other not in bad)
+    return (
+        f"step {step + 1}: the gradient norm is not finite on rank {rank}, and is on rank {sound}, whose "
+        "replica of the model should have the same gradients: go back to a checkpoint, and look for what "
+        "only some ranks did, such as a write to gradients, or a faulty device."
+    )
+
+
 def _callbacks(given: object) -> Sequence[Callback]:
     """Return the callbacks `given`. Raises `ConfigError` where they are no sequence of them."""
     if not isinstance(given, Sequence):
@@ -262,6 +277,11 @@ def _callbacks(given: object) -> Sequence[Callback]:
     for one in given:
         require_instance("a callback", one, Callback, "give objects of subclasses of plait.loop.Callback")
     return given
+
+
+def _print(line: str) -> None:
+    """Print a line, which may quote files: the `tell` of rank 0."""
+    print(terminal_text(line))
 
 
 def _ignore(line: str) -> None:

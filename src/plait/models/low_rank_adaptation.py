@@ -122,7 +122,7 @@ def adapt(
     seed: int = 0,
 ) -> None:
     """Give the linears `chosen`, by path, adapters and freeze all other parameters; see `lora`."""
-    _check_sizes(rank, alpha, dropout)
+    require_sizes(rank, alpha, dropout)
     _refuse_shared(model, chosen)
     rules = getattr(model, "rules", None)
     paths = [name for name, _ in model.named_modules(remove_duplicate=False)]
@@ -229,11 +229,12 @@ def _layer(path: str, layers: Iterable[str]) -> str:
     return next(layer for layer in layers if not layer or path == layer or path.startswith(f"{layer}."))
 
 
-def _check_sizes(rank: int, alpha: float, dropout: float) -> None:
+def require_sizes(rank: object, alpha: object, dropout: object) -> None:
+    """Raise ModelError unless an adapter can have this rank, alpha and dropout."""
     require_whole("the rank of an adapter", rank, ModelError)
     require_number("the alpha of an adapter", alpha, ModelError, positive=True)
     require_number("the dropout of an adapter", dropout, ModelError)
-    if not dropout < 1:
+    if not (isinstance(dropout, int | float) and dropout < 1):
         raise ModelError(f"an adapter has dropout = {dropout!r}: give a probability from 0, and below 1.")
 
 

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from plait.autograd.deferred_weight_gradients import is_transposed_linear
 from plait.errors import ModelError, listed
-from plait.models.low_rank_adaptation import HALVES, LoraLinear, adapt, adapters_of, is_linear
+from plait.files import require_file, write_bytes
+from plait.huggingface_files import json_object
+from plait.models.low_rank_adaptation import HALVES, LoraLinear, adapt, adapters_of, is_linear, require_sizes
 from plait.rules import join
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -56,12 +58,24 @@ def load_adapter(model: nn.Module, folder: str | Path) -> dict[str, Tensor]:
         raise ModelError("the model has adapters already: give load_adapter a model without any.")
     folder = Path(folder)
     config, tensors = _read(folder)
-    adapted = {name.removesuffix(".weight").rpartition(".")[0] for name in _renamed(model, folder, tensors)}
-    rank, alpha = config.get("r"), config.get("lora_alpha")
+    renamed = _renamed(model, folder, tensors)
+    adapted = {name.removesuffix(".weight").rpartition(".")[0] for name in renamed}
     chosen = {path: one for path, one in model.named_modules() if path in adapted}
-    if not isinstance(rank, int) or not isinstance(alpha, int | float) or not chosen:
-        raise ModelError(f"{folder / CONFIG} has no r and lora_alpha, or no adapters: give another folder.")
-    adapt(model, chosen, rank=rank, alpha=alpha, dropout=float(config.get("lora_dropout") or 0.0))
+    if not chosen:
+        raise ModelError(f"{folder / WEIGHTS} has no adapters: give another folder.")
+    rank, alpha, dropout = config.get("r"), config.get("lora_alpha"), config.get("lora_dropout") or 0.0
+    try:
+        require_sizes(rank, alpha, dropout)
+    except ModelError as error:
+        raise ModelError(f"{folder / CONFIG}: {error}") from None
+    assert rank is not None
+    assert alpha is not None
+    if unlike := next((key for key, one in renamed.items() if rank not in one.shape), None):
+        raise ModelError(
+            f"{folder / CONFIG} has r = {rank}, and {WEIGHTS} has {unlike} as {list(renamed[unlike].shape)}: "
+            "give another folder."
+        )
+    adapt(model, chosen, rank=rank, alpha=alpha, dropout=dropout)
     values = values_in(model, folder)
     _copy(model, values)
     return values
@@ -86,7 +100,7 @@ def save_adapter(
     name of the model without adapters. Raises ModelError where the model has no adapters, where they are
     unlike, and where other parameters are trained, which a folder of peft would not hold.
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     adapters, given = adapters_of(model), dict(model.state_dict() if values is None else values)
     if not adapters:
@@ -114,8 +128,8 @@ def save_adapter(
     }
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
-    (target / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_bytes(target / WEIGHTS, save(tensors, metadata={"format": "pt"}))
+    write_bytes(target / CONFIG, f"{json.dumps(config, indent=2)}\n".encode())
 
 
 def _require_alike(adapters: Mapping[str, LoraLinear]) -> None:
@@ -145,16 +159,17 @@ def _require_nothing_beside(model: nn.Module, adapters: Mapping[str, LoraLinear]
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the configuration and the tensors in a folder of peft."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    wanted = f"give a folder of peft, with {CONFIG} and {WEIGHTS}"
+    config = json_object(folder / CONFIG, wanted)
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        require_file(folder / WEIGHTS)
         tensors = load_file(folder / WEIGHTS)
-    except Exception as error:  # any error of safetensors
-        raise ModelError(
-            f"{folder} holds no adapter of peft that can be read ({error}): give a folder with {CONFIG} and "
-            f"{WEIGHTS}."
-        ) from None
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ModelError(f"{folder / WEIGHTS} cannot be read ({reason}): {wanted}.") from None
     for key, value in config.items():
         if not _is_accepted(key, value):
             raise ModelError(

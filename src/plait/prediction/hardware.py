@@ -12,6 +12,7 @@ from typing import Any
 
 from plait.arguments import require_instance
 from plait.errors import ConfigError, listed
+from plait.files import read_text
 
 GIB, GB, TERA, MICRO = 1 << 30, 1e9, 1e12, 1e-6
 FILES = "hardware_files"
@@ -184,15 +185,15 @@ def load_hardware(given: Hardware | str | Path) -> Hardware:
         text, source = _read(Path(given)), str(given)
     try:
         found = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{source} is not TOML ({error}): mend this line.") from None
     return _parsed(found, source)
 
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text(path)
+    except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(
             f"hardware {path} cannot be read ({why}): give a TOML file, or one of {listed(hardware_names())}."

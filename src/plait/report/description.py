@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
 from pathlib import Path
+from typing import Annotated, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
 from plait.errors import DataError
+from plait.files import json_value, read_text, validated, write_bytes
+
+T = TypeVar("T")
 
 RUN_FILE = "run.json"
 FORMAT = 1
 
-BoxBounds = tuple[tuple[int, ...], tuple[int, ...]]
+AXES = ("pp", "replicate", "shard", "cp", "tp")
+MOST_RANKS = 1 << 20
+"""A page of more is not drawn."""
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+BoxBounds = tuple[tuple[Count, ...], tuple[Count, ...]]
 """Of a box in a tensor: its first index and its size along each dim."""
 
 
@@ -26,8 +33,8 @@ class PlannedLayer:
 
     path: str
     module: str
-    elements: int
-    stage: int
+    elements: Count
+    stage: Count
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,7 @@ class TensorPiece:
 
     boxes: tuple[BoxBounds, ...]
     """The boxes whose concatenation it is."""
-    intervals: tuple[tuple[int, int], ...] = ()
+    intervals: tuple[tuple[Count, Count], ...] = ()
     """Of its flattened elements, for each rank of `shard` × `cp` the first and the end; () if it is whole."""
 
 
@@ -45,12 +52,12 @@ class PlannedTensor:
     """The layout of a parameter, and of others of the same shape and layout."""
 
     name: str
-    shape: tuple[int, ...]
-    pp: tuple[int, ...]
+    shape: tuple[Count, ...]
+    pp: tuple[Count, ...]
     """The ranks of `pp` that hold it."""
     pieces: tuple[TensorPiece, ...]
     """One for each rank of `tp`."""
-    alike: int = 1
+    alike: Count = 1
     """Number of parameters of this shape and layout, with this one."""
 
 
@@ -58,10 +65,10 @@ class PlannedTensor:
 class PredictedRank:
     """Predicted memory of a rank of `pp`, in bytes: see `plait.memory`."""
 
-    rank: int
-    most: int
-    at_rest: int
-    at_peak: Mapping[str, int]
+    rank: Count
+    most: Count
+    at_rest: Count
+    at_peak: Mapping[str, Count]
     """Bytes by use, at the peak between two instructions."""
 
 
@@ -80,18 +87,18 @@ class RunDescription:
     """Fields of the configuration that differ from their default."""
     accelerated: bool
     """Whether layers run on an accelerator; its peak memory then counts tensors only."""
-    mesh: Mapping[str, int]
-    """Number of ranks by axis: pp, replicate, shard, cp, tp."""
+    mesh: Mapping[str, Annotated[int, Field(ge=1, le=MOST_RANKS)]]
+    """Number of ranks by axis, those of `AXES`."""
     strategy: str
     """What is sharded over `shard` and `cp`."""
-    stage_ranks: tuple[int, ...]
+    stage_ranks: tuple[Count, ...]
     """The rank of `pp` that runs each stage."""
     layers: tuple[PlannedLayer, ...]
     tensors: tuple[PlannedTensor, ...]
     memory: tuple[PredictedRank, ...]
-    rows: int = 0
+    rows: Count = 0
     """Rows of a global batch; 0: unknown."""
-    predicted_seconds: float | None = None
+    predicted_seconds: Annotated[float, Field(ge=0, lt=1e300)] | None = None
     """Predicted time of a step, where the hardware is known."""
     id: str = ""
     """A random text, the same after a resumption; "" of an earlier version of plait."""
@@ -114,32 +121,54 @@ def _adapter() -> TypeAdapter[RunDescription]:
 
 def write_description(description: RunDescription, folder: Path) -> None:
     """Write `run.json` in `folder`. Raises `OSError`."""
-    (folder / RUN_FILE).write_bytes(_adapter().dump_json(description, indent=1))
+    write_bytes(folder / RUN_FILE, _adapter().dump_json(description, indent=1))
 
 
 def read_description(folder: Path) -> RunDescription | None:
     """Return what `run.json` in `folder` holds, or None without one. Raises `DataError` where damaged."""
-    path = folder / RUN_FILE
-    if not path.is_file():
-        return None
+    return read_file(_adapter(), folder / RUN_FILE, _contradictions)
+
+
+def _contradictions(read: RunDescription) -> Iterator[str]:
+    """Yield what does not fit together in a description."""
+    if set(read.mesh) != set(AXES) or read.world > MOST_RANKS:
+        yield f"mesh: it has not the axes {', '.join(AXES)}, or more than {MOST_RANKS:,} ranks"
+        return
+    if not read.layers or not read.stage_ranks or max(read.stage_ranks) >= read.mesh["pp"]:
+        yield "stage_ranks: there are no stages, or one runs on no rank of pp"
+    if any(layer.stage >= len(read.stage_ranks) for layer in read.layers):
+        yield "layers: one is in no stage"
+    if any(one.rank >= read.mesh["pp"] for one in read.memory):
+        yield "memory: it has a rank that there is not"
+    for tensor in read.tensors:
+        bounds = [box for piece in tensor.pieces for box in piece.boxes]
+        if not tensor.pieces or any(not len(a) == len(b) == len(tensor.shape) for a, b in bounds):
+            yield f"tensors.{tensor.name}: it has no pieces, or of other dims"
+
+
+def read_file(
+    adapter: TypeAdapter[T], path: Path, contradictions: Callable[[T], Iterator[str]] = lambda _: iter(())
+) -> T | None:
+    """Return what a JSON file of a run holds, or None without one. Raises `DataError` where damaged.
+
+    `contradictions`: yields what is wrong with it though each value is sound by itself.
+    """
     try:
-        read = json.loads(path.read_bytes())
-        if isinstance(read, dict) and isinstance(read.get("format"), int) and read["format"] > FORMAT:
+        text = read_text(path)
+        read = json_value(text)
+        if isinstance(read, dict) and type(read.get("format")) is int and read["format"] > FORMAT:
             raise DataError(
                 f"{path} has format {read['format']}, and this version of plait reads formats up to "
                 f"{FORMAT}: update plait, or remove the file."
             )
-        return _adapter().validate_python(read)
-    except (ValidationError, ValueError) as error:
-        raise damaged(path, error) from None
-
-
-def damaged(path: Path, error: Exception) -> DataError:
-    """Return the error for a file of a run that is not as plait wrote it."""
-    first = str(error)
-    if isinstance(error, ValidationError):
-        told = error.errors()[0]
-        first = ": ".join(filter(None, [".".join(map(str, told["loc"])), told["msg"]]))
-    return DataError(
-        f"{path} is damaged ({first}): remove it, and the report is made of the other files of the run."
-    )
+        found = validated(adapter, text)
+        for problem in contradictions(found):
+            raise ValueError(problem)
+        return found
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise DataError(
+            f"{path} is damaged ({reason}): remove it, and the report is made of the other files of the run."
+        ) from None

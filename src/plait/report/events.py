@@ -9,7 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
+
+from plait.files import open_to_write, read_bytes, validated
 
 EVENTS_FILE = "events.jsonl"
 EventKind = Literal["start", "warning", "note", "finished", "stopped", "failed"]
@@ -40,15 +42,22 @@ def _adapter() -> TypeAdapter[RunEvent]:
 def write_event(folder: Path, kind: EventKind, step: int, text: str) -> None:
     """Append an event to the file in `folder`; where that fails the run goes on, and the event is lost."""
     line = _adapter().dump_json(RunEvent(kind, step, text, now())) + b"\n"
-    with suppress(OSError), (folder / EVENTS_FILE).open("ab") as file:
+    with suppress(OSError), open_to_write(folder / EVENTS_FILE, append=True) as file:
         file.write(line)
 
 
 def read_events(folder: Path) -> tuple[RunEvent, ...]:
     """Return the events in `folder`, in order; damaged lines are skipped."""
-    path = folder / EVENTS_FILE
     events: list[RunEvent] = []
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
-        with suppress(ValidationError, ValueError):
-            events.append(_adapter().validate_json(line))
+    for line in lines_of(folder / EVENTS_FILE):
+        with suppress(ValueError):
+            events.append(validated(_adapter(), line))
     return tuple(events)
+
+
+def lines_of(path: Path) -> list[bytes]:
+    """Return the lines of a file of a run; none where it is missing, or no file that can be read."""
+    try:
+        return read_bytes(path).split(b"\n")
+    except OSError:
+        return []

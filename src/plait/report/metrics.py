@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,7 +9,10 @@ from functools import cached_property
 from pathlib import Path
 
 from plait.errors import DataError
+from plait.files import json_value, read_text
 
+MOST = 1e300
+"""Numbers are smaller than this: sums and squares of larger ones are infinite."""
 Number = float | None
 """A number of a row; None where it is missing or was not finite."""
 
@@ -81,8 +83,8 @@ def read_metrics(path: Path) -> Metrics:
     rows: list[Mapping[str, Number]] = []
     damaged = 0
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_text(path).split("\n")
+    except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise DataError(f"{path} cannot be read ({why}): give the folder of a run of plait train.") from None
     for line in lines:
@@ -99,17 +101,17 @@ def read_metrics(path: Path) -> Metrics:
 def _row(line: str) -> dict[str, Number] | None:
     """Return the numbers of a JSON line by key, or None where it is no object with a step."""
     try:
-        read = json.loads(line, parse_constant=lambda _: None)
+        read = json_value(line, strict=False)
     except ValueError:
         return None
-    if not isinstance(read, dict) or not is_number(read.get("step")):
+    if not isinstance(read, dict) or not is_number(read.get("step")) or not 0 <= read["step"] < MOST:
         return None
     return {key: value if is_number(value) else None for key, value in read.items() if _fits(value)}
 
 
 def is_number(value: object) -> bool:
-    """Return whether `value` is an int or a float that is finite."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Return whether `value` is an int or a float that is finite, and below `MOST`."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST
 
 
 def _fits(value: object) -> bool:

@@ -112,7 +112,7 @@ def _row_of_ranks(
         rank = pp * columns + column
         place = _place(rank, mesh)
         where = ", ".join(f"{axis} {index}" for axis, index in place.items() if mesh[axis] > 1) or "alone"
-        attributes = " ".join(f'data-{axis}="{index}"' for axis, index in place.items())
+        attributes = " ".join(f'data-{escape(axis)}="{index}"' for axis, index in place.items())
         yield (
             f'<rect class="rank" data-rank="{rank}" {attributes} x="{x:.2f}" y="{y:.1f}" '
             f'width="{wide:.2f}" height="{row - 4:.1f}" rx="{round_by}" '

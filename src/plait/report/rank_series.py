@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import fmean, median
 
-from plait.report.metrics import buckets
+from pydantic import TypeAdapter
+
+from plait.files import validated
+from plait.report.events import lines_of
+from plait.report.metrics import MOST, buckets
 
 RANKS_FILE = "ranks.jsonl"
 
@@ -59,13 +64,25 @@ def typical(rows: Sequence[Sequence[float]]) -> list[float]:
 
 def read_rank_series(folder: Path) -> RankSeries | None:
     """Return the numbers of each rank in `folder`; None if there are none. Skips damaged lines."""
-    path = folder / RANKS_FILE
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
-        try:
-            row = json.loads(line)
-            rows.append((int(row["step"]), tuple(row["blocked_seconds"]), tuple(row["peak_memory_bytes"])))
-        except (ValueError, KeyError, TypeError):
-            continue
-    rows = [row for row in rows if len(row[1]) == len(row[2]) == len(rows[-1][2]) > 0]
-    return RankSeries(*zip(*rows, strict=True)) if rows else None
+    rows: list[_Row] = []
+    for line in lines_of(folder / RANKS_FILE):
+        with suppress(ValueError):
+            row = validated(_adapter(), line)
+            if all(0 <= number < MOST for number in (*row.blocked_seconds, *row.peak_memory_bytes)):
+                rows.append(row)
+    world = len(rows[-1].peak_memory_bytes) if rows else 0
+    rows = [row for row in rows if len(row.blocked_seconds) == len(row.peak_memory_bytes) == world > 0]
+    columns = ((row.step, row.blocked_seconds, row.peak_memory_bytes) for row in rows)
+    return RankSeries(*zip(*columns, strict=True)) if rows else None
+
+
+@dataclass(frozen=True)
+class _Row:
+    step: int
+    blocked_seconds: tuple[float, ...]
+    peak_memory_bytes: tuple[float, ...]
+
+
+@cache
+def _adapter() -> TypeAdapter[_Row]:
+    return TypeAdapter(_Row)

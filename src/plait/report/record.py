@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from plait.errors import ConfigError
-from plait.report.description import RunDescription, damaged, read_description
+from plait.report.description import RunDescription, read_description, read_file
 from plait.report.events import ENDS, RunEvent, read_events
 from plait.report.metrics import Metrics, read_metrics
 from plait.report.rank_series import RankSeries, read_rank_series
@@ -115,13 +116,7 @@ def read_run(path: Path) -> RunRecord:
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        read = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise damaged(path, error) from None
-    return read if isinstance(read, dict) else {}
+    return read_file(TypeAdapter(dict[str, Any]), path) or {}
 
 
 def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
-from plait.report.description import damaged
+from plait.files import write_bytes
+from plait.report.description import Count, read_file
 
 STEP_FILE = "step.json"
 
-RecordedAction = tuple[int, str, int, int, int]
+RecordedAction = tuple[Count, Annotated[str, Field(pattern="^[FIWB]$")], Count, Count, Count]
 """Stage, kind, micro-batch, start and end in nanoseconds of the clock of rank 0."""
-BlockedSpan = tuple[str, int, int]
+BlockedSpan = tuple[str, Count, Count]
 """The axis, start and end in nanoseconds of a wait for communication."""
 
 
@@ -25,7 +27,7 @@ class RecordedRank:
 
     actions: tuple[RecordedAction, ...]
     blocked: tuple[BlockedSpan, ...]
-    traffic: Mapping[str, Mapping[str, tuple[int, int]]]
+    traffic: Mapping[str, Mapping[str, tuple[Count, Count]]]
     """Calls and payload bytes of each kind of operation, by axis."""
 
 
@@ -33,11 +35,11 @@ class RecordedRank:
 class RecordedStep:
     """The content of `step.json`."""
 
-    step: int
+    step: Count
     """Counted from 1."""
     policy: str
-    microbatches: int
-    stage_ranks: tuple[int, ...]
+    microbatches: Count
+    stage_ranks: tuple[Count, ...]
     ranks: tuple[RecordedRank, ...]
     """All ranks of the world, in order."""
 
@@ -64,15 +66,21 @@ def rank_from_text(text: str) -> RecordedRank:
 
 def write_step(step: RecordedStep, folder: Path) -> None:
     """Write `step.json` in `folder`. Raises `OSError`."""
-    (folder / STEP_FILE).write_bytes(_adapter().dump_json(step))
+    write_bytes(folder / STEP_FILE, _adapter().dump_json(step))
 
 
 def read_step(folder: Path) -> RecordedStep | None:
     """Return what `step.json` holds, or None without one. Raises `DataError` for a damaged file."""
-    path = folder / STEP_FILE
-    if not path.is_file():
-        return None
-    try:
-        return _adapter().validate_json(path.read_bytes())
-    except (ValidationError, ValueError) as error:
-        raise damaged(path, error) from None
+    return read_file(_adapter(), folder / STEP_FILE, _contradictions)
+
+
+def _contradictions(step: RecordedStep) -> Iterator[str]:
+    """Yield what does not fit together in a recorded step."""
+    pipeline = max(step.stage_ranks, default=-1) + 1
+    if not step.ranks or not pipeline or len(step.ranks) % pipeline:
+        yield "ranks: they are no whole pipelines of the ranks in stage_ranks"
+    for number, rank in enumerate(step.ranks):
+        if any(stage >= len(step.stage_ranks) or start > end for stage, _, _, start, end in rank.actions):
+            yield f"ranks.{number}.actions: one is of no stage, or ends before it starts"
+        if any(start > end for _, start, end in rank.blocked):
+            yield f"ranks.{number}.blocked: a wait ends before it starts"

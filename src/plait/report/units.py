@@ -22,6 +22,10 @@ def number_text(value: float, digits: int = 4) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
+_MOST_SECONDS = 1e13
+"""Of a `timedelta`."""
+
+
 def bytes_text(value: float) -> str:
     """Return bytes in the largest unit that leaves at least 1 of it; 1 MB is 10⁶ bytes."""
     for size, unit in _BYTES:
@@ -38,4 +42,6 @@ def seconds_text(value: float) -> str:
 
 def duration_text(seconds: float) -> str:
     """Return a time of a minute or more as hours, minutes and seconds, a shorter one as `seconds_text`."""
-    return seconds_text(seconds) if seconds < 60 else str(timedelta(seconds=round(seconds)))
+    if not 60 <= seconds < _MOST_SECONDS:
+        return seconds_text(seconds)
+    return str(timedelta(seconds=round(seconds)))

@@ -66,7 +66,7 @@ class _Handler(BaseHTTPRequestHandler):
         if host not in (HOST, "localhost") or self.path not in answers:
             self.send_error(404)
             return
-        body = answers[self.path]().encode()
+        body = answers[self.path]().encode(errors="backslashreplace")
         self.send_response(200)
         kind = "text/html" if self.path == "/" else "text/plain"
         self.send_header("Content-Type", f"{kind}; charset=utf-8")

@@ -25,13 +25,15 @@ def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
     page = draw_report(read_runs(paths))
     if out is None:
         out = (paths[0] if paths[0].is_dir() else paths[0].parent) / REPORT_FILE
+        if out.is_symlink():
+            raise ConfigError(f"{out} is a link, which others may have made: remove it, or give --out FILE.")
     return write_page(page, out, "--out")
 
 
 def write_page(page: str, out: Path, option: str) -> Path:
     """Write an HTML document to `out`, and return `out`. Raises `ConfigError` that names `option`."""
     try:
-        out.write_text(page, encoding="utf-8")
+        out.write_bytes(page.encode(errors="backslashreplace"))
     except OSError as error:
         raise ConfigError(
             f"{out} cannot be written ({error.strerror}): give another file by {option}."

@@ -8,6 +8,7 @@ from pathlib import Path
 from plait.comm.mesh import Mesh
 from plait.data.batches import rank_rows
 from plait.engine import Engine, Recording
+from plait.files import write_bytes
 from plait.footprint.measured_balance import balance
 from plait.plan import Plan
 from plait.schedules.simulation.costs import Costs
@@ -66,7 +67,7 @@ def write_schedule(engine: Engine, folder: Path, mesh: Mesh, costs: Costs | None
     if costs is not None:
         result["costs"] = {name: getattr(costs, name) for name in ("F", "I", "W", "comm")}
     try:
-        (folder / SCHEDULE_FILE).write_text(json.dumps(result) + "\n", encoding="utf-8")
+        write_bytes(folder / SCHEDULE_FILE, f"{json.dumps(result)}\n".encode())
     except OSError as error:
         raise unwritable(folder, error) from None
 

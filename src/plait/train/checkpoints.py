@@ -10,13 +10,14 @@ from typing import Any
 
 from plait.blueprint import build_blueprint
 from plait.checkpoint.manifest import Manifest, section
+from plait.data.recorded_tokenizer import files_hash
 from plait.errors import ConfigError
 from plait.layout.shard_plan import ShardPlan
 from plait.loop.checkpoints import Checkpoints
 from plait.train.build import build_model
 from plait.train.config import Config
 from plait.train.config_parser import config_from_arguments
-from plait.train.trained_model import vocabulary
+from plait.train.trained_model import TOKENIZER, vocabulary
 
 FOLDER = "checkpoints"
 """The folder in `run.dir`."""
@@ -36,7 +37,7 @@ DATA_FIELDS = (
 
 def run_checkpoints(config: Config) -> Checkpoints:
     """Return the callback that saves and resumes a run as `run` configures."""
-    run = config.run
+    run, tokenizer = config.run, config.data.known_tokenizer or "bytes"
     return Checkpoints(
         run.dir / FOLDER,
         every=run.save_every,
@@ -44,7 +45,7 @@ def run_checkpoints(config: Config) -> Checkpoints:
         keep_every=run.keep_every,
         keep_best=run.keep_best,
         resume=run.resume,
-        state={"config": json.loads(config.model_dump_json())},
+        state={"config": json.loads(config.model_dump_json()), TOKENIZER: files_hash(tokenizer)},
         check=partial(_require_same_data, config),
         start_over="--run.resume no",
     )

@@ -19,6 +19,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from plait.errors import ConfigError
+from plait.files import read_text
 from plait.train.config import Config
 
 Schema = Mapping[str, Any]
@@ -140,14 +141,15 @@ def _given_by(
 
 def _read_file(path: Path) -> dict[str, GivenValue]:
     try:
-        with path.open("rb") as file:
-            tree = tomllib.load(file)
+        text = read_text(path)
     except FileNotFoundError:
         raise ConfigError(f"There is no configuration file {path}: check --config.") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): give --config a TOML file.") from None
-    except UnicodeDecodeError:
+    except ValueError:
         raise ConfigError(f"{path} is not text in UTF-8: give --config a TOML file.") from None
+    try:
+        tree = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML, mend it there: {error}.") from None
     return _given_values(tree, str(path))

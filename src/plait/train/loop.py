@@ -26,7 +26,7 @@ from plait.train.memory_limit import peak_line, predict_memory, prediction_line
 from plait.train.metrics import FIELD, loggers_of
 from plait.train.predicted_step import predicted_step, step_lines
 from plait.train.reference_steps import Comparison, compare_steps
-from plait.train.run_callbacks import FirstSteps, FolderOfRun, Recordings
+from plait.train.run_callbacks import WRITTEN, FirstSteps, FolderOfRun, Recordings
 from plait.train.run_data import Data, load_data
 from plait.train.stop_signals import StopSignals
 from plait.train.trainer import Trainer
@@ -68,7 +68,8 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
     device = None if run.device == "auto" else run.device
     mesh = Mesh(plan, device=device, timeout=run.timeout, guarded=run.guard)
     progress = ProgressReporter(settings.steps, shown=mesh.rank == 0, bar=run.progress)
-    lock = locked_folder(run.dir, LOCK, mesh.group("world"), mesh.device, field=FIELD)
+    world = mesh.group("world")
+    lock = locked_folder(run.dir, LOCK, world, mesh.device, field=FIELD, written=WRITTEN)
     with lock, StopSignals(stop_on) as stop:
         data = load_data(config)
         plan = balanced(config, plan, mesh, data)

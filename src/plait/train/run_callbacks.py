@@ -5,7 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from plait.engine import Recording
-from plait.loop.run_folder import REPORT_FILES, set_aside, set_aside_line
+from plait.files import write_bytes
+from plait.loop.run_folder import EARLIER, REPORT_FILES, set_aside, set_aside_line
 from plait.loop.training import Callback, TrainingLoop
 from plait.train.balance_reorder_trace import (
     SCHEDULE_FILE,
@@ -14,6 +15,7 @@ from plait.train.balance_reorder_trace import (
     write_schedule,
     write_trace,
 )
+from plait.train.checkpoints import FOLDER
 from plait.train.config import Config
 from plait.train.metrics import TABLE_FILE, TENSORBOARD_FOLDER, unwritable
 from plait.train.reference_steps import LossAndNorm
@@ -28,6 +30,8 @@ FILES = (
     *TRACE_FILES.values(),
 )
 """What a run leaves in `run.dir`, except checkpoints and prepared data."""
+WRITTEN = (*FILES, EARLIER, FOLDER)
+"""All files and folders in `run.dir` that a run writes."""
 
 
 class FolderOfRun(Callback):
@@ -46,7 +50,7 @@ class FolderOfRun(Callback):
             if not self._config.run.csv:
                 (folder / TABLE_FILE).unlink(missing_ok=True)
             text = self._config.model_dump_json(indent=2)
-            (folder / CONFIG_FILE).write_text(f"{text}\n", encoding="utf-8")
+            write_bytes(folder / CONFIG_FILE, f"{text}\n".encode())
         except OSError as error:
             raise unwritable(folder, error) from None
         if kept is not None:

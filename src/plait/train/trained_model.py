@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
+from pydantic import BaseModel, TypeAdapter
 from torch import nn
 
 from plait.autograd.deferred_weight_gradients import is_transposed_linear
@@ -15,17 +18,32 @@ from plait.checkpoint.folders import atomic_folder
 from plait.checkpoint.manifest import Manifest, section
 from plait.checkpoint.merged_tensors import Adapter, MergedTensors
 from plait.checkpoint.rank_contents import parameter_key
-from plait.data.recorded_tokenizer import recorded_tokenizer, tokenizer_files
+from plait.data.recorded_tokenizer import files_hash, recorded_tokenizer, tokenizer_files
 from plait.data.token_shards import read_index
 from plait.data.tokenizer import open_tokenizer
-from plait.errors import PlaitError
+from plait.errors import CheckpointError, PlaitError
+from plait.files import validated
 from plait.models.low_rank_adaptation import HALVES, adapters_of, added
 from plait.models.peft_adapters import save_adapter
 from plait.train.build import build_model
 from plait.train.config_sections import DataConfig, LoraConfig, ModelConfig
 
+Section = TypeVar("Section", bound=BaseModel)
+TOKENIZER = "tokenizer_hash"
+"""The key, in the state of a checkpoint, of the hash of the files of the run's tokenizer."""
 _TOKEN_EMBEDDING = parameter_key("embedding.token.weight")
 """In plait's own models: one row for each token."""
+
+
+class TrainedTokenizer(NamedTuple):
+    """The tokenizer of a run's data."""
+
+    files: Mapping[str, Path]
+    """Its files by their names; none where the data are bytes, and where `note` says why."""
+    end: int | None = None
+    """The token that ends a text, if it is known."""
+    note: str = ""
+    """A sentence about files that the checkpoint names, and that are not those of the run."""
 
 
 def trained_model(manifest: Manifest, folder: Path | None) -> nn.Sequential:
@@ -36,7 +54,7 @@ def trained_model(manifest: Manifest, folder: Path | None) -> nn.Sequential:
     settings = section(manifest.state, "config", "model")
     if folder is not None:
         settings = {"name": str(folder), "lora": section(settings, "lora")}
-    config = ModelConfig.model_validate(settings)
+    config = _configured(ModelConfig, settings)
     return build_model(config, vocabulary(config, manifest))
 
 
@@ -51,7 +69,7 @@ def merged_tensors(tensors: FullTensors, folder: Path | None) -> MergedTensors:
 
     `folder`: as for `trained_model`. Raises CheckpointError for adapters that no run of `plait train` saved.
     """
-    lora = LoraConfig.model_validate(section(tensors.manifest.state, "config", "model", "lora"))
+    lora = _configured(LoraConfig, section(tensors.manifest.state, "config", "model", "lora"))
     adapters = _adapters(trained_model(tensors.manifest, folder)) if lora.adapts else {}
     return MergedTensors(tensors, adapters)
 
@@ -70,25 +88,48 @@ def write_peft_adapter(tensors: FullTensors, folder: Path, target: Path) -> None
         save_adapter(model, opened, values, str(folder))
 
 
-def trained_tokenizer(manifest: Manifest) -> tuple[Mapping[str, Path], int | None]:
-    """Return the files of the tokenizer of a run's data, by their names, and the token that ends a text.
+def trained_tokenizer(manifest: Manifest) -> TrainedTokenizer:
+    """Return the tokenizer of a run's data, whose place a checkpoint names.
 
-    No files where the data are bytes, or the files are gone; None where the token is not known.
+    A checkpoint of somebody else may name any file of this machine: one is only opened where its content has
+    the hash that was recorded when the checkpoint was written.
     """
     settings = section(manifest.state, "config", "data")
     used = {name: settings[name] for name in ("source", "tokenizer", "mixture") if name in settings}
-    data = DataConfig.model_validate(used)
+    data = _configured(DataConfig, used)
     name = data.known_tokenizer or "bytes"
     files = tokenizer_files(name)
     if not files:
-        return {}, None
+        return TrainedTokenizer({})
+    try:
+        is_recorded = files_hash(name) == manifest.state.get(TOKENIZER)
+    except OSError:
+        is_recorded = False
+    if not is_recorded:
+        return TrainedTokenizer({}, None, _OTHER_TOKENIZER.format(name))
     folders = [Path(one).expanduser() for one in data.sources if recorded_tokenizer(one)]
     ends = [end for folder in folders if (end := read_index(folder).end) is not None]
     try:
         after = open_tokenizer(name).surrounding(None).after
-        return files, ends[0] if ends else after[-1] if after else None
+        return TrainedTokenizer(files, ends[0] if ends else after[-1] if after else None)
     except PlaitError:  # without the package, or the token is not in the vocabulary
-        return files, None
+        return TrainedTokenizer(files)
+
+
+_OTHER_TOKENIZER = (
+    "Left out the tokenizer: the checkpoint names {}, and holds no hash of these files, or another: copy "
+    "them yourself if they are those of the run."
+)
+
+
+def _configured(kind: type[Section], settings: Mapping[str, Any]) -> Section:
+    """Return a section of a run's configuration from a checkpoint. Raises CheckpointError for a bad value."""
+    try:
+        return validated(TypeAdapter(kind), json.dumps(dict(settings)))
+    except ValueError as error:
+        raise CheckpointError(
+            f"the checkpoint's state holds no configuration of a run ({error}): take another checkpoint."
+        ) from None
 
 
 def _adapters(model: nn.Module) -> Mapping[str, Adapter]:

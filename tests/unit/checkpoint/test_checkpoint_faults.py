@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from functools import partial
+from contextlib import suppress
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import BinaryIO
@@ -16,6 +17,7 @@ from torch import nn
 import plait
 from parity.pairs import in_quick
 from plait.checkpoint import tensor_file
+from plait.checkpoint.best_marker import mark_best
 from plait.checkpoint.checkpoint_manager import CheckpointManager
 from plait.checkpoint.disk import Disk
 from plait.checkpoint.folders import resolve
@@ -89,11 +91,15 @@ def engine_of(value: float) -> Engine:
     return plait.parallelize(model, plan, plait.Mesh(plan), loss=plait.cross_entropy)
 
 
+same_engine_of = cache(engine_of)
+"""For tests that only save it, or load a whole checkpoint into it."""
+
+
 def check_sound(path: Path) -> float:
     """All bytes are there; gives the value that was saved."""
     manifest = read_manifest(path)
     assert {find_damage(path, one) for one in portions(manifest.files)} == {None}
-    engine = engine_of(0.0)
+    engine = same_engine_of(0.0)
     assert plait.load(engine, None, path) == manifest.state
     values = {value for parameter in engine.parameters() for value in parameter.flatten().tolist()}
     assert values == {manifest.state["value"]}
@@ -101,7 +107,7 @@ def check_sound(path: Path) -> float:
 
 
 def save(path: Path, value: float, disk: Disk) -> None:
-    start_save(engine_of(value), None, path, {"value": value}, None, disk=disk).wait()
+    start_save(same_engine_of(value), None, path, {"value": value}, None, disk=disk).wait()
 
 
 def operations(do: Callable[[Disk], None], folder: Path) -> list[str]:
@@ -157,7 +163,7 @@ def test_a_series_with_a_fault_at_every_operation(tmp_path: Path) -> None:
             series = CheckpointManager(
                 folder, keep_last=1, start_step=step - 1, disk=disk if step == 3 else Disk()
             )
-            series.save(engine_of(float(step)), None, step, {"value": float(step)}, best_loss=1 / step)
+            series.save(same_engine_of(float(step)), None, step, {"value": float(step)}, best_loss=1 / step)
             series.finish()
 
     names = operations(lambda disk: run(tmp_path / "counted", disk), tmp_path / "counted")
@@ -189,10 +195,12 @@ def test_a_manifest_with_a_flipped_byte_is_none(tmp_path: Path) -> None:
     save(tmp_path / "one", 1.0, Disk())
     path = tmp_path / "one" / "manifest.json"
     sound = path.read_bytes()
-    for place in range(len(sound) - 1):  # the last is the end of the line
-        path.write_bytes(sound[:place] + bytes([sound[place] ^ 0x01]) + sound[place + 1 :])
-        with pytest.raises(CheckpointError):
+    for place in range(0, len(sound) - 1, 3):  # the last is the end of the line
+        bit = 0x80 if place % 2 else 0x01  # the first makes it no UTF-8
+        path.write_bytes(sound[:place] + bytes([sound[place] ^ bit]) + sound[place + 1 :])
+        with pytest.raises(CheckpointError) as refusal:
             read_manifest(tmp_path / "one")
+        assert refusal.value.damaged, place  # a run that resumes takes the one before
     path.write_bytes(sound)
     assert check_sound(tmp_path / "one") == 1.0
 
@@ -317,3 +325,18 @@ def test_an_optimizer_of_another_class(tmp_path: Path) -> None:
         plait.load(engine, optimizer, tmp_path / "two")
     with pytest.raises(CheckpointError, match="nowhere is no folder"):
         plait.load(engine, None, tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "name", ["step-1", ".step-1.saving", ".step-1.replaced", ".step-1.removed", "best.json.part"]
+)
+def test_nothing_is_written_through_a_link(tmp_path: Path, name: str) -> None:
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (elsewhere / "kept").write_text("kept")
+    (folder := tmp_path / "folder").mkdir()
+    (folder / name).symlink_to(elsewhere / "kept" if name.endswith("part") else elsewhere)
+    with suppress(CheckpointError):  # a folder that is no checkpoint is not replaced
+        save(folder / "step-1", 1.0, Disk())
+    mark_best(folder, 1, 0.5, Disk())
+    assert [path.name for path in elsewhere.iterdir()] == ["kept"]
+    assert (elsewhere / "kept").read_text() == "kept"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import torch
 import torch.distributed.checkpoint as distributed
 from test_dcp import by_torch, cut, cuts
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
+from mutated_files import outcome
 from plait.checkpoint.dcp import export_dcp, import_dcp
 from plait.checkpoint.manifest import read_manifest
 from plait.checkpoint.tensor_file import TensorFileReader
@@ -38,7 +41,7 @@ def harmful(victim: Path) -> dict[str, tuple[object, str]]:
     return {
         "a command": (Harm(os.system, f"touch {victim}"), "(posix|nt).system"),
         "a builtin": (Harm(eval, f"open({str(victim)!r}, 'w')"), "builtins.eval"),
-        "a file": (Harm(Path.touch, victim), "Path.touch|builtins.getattr"),
+        "a file": (Harm(Path.touch, victim), r"pathlib\.Path"),
         "torch": (Harm(torch.save, {}, str(victim)), "torch.serialization.save"),
     }
 
@@ -89,6 +92,88 @@ def test_runs_nothing_of_an_entry(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"optim\.state\.w\.hook cannot be read"):
         import_dcp(tmp_path / "again", tmp_path / "other")
     assert not (tmp_path / "victim").exists()
+
+
+TUPLES = b")" + b"q\x00h\x00\x86" * 40
+"""A tuple of two that are the same tuple of two …: 2 ** 40 of them for what walks, prints or hashes it."""
+BOMBS = {
+    "a huge place in the memo": b"\x80\x02Nr\xff\xff\xff\x7f.",
+    "a huge text": b"\x80\x04\x8d" + (2**40).to_bytes(8, "little") + b"a.",
+    "a huge number": b"\x80\x02\x8b\xff\xff\xff\x7f1.",
+    "a tuple as a key": b"\x80\x02}" + TUPLES + b"Ns.",
+    "a tuple for the metadata": b"\x80\x02" + TUPLES + b".",
+    "a dictionary of itself": b"\x80\x02}q\x00X\x01\x00\x00\x00ah\x00s.",
+    "nothing": b"",
+    "nothing popped": b"\x80\x02a.",
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_few_bytes_of_metadata_take_little_time_and_memory(tmp_path: Path, bomb: str) -> None:
+    (tmp_path / ".metadata").write_bytes(BOMBS[bomb])
+    refusal = outcome(lambda: import_dcp(tmp_path, tmp_path / "native"))
+    assert isinstance(refusal, CheckpointError)
+    assert refusal.damaged
+
+
+@pytest.mark.parametrize("place", ["path", "size", "name", "chunks"])
+def test_nested_tuples_within_sound_metadata_take_no_time(tmp_path: Path, place: str) -> None:
+    source, _ = by_torch(tmp_path)
+    nested: Any = ()
+    for _ in range(40):
+        nested = (nested, nested)
+
+    def nest(metadata: Any) -> None:
+        entry = metadata.state_dict_metadata["model.0.weight"]
+        if place == "path":
+            metadata.planner_data["model.0.weight"] = nested
+        elif place == "size":
+            entry.size = nested
+        elif place == "name":
+            next(iter(metadata.storage_data.values())).relative_path = nested
+        else:
+            entry.chunks = [entry.chunks[0]] * 100
+            for number in range(1000):
+                metadata.state_dict_metadata[f"a{number}"] = entry
+
+    changed(source, nest)
+    refusal = outcome(lambda: import_dcp(source, tmp_path / "native"))
+    assert isinstance(refusal, CheckpointError)
+    assert len(str(refusal)) < 500
+
+
+def test_an_option_that_holds_itself_many_times_is_left_out(tmp_path: Path) -> None:
+    nested: Any = []
+    for _ in range(40):
+        nested = [nested, nested]
+    flat = {"model.w": torch.ones(2), "optim.state.w.m": torch.ones(2), "optim.param_groups.w.nested": nested}
+    distributed.save(
+        flat,
+        checkpoint_id=tmp_path / "torch",
+        planner=DefaultSavePlanner(False, False),
+        no_dist=True,
+    )
+    assert outcome(lambda: import_dcp(tmp_path / "torch", tmp_path / "native")) == (
+        "optim.param_groups.w.nested",
+    )
+
+
+class EnumsByName(pickle.Pickler):
+    """Writes enums as Python 3.11.2, of Debian 12, does."""
+
+    def reducer_override(self, value: object) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def test_metadata_of_every_python_are_read(tmp_path: Path) -> None:
+    source, _ = by_torch(tmp_path)
+    import_dcp(source, tmp_path / "expected")
+    metadata = pickle.loads((source / ".metadata").read_bytes())
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        with (source / ".metadata").open("wb") as file:
+            EnumsByName(file, protocol).dump(metadata)
+        import_dcp(source, tmp_path / str(protocol))
+        assert read_manifest(tmp_path / str(protocol)) == read_manifest(tmp_path / "expected")
 
 
 def changed(source: Path, change: Callable[[Metadata], object]) -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import plait
+from mutated_files import ELSEWHERE
 from parity import huggingface_cases as cases
 from parity.memory import MEASURED, Watching, anonymous
 from parity.one_rank import (
@@ -174,6 +175,9 @@ def test_a_model_of_transformers_that_plait_trained_goes_back(name: str, tmp_pat
     theirs = lively(cases.MODELS[name](), torch.float32)
     theirs.save_pretrained(tmp_path / "theirs")
     (tmp_path / "theirs" / "tokenizer.json").write_text("{}")
+    (tmp_path / "theirs" / "vocab.json").symlink_to("tokenizer.json")
+    (tmp_path / "theirs" / "merges.txt").symlink_to(ELSEWHERE)
+    (tmp_path / "theirs" / "additional_chat_templates").symlink_to(Path(ELSEWHERE).parent)
     (tmp_path / "theirs" / "model.safetensors").rename(tmp_path / "theirs" / "kept.safetensors")
     change(tmp_path / "theirs" / "config.json", transformers_weights="kept.safetensors", a_key_of_others=1)
     adapted = model_in(tmp_path / "theirs")
@@ -184,7 +188,9 @@ def test_a_model_of_transformers_that_plait_trained_goes_back(name: str, tmp_pat
     assert all(torch.equal(one[:], values[name]) for name, one in read.items())
     path = saved(adapted, tmp_path / "ours", values=values)
     export_adapted(FullTensors(path), tmp_path / "again", adapted, tmp_path / "theirs")
-    assert (tmp_path / "again" / "tokenizer.json").read_text() == "{}"
+    for copied in ("tokenizer.json", "vocab.json"):
+        assert (tmp_path / "again" / copied).read_text() == "{}"
+    assert not (tmp_path / "again" / "merges.txt").exists(), "a link that leads out of the folder"
     again = opened(tmp_path / "again")
     assert again.config.a_key_of_others == 1
     tokens = TOKENS[:, :6] % 20

@@ -48,6 +48,17 @@ def put(*keys: str | int, value: object) -> Callable[[Any], object]:
     return do
 
 
+def box_again(offset: int, size: int) -> Callable[[Any], object]:
+    """Store some elements of the first box of a vector once more, in a file of its own."""
+
+    def do(content: Any) -> None:
+        first = next(box for box in content["files"][0]["boxes"] if box[0] == NAME)
+        content["files"].append({"name": "more", "bytes": 9, "header": "", "boxes": [[*first]]})
+        content["files"][-1]["boxes"][0][1:4] = [offset], [size], 8
+
+    return do
+
+
 FORMS: dict[str, tuple[Callable[[Any], object], str]] = {
     "tensors are a list": (put("tensors", value=[]), "tensors: input should be a valid dictionary"),
     "state is null": (put("state", value=None), "state: input should be a valid dictionary"),
@@ -75,6 +86,8 @@ FORMS: dict[str, tuple[Callable[[Any], object], str]] = {
     "a box outside": (put("files", 0, "boxes", 0, 1, value=[1, 1]), r"at \[1, 1\] that is outside"),
     "a box of other dims": (put("files", 0, "boxes", 0, 1, value=[]), "that is outside of it"),
     "a box behind the end": (put("files", 0, "boxes", 1, 3, value=10**9), "out of order"),
+    "a box twice": (box_again(0, 24), r"norm.weight\[0:24\] and model.head.norm.weight\[0:24\] overlap"),
+    "a part of a box twice": (box_again(23, 1), r"norm.weight\[0:24\] and .*\[23:24\] overlap"),
     "an optimizer of text": (put("optimizer", value="Adam"), "optimizer: "),
     "an optimizer without a class": (
         put("optimizer", value={"groups": [], "group_of": {}, "plain": {}}),
@@ -99,6 +112,19 @@ def test_an_ill_formed_manifest_says_where(written: Path, tmp_path: Path, form: 
     assert "\n" not in str(refusal.value)
 
 
+def test_a_half_that_is_stored_twice_is_not_the_whole(written: Path, tmp_path: Path) -> None:
+    """Counted by elements it was, and the other half of the tensor was whatever lay in memory."""
+    content = content_of(written)
+    boxes = next(file["boxes"] for file in content["files"])
+    at = next(number for number, box in enumerate(boxes) if box[0] == NAME)
+    half = [NAME, [0], [12], boxes[at][3], boxes[at][4]]
+    boxes[at : at + 1] = [half, half]
+    shutil.copytree(written, tmp_path / "a")
+    signed(tmp_path / "a", content)
+    with pytest.raises(CheckpointError, match=r"norm.weight\[0:12\] and .*\[0:12\] overlap"):
+        convert(tmp_path / "a", tmp_path / "b")
+
+
 def test_the_form_of_what_plait_writes_is_sound(written: Path, tmp_path: Path) -> None:
     signed(tmp_path, content_of(written) | {"of a later plait": 1})
     assert read_manifest(tmp_path) == read_manifest(written)
@@ -117,7 +143,7 @@ def test_what_is_no_manifest_is_damaged(tmp_path: Path, text: str) -> None:
 def test_a_state_that_is_nested_deeply_is_ill_formed(written: Path, tmp_path: Path) -> None:
     text = json.dumps(content_of(written) | {"state": {"a": "deep"}}, separators=(",", ":"))
     signed(tmp_path, text.replace('"deep"', '{"a":' * 300 + "1" + "}" * 300))
-    with pytest.raises(CheckpointError, match="content: it is nested more than 200 times"):
+    with pytest.raises(CheckpointError, match="it is nested more than 200 times"):
         read_manifest(tmp_path)
 
 
@@ -133,6 +159,30 @@ def test_a_link_that_leads_out_of_the_folder_is_refused(written: Path, tmp_path:
     assert read_manifest(tmp_path / "whole") == read_manifest(written)
 
 
+def test_a_shape_that_is_not_the_file_s_is_refused(written: Path, tmp_path: Path) -> None:
+    """Or one number would be read as a whole tensor of that number."""
+    shutil.copytree(written, tmp_path / "a")
+    content = content_of(written)
+    (name,) = (file["name"] for file in content["files"])
+    data = (tmp_path / "a" / name).read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    header[f"{NAME}[0:24]"]["shape"] = [1, 24]
+    text = json.dumps(header, separators=(",", ":")).encode()
+    assert len(text) <= size + 8
+    text = text.ljust(max(size, -(-len(text) // 8) * 8))
+    data = len(text).to_bytes(8, "little") + text + data[8 + size :]
+    (tmp_path / "a" / name).write_bytes(data)
+    longer = len(text) - size
+    file = content["files"][0]
+    file["bytes"], file["header"] = len(data), checksum(data[: 8 + len(text)])
+    for box in file["boxes"]:
+        box[3] += longer
+    signed(tmp_path / "a", content)
+    with pytest.raises(CheckpointError, match=r"float64 \[1, 24\], where the manifest says .* \[24\]"):
+        convert(tmp_path / "a", tmp_path / "b")
+
+
 def test_a_dtype_that_is_not_the_file_s_is_refused(written: Path, tmp_path: Path) -> None:
     """Or numbers would be converted without a word."""
     folder = tmp_path / "native"
@@ -140,9 +190,13 @@ def test_a_dtype_that_is_not_the_file_s_is_refused(written: Path, tmp_path: Path
     content = content_of(written)
     content["tensors"][NAME]["dtype"] = "int8"
     signed(folder, content)
-    with pytest.raises(CheckpointError, match=r"as torch\.float64, where the manifest says torch\.int8"):
+    with pytest.raises(
+        CheckpointError, match=r"as torch\.float64 \[24\], where the manifest says torch\.int8"
+    ):
         convert(folder, tmp_path / "whole")
-    with pytest.raises(CheckpointError, match=r"as torch\.float64, where the manifest says torch\.int8"):
+    with pytest.raises(
+        CheckpointError, match=r"as torch\.float64 \[24\], where the manifest says torch\.int8"
+    ):
         export_dcp(folder, tmp_path / "dcp")
 
 

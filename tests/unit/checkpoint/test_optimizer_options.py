@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import plait
+from plait.checkpoint.manifest import FILE, manifest_text, read_manifest
 from plait.comm.rank_pool import RankPool
 from plait.engine import Engine
 from plait.errors import CheckpointError
@@ -174,3 +175,20 @@ def test_several_optimizers_that_are_not_those_saved_are_refused(tmp_path: Path)
         with pytest.raises(CheckpointError, match=r"was not written .*(in common|is empty|an object of int)"):
             plait.save(engine, wrong, tmp_path / "none")  # type: ignore[arg-type]
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("lr", "0.1"), ("lr", True), ("lr", 1e301), ("betas", [0.9]), ("betas", 0.9), ("eps", {})],
+)
+def test_an_option_of_another_type_is_refused_before_anything_changes(
+    tmp_path: Path, key: str, value: object
+) -> None:
+    saved(tmp_path / "a", partial(ADAM, lr=0.5))
+    manifest = read_manifest(tmp_path / "a")
+    assert manifest.optimizer is not None
+    manifest.optimizer["groups"][0][key] = value
+    (tmp_path / "a" / FILE).write_text(manifest_text(manifest))
+    with pytest.raises(CheckpointError, match=f"the checkpoint has {key} = .* for group 0 of the optimizer"):
+        loaded(tmp_path / "a", ADAM, "saved")
+    assert loaded(tmp_path / "a", ADAM, "given")["lr"] == 1e-3

@@ -38,6 +38,22 @@ def path(tmp_path: Path) -> Path:
     return cut(tmp_path / "whole", tmp_path / "run" / "step-00000012")
 
 
+def test_what_a_checkpoint_says_is_shown_without_what_a_terminal_obeys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = "\x1b]0;owned\x07\x9b2J"
+    saved(lively(MODELS["llama"]()), tmp_path / "a", {evil: evil, "config": {"model": {"name": evil}}})
+    assert main(["checkpoint", "inspect", str(tmp_path / "a")]) == 0
+    assert (
+        main(["checkpoint", "export", str(tmp_path / "a"), str(tmp_path / "b"), "--format", "huggingface"])
+        == 2
+    )
+    out, err = capsys.readouterr()
+    assert not {"\x1b", "\x07", "\x9b"} & {*out, *err}
+    assert r"\x1b]0;owned" in out
+    assert r"\x1b]0;owned" in err
+
+
 def test_inspect(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "150")
     assert main(["checkpoint", "inspect", str(path.parent)]) == 0

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 
@@ -50,13 +52,15 @@ def _step_numbers() -> StepNumbers:
     bad = torch.tensor([mesh.rank == 3, mesh.rank in (1, 2)])
     signal = 15 if mesh.rank == 2 else 0
     two = torch.tensor(2.0)
-    return meter.measure(6, StepResult(two, two, two, bad), 0.1, tokens=10, signal=signal)()
+    norm = torch.tensor(math.nan) if mesh.rank == 2 else two
+    return meter.measure(6, StepResult(two, norm, two, bad), 0.1, tokens=10, signal=signal)()
 
 
 def test_numbers_of_each_rank_and_of_all(thread_ranks: RankPool) -> None:
     for numbers in thread_ranks.run(_step_numbers, ranks=4):
         assert numbers.blocked_seconds == pytest.approx((0.001, 0.002, 0.003, 0.004))
         assert (numbers.signal, numbers.loss_rank, numbers.gradient_rank) == (15, 3, 1)
+        assert numbers.norm_ranks == (2,)
         assert len(numbers.peak_memory) == 4
         assert numbers.row["peak_memory_bytes"] == max(numbers.peak_memory)
         assert (numbers.row["step"], numbers.row["loss"], numbers.row["tokens"]) == (7, 2.0, 10)

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 
 from plait.comm.mesh import GridMesh
 from plait.comm.rank_pool import RankPool
 from plait.errors import ConfigError
+from plait.file_lock import try_lock
 from plait.loop import run_folder
-from plait.loop.run_folder import locked_folder
+from plait.loop.loggers import Csv, JsonLines
+from plait.loop.run_folder import EARLIER, locked_folder, set_aside
+from plait.report.events import write_event
+from plait.train.config import Config
+from plait.train.loop import train
 
 HOLDER = """
 import os, sys, time
@@ -74,3 +82,52 @@ def test_a_folder_that_cannot_be_written_to_is_an_error_where_it_must_be(
     told = thread_ranks.run(hold, tmp_path / "file", ranks=2)
     assert all("cannot be written to" in one for one in told)
     assert thread_ranks.run(hold, tmp_path / "file", "may fail", ranks=2) == ["held"] * 2
+
+
+def test_no_file_of_a_run_is_written_through_a_link(tmp_path: Path):
+    """A folder from somebody else may have links to files of the user's."""
+    (victim := tmp_path / "victim").write_text("kept")
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    folder = tmp_path / "run"
+    for name in (
+        "metrics.jsonl",
+        "metrics.jsonl.part",
+        "metrics.csv",
+        "run.lock",
+        "run.json",
+        "events.jsonl",
+    ):
+        folder.mkdir()
+        (folder / name).symlink_to(victim)
+        for lines in (JsonLines(folder / "metrics.jsonl"), Csv(folder / "metrics.csv")):
+            with suppress(OSError):
+                lines.begin(1)
+            lines.close()
+        with suppress(OSError):
+            file = try_lock(folder / "run.lock")
+            assert file is not None
+            file.close()
+        write_event(folder, "start", 0, "")
+        shutil.rmtree(folder)
+    assert victim.read_text() == "kept"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("{}")
+    (folder / EARLIER).symlink_to(elsewhere)
+    with pytest.raises(OSError, match="it is a link"):
+        set_aside(folder)
+    assert not list(elsewhere.iterdir())
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "earlier", "metrics.jsonl", "tensorboard", "config.json"])
+def test_a_run_in_a_folder_with_such_a_link_is_refused(tmp_path: Path, name: str):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=f"{name} is a link, and a run writes through none: remove it"):
+        train(Config.model_validate({"run": {"dir": tmp_path / "run"}}))
+    assert not (tmp_path / "elsewhere").exists()
+    (tmp_path / "linked").symlink_to(tmp_path / "run")  # the folder itself may be one
+    (tmp_path / "run" / name).unlink()
+    with locked_folder(
+        tmp_path / "linked", "run.lock", GridMesh(ranks=1).group("world"), torch.device("cpu")
+    ):
+        pass

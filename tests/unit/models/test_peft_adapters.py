@@ -62,7 +62,10 @@ def configure(**changes: object) -> Callable[[Path], None]:
     [
         (rename, "has base_model.model.1.lora_A.weight, which is no adapter of a linear of the model"),
         (remove, r"do not fit \(0.down.weight is missing\): give those of this model"),
-        (configure(r=3), r"do not fit \(.*0.down.weight is \[2, 4\] and not \[3, 4\]"),
+        (configure(r=3), r"has r = 3, and adapter_model.* has 0.down.weight as \[2, 4\]: give another"),
+        (configure(r=2**31), r"has r = 2147483648, and adapter_model.* has 0.down.weight as \[2, 4\]"),
+        (configure(r="2"), r"adapter_config.json: the rank of an adapter"),
+        (configure(lora_dropout=1.5), r"adapter_config.json: an adapter has dropout = 1.5"),
         (configure(use_dora=True), "has use_dora = True, which plait's adapters have not"),
         (configure(rank_pattern={"0": 4}), "has rank_pattern = "),
         *(
@@ -81,8 +84,8 @@ def configure(**changes: object) -> Callable[[Path], None]:
                 ("a_setting_of_next_year", 1, "train without it"),
             )
         ),
-        (configure(lora_alpha=None), "has no r and lora_alpha"),
-        (lambda folder: (folder / CONFIG).unlink(), "holds no adapter of peft that can be read"),
+        (configure(lora_alpha=None), "adapter_config.json: the alpha of an adapter"),
+        (lambda folder: (folder / CONFIG).unlink(), "has no adapter_config.json: give a folder of peft"),
     ],
 )
 def test_what_is_refused(folder: Path, change: Callable[[Path], None], text: str) -> None:

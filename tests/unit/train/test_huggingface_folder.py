@@ -13,6 +13,7 @@ from torch.nn import functional
 from parity import huggingface_cases as cases
 from plait.comm.mesh import Mesh
 from plait.comm.rank_pool import RankPool
+from plait.data.chats import ChatEncoder
 from plait.errors import ConfigError, ModelError
 from plait.models.huggingface import from_huggingface
 from plait.models.huggingface.pretrained import weights_in
@@ -67,6 +68,24 @@ def test_a_folder_that_cannot_be_read_is_refused(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"model_type": "unheard"}))
     with pytest.raises(ConfigError, match=r"config\.json describes no model of transformers: .*unheard"):
         config_of(folder)
+
+
+def test_code_in_a_folder_is_not_run_and_nobody_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers asks by default, and takes a yes from whatever is on stdin."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asked"))
+    (tmp_path / "code.py").write_text("import pathlib\npathlib.Path(__file__ + '.ran').touch()\n")
+    places = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "code.Own")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": places}))
+    tokenizer = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["code.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    reason = r"needs Python code in that folder \(auto_map\), which plait does not run"
+    with pytest.raises(ConfigError, match=reason):
+        config_of(tmp_path)
+    with pytest.raises(ConfigError, match=reason):
+        ChatEncoder(str(tmp_path))
+    assert not (tmp_path / "code.py.ran").exists()
 
 
 def test_a_family_that_is_not_known_is_refused(tmp_path: Path) -> None:

@@ -1,16 +1,20 @@
 """On a GPU the metrics of a step are read after the next one was submitted: here CPU ranks do so, too."""
 
+import math
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 from train_runs import make, rows, run
 
+import plait
 from plait.comm.rank_pool import RankPool
 from plait.errors import NonFiniteError
 from plait.loop import training
-from plait.loop.training import TrainingLoop
+from plait.loop.training import Callback, TrainingLoop
 from plait.train.stop_signals import StopSignals
 
 TIMES = ("step_seconds", "data_seconds", "tokens_per_second", "peak_memory_bytes")
@@ -79,3 +83,42 @@ def test_a_signal_ends_the_run_after_the_next_step(
     results = run(thread_ranks, make(tmp_path, dp=2, steps=9))
     assert {(one.steps, one.stopped) for one in results} == {(3, signal.SIGTERM)}
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
+
+
+class Poisoned(Callback):
+    """Makes a gradient of the second rank NaN, once the ranks have reduced it."""
+
+    def begin(self, run: TrainingLoop) -> None:
+        compute = run.forward_backward
+
+        def poisoned(step: int) -> Tensor:
+            loss = compute(step)
+            if run.mesh.rank == 1 and step == 1:
+                next(iter(run.engine.parameters())).grad.fill_(math.nan)
+            return loss
+
+        run.forward_backward = poisoned  # type: ignore[method-assign]
+
+
+def poisoned_run(precision: str) -> str:
+    plan = plait.Plan(dp=2, precision=precision, microbatches=1)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    data = [(torch.ones(4), torch.tensor(1))] * 8
+    loader = plait.Loader(data, batch=4)
+    try:
+        plait.fit(model, plan, loader, steps=4, callbacks=[Poisoned()], broadcast=True)
+    except NonFiniteError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_norm_that_is_not_finite_on_one_replica_is_told_on_every_rank(
+    thread_ranks: RankPool, precision: str
+) -> None:
+    """It was an error on that rank, for which others waited, and in fp16 none: the replicas went apart."""
+    told = thread_ranks.run(poisoned_run, precision, ranks=2)
+    expected = (
+        "step 2: the gradient norm is not finite on rank 1, and is on rank 0, whose replica of the model"
+    )
+    assert all(one.startswith(expected) for one in told), told

@@ -12,16 +12,18 @@ from typing import Any
 
 import pytest
 
+from mutated_files import ELSEWHERE
 from plait.checkpoint.manifest import Manifest
 from plait.data import preparation
 from plait.data.preparation import prepare_corpus
+from plait.data.recorded_tokenizer import files_hash
 from plait.data.token_shards import open_corpus
-from plait.errors import ConfigError, DataError
+from plait.errors import CheckpointError, ConfigError, DataError
 from plait.train import prepared_sources
 from plait.train.config import Config
 from plait.train.prepared_sources import holds_records, is_tokenized, prepared_folder
 from plait.train.run_data import check_data, load_data
-from plait.train.trained_model import trained_tokenizer
+from plait.train.trained_model import TOKENIZER, trained_tokenizer
 
 
 def make(tmp_path: Path, source: Path, timeout: float = 30) -> Config:
@@ -132,12 +134,33 @@ def test_an_export_finds_the_tokenizer_of_the_corpus(
     (source := tmp_path / "texts.txt").write_text("a b")
     prepare_corpus([str(source)], tmp_path / "corpus", str(word_tokenizer), end="c")
     config = make(tmp_path, tmp_path / "corpus")
-    manifest = Manifest({}, (), state={"config": json.loads(config.model_dump_json())})
+    state = {"config": json.loads(config.model_dump_json())}
+    state[TOKENIZER] = files_hash(str(tmp_path / "corpus" / "tokenizer"))
     files = {"tokenizer.json": tmp_path / "corpus" / "tokenizer" / "tokenizer.json"}
-    assert trained_tokenizer(manifest) == (files, 3)
+    assert trained_tokenizer(Manifest({}, (), state=state)) == (files, 3, "")
     shutil.rmtree(tmp_path / "corpus")
-    assert trained_tokenizer(manifest) == ({}, None)
-    assert trained_tokenizer(Manifest({}, ())) == ({}, None)
+    assert trained_tokenizer(Manifest({}, (), state=state)) == ({}, None, "")
+    assert trained_tokenizer(Manifest({}, ())) == ({}, None, "")
+
+
+@pytest.mark.parametrize("tokenizer", [ELSEWHERE, "{}/../{}/secret.json", "{}/link", "{}/folder"])
+def test_a_file_that_somebody_else_s_checkpoint_names_is_no_tokenizer(tmp_path: Path, tokenizer: str) -> None:
+    for name in ("secret.json", "folder/tokenizer.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("secret")
+    (tmp_path / "link").symlink_to("secret.json")
+    named = tokenizer.format(tmp_path, tmp_path.name)
+    for known in ({}, {TOKENIZER: ""}, {TOKENIZER: "0" * 16}, {TOKENIZER: None}):
+        state = {"config": {"data": {"tokenizer": named}}, **known}
+        files, end, note = trained_tokenizer(Manifest({}, (), state=state))
+        assert (files, end) == ({}, None)
+        assert f"names {named}, and holds no hash" in note
+
+
+def test_a_configuration_in_a_checkpoint_that_is_none_is_refused() -> None:
+    for data in ({"tokenizer": 3}, {"source": None}, {"mixture": "a"}):
+        with pytest.raises(CheckpointError, match="holds no configuration of a run"):
+            trained_tokenizer(Manifest({}, (), state={"config": {"data": data}}))
 
 
 def with_tokenizer(config: Config, tokenizer: str) -> Config:

@@ -120,20 +120,39 @@ def test_a_damaged_one_is_told_and_passed_over(
     thread_ranks: RankPool, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = copied(whole, 3, tmp_path / "run")
-    shutil.copytree(whole / "checkpoints" / "step-00000004", folder / "checkpoints" / "step-00000004")
+    for step in (4, 5, 6):
+        name = f"step-0000000{step}"
+        shutil.copytree(whole / "checkpoints" / name, folder / "checkpoints" / name)
     file = folder / "checkpoints" / "step-00000004" / "rank-00001.safetensors"
     file.write_bytes(file.read_bytes()[:-3])
+    (folder / "checkpoints" / "step-00000005" / "manifest.json").unlink()
+    manifest = folder / "checkpoints" / "step-00000006" / "manifest.json"
+    text = bytearray(manifest.read_bytes())
+    text[100] ^= 0x80  # no UTF-8
+    manifest.write_bytes(text)
     report = train(make(folder, resume="auto", keep_last=1))
     assert [row[0] for row in numbers(folder)] == [1, 2, 3, 4, 5, 6]
-    told = capsys.readouterr().out.replace("\n", " ")
-    assert "WARNING: the checkpoint" in told
+    told = capsys.readouterr().out.replace("\n", "")
+    for damage in (
+        "step-00000006 is damaged: manifest.json is not what was written: load ",
+        "step-00000005 is damaged: it has no manifest.json: load ",
+        "step-00000004 is damaged: rank-00001.safetensors has ",
+    ):
+        assert damage.replace(" ", "") in told.replace(" ", "")
     assert "step-00000003, after step 3." in told
     assert report.saved
-    assert kept(folder) == ["step-00000004.aside-1", "step-00000006"]
+    assert kept(folder) == [
+        "step-00000004.aside-1",
+        "step-00000005.damaged-1",
+        "step-00000006",
+        "step-00000006.aside-1",
+    ]
     again = copied(whole, 3, tmp_path / "again")
     shutil.copytree(folder / "checkpoints" / "step-00000004.aside-1", again / "checkpoints" / "step-00000004")
     run(thread_ranks, make(again, resume="auto", keep_last=1, parallel={"pp": 2}))
-    assert kept(again) == kept(folder), "a rank that read no damaged file passes it over too"
+    assert kept(again) == ["step-00000004.aside-1", "step-00000006"], (
+        "a rank that read no damaged file passes it over too"
+    )
     path = folder / "checkpoints" / "step-00000004.aside-1"
     with pytest.raises(CheckpointError, match=r"is damaged: rank-00001\.safetensors has"):
         run(thread_ranks, make(tmp_path / "other", resume=str(path), parallel={"pp": 2}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from plait.checkpoint.huggingface.tensor_names import TensorPair, tensor_pairs
 from plait.checkpoint.merged_tensors import MergedTensors
 from plait.checkpoint.rank_contents import parameter_key
 from plait.checkpoint.tensor_file import BoxToWrite, write_files
+from plait.files import copy_file, make_folder
 from plait.huggingface_files import INDEX
 from plait.layout.boxes import full_box
 
@@ -91,9 +92,19 @@ def export_adapted(
     config.pop("torch_dtype", None)  # the former name of dtype
     config.pop("transformers_weights", None)  # the name of a file that is not written here
     templates = [f"{CHAT_TEMPLATES}/{one.name}" for one in sorted((folder / CHAT_TEMPLATES).glob("*.jinja"))]
-    copied = {name: folder / name for name in (*COPIED, *templates) if (folder / name).is_file()}
+    copied = {name: folder / name for name in (*COPIED, *templates) if _is_own_file(folder, name)}
     config["dtype"] = _dtype_name(tensors, dtype)
     _export(tensors, target, pairs, config, copied, dtype, max_bytes, Disk())
+
+
+def _is_own_file(folder: Path, name: str) -> bool:
+    """Return whether `folder` has a file of this name, and no link to a file elsewhere.
+
+    Folders in the cache of Hugging Face are links into the folder `blobs` of the same model.
+    """
+    path, real = folder / name, os.path.realpath(folder)
+    homes = (os.path.join(real, Path(name).parent), os.path.join(os.path.dirname(real), "..", "blobs"))
+    return path.is_file() and os.path.dirname(os.path.realpath(path)) in map(os.path.normpath, homes)
 
 
 def _export(
@@ -117,8 +128,8 @@ def _export(
             _write_json(disk, folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         _write_json(disk, folder / CONFIG, config)
         for name, path in copied.items():
-            (folder / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, folder / name)
+            make_folder((folder / name).parent)
+            copy_file(path, folder / name)
 
 
 def _item(tensors: Tensors, pair: TensorPair, dtype: torch.dtype | None) -> BoxToWrite:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,12 +10,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from plait.checkpoint.manifest import Manifest, TensorEntry, section
-from plait.errors import CheckpointError
+from plait.errors import CheckpointError, ModelError
+from plait.huggingface_files import CONFIG as CONFIG
+from plait.huggingface_files import config_in
 
 _BLOCK = re.compile(r"model\.blocks\.(\d+)\.attention\.norm\.weight")
 _TOKEN, _POSITION = "model.embedding.token.weight", "model.embedding.position.weight"
 Number = int | float
-CONFIG = "config.json"
 MOST_BLOCKS, MOST_SIZE = 10_000, 2**31 - 1
 EPSILON = 1e-5
 """Epsilon of the norms of both families."""
@@ -163,16 +163,9 @@ def config_json(sizes: ModelSizes, dtype: str) -> dict[str, Any]:
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the content of config.json in `folder`. Raises CheckpointError if missing or not readable."""
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{folder} has no {CONFIG}: give a folder as save_pretrained of transformers leaves it."
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{folder / CONFIG} cannot be read ({error}): mend it.") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{folder / CONFIG} is not a configuration: give another folder.")
-    return config
+        return config_in(folder)
+    except ModelError as error:
+        raise CheckpointError(str(error)) from None
 
 
 def sizes_from_config(config: Mapping[str, Any], where: Path) -> ModelSizes:
@@ -180,8 +173,8 @@ def sizes_from_config(config: Mapping[str, Any], where: Path) -> ModelSizes:
 
     Raises CheckpointError for a model that is not exactly plait's own `gpt2` or `llama`.
     """
-    kind = str(config.get("model_type"))
-    if kind not in FIXED:
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in FIXED:
         raise CheckpointError(
             f"{where / CONFIG} is of a model of type {kind!r}, and plait itself has {' and '.join(FIXED)}: "
             "let `plait train --model.name FOLDER` read such a folder."
@@ -192,6 +185,8 @@ def sizes_from_config(config: Mapping[str, Any], where: Path) -> ModelSizes:
     known.setdefault("num_key_value_heads", known.get("num_attention_heads"))
     sizes = {name: _size(known, where, key) for name, key in SIZES[kind].items()}
     tied = config.get("tie_word_embeddings", kind == "gpt2")
+    if not isinstance(tied, bool):
+        raise CheckpointError(f"{where / CONFIG} has tie_word_embeddings = {tied!r}: give true or false.")
     if kind == "gpt2":
         inner = 4 * sizes["hidden"]
         _require(config, where, "n_inner", config.get("n_inner") or inner, (inner,))
@@ -213,7 +208,7 @@ def _rope_base(config: Mapping[str, Any], where: Path) -> float:
         rope |= given
     _require(config, where, "rope_type", rope.get("rope_type", rope.get("type", "default")), ("default",))
     base = rope["rope_theta"]
-    if not isinstance(base, int | float) or not 0 < base < inf:
+    if isinstance(base, bool) or not isinstance(base, int | float) or not 0 < base < inf:
         raise CheckpointError(f"{where / CONFIG} has rope_theta = {base!r}: give a number above 0.")
     return float(base)
 
@@ -228,7 +223,7 @@ def _size(config: Mapping[str, Any], where: Path, key: str) -> int:
 
 
 def _require(config: Mapping[str, Any], where: Path, key: str, found: Any, allowed: tuple[Any, ...]) -> None:
-    if found not in allowed:
+    if not any(found == one and isinstance(found, bool) == isinstance(one, bool) for one in allowed):
         kind = config["model_type"]
         raise CheckpointError(
             f"{where / CONFIG} has {key} = {found!r}, and plait's own {kind} has {allowed[0]!r}: let "

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError, PlaitError, listed
-from plait.huggingface_files import NO_WEIGHTS, files_of_tensors
+from plait.huggingface_files import CONFIG, NO_WEIGHTS, config_in, files_of_tensors
 from plait.models.huggingface import FAMILIES, from_huggingface
 from plait.models.low_rank_adaptation import adapters_of
 
 _MOST_LISTED = 5
 _MOST_OF_A_REASON = 200
+_FLOATS = ("F64", "F32", "F16", "BF16")
+"""Dtypes of weights, as safetensors names them; numbers of others have scales that are elsewhere."""
 MOST_LAYERS, MOST = 10_000, 2**31 - 1
 """The largest number of layers, and of any other size."""
 
@@ -42,14 +44,14 @@ def sizes_in(folder: Path) -> dict[str, int]:
         tied = bool(config.tie_word_embeddings)
     except AttributeError as error:
         raise ModelError(
-            f"{folder / 'config.json'} is that of a {type(config).__name__}, whose sizes plait cannot read "
+            f"{folder / CONFIG} is that of a {type(config).__name__}, whose sizes plait cannot read "
             f"({error}): give the folder of one of {', '.join(FAMILIES)}."
         ) from None
     for name, size in sizes.items():
         most = MOST_LAYERS if name == "layers" else MOST
         if type(size) is not int or not 1 <= size <= most:
             raise ModelError(
-                f"{folder / 'config.json'} has {size!r} for {name}: give a whole number from 1 to {most}."
+                f"{folder / CONFIG} has {size!r} for {name}: give a whole number from 1 to {most}."
             )
     return sizes | {"tied": tied}
 
@@ -90,7 +92,7 @@ def original_of(config: Mapping[str, Any]) -> nn.Module:
     transformers = _transformers()
     kind = config["model_type"]
     made = transformers.AutoConfig.for_model(kind, **{k: v for k, v in config.items() if k != "model_type"})
-    built: nn.Module = transformers.AutoModelForCausalLM.from_config(made)
+    built: nn.Module = transformers.AutoModelForCausalLM.from_config(made, trust_remote_code=False)
     return built
 
 
@@ -149,6 +151,9 @@ def _require_fit(folder: Path, model: nn.Sequential, found: Mapping[str, Any], u
         for name, one in found.items()
         if list(one.get_shape()) != list(parameters[name].shape)
     ]
+    faults += [
+        f"{name} holds {one.get_dtype()}" for name, one in found.items() if one.get_dtype() not in _FLOATS
+    ]
     faults += [f"{key} is unexpected" for key in unused]
     if faults:
         raise ModelError(
@@ -160,7 +165,7 @@ def _require_fit(folder: Path, model: nn.Sequential, found: Mapping[str, Any], u
 def _built(folder: Path, config: Any) -> nn.Module:
     """Return the model of `config`, which is that of `folder`, as transformers builds it."""
     with _refused_by_transformers(folder):
-        built: nn.Module = _transformers().AutoModelForCausalLM.from_config(config)
+        built: nn.Module = _transformers().AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         return built
 
 
@@ -173,18 +178,20 @@ def _refused_by_transformers(folder: Path) -> Iterator[None]:
         raise
     except Exception as error:
         raise ModelError(
-            f"transformers cannot build the model of {folder / 'config.json'}: {_brief(error)}."
+            f"transformers cannot build the model of {folder / CONFIG}: {_brief(error)}."
         ) from None
 
 
 def _config(folder: Path) -> Any:
-    transformers = _transformers()
+    """Return the configuration in `folder`, of a class of transformers: code in the folder is never run."""
+    transformers, content = _transformers(), config_in(folder)
     try:
-        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # any error of transformers
-        raise ModelError(
-            f"{folder / 'config.json'} describes no model of transformers: {_brief(error)}."
-        ) from None
+        reason = _brief(error)
+        if "auto_map" in content:
+            reason = "it needs Python code in that folder (auto_map), which plait does not run"
+        raise ModelError(f"{folder / CONFIG} describes no model of transformers: {reason}.") from None
 
 
 def _brief(error: Exception) -> str:
