@@ -8,11 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from plait.data.corpus_index import SETTINGS
 from plait.data.document_sources import SourceRange
 from plait.data.encoded_documents import TextEncoding
 from plait.data.folder_lock import LOCK
-from plait.data.shard_writing import partial_path, write_text
-from plait.data.token_shards import SETTINGS
+from plait.data.whole_files import partial_path, write_text
 from plait.errors import DataError
 
 
