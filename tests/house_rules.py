@@ -37,9 +37,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("device",),
     ("plan", "rules", "attention_heads", "model_size_rules", "huggingface_files", "data"),
     ("arguments",),
-    ("errors", "file_lock", "regular_files"),
+    ("file_lock",),
+    ("errors", "files"),
 )
-"""Each room imports rooms of lower floors, and itself. The last three lines are the ground."""
+"""Each room imports rooms of lower floors, and itself. The last four lines are the ground."""
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 WITHOUT_TORCH = {
     "schedules.stage_cuts",
@@ -56,7 +57,7 @@ WITHOUT_TORCH = {
     "arguments",
     "errors",
     "file_lock",
-    "regular_files",
+    "files",
 }
 WITH_DISTRIBUTED = {"comm", "checkpoint", "device", "tensor/torch_parallelize_plan.py"}
 """Rooms and files that import torch.distributed."""

@@ -6,8 +6,8 @@
         outcome(partial(read, copy))   # the result, or the PlaitError; anything else fails the test
 
 First come other things in the file's place, such as a pipe, then changes of its bytes, in an order and at
-places that the seed draws; each kind comes once before any comes again. The same seed gives the same mutations
-of the same file.
+places that the seed draws; each kind comes once before any comes again. The same seed gives the same
+mutations of the same file.
 """
 
 from __future__ import annotations
@@ -68,7 +68,6 @@ def outcome(read: Callable[[], Any]) -> Any:
         try:
             return read()
         except PlaitError as error:
-            assert str(error), "the error says nothing"
             return error
 
 

@@ -4,6 +4,7 @@ The command line prints a `PlaitError` without a traceback and exits with code 2
 """
 
 from collections.abc import Sequence
+from unicodedata import category
 
 MOST_LISTED = 20
 """The largest number of names in a message."""
@@ -15,8 +16,31 @@ def listed(names: Sequence[str], *, most: int = MOST_LISTED, between: str = ", "
     return between.join(names[:most]) + more
 
 
+def printable(text: str) -> str:
+    """Return text of files, configurations or models as a terminal may show it.
+
+    Characters that it would obey, such as those of escape sequences, and halves of characters, which cannot
+    be printed, are spelt: `\\x1b`.
+    """
+    if text.isprintable():
+        return text
+    return "".join(one if one in "\n\t" or _is_shown(one) else ascii(one)[1:-1] for one in text)
+
+
+def _is_shown(character: str) -> bool:
+    return character.isprintable() or character in _JOINERS or category(character) in ("Zs", "Co", "Cn")
+
+
+_JOINERS = "\u200c\u200d"
+"""Within words of some languages, and within pictures."""
+
+
 class PlaitError(Exception):
     """Base of all errors that a user can correct."""
+
+    def __init__(self, message: str = "") -> None:
+        """`message` may quote files and configurations: it is made `printable`."""
+        super().__init__(printable(message))
 
 
 class ConfigError(PlaitError):

@@ -9,15 +9,17 @@ import time
 from pathlib import Path
 from typing import BinaryIO
 
+from plait.files import open_lock, read_text
+
 
 def try_lock(path: Path) -> BinaryIO | None:
     """Lock the file `path` without waiting, and return it open; None if another process holds the lock.
 
     The file then contains this process's id and host, and the time. Raises OSError where the folder of `path`
-    takes no files or locks.
+    takes no files or locks, and where `path` is a link.
     """
     while True:
-        file = path.open("a+b")
+        file = open_lock(path)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if path.stat().st_ino == os.fstat(file.fileno()).st_ino:
@@ -47,6 +49,6 @@ def unlock(path: Path, file: BinaryIO) -> None:
 def owner_of(path: Path) -> str:
     """Return which process holds the lock of the file `path`, where and since when, from its content."""
     try:
-        return path.read_text() or "another process"
-    except OSError:
+        return read_text(path) or "another process"
+    except (OSError, ValueError):
         return "another process"

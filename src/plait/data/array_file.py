@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.errors import DataError
-from plait.regular_files import open_regular_file
+from plait.files import open_file
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class ArrayFile:
     @contextmanager
     def _opened(self) -> Iterator[int]:
         try:
-            file = open_regular_file(self.path)
+            file = open_file(self.path)
         except OSError as error:
             raise DataError(f"{self.path} cannot be read: {error.strerror}.") from None
         with file:

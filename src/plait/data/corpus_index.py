@@ -16,11 +16,12 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr, TypeAdapter
 
-from plait.data.strict_json import read_json_object
+from plait.data.json_files import read_json_object
 from plait.data.whole_files import write_text
 from plait.errors import DataError
+from plait.files import validated
 
 INDEX = "index.json"
 SETTINGS = "preparation.json"
@@ -189,11 +190,9 @@ def _entry_adapter() -> TypeAdapter[ShardEntry]:
 
 def _valid(adapter: TypeAdapter[Any], found: object, path: Path) -> Any:
     try:
-        return adapter.validate_python(found)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg'][:1].lower()}{first['msg'][1:]}"
-        raise DataError(f"{path} is damaged ({reason[:200]}): {REMEDY}.") from None
+        return validated(adapter, json.dumps(found))
+    except ValueError as error:
+        raise DataError(f"{path} is damaged ({error}): {REMEDY}.") from None
 
 
 def _content_checksum(content: Mapping[str, Any]) -> str:

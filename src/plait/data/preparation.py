@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from typing import Literal
 
 from plait.data.corpus_check import damaged_shards, is_whole
 from plait.data.corpus_index import CorpusIndex, ShardEntry, read_entry, read_index, write_index
@@ -85,7 +86,7 @@ def prepare_corpus(
     size = portion or portion_size(sum(file.size for file in files))
     encode = reader.encode_each if isinstance(reader, FileTokenizer) else None
     shards = _shards(chain.from_iterable(divided(file, size, encode) for file in files), size)
-    dtype = "uint16" if reader.vocab <= 1 << 16 else "uint32"
+    dtype: Literal["uint16", "uint32"] = "uint16" if reader.vocab <= 1 << 16 else "uint32"
     found = files_hash(tokenizer)
     settings = TextEncoding(tokenizer, column or "text", *around, reader.vocab, dtype, chats, found)
     last = around.after[-1] if around.after else None

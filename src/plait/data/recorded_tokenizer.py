@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 
-from plait.data.strict_json import LARGEST_FILE, read_json_object
+from plait.data.json_files import read_json_object
 from plait.data.whole_files import whole_file
 from plait.errors import DataError
-from plait.regular_files import read_regular_file
+from plait.files import read_bytes
 
 FOLDER = "tokenizer"
 """The folder within that of the corpus; it is not there for bytes."""
@@ -42,7 +42,7 @@ def files_hash(tokenizer: str) -> str:
     """Return a text that changes with the content of a tokenizer's files; empty for bytes."""
     files = tokenizer_files(tokenizer)
     try:
-        contents = {name: read_regular_file(path, LARGEST_FILE) for name, path in files.items()}
+        contents = {name: read_bytes(path) for name, path in files.items()}
     except OSError as error:
         raise DataError(f"{error.filename} cannot be read ({error.strerror}): mend or remove it.") from None
     hashes = [f"{name} {sha256(data).hexdigest()}" for name, data in contents.items()]
@@ -54,7 +54,7 @@ def record_tokenizer(folder: Path, tokenizer: str) -> None:
     for name, path in tokenizer_files(tokenizer).items():
         copy = folder / FOLDER / name
         copy.parent.mkdir(parents=True, exist_ok=True)
-        data = read_regular_file(path, LARGEST_FILE)
+        data = read_bytes(path)
         with whole_file(copy) as file:
             file.write(data)
 

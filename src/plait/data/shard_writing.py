@@ -86,16 +86,9 @@ class _Counts:
     def entry(self, documents: int, checksums: tuple[str, ...]) -> ShardEntry:
         """Return the counts of a shard in which some documents end, with the checksums of its files."""
         names = [tuple(known)[:SHOWN_NAMES] for known in self._names.values()]
-        return ShardEntry(
-            self.tokens,
-            documents,
-            self._answers,
-            self._unanswered,
-            self._left_out,
-            self.largest,
-            *names,
-            checksums=checksums,
-        )
+        counts = self.tokens, documents, self._answers, self._unanswered, self._left_out, self.largest
+        unread, unknown_roles, left_out_roles = names
+        return ShardEntry(*counts, unread, unknown_roles, left_out_roles, checksums)
 
 
 def counts_file(folder: Path, number: int) -> Path:

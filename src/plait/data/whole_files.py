@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from plait.regular_files import open_regular_file
+from plait.files import open_file
 
 _READ_AT_ONCE = 1 << 22
 
@@ -64,7 +64,7 @@ def write_text(path: Path, text: str) -> None:
 def file_checksum(path: Path) -> str:
     """Return the CRC-32 of a regular file as `ChecksumWriter` does. Raises OSError."""
     crc = 0
-    with open_regular_file(path) as file:
+    with open_file(path) as file:
         while data := file.read(_READ_AT_ONCE):
             crc = zlib.crc32(data, crc)
     return f"{crc:08x}"
