@@ -137,7 +137,7 @@ def _rows(batch: Any, path: str, first: int) -> list[dict[str, Any]]:
 
 
 def _invalid_row(batch: Any) -> int | None:
-    """Return the first invalid row of a `pyarrow.RecordBatch`, None where more than its values are invalid."""
+    """Return the first invalid row of a batch, None where more than its values are invalid."""
     if not _is_valid(batch, full=False):  # then no slice of it is safe
         return None
     rows = (number for number in range(batch.num_rows) if not _is_valid(batch.slice(number, 1), full=True))
