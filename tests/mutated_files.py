@@ -32,6 +32,8 @@ Random = random.Random
 MOST_SECONDS = 10
 MOST_MEMORY = 1 << 30
 """Address space beyond what the process has already that a reader may take, in bytes."""
+ELSEWHERE = str(Path(os.sep, "etc", "passwd"))
+"""A file of this host that no folder of a stranger may name or link to."""
 DEEP = 100_000
 """More levels of nesting than any parser's stack takes."""
 _FOREIGN = (
@@ -187,7 +189,7 @@ _VALUES: dict[str, Callable[[Random], str]] = {
     "deep nesting": lambda draw: draw.choice(("[" * DEEP + "]" * DEEP, '{"a":' * DEEP + "1" + "}" * DEEP)),
     "lone surrogate": lambda draw: draw.choice(('"\\ud800"', '"a\\udfffb"', '"\\u0000"')),
     "escape sequence": lambda draw: '"\\u001b]0;title\\u0007\\u001b[2J<script>alert(1)</script>"',
-    "path elsewhere": lambda draw: draw.choice(('"/etc/passwd"', '"../../x"', '"."', '""', '"a/b"')),
+    "path elsewhere": lambda draw: draw.choice((json.dumps(ELSEWHERE), '"../../x"', '"."', '""', '"a/b"')),
 }
 _VALUE = re.compile(rb'(?<=[:\[,])\s*(?:-?\d[-+.\deE]*|true|false|null|"(?:[^"\\]|\\.)*"(?!\s*:))')
 _PAIR = re.compile(rb'"(?:[^"\\]|\\.)*"\s*:\s*(?:-?\d[-+.\deE]*|true|false|null|"(?:[^"\\]|\\.)*")')
@@ -299,7 +301,7 @@ _OF_PATH: dict[str, Callable[[Path], None]] = {
     "folder": _folder,
     "link to itself": _link(None),
     "link to nothing": _link("/nowhere/at/all"),
-    "link elsewhere": _link("/etc/passwd"),
+    "link elsewhere": _link(ELSEWHERE),
     "endless device": _link("/dev/zero"),
 }
 

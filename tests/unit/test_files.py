@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mutated_files import outcome
+from mutated_files import ELSEWHERE, outcome
 from plait.errors import ConfigError, PlaitError, printable
 from plait.file_lock import try_lock
 from plait.files import (
@@ -80,10 +80,10 @@ def test_a_folder_is_made_and_no_link_is_one(tmp_path: Path) -> None:
 
 
 def test_names_within_a_folder_are_plain(tmp_path: Path) -> None:
-    (tmp_path / "out").symlink_to("/etc/passwd")
+    (tmp_path / "out").symlink_to(ELSEWHERE)
     (tmp_path / "a").write_text("")
     (tmp_path / "in").symlink_to("a")
-    names = ("a", "in", "missing", "", ".", "..", "../a", "/etc/passwd", "b/a", "a\0", "a\n", "\ud800", "out")
+    names = ("a", "in", "missing", "", ".", "..", "../a", ELSEWHERE, "b/a", "a\0", "a\n", "\ud800", "out")
     assert [name for name in names if is_within(tmp_path, name)] == ["a", "in", "missing"]
 
 

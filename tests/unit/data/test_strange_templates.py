@@ -17,7 +17,9 @@ from plait.errors import DataError
 pytestmark = pytest.mark.transformers
 CHAT = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "de"}]
 _LOOP = "{% for i in range(99999) %}"
-_DOUBLED = "{% set n = namespace(s='abc' * 1000) %}{% for i in range(40) %}{% set n.s = n.s + n.s %}{% endfor %}"
+_DOUBLED = (
+    "{% set n = namespace(s='abc' * 1000) %}{% for i in range(40) %}{% set n.s = n.s + n.s %}{% endfor %}"
+)
 STRANGE = {
     "range": ("{% for i in range(10 ** 12) %}a{% endfor %}", "Range too big"),
     "loops": (_LOOP * 4 + "a" + "{% endfor %}" * 4, r"more than 0\.4 seconds"),
@@ -33,7 +35,7 @@ STRANGE = {
     "globals": ("{{ cycler.__init__.__globals__.os.system('true') }}", "unsafe"),
     "change": ("{{ messages.append(1) }}", "unsafe"),
     "syntax": ("{% for %}", "Expected|expected"),
-    "include": ("{% include '/etc/passwd' %}", "no loader"),
+    "include": ("{% include 'other.jinja' %}", "no loader"),
 }
 
 
