@@ -127,8 +127,10 @@ class _ListText:
             try:
                 _, end = json.JSONDecoder().raw_decode(self._held, self._at)
             except ValueError:
-                if self._ended or wanted > LONGEST_RECORD:
+                if self._ended:
                     raise
+                if wanted > LONGEST_RECORD:
+                    raise ValueError(f"it is no value of at most {LONGEST_RECORD >> 20} MiB") from None
                 self._read(wanted)
                 wanted *= 2
             else:

@@ -102,8 +102,8 @@ def tokenizer_config(path: Path) -> Mapping[str, Any]:
     for name in _NAMED:
         if config.get(name) is not None and token_name(config, name) is None:
             raise DataError(
-                f"the configuration in {path.parent} has {name} = {short_json(config[name])}: give the token's "
-                "text, or an object with it as content."
+                f"the configuration in {path.parent} has {name} = {short_json(config[name])}: give the "
+                "token's text, or an object with it as content."
             )
     for name in _FLAGS:
         if not isinstance(config.get(name), bool | None):
