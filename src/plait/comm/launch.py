@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from plait.arguments import require_choice, require_number, require_whole
+from plait.arguments import require_choice, require_number, whole
 from plait.comm.orphan_watch import OrphanWatch
 from plait.comm.rank_pool import RankPool
 from plait.comm.rank_threads import run_threads
@@ -68,7 +68,9 @@ def launch(
         RankError: a local rank failed or died; names it and shows its traceback.
         PlaitError: raised by a rank; also where a result cannot be sent to the other ranks.
     """
-    _require_arguments(function, ranks, threads, timeout, device, ranks_as)
+    ranks = None if ranks is None else whole("ranks", ranks, MeshError)
+    threads = None if threads is None else whole("threads", threads, MeshError)
+    _require_arguments(function, timeout, device, ranks_as)
     inside = current_ranks()
     if inside is not None:
         return _run_inside(inside, function, arguments, ranks, threads, timeout, device)
@@ -86,16 +88,10 @@ def launch(
         return pool.run(function, *arguments, timeout=math.inf)
 
 
-def _require_arguments(
-    function: object, ranks: object, threads: object, timeout: object, device: object, ranks_as: object
-) -> None:
+def _require_arguments(function: object, timeout: object, device: object, ranks_as: object) -> None:
     """Raise MeshError for an argument of `launch` of another type, or out of range."""
     if not callable(function):
         raise MeshError(f"launch was given {function!r}: give a function, and then its arguments.")
-    if ranks is not None:
-        require_whole("ranks", ranks, MeshError)
-    if threads is not None:
-        require_whole("threads", threads, MeshError)
     require_number("timeout", timeout, MeshError, positive=True, infinite="no limit")
     require_choice("device", device, ("auto", "cpu", "cuda"), MeshError)
     require_choice("ranks_as", ranks_as, ("processes", "threads"), MeshError)

@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
+from plait.arguments import require_path
 from plait.errors import ConfigError
 
 MetricsRow = Mapping[str, float | None]
@@ -116,6 +117,7 @@ class _TextFile:
         step_of: Callable[[str], float],
         line_of: Callable[[Mapping[str, Any]], str],
     ) -> None:
+        require_path("a logger's path", path)
         self._path, self._header, self._step_of, self._line_of = Path(path), header, step_of, line_of
         self._file: io.FileIO | None = None
         self._unwritten = b""
@@ -175,7 +177,8 @@ class Csv(_TextFile):
 
         None: `COLUMNS`, and a further column for each other number, from the row on in which it comes first.
         """
-        if columns is not None and (isinstance(columns, str) or [*columns][:1] != ["step"]):
+        is_list = isinstance(columns, Sequence) and not isinstance(columns, str)
+        if columns is not None and not (is_list and [*columns][:1] == ["step"]):
             raise ConfigError(
                 f"Csv's columns are {columns!r}: give a list of names, of which step is the first."
             )
