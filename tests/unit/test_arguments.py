@@ -136,6 +136,20 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         (lambda timeout=timeout: plait.launch(int, timeout=timeout), f"timeout is {timeout!r}: give a number")
         for timeout in (math.nan, -math.inf, 0, "3", None, True)
     ),
+    (lambda: plait.Dropout("2"), "dropout has p = '2': give a probability"),  # type: ignore[arg-type]
+    (lambda: plait.Dropout(True), "dropout has p = True: give a probability"),
+    (
+        lambda: plait.schedule("1f1b", ranks=2, microbatches=2, rank_of=(0, 1)),
+        "rank_of = [0, 1] is given for the policy 1f1b",
+    ),
+    (
+        lambda: plait.schedule("auto", ranks=2, microbatches=2, rank_of=3),  # type: ignore[arg-type]
+        "rank_of is 3: give the rank of each stage",
+    ),
+    (
+        lambda: plait.check(plait.schedule("1f1b", ranks=2, microbatches=2), memory_costs=3),  # type: ignore[arg-type]
+        "memory_costs is an object of int",
+    ),
     (lambda: EarlyStop(True), f"patience is True: {WHOLE}"),
     (lambda: ReplicaChecks(-1), f"ReplicaChecks' every is -1: {COUNT}"),
     (lambda: Report(TINY, step=-1), f"Report's step is -1: {COUNT}"),
