@@ -1,9 +1,7 @@
 """Mutations of a file, as failing disks and strangers make them, and what a reader may do with each.
 
-    for name, mutate in islice(mutations("json", seed=1), 24):
-        copy = …                       # a fresh copy of an intact file
-        mutate(copy)
-        outcome(partial(read, copy))   # the result, or the PlaitError; anything else fails the test
+    for what, found in outcomes(folder, "run.json", "json", read, 24, tmp_path):
+        ...                            # what `read` returned of the folder's copy, or the PlaitError
 
 First come other things in the file's place, such as a pipe, then changes of its bytes, in an order and at
 places that the seed draws; each kind comes once before any comes again. The same seed gives the same
@@ -19,9 +17,10 @@ import re
 import resource
 import shutil
 import signal
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +28,8 @@ from plait.errors import PlaitError
 
 Kind = Literal["json", "text", "binary"]
 Random = random.Random
+QUICK, ALL = 24, 200
+"""Mutations of each kind of file in the quick run, and in the full one."""
 MOST_SECONDS = 10
 MOST_MEMORY = 1 << 30
 """Address space beyond what the process has already that a reader may take, in bytes."""
@@ -61,6 +62,26 @@ def mutations(kind: Kind, seed: int = 0) -> Iterator[tuple[str, Callable[[Path],
             yield f"{name} {turn}", _in_place(changes[name], f"{seed} {turn} {name}")
 
 
+def outcomes(
+    source: Path, name: str, kind: Kind, read: Callable[[Path], Any], number: int, work: Path
+) -> Iterator[tuple[str, Any]]:
+    """Yield for `number` mutations of the file `name` in the folder `source` what `read` returns of its copy.
+
+    Of each: the mutation's name, and the result or the PlaitError. `work`: an empty folder for the copies.
+    """
+    shutil.copytree(source, copy := work / source.name)
+    for what, mutate in islice(mutations(kind, zlib.crc32(name.encode())), number):
+        remove(copy / name)
+        shutil.copyfile(source / name, copy / name)
+        mutate(copy / name)
+        try:
+            found = outcome(lambda: read(copy))
+        except BaseException as error:
+            error.add_note(f"{name}: {what}")
+            raise
+        yield what, found
+
+
 def outcome(read: Callable[[], Any]) -> Any:
     """Return what `read` returns, or the PlaitError that it raises.
 
@@ -70,6 +91,8 @@ def outcome(read: Callable[[], Any]) -> Any:
         try:
             return read()
         except PlaitError as error:
+            if "MemoryError" in str(error) or "TimeoutError" in str(error):
+                raise AssertionError(f"beyond its bounds: {error}") from error
             return error
 
 

@@ -16,7 +16,7 @@ def listed(names: Sequence[str], *, most: int = MOST_LISTED, between: str = ", "
     return between.join(names[:most]) + more
 
 
-def printable(text: str) -> str:
+def terminal_text(text: str) -> str:
     """Return text of files, configurations or models as a terminal may show it.
 
     Characters that it would obey, such as those of escape sequences, and halves of characters, which cannot
@@ -39,8 +39,8 @@ class PlaitError(Exception):
     """Base of all errors that a user can correct."""
 
     def __init__(self, message: str = "") -> None:
-        """`message` may quote files and configurations: it is made `printable`."""
-        super().__init__(printable(message))
+        """`message` may quote files and configurations: it becomes a `terminal_text`."""
+        super().__init__(terminal_text(message))
 
 
 class ConfigError(PlaitError):

@@ -102,9 +102,10 @@ def is_within(folder: Path, name: str) -> bool:
 def read_bytes(path: Path) -> bytes:
     """Return the content of a regular file. Raises OSError, also for more than `MOST_BYTES`."""
     with open_file(path) as file:
-        if os.fstat(file.fileno()).st_size > MOST_BYTES:
+        size = os.fstat(file.fileno()).st_size
+        if size > MOST_BYTES:
             raise OSError(errno.EFBIG, f"it has more than {MOST_BYTES:,} bytes", str(path))
-        return file.read()  # with a number, Python takes so much memory first
+        return file.read(size)
 
 
 def read_text(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Reading takes regular files and JSON of one meaning, writing follows no link, texts are made printable."""
+"""Reading takes regular files and JSON of one meaning, writing follows no link, texts are safe to show."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mutated_files import ELSEWHERE, outcome
-from plait.errors import ConfigError, PlaitError, printable
+from plait.errors import ConfigError, PlaitError, terminal_text
 from plait.file_lock import try_lock
 from plait.files import (
     copy_file,
@@ -104,14 +104,14 @@ def test_json_without_a_single_meaning_is_refused(text: str) -> None:
         outcome(lambda: json_value(text))
 
 
-def test_json_of_python_is_read_where_it_is_not_to_be_strict() -> None:
+def test_json_that_python_writes_is_read_where_that_is_asked_for() -> None:
     assert json_value('["\\ud83d\\ude00", 1.5, 1e300]') == ["😀", 1.5, 1e300]
     assert str(json_value("[Infinity, NaN]", strict=False)) == "[inf, nan]"
 
 
 def test_texts_are_shown_without_what_a_terminal_obeys() -> None:
-    assert printable("\x1b]0;a\x07 \x9b2J \u202e \ud800 \r") == r"\x1b]0;a\x07 \x9b2J \u202e \ud800 \r"
+    assert terminal_text("\x1b]0;a\x07 \x9b2J \u202e \ud800 \r") == r"\x1b]0;a\x07 \x9b2J \u202e \ud800 \r"
     shown = "ordinary, größer, 中文, \u00a0, a\u200db,\n\ttwo lines 😀"
-    assert printable(shown) == shown
+    assert terminal_text(shown) == shown
     for kind in (PlaitError, ConfigError):
         assert str(kind("a name \x1b[31m.")) == r"a name \x1b[31m."

@@ -29,7 +29,7 @@ def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
 
 
 def write_page(page: str, out: Path, option: str) -> Path:
-    """Write a text, such as an HTML document, to `out`, and return `out`. Raises `ConfigError` that names `option`."""
+    """Write a text, such as a page, to `out`, and return `out`. Raises `ConfigError` that names `option`."""
     try:
         out.write_text(page, encoding="utf-8")
     except OSError as error:
