@@ -22,14 +22,12 @@ _DOUBLED = (
 )
 STRANGE = {
     "range": ("{% for i in range(10 ** 12) %}a{% endfor %}", "Range too big"),
-    "loops": (_LOOP * 4 + "a" + "{% endfor %}" * 4, r"more than 0\.4 seconds"),
-    "loops without text": (_LOOP * 4 + "{% endfor %}" * 4, r"more than 0\.4 seconds"),
-    "doubled": (_DOUBLED + "{{ n.s }}", r"too much memory|more than 0\.4 seconds"),
-    "doubled list": (_DOUBLED.replace("'abc'", "[1]") + "a", "too much memory|more than 0.4"),
+    "loops": (_LOOP * 4 + "a" + "{% endfor %}" * 4, r"more than 0\.2 seconds"),
+    "doubled": (_DOUBLED + "{{ n.s }}", r"too much memory|more than 0\.2 seconds"),
     "repeated": ("{{ 'a' * 10 ** 11 }}", "too much memory"),
     "centred": ("{{ 'a' | center(10 ** 11) }}", "too much memory"),
     "format": ("{{ '%99999999999d' % 1 }}", "too much memory|too (big|large)"),
-    "power": ("{{ 10 ** (10 ** 9) }}", r"more than 0\.4 seconds"),
+    "power": ("{{ 10 ** (10 ** 9) }}", r"more than 0\.2 seconds"),
     "macro": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
     "class": ("{{ ''.__class__.__mro__ }}", "unsafe"),
     "globals": ("{{ cycler.__init__.__globals__.os.system('true') }}", "unsafe"),
@@ -43,7 +41,7 @@ STRANGE = {
 def test_a_strange_template_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(chat_templates, "_SECONDS", 0.4)
+    monkeypatch.setattr(chat_templates, "_SECONDS", 0.2)
     template, reason = STRANGE[name]
     save_tokenizer(tmp_path, template)
     encoder = ChatEncoder(str(tmp_path))
@@ -52,7 +50,7 @@ def test_a_strange_template_is_refused_by_name(
 
 
 def test_the_conversation_after_a_refused_one_is_rendered(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(chat_templates, "_SECONDS", 0.4)
+    monkeypatch.setattr(chat_templates, "_SECONDS", 0.2)
     endless = "{% if messages | length > 2 %}" + _LOOP * 4 + "{% endfor %}" * 4 + "{% endif %}" + PLAIN
     save_tokenizer(tmp_path, endless)
     encoder = ChatEncoder(str(tmp_path))
