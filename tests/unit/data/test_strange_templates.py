@@ -24,7 +24,7 @@ STRANGE = {
     "range": ("{% for i in range(10 ** 12) %}a{% endfor %}", "Range too big"),
     "loops": (_LOOP * 4 + "a" + "{% endfor %}" * 4, r"more than 0\.2 seconds"),
     "doubled": (_DOUBLED + "{{ n.s }}", r"too much memory|more than 0\.2 seconds"),
-    "repeated": ("{{ 'a' * 10 ** 11 }}", "too much memory"),
+    "repeated": ("{{ ('a' * (6 * 10 ** 8)) | length }}", "too much memory"),
     "centred": ("{{ 'a' | center(10 ** 11) }}", "too much memory"),
     "format": ("{{ '%99999999999d' % 1 }}", "too much memory|too (big|large)"),
     "power": ("{{ 10 ** (10 ** 9) }}", r"more than 0\.2 seconds"),
