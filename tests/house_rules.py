@@ -37,7 +37,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("device",),
     ("plan", "rules", "attention_heads", "model_size_rules", "huggingface_files", "data"),
     ("arguments",),
-    ("file_lock",),
+    ("file_lock", "toml_files"),
     ("errors", "files"),
 )
 """Each room imports rooms of lower floors, and itself. The last four lines are the ground."""
@@ -58,6 +58,7 @@ WITHOUT_TORCH = {
     "errors",
     "file_lock",
     "files",
+    "toml_files",
 }
 WITH_DISTRIBUTED = {"comm", "checkpoint", "device", "tensor/torch_parallelize_plan.py"}
 """Rooms and files that import torch.distributed."""

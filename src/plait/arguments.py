@@ -8,11 +8,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from difflib import get_close_matches
-from numbers import Real
+from numbers import Integral, Real
+from os import PathLike
 
 from plait.errors import ConfigError, PlaitError
 
 Kind = type[PlaitError]
+
+
+def whole(name: str, value: object, kind: Kind = ConfigError, *, least: int = 1) -> int:
+    """Return a whole number of at least `least`, of NumPy too, as an int. Raises an error of `kind`."""
+    number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
+    require_whole(name, number, kind, least=least)
+    assert isinstance(number, int)
+    return number
 
 
 def require_whole(name: str, value: object, kind: Kind = ConfigError, *, least: int = 1) -> None:
@@ -40,6 +49,12 @@ def require_flag(name: str, value: object, kind: Kind = ConfigError) -> None:
     """Raise an error of `kind` unless `value` is True or False."""
     if not isinstance(value, bool):
         raise kind(f"{name} is {value!r}: give True or False.")
+
+
+def require_path(name: str, value: object, kind: Kind = ConfigError) -> None:
+    """Raise an error of `kind` unless `value` is a path: text that is not empty, or a `Path`."""
+    if not isinstance(value, str | PathLike) or not str(value) or "\0" in str(value):
+        raise kind(f"{name} is {value!r}: give a path, as text or as a pathlib.Path.")
 
 
 def require_choice(

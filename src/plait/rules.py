@@ -146,6 +146,8 @@ def match(rules: Rules, paths: Iterable[str]) -> dict[str, Rule]:
 
     Raises PlanError for a rule that matches no path, with the nearest paths, and for a path matched twice.
     """
+    if not isinstance(rules, Mapping):
+        raise PlanError(f"rules is {rules!r}: give a dictionary of rules by patterns of module paths.")
     names = list(dict.fromkeys(paths))
     found: dict[str, tuple[str, Rule]] = {}
     for pattern, rule in rules.items():

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from plait.loop import (
     Validation,
     warmup_cosine,
 )
+from plait.loop.fit import FitResult
 from plait.plan import Plan
 
 DATA = TensorDataset(torch.randn(8, 4), torch.arange(8) % 2)
@@ -105,6 +107,49 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: Checkpoints(TINY, watch="a"), "watch is 'a', but keep_best is False"),
     (lambda: Validation(None, every=2.5), f"every is 2.5: {COUNT}"),  # type: ignore[arg-type]
     (lambda: Validation(None, name="a b"), "a Validation is called 'a b': give a name"),
+    (lambda: Checkpoints(3), "Checkpoints' folder is 3: give a path"),  # type: ignore[arg-type]
+    (lambda: Checkpoints(""), "Checkpoints' folder is '': give a path"),
+    (lambda: Checkpoints(TINY, state=0), "state is an object of int: give a dictionary"),  # type: ignore[arg-type]
+    (lambda: Checkpoints(TINY, check=True), "check is an object of bool: give a function"),  # type: ignore[arg-type]
+    (lambda: Report(None), "Report's folder is None: give a path"),  # type: ignore[arg-type]
+    (lambda: Report(TINY, locks=0), "Report's locks is 0: give True"),  # type: ignore[arg-type]
+    (lambda: Csv([]), "a logger's path is []: give a path"),  # type: ignore[arg-type]
+    (lambda: Csv(TINY, columns=3), "Csv's columns are 3: give a list"),  # type: ignore[arg-type]
+    (lambda: Validation(None, metrics=0), "metrics is an object of int"),  # type: ignore[arg-type]
+    (lambda: EarlyStop(1, watch=1), "watch is an object of int: give the name"),  # type: ignore[arg-type]
+    (lambda: fit(validate_every=None), f"validate_every is None: {COUNT}"),
+    (lambda: fit(metrics=[]), "metrics is an object of list: give a dictionary"),
+    (lambda: plait.lora(3), "the model is an object of int: give a torch.nn.Module"),  # type: ignore[type-var]
+    (lambda: plait.memory(model(), Plan(), rules=3), "rules is 3: give a dictionary"),  # type: ignore[arg-type]
+    (lambda: plait.memory(model(), Plan(), device="2"), "device is '2': give a torch.device"),
+    (lambda: plait.models.llama(**SMALL | {"hidden": "8"}), f"model.hidden is '8': {WHOLE}"),
+    (lambda: plait.models.llama(**SMALL | {"rope_base": "1"}), "model.rope_base is '1': give a number"),
+    (
+        lambda: plait.predict(plait.models.gpt2(**SMALL), Plan(), "h100-sxm", framework=3),  # type: ignore[arg-type]
+        "framework is an object of int: give one of",
+    ),
+    *(
+        (lambda ranks=ranks: plait.launch(int, ranks=ranks), f"ranks is {ranks!r}: {WHOLE}")
+        for ranks in ("2", 2.0, 0, -1, math.nan, [], ())
+    ),
+    *(
+        (lambda timeout=timeout: plait.launch(int, timeout=timeout), f"timeout is {timeout!r}: give a number")
+        for timeout in (math.nan, -math.inf, 0, "3", None, True)
+    ),
+    (lambda: plait.Dropout("2"), "dropout has p = '2': give a probability"),  # type: ignore[arg-type]
+    (lambda: plait.Dropout(True), "dropout has p = True: give a probability"),
+    (
+        lambda: plait.schedule("1f1b", ranks=2, microbatches=2, rank_of=(0, 1)),
+        "rank_of = [0, 1] is given for the policy 1f1b",
+    ),
+    (
+        lambda: plait.schedule("auto", ranks=2, microbatches=2, rank_of=3),  # type: ignore[arg-type]
+        "rank_of is 3: give the rank of each stage",
+    ),
+    (
+        lambda: plait.check(plait.schedule("1f1b", ranks=2, microbatches=2), memory_costs=3),  # type: ignore[arg-type]
+        "memory_costs is an object of int",
+    ),
     (lambda: EarlyStop(True), f"patience is True: {WHOLE}"),
     (lambda: ReplicaChecks(-1), f"ReplicaChecks' every is -1: {COUNT}"),
     (lambda: Report(TINY, step=-1), f"Report's step is -1: {COUNT}"),
@@ -155,3 +200,10 @@ def test_it_is_refused_by_name(call: Callable[[], object], message: str) -> None
     with pytest.raises(PlaitError) as refused:
         call()
     assert message in str(refused.value)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert plait.launch(int, ranks=np.int64(2), threads=np.int32(1), ranks_as="threads") == [0, 0]
+    result = fit(steps=np.int64(2), seed=np.uint8(3), learning_rate=np.float32(0.1))
+    assert isinstance(result, FitResult)
+    assert (result.steps, type(result.steps)) == (2, int)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -44,7 +45,8 @@ class Dropout(nn.Module):
 
     def __init__(self, p: float = 0.5) -> None:
         super().__init__()
-        if not 0.0 <= p <= 1.0:
+        is_number = isinstance(p, Real) and not isinstance(p, bool)
+        if not is_number or not 0.0 <= p <= 1.0:
             raise ModelError(f"dropout has p = {p!r}: give a probability, from 0 to 1.")
         self.p = p
         self.generator: DropoutGenerator | None = None

@@ -15,9 +15,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from plait.cli.arguments import CommandParser, count
+from plait.data.corpus_check import require_intact
+from plait.data.corpus_index import CorpusIndex
 from plait.data.preparation import PreparationProgress, prepare_corpus
 from plait.data.recorded_tokenizer import recorded_tokenizer
-from plait.data.token_shards import Corpus, CorpusIndex, open_corpus
+from plait.data.token_shards import Corpus, open_corpus
 from plait.data.tokenizer import Tokenizer, open_tokenizer, printable
 from plait.data.tokenizer_match import tokenizer_mismatch
 from plait.errors import ConfigError, terminal_text
@@ -126,6 +128,7 @@ def _prepare(options: Namespace) -> None:
 
 def _inspect(options: Namespace) -> None:
     corpus, index = open_corpus(options.folder)
+    require_intact(options.folder, index)
     name = options.tokenizer or recorded_tokenizer(str(options.folder))
     tokenizer = open_tokenizer(name) if name else None
     mismatch = "" if tokenizer is None else tokenizer_mismatch(options.folder, index, tokenizer)

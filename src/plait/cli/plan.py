@@ -139,7 +139,7 @@ def _search(config: Config, options: Namespace) -> None:
             f"GiB of {hardware.name}: give more ranks, a smaller model.context, or a smaller model."
         )
     if options.write is not None:
-        options.write.write_text(config_text(config, result.best[0].plan), encoding="utf-8")
+        write_page(config_text(config, result.best[0].plan), options.write, "--write")
     goodput = _goodput(options, result.best[0])
     if options.html is not None:
         frontier = search_frontier(result, config.train.batch, base=base)

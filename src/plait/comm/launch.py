@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from plait.arguments import require_choice, require_number, require_whole
+from plait.arguments import require_choice, require_number, whole
 from plait.comm.orphan_watch import OrphanWatch
 from plait.comm.rank_pool import RankPool
 from plait.comm.rank_threads import run_threads
@@ -71,7 +71,10 @@ def launch(
         RankError: a local rank failed or died; names it and shows its traceback.
         PlaitError: raised by a rank; also where a result cannot be sent to the other ranks.
     """
-    _require_arguments(function, ranks, threads, timeout, device, ranks_as, ranks_per_gpu)
+    ranks = None if ranks is None else whole("ranks", ranks, MeshError)
+    threads = None if threads is None else whole("threads", threads, MeshError)
+    ranks_per_gpu = whole("ranks_per_gpu", ranks_per_gpu, MeshError)
+    _require_arguments(function, timeout, device, ranks_as, ranks_per_gpu)
     inside = current_ranks()
     if inside is not None:
         return _run_inside(inside, function, arguments, ranks, threads, timeout, device)
@@ -95,27 +98,16 @@ def _default_ranks(device: str, ranks_per_gpu: int) -> int:
 
 
 def _require_arguments(
-    function: object,
-    ranks: object,
-    threads: object,
-    timeout: object,
-    device: object,
-    ranks_as: object,
-    ranks_per_gpu: object,
+    function: object, timeout: object, device: object, ranks_as: object, ranks_per_gpu: int
 ) -> None:
     """Raise MeshError for an argument of `launch` of another type, or out of range."""
     if not callable(function):
         raise MeshError(f"launch was given {function!r}: give a function, and then its arguments.")
-    if ranks is not None:
-        require_whole("ranks", ranks, MeshError)
-    if threads is not None:
-        require_whole("threads", threads, MeshError)
     require_number("timeout", timeout, MeshError, positive=True, infinite="no limit")
     require_choice("device", device, ("auto", "cpu", "cuda"), MeshError)
     require_choice("ranks_as", ranks_as, ("processes", "threads"), MeshError)
     if ranks_as == "threads" and device == "cuda":
         raise MeshError("ranks as threads run on the CPU: choose device cpu, or ranks as processes.")
-    require_whole("ranks_per_gpu", ranks_per_gpu, MeshError)
     if ranks_per_gpu != 1 and (ranks_as == "threads" or device == "cpu"):
         raise MeshError(
             f"ranks_per_gpu is {ranks_per_gpu}, and the ranks were asked to run on the CPU: leave it out."

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.errors import DataError
+from plait.files import open_file
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class ArrayFile:
     """The number of elements."""
     offset: int = 0
     """The bytes before the first one."""
+    ends_of: int | None = None
+    """Of ends of documents: the number of tokens. The elements have to ascend up to it."""
 
     def __len__(self) -> int:
         return self.count
@@ -47,18 +50,26 @@ class ArrayFile:
     def _read(self, file: int, first: int, count: int) -> NDArray[Any]:
         """Return `count` elements of the opened file. Raises DataError where it ends before."""
         itemsize = np.dtype(self.dtype).itemsize
-        data = os.pread(file, count * itemsize, self.offset + first * itemsize)
+        try:
+            data = os.pread(file, count * itemsize, self.offset + first * itemsize)
+        except OSError as error:
+            raise DataError(f"{self.path} cannot be read: {error.strerror}.") from None
         if len(data) < count * itemsize:
             raise DataError(f"{self.path} has become shorter since it was opened: write it again.")
-        return np.frombuffer(data, self.dtype)
+        found = np.frombuffer(data, self.dtype)
+        if self.ends_of is not None and not _ascends(found, self.ends_of):
+            raise DataError(f"{self.path} is damaged (its numbers do not ascend): write it again.")
+        return found
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
         try:
-            file = os.open(self.path, os.O_RDONLY)
+            file = open_file(self.path)
         except OSError as error:
             raise DataError(f"{self.path} cannot be read: {error.strerror}.") from None
-        try:
-            yield file
-        finally:
-            os.close(file)
+        with file:
+            yield file.fileno()
+
+
+def _ascends(ends: NDArray[Any], most: int) -> bool:
+    return not len(ends) or bool(ends[0] >= 0 and ends[-1] <= most and (ends[1:] >= ends[:-1]).all())

@@ -1,4 +1,8 @@
-"""A tokenizer's chat template: what it reads of a conversation, and the text that it makes of one."""
+"""A tokenizer's chat template: what it reads of a conversation, and the text that it makes of one.
+
+A template is a program, and strangers write them. transformers runs it without access to Python's objects;
+here that is done in a process of its own, which is ended where it takes too long or too much memory.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from functools import cached_property
 from inspect import signature
 from typing import Any
 
+from plait.data.bounded_process import BoundedProcess, CallFailedError
 from plait.data.chat_records import Message, joined_parts, part_texts
 from plait.data.json_records import whole_characters
 from plait.errors import ConfigError, DataError
@@ -17,6 +22,8 @@ Span = tuple[int, int]
 """Characters of a text: the first one, and the one after the last."""
 _GENERATION = re.compile(r"\{%[-+]?\s*(?P<end>end)?generation\s*[-+]?%\}")
 """The marks around what the assistant generates, which are no tags of jinja2's own."""
+_SECONDS, _MEMORY = 5.0, 1 << 29
+"""What a template may take for one conversation: seconds, and bytes beyond those that plait has."""
 _REASONING = frozenset({"reasoning_content", "thinking", "reasoning"})
 """Names of one field: transformers gives a template the name that it reads."""
 
@@ -32,12 +39,27 @@ class ChatTemplate:
                 f"the tokenizer in {name} has no chat template: add chat_template.jinja to that folder."
             )
         try:
-            self._source: str = tokenizer.get_chat_template(tools=tools)
+            source = tokenizer.get_chat_template(tools=tools)
         except ValueError:
             raise ConfigError(
                 f"the tokenizer in {name} has the chat templates {', '.join(tokenizer.chat_template)}, and "
                 "none is named default: add chat_template.jinja to that folder."
             ) from None
+        if not isinstance(source, str):
+            raise ConfigError(f"the tokenizer in {name} has a chat template that is no text: mend it.")
+        self._source = source
+        self._process = BoundedProcess(self._computed, _SECONDS, _MEMORY)
+
+    def _call(self, what: str, *arguments: Any) -> Any:
+        """Return what the method named `what` returns, computed in the process of the template."""
+        try:
+            return self._process.call(what, *arguments)
+        except CallFailedError as error:
+            raise DataError(f"is refused by the chat template of {self._name}: {error}") from None
+
+    def _computed(self, what: str, *arguments: Any) -> Any:
+        """Return what the method named `what` returns; called in the process of the template."""
+        return getattr(self, what)(*arguments)
 
     @property
     def marks_answers(self) -> bool:
@@ -48,15 +70,12 @@ class ChatTemplate:
     def variables(self) -> frozenset[str]:
         """The names of what the template reads, but those that transformers' own function takes."""
         own = signature(self._tokenizer.apply_chat_template).parameters.keys() - {"tools", "documents"}
-        return frozenset(_undeclared(self._source) - own)
+        return frozenset(self._call("_undeclared")) - own
 
     @cached_property
     def _words(self) -> frozenset[str]:
         """The names and texts in the template's code."""
-        import jinja2
-
-        tokens = jinja2.Environment().lex(self._source)
-        return frozenset(word.strip("'\"") for _, kind, word in tokens if kind in ("name", "string"))
+        return frozenset(self._call("_lexed"))
 
     def reads(self, name: str) -> bool:
         """Return whether the template may read a field of messages."""
@@ -67,34 +86,52 @@ class ChatTemplate:
 
         Raises DataError for messages that the template refuses.
         """
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=asks, **variables
-            )
-        except Exception as error:  # templates raise their own
-            raise self._refused(error) from None
-        return whole_characters(text)
+        return whole_characters(self._call("_rendered", list(messages), dict(variables), asks))
 
     def marked_text(
         self, messages: Sequence[Message], variables: Mapping[str, Any]
     ) -> tuple[str, list[Span]]:
-        """Return the text of messages, and where the template marks it as generated.
+        """Return the text of messages, and where the template marks it as generated."""
+        text, spans = self._call("_marked", list(messages), dict(variables))
+        return whole_characters(text), [(begin, end) for begin, end in spans]
 
-        By the function that `apply_chat_template` calls, which gives these places as tokens only.
-        """
+    def _rendered(self, messages: list[Message], variables: dict[str, Any], asks: bool) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=asks, **variables
+        )
+        return text
+
+    def _marked(self, messages: list[Message], variables: dict[str, Any]) -> tuple[str, list[list[int]]]:
+        """Compute `marked_text` by the function that `apply_chat_template` calls, which gives tokens only."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        given = {**self._tokenizer.special_tokens_map, **variables}
+        texts, spans = render_jinja_template(
+            conversations=[messages],
+            chat_template=self._source,
+            return_assistant_tokens_mask=True,
+            **{**self._tokenizer.special_tokens_map, **variables},
+        )
+        return texts[0], [list(span) for span in spans[0]]
+
+    def _lexed(self) -> list[str]:
+        import jinja2
+
+        tokens = jinja2.Environment().lex(self._source)
+        return [word.strip("'\"") for _, kind, word in tokens if kind in ("name", "string")]
+
+    def _undeclared(self) -> list[str]:
+        """Return the names that the template reads and does not set itself."""
+        import jinja2
+        from jinja2 import meta
+
+        plain = _GENERATION.sub(
+            lambda found: "{% endif %}" if found["end"] else "{% if true %}", self._source
+        )
+        environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
         try:
-            texts, spans = render_jinja_template(
-                conversations=[list(messages)],
-                chat_template=self._source,
-                return_assistant_tokens_mask=True,
-                **given,
-            )
-        except Exception as error:  # templates raise their own
-            raise self._refused(error) from None
-        return whole_characters(texts[0]), [(begin, end) for begin, end in spans[0]]
+            return list(meta.find_undeclared_variables(environment.parse(plain)))
+        except jinja2.TemplateError:  # which transformers reports when it renders
+            return []
 
     def readable(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> Sequence[Message]:
         """Return messages whose content the template can read: as parts where it does, else as one text."""
@@ -117,10 +154,6 @@ class ChatTemplate:
         roles = dict.fromkeys(str(one["role"]) for one in messages if not _shows(text, one))
         return tuple(roles)
 
-    def _refused(self, error: Exception) -> DataError:
-        reason = " ".join(str(error).split()).rstrip(".")[:200]
-        return DataError(f"is refused by the chat template of {self._name}: {reason}")
-
 
 def _shows(text: str, message: Message) -> bool:
     """Return whether a text has a message's content, without reasoning, as JSON or spaced otherwise too."""
@@ -131,16 +164,3 @@ def _shows(text: str, message: Message) -> bool:
 def _has(text: str, content: str) -> bool:
     forms = content, content.rpartition("</think>")[2].strip(), json.dumps(content, ensure_ascii=False)[1:-1]
     return any(one in text for one in forms) or all(line.strip() in text for line in content.splitlines())
-
-
-def _undeclared(template: str) -> set[str]:
-    """Return the names that a template reads and does not set itself."""
-    import jinja2
-    from jinja2 import meta
-
-    plain = _GENERATION.sub(lambda found: "{% endif %}" if found["end"] else "{% if true %}", template)
-    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
-    try:
-        return meta.find_undeclared_variables(environment.parse(plain))
-    except jinja2.TemplateError:  # which transformers reports when it renders
-        return set()

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from plait.errors import DataError
+from plait.files import read_bytes
 
 STDLIB_BYTES = 20_000_000  # about the whole library; a bound in case an installation is unusual
 _SKIPPED = frozenset({"__pycache__", "dist-packages", "site-packages", "test", "tests", "idlelib"})
@@ -54,6 +55,8 @@ def source_files(source: str) -> list[Path]:
         if not found:
             raise DataError(f"data.source = {source!r} is a folder without files: give one with text in it.")
         return found
+    if path.exists():
+        raise DataError(f"data.source = {source!r} is no regular file or folder: give one with text in it.")
     found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
     found = [path for path in found if path.is_file()]
     if not found:
@@ -73,7 +76,7 @@ def _walk(root: Path) -> Iterator[Path]:
 
 def _read_text(path: Path) -> bytes:
     try:
-        data = path.read_bytes()
+        data = read_bytes(path)
     except OSError as error:
         raise DataError(f"data.source: {path} cannot be read: {error.strerror}.") from None
     if not _is_text(data):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -58,9 +58,8 @@ def _acquired(path: Path) -> BinaryIO | None:
 def _state(folder: Path) -> list[tuple[str, int]]:
     """Return the names and sizes of the files in a folder."""
     found = []
-    for one in os.scandir(folder):
-        try:
-            found.append((one.name, one.stat().st_size))
-        except FileNotFoundError:  # it was renamed meanwhile
-            continue
+    with os.scandir(folder) as entries:
+        for one in entries:
+            with suppress(FileNotFoundError):  # it was renamed meanwhile
+                found.append((one.name, one.stat(follow_symlinks=False).st_size))
     return found

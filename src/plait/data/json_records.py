@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from plait.data.chat_records import holds_chats
 from plait.data.text_files import open_file
 from plait.errors import DataError
+from plait.files import json_value
 
 _START = 1 << 20
 """Bytes of a file by which it is judged; its first record ends in them."""
+LONGEST_RECORD = 1 << 27
+"""Bytes of a line or an element that is read at once; more would be a file without line ends, or a bomb."""
+_MAY_BE_NO_NUMBER = re.compile(r"NaN|Infinity|\d[eE]\+?\d\d\d")
+_SPACES = re.compile(r"[ \t\r\n]*")
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
@@ -21,13 +27,21 @@ def read_lines(path: str, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
     with open_file(path) as file:
         at = begin
         if at:  # the line that began before belongs to the range before
-            file.seek(at - 1)
-            at += len(file.readline()) - 1
+            at -= 1
+            file.seek(at)
+            while not (before := file.readline(_START)).endswith(b"\n") and before:
+                at += len(before)
+            at += len(before)
         is_whole = path.endswith(".gz")
         while is_whole or at < end:
-            line = file.readline()
+            line = file.readline(LONGEST_RECORD + 1)
             if not line:
                 return
+            if len(line) > LONGEST_RECORD:
+                raise DataError(
+                    f"{path} has a line of more than {LONGEST_RECORD >> 20} MiB at byte {at}: divide it into "
+                    "documents, each in a line of its own."
+                )
             yield at, line
             at += len(line)
 
@@ -39,39 +53,120 @@ def json_kind(path: str) -> Literal["jsonl", "json"] | None:
     """
     with open_file(path) as file:
         start = file.read(_START).decode(errors="ignore").lstrip("\ufeff \t\r\n")
-    is_list = start.startswith("[")
+    if start.startswith("["):
+        return "json" if start[1:].lstrip().startswith("{") else None
     try:
-        found, _ = json.JSONDecoder().raw_decode(start.removeprefix("[").lstrip())
+        found, _ = json.JSONDecoder().raw_decode(start)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or not (is_list or holds_chats(found) or "text" in found):
-        return None
-    return "json" if is_list else "jsonl"
+    return "jsonl" if isinstance(found, dict) and (holds_chats(found) or "text" in found) else None
 
 
 def read_list(path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the records of a list in JSON, each with its place. Raises DataError where it is none."""
+    """Yield the records of a list in JSON, each with its place, holding a few at once.
+
+    Raises DataError where it is none.
+    """
+    number = -1
     with open_file(path) as file:
         try:
-            found = json.load(file)
+            for number, record in enumerate(_elements(_ListText(file))):
+                if not isinstance(record, dict):
+                    raise DataError(
+                        f"{path} has an element {number} that is no JSON object: mend or remove it."
+                    )
+                yield f"in element {number}", record
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{path} is no JSON: {error}; mend it.") from None
-    for number, record in enumerate(found):
-        if not isinstance(record, dict):
-            raise DataError(f"{path} has an element {number} that is no JSON object: mend or remove it.")
-        yield f"in element {number}", _characters(record)
+            reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else reason
+            raise DataError(f"{path} is no JSON behind element {number}: {reason}; mend it.") from None
+
+
+def _elements(text: _ListText) -> Iterator[Any]:
+    """Yield the elements of a list in JSON. Raises ValueError where there is none, RecursionError."""
+    if text.next_character() != "[":
+        raise ValueError("it is no list")
+    after = "]" if text.peek() == "]" else ","
+    if after == "]":
+        text.next_character()
+    while after == ",":
+        text.peek()
+        yield text.next_value()
+        after = text.next_character()
+    if after != "]" or text.peek():
+        raise ValueError("it goes on behind the list" if after == "]" else "there is no comma")
+
+
+class _ListText:
+    """The text of a file in JSON, of which a few values are held at once."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._decoder = file, codecs.getincrementaldecoder("utf-8-sig")("surrogatepass")
+        self._held, self._at, self._ended = "", 0, False
+
+    def peek(self) -> str:
+        """Return the next character that is no space, "" at the end of the file."""
+        while True:
+            place = _SPACES.match(self._held, self._at)
+            assert place is not None
+            self._at = place.end()
+            if self._at < len(self._held) or self._ended:
+                return self._held[self._at : self._at + 1]
+            self._read(_START)
+
+    def next_character(self) -> str:
+        """Return what `peek` does, and go on behind it."""
+        found = self.peek()
+        self._at += len(found)
+        return found
+
+    def next_value(self) -> Any:
+        """Return the value that begins here, and go on behind it. Raises ValueError where it is none."""
+        wanted = _START
+        while True:
+            try:
+                _, end = json.JSONDecoder().raw_decode(self._held, self._at)
+            except ValueError:
+                if self._ended:
+                    raise
+                if wanted > LONGEST_RECORD:
+                    raise ValueError(f"it is no value of at most {LONGEST_RECORD >> 20} MiB") from None
+                self._read(wanted)
+                wanted *= 2
+            else:
+                value, self._at = self._held[self._at : end], end
+                return record_value(value)
+
+    def _read(self, size: int) -> None:
+        data = self._file.read(size)
+        self._ended = not data
+        self._held = self._held[self._at :] + self._decoder.decode(data, self._ended)
+        self._at = 0
 
 
 def read_record(line: bytes, path: str, at: int) -> Mapping[str, Any]:
     """Return a line as a record, with `�` for what is no character. Raises DataError where it is none."""
+    reason = ""
     try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        found = None
+        text = line.decode("utf-8", "surrogatepass")
+        found = record_value(text.removeprefix("\ufeff") if at == 0 else text)
+    except UnicodeDecodeError as error:
+        found, reason = None, f" (it is no UTF-8 at byte {at + error.start})"
+    except ValueError as error:
+        found, reason = None, f" ({error})"
     if not isinstance(found, dict):
-        raise DataError(f"{path} has a line at byte {at} that is no JSON object: mend or remove it.")
-    may_have_halves = b"\\u" in line or b"\xed" in line
-    return found if not may_have_halves else _characters(found)
+        raise DataError(f"{path} has a line at byte {at} that is no JSON object{reason}: mend or remove it.")
+    return found
+
+
+def record_value(text: str) -> Any:
+    """Return the value of a text in JSON, with `�` for halves of characters. ValueError where it is none."""
+    found = json_value(text, strict=False)
+    if "\\u" in text or _HALF_PAIR.search(text):
+        found = _characters(found)
+    if _MAY_BE_NO_NUMBER.search(text):
+        json.dumps(found, allow_nan=False)
+    return found
 
 
 def whole_characters(text: str) -> str:

@@ -7,19 +7,20 @@ ones, and gives the same files as a call that was never interrupted.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from typing import Literal
 
-import numpy as np
-
+from plait.data.corpus_check import damaged_shards, is_whole
+from plait.data.corpus_index import CorpusIndex, ShardEntry, read_entry, read_index, write_index
 from plait.data.document_sources import SourceFile, SourceRange, divided, files_of
 from plait.data.encoded_documents import TextEncoding
 from plait.data.folder_lock import locked_folder
@@ -27,14 +28,6 @@ from plait.data.preparation_settings import begin_preparation
 from plait.data.record_fields import are_chats
 from plait.data.recorded_tokenizer import files_hash, record_tokenizer
 from plait.data.shard_writing import counts_file, write_shard
-from plait.data.token_shards import (
-    INDEX,
-    CorpusIndex,
-    ShardEntry,
-    read_index,
-    shard_files,
-    write_index,
-)
 from plait.data.tokenizer import FileTokenizer, open_tokenizer
 from plait.data.tokenizer_file import SurroundingTokens
 from plait.data.tokenizer_match import require_tokens_of_transformers
@@ -93,19 +86,57 @@ def prepare_corpus(
     size = portion or portion_size(sum(file.size for file in files))
     encode = reader.encode_each if isinstance(reader, FileTokenizer) else None
     shards = _shards(chain.from_iterable(divided(file, size, encode) for file in files), size)
-    dtype = "uint16" if reader.vocab <= 1 << 16 else "uint32"
+    dtype: Literal["uint16", "uint32"] = "uint16" if reader.vocab <= 1 << 16 else "uint32"
     found = files_hash(tokenizer)
     settings = TextEncoding(tokenizer, column or "text", *around, reader.vocab, dtype, chats, found)
-    with locked_folder(folder, patience):
+    last = around.after[-1] if around.after else None
+    empty = CorpusIndex(reader.name, reader.vocab, dtype, last, chats, (), found)
+    with locked_folder(folder, patience), _one_sentence(folder):
         begin_preparation(folder, shards, settings)
-        if (folder / INDEX).is_file():
-            return _end(folder, read_index(folder))
-        entries = _all_written(folder, shards, settings, processes, report)
+        known = _intact_shards(folder, empty, len(shards))
+        entries = _all_written(folder, shards, settings, processes, report, known)
         record_tokenizer(folder, tokenizer)
-        last = around.after[-1] if around.after else None
-        index = CorpusIndex(reader.name, reader.vocab, dtype, last, chats, entries)
-        write_index(folder, index)
-        return _end(folder, index)
+        index = replace(empty, shards=entries)
+        if len(known) < len(entries) or not _is_written(folder, index):
+            write_index(folder, index)
+        for number in range(len(entries)):  # they stand in the index now
+            counts_file(folder, number).unlink(missing_ok=True)
+        return index
+
+
+def _intact_shards(folder: Path, empty: CorpusIndex, count: int) -> dict[int, ShardEntry]:
+    """Return the counts of the shards in a folder's index whose files are those that were written.
+
+    None where the folder has no index, or another one. `empty`: the index without shards.
+    """
+    try:
+        index = read_index(folder)
+    except DataError:
+        return {}
+    is_this = replace(index, shards=(), tokenizer_hash=empty.tokenizer_hash) == empty
+    if not is_this or len(index.shards) != count:
+        return {}
+    damaged = set(damaged_shards(folder, index))
+    return {number: entry for number, entry in enumerate(index.shards) if number not in damaged}
+
+
+def _is_written(folder: Path, index: CorpusIndex) -> bool:
+    try:
+        return read_index(folder) == index
+    except DataError:
+        return False
+
+
+@contextmanager
+def _one_sentence(folder: Path) -> Iterator[None]:
+    """Context manager that raises DataError where a file cannot be written, such as on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{error.filename or folder} cannot be written ({error.strerror or error}): make room or choose "
+            "another folder; the same command goes on after the shards that are finished."
+        ) from None
 
 
 def _are_chats(files: Sequence[SourceFile], tokenizer: str) -> bool:
@@ -130,8 +161,9 @@ def _all_written(
     settings: TextEncoding,
     processes: int,
     report: Callable[[PreparationProgress, int], None],
+    known: Mapping[int, ShardEntry],
 ) -> tuple[ShardEntry, ...]:
-    """Write the shards that are not finished; return the counts of all."""
+    """Write the shards that are neither in `known` nor finished; return the counts of all."""
     sizes = [sum(one.size for one in shard) for shard in shards]
     done: dict[int, ShardEntry] = {}
     size = documents = tokens = 0
@@ -142,11 +174,11 @@ def _all_written(
         size, documents, tokens = size + sizes[number], documents + entry.documents, tokens + entry.tokens
 
     for number in range(len(shards)):
-        if entry := _finished(folder, number, settings.dtype):
+        if entry := known.get(number) or _finished(folder, number, settings):
             count(number, entry)
     report(PreparationProgress(size, documents, tokens), sum(sizes))
     waiting = {number: one for number, one in enumerate(shards) if number not in done}
-    for number, entry in _written(folder, waiting, settings, processes):
+    for number, entry in _written(folder, waiting, settings, processes) if waiting else ():
         count(number, entry)
         report(PreparationProgress(size, documents, tokens), sum(sizes))
     return tuple(done[number] for number in range(len(shards)))
@@ -165,22 +197,13 @@ def _shards(portions: Iterable[SourceRange], size: int) -> list[tuple[SourceRang
     return found
 
 
-def _end(folder: Path, index: CorpusIndex) -> CorpusIndex:
-    """Remove the counts of the shards, which stand in the index now."""
-    for number in range(len(index.shards)):
-        counts_file(folder, number).unlink(missing_ok=True)
-    return index
-
-
-def _finished(folder: Path, number: int, dtype: str) -> ShardEntry | None:
-    """Return the counts of a shard that an earlier call has finished."""
+def _finished(folder: Path, number: int, settings: TextEncoding) -> ShardEntry | None:
+    """Return the counts of a shard that an earlier call has finished; None of one that is not whole."""
     try:
-        entry = ShardEntry.from_json(json.loads(counts_file(folder, number).read_text()))
-    except FileNotFoundError:
+        entry = read_entry(counts_file(folder, number))
+    except DataError:
         return None
-    paths = shard_files(folder, number)
-    whole = paths.tokens.is_file() and paths.tokens.stat().st_size == entry.tokens * np.dtype(dtype).itemsize
-    return entry if whole and paths.ends.is_file() else None
+    return entry if is_whole(folder, number, entry, settings.dtype, settings.chats) else None
 
 
 def _written(

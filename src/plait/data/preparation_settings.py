@@ -8,12 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from plait.data.corpus_index import SETTINGS
 from plait.data.document_sources import SourceRange
 from plait.data.encoded_documents import TextEncoding
 from plait.data.folder_lock import LOCK
-from plait.data.shard_writing import partial_path, write_text
-from plait.data.token_shards import SETTINGS
+from plait.data.whole_files import partial_path, write_text
 from plait.errors import DataError
+from plait.files import json_value, read_text
 
 
 def begin_preparation(folder: Path, shards: Sequence[Sequence[SourceRange]], settings: TextEncoding) -> None:
@@ -26,8 +27,8 @@ def begin_preparation(folder: Path, shards: Sequence[Sequence[SourceRange]], set
         "shards": [[asdict(one) for one in shard] for shard in shards],
     }
     text = json.dumps(asked, indent=1)
-    if path.is_file():
-        if (written := path.read_text()) == text:
+    if path.exists() or path.is_symlink():
+        if (written := _read(path)) == text:
             return
         raise DataError(
             f"{folder} holds another preparation ({_difference(written, json.loads(text))}): repeat its "
@@ -38,12 +39,24 @@ def begin_preparation(folder: Path, shards: Sequence[Sequence[SourceRange]], set
     write_text(path, text)
 
 
+def _read(path: Path) -> str:
+    """Return the text of the settings. Raises DataError where they cannot be read."""
+    try:
+        return read_text(path)
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read ({error.strerror}): choose another folder, or mend it."
+        ) from None
+    except ValueError:
+        return ""
+
+
 def _difference(written: str, now: Mapping[str, Any]) -> str:
     """Return the first difference between the settings of a folder and those of a command, in words."""
     try:
-        was = json.loads(written)
+        was = json_value(written)
         return _of_settings(was["settings"], now["settings"]) or _of_files(was, now)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return f"its {SETTINGS} is of another version, or damaged"
 
 

@@ -9,7 +9,10 @@ from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 
-from plait.files import copy_file, read_bytes, read_json
+from plait.data.json_files import read_json_object
+from plait.data.whole_files import whole_file
+from plait.errors import DataError
+from plait.files import read_bytes
 
 FOLDER = "tokenizer"
 """The folder within that of the corpus; it is not there for bytes."""
@@ -38,15 +41,22 @@ def tokenizer_files(tokenizer: str) -> Mapping[str, Path]:
 def files_hash(tokenizer: str) -> str:
     """Return a text that changes with the content of a tokenizer's files; empty for bytes. Raises OSError."""
     files = tokenizer_files(tokenizer)
-    hashes = [f"{name} {sha256(read_bytes(path)).hexdigest()}" for name, path in files.items()]
+    try:
+        contents = {name: read_bytes(path) for name, path in files.items()}
+    except OSError as error:
+        raise DataError(f"{error.filename} cannot be read ({error.strerror}): mend or remove it.") from None
+    hashes = [f"{name} {sha256(data).hexdigest()}" for name, data in contents.items()]
     return sha256(" ".join(hashes).encode()).hexdigest()[:16] if files else ""
 
 
 def record_tokenizer(folder: Path, tokenizer: str) -> None:
     """Copy the files of a tokenizer into the folder of a corpus; nothing for bytes."""
     for name, path in tokenizer_files(tokenizer).items():
-        (folder / FOLDER / name).parent.mkdir(parents=True, exist_ok=True)
-        copy_file(path, folder / FOLDER / name)
+        copy = folder / FOLDER / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        data = read_bytes(path)
+        with whole_file(copy) as file:
+            file.write(data)
 
 
 def recorded_tokenizer(source: str) -> str | None:
@@ -55,7 +65,7 @@ def recorded_tokenizer(source: str) -> str | None:
     if (folder / FOLDER / TOKENIZER).is_file() and (folder / _INDEX).is_file():
         return str(folder / FOLDER)
     try:
-        name = read_json(folder / _INDEX).get("tokenizer")
-    except (OSError, ValueError, AttributeError):
+        name = read_json_object(folder / _INDEX, "prepare it again").get("tokenizer")
+    except DataError:  # which whoever reads all of it reports
         return None
     return "bytes" if name == "bytes" else None

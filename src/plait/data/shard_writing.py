@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from plait.data.corpus_index import SHOWN_NAMES, ShardEntry, shard_paths
 from plait.data.document_sources import SourceRange
 from plait.data.encoded_documents import EncodedPart, TextEncoding, encoded_documents
-from plait.data.token_shards import SHOWN_NAMES, ShardEntry, shard_files
+from plait.data.whole_files import whole_file, write_text
 from plait.errors import DataError
 
 
@@ -21,26 +23,24 @@ def write_shard(
     folder: Path, number: int, ranges: Sequence[SourceRange], settings: TextEncoding
 ) -> ShardEntry:
     """Tokenize ranges of sources and write them as one shard; return its counts, which are written last."""
-    paths = shard_files(folder, number)
     ends, first_answers, counts = array("q"), array("I"), _Counts()
-    with partial_path(paths.tokens).open("wb") as file, partial_path(paths.answers).open("wb") as marks:
+    with ExitStack() as files:
+        writers = [
+            files.enter_context(whole_file(path)) for path in shard_paths(folder, number, settings.chats)
+        ]
         for part in encoded_documents(ranges, settings):
-            file.write(part.tokens.astype(settings.dtype).data)
+            writers[0].write(part.tokens.astype(settings.dtype).data)
             counts.add(part)
             _require_known(counts.largest, settings)
             if part.answers is not None:
-                marks.write(part.answers.data)
+                writers[2].write(part.answers.data)
                 first_answers.append(first_answer(part.answers))
             if part.ends:
                 ends.append(counts.tokens)
-    for path, values in ((paths.ends, ends), (paths.first_answers, first_answers)):
-        with partial_path(path).open("wb") as file:
-            values.tofile(file)
-    for path in (paths.tokens, paths.ends, *([paths.answers, paths.first_answers] if settings.chats else [])):
-        partial_path(path).replace(path)
-    for path in (paths.answers, paths.first_answers):
-        partial_path(path).unlink(missing_ok=True)
-    entry = counts.entry(len(ends))
+        writers[1].write(ends)
+        if settings.chats:
+            writers[3].write(first_answers)
+    entry = counts.entry(len(ends), tuple(one.checksum for one in writers))
     write_text(counts_file(folder, number), json.dumps(asdict(entry)))
     return entry
 
@@ -83,25 +83,14 @@ class _Counts:
             if len(known) < SHOWN_NAMES:
                 known.update(dict.fromkeys(getattr(part, name)))
 
-    def entry(self, documents: int) -> ShardEntry:
-        """Return the counts of a shard in which some documents end."""
+    def entry(self, documents: int, checksums: tuple[str, ...]) -> ShardEntry:
+        """Return the counts of a shard in which some documents end, with the checksums of its files."""
         names = [tuple(known)[:SHOWN_NAMES] for known in self._names.values()]
-        return ShardEntry(
-            self.tokens, documents, self._answers, self._unanswered, self._left_out, self.largest, *names
-        )
+        counts = self.tokens, documents, self._answers, self._unanswered, self._left_out, self.largest
+        unread, unknown_roles, left_out_roles = names
+        return ShardEntry(*counts, unread, unknown_roles, left_out_roles, checksums)
 
 
 def counts_file(folder: Path, number: int) -> Path:
     """Return the path of the counts of a finished shard, which is there until all are finished."""
     return folder / f"{number:05}.counts.json"
-
-
-def partial_path(path: Path) -> Path:
-    """Return where a file is written before it gets its name."""
-    return path.with_name(f"{path.name}.partial")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically: a reader sees all of it or no file."""
-    partial_path(path).write_text(text)
-    partial_path(path).replace(path)

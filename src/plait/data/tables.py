@@ -1,17 +1,20 @@
 """Rows of tables: Parquet files, and data sets of Hugging Face, which are Arrow files on the disk.
 
-`datasets` finds or downloads a data set; its Arrow files are read here, memory-mapped, a few rows at a time.
+`datasets` finds or downloads a data set; its Arrow files are read here, a few rows at a time. Neither format
+says that what a file holds is what its schema promises: each batch is validated before a value is read.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from plait.errors import ConfigError, DataError
+from plait.files import require_file
 
 HUB = "hf://"
 """How the name of a data set of Hugging Face begins: hf://OWNER/NAME/CONFIGURATION@REVISION:SPLIT."""
@@ -49,7 +52,7 @@ def dataset_files(source: str) -> list[Path]:
     if not isinstance(found, datasets.Dataset):
         raise DataError(f"{source} has several splits ({', '.join(found)}): give the folder of one of them.")
     files = [Path(one["filename"]) for one in found.cache_files]
-    if sum(_arrow(str(one)).num_rows for one in files) != len(found):
+    if sum(_arrow_rows(str(one)) for one in files) != len(found):
         raise DataError(f"{source} is a selection of rows: save it with save_to_disk, and give that folder.")
     return files
 
@@ -60,8 +63,9 @@ def row_ranges(path: str, size: int) -> Iterator[tuple[int, int, int]]:
     Of each: its first, the one after its last, and its bytes.
     """
     if path.endswith(".parquet"):
-        metadata = _parquet(path).metadata
-        sizes = [metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups)]
+        with _parquet(path) as file:
+            metadata = file.metadata
+            sizes = [metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups)]
         begin, held = 0, 0
         for number, one in enumerate(sizes, 1):
             held += one
@@ -69,7 +73,7 @@ def row_ranges(path: str, size: int) -> Iterator[tuple[int, int, int]]:
                 yield begin, number, held
                 begin, held = number, 0
         return
-    rows = _arrow(path).num_rows
+    rows = _arrow_rows(path)
     each = max(1, Path(path).stat().st_size // max(1, rows))
     step = max(1, size // each)
     for begin in range(0, rows, step):
@@ -84,36 +88,69 @@ def read_rows(
 
     `wanted`: None for all. Raises DataError for a row with text that is no UTF-8.
     """
-    if path.endswith(".parquet"):
-        file = _parquet(path)
-        columns = [one for one in file.schema_arrow.names if wanted is None or one in wanted]
-        batches = file.iter_batches(_ROWS_AT_ONCE, row_groups=list(range(begin, end)), columns=columns)
-        number = sum(file.metadata.row_group(group).num_rows for group in range(begin))
-    else:
-        table = _arrow(path)
-        names = [one for one in table.column_names if wanted is None or one in wanted]
-        table = table.select(names).slice(begin, end - begin)
-        batches, number = table.to_batches(max_chunksize=_ROWS_AT_ONCE), begin
-    for batch in batches:
+    read = _parquet_batches if path.endswith(".parquet") else _arrow_batches
+    for number, batch in read(path, begin, end, wanted):
         yield from enumerate(_rows(batch, path, number), number)
-        number += batch.num_rows
+
+
+def _parquet_batches(
+    path: str, begin: int, end: int, wanted: Collection[str] | None
+) -> Iterator[tuple[int, Any]]:
+    """Yield the batches of some row groups, each with the number of its first row."""
+    with _parquet(path) as file:
+        columns = [one for one in file.schema_arrow.names if wanted is None or one in wanted]
+        number = sum(file.metadata.row_group(group).num_rows for group in range(begin))
+        for group in range(begin, end):
+            with _one_sentence(path, f" in row group {group}"):
+                for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=columns):
+                    yield number, batch
+                    number += batch.num_rows
+
+
+def _arrow_batches(
+    path: str, begin: int, end: int, wanted: Collection[str] | None
+) -> Iterator[tuple[int, Any]]:
+    """Yield batches of some rows of an Arrow file, each with the number of its first row."""
+    number = 0
+    for batch in _arrow(path):
+        after = number + batch.num_rows
+        with _one_sentence(path):
+            names = [one for one in batch.schema.names if wanted is None or one in wanted]
+        for first in range(max(begin, number), min(end, after), _ROWS_AT_ONCE):
+            count = min(_ROWS_AT_ONCE, min(end, after) - first)
+            yield first, batch.select(names).slice(first - number, count)
+        number = after
+        if number >= end:
+            return
 
 
 def _rows(batch: Any, path: str, first: int) -> list[dict[str, Any]]:
     """Return a `pyarrow.RecordBatch` as dictionaries; `first`: the number of its first row."""
-    try:
+    is_valid = _is_valid(batch, full=True)
+    number = None if is_valid else _invalid_row(batch)
+    where = f" in row {first + number}" if number is not None else f" from row {first} on"
+    with _one_sentence(path, where):
+        if not is_valid:
+            batch.validate(full=True)
         rows: list[dict[str, Any]] = batch.to_pylist(maps_as_pydicts="strict")
-        return [{name: _filled(value) for name, value in row.items()} for row in rows]
-    except UnicodeDecodeError:  # Arrow does not look at what a string holds
-        for number in range(batch.num_rows):
-            try:
-                batch.slice(number, 1).to_pylist()
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{path} has text in row {first + number} that is no UTF-8 ({error.reason}): mend or "
-                    "remove it."
-                ) from None
-        raise
+    return [{name: _filled(value) for name, value in row.items()} for row in rows]
+
+
+def _invalid_row(batch: Any) -> int | None:
+    """Return the first invalid row of a batch, None where more than its values are invalid."""
+    if not _is_valid(batch, full=False):  # then no slice of it is safe
+        return None
+    rows = (number for number in range(batch.num_rows) if not _is_valid(batch.slice(number, 1), full=True))
+    return next(rows, None)
+
+
+def _is_valid(batch: Any, *, full: bool) -> bool:
+    """Return whether a batch is what its schema promises: its sizes, or in `full` also its values."""
+    try:
+        batch.validate(full=full)
+    except Exception:  # the library raises many types
+        return False
+    return True
 
 
 def _filled(value: Any) -> Any:
@@ -129,10 +166,11 @@ def _filled(value: Any) -> Any:
 
 def column_names(path: str) -> list[str]:
     """Return the names of a table's columns."""
-    names: list[str] = (
-        _parquet(path).schema_arrow.names if path.endswith(".parquet") else _arrow(path).column_names
-    )
-    return names
+    if path.endswith(".parquet"):
+        with _parquet(path) as file:
+            return list(file.schema_arrow.names)
+    with _one_sentence(path):
+        return list(_arrow_reader(path).schema.names)
 
 
 def _arguments(name: str) -> Mapping[str, Any]:
@@ -154,19 +192,45 @@ def _arguments(name: str) -> Mapping[str, Any]:
 def _parquet(path: str) -> Any:
     """Return a `pyarrow.parquet.ParquetFile`."""
     parquet = _imported("pyarrow.parquet", path)
-    try:
-        return parquet.ParquetFile(path)
-    except Exception as error:  # the library raises many types
-        raise DataError(f"{path} cannot be read: {_reason(error)}.") from None
+    with _one_sentence(path):
+        require_file(Path(path))
+        return parquet.ParquetFile(path, page_checksum_verification=True)
 
 
-def _arrow(path: str) -> Any:
-    """Return an Arrow file as a `pyarrow.Table`, memory-mapped."""
+def _arrow(path: str) -> Iterator[Any]:
+    """Yield the `pyarrow.RecordBatch`es of an Arrow file."""
+    reader = _arrow_reader(path)
+    while True:
+        with _one_sentence(path):
+            try:
+                batch = reader.read_next_batch()
+            except StopIteration:
+                return
+        yield batch
+
+
+def _arrow_reader(path: str) -> Any:
+    """Return the reader of an Arrow file, which is memory-mapped."""
     pyarrow = _imported("pyarrow", path)
+    with _one_sentence(path):
+        require_file(Path(path))
+        return pyarrow.ipc.open_stream(pyarrow.memory_map(path))
+
+
+def _arrow_rows(path: str) -> int:
+    return sum(batch.num_rows for batch in _arrow(path))
+
+
+@contextmanager
+def _one_sentence(path: str, where: str = "") -> Iterator[None]:
+    """Context manager that raises DataError for any error of pyarrow's, with the file and `where` in it."""
     try:
-        return pyarrow.ipc.open_stream(pyarrow.memory_map(path)).read_all()
+        yield
+    except DataError:
+        raise
     except Exception as error:  # the library raises many types
-        raise DataError(f"{path} cannot be read: {_reason(error)}.") from None
+        reason = (isinstance(error, OSError) and error.strerror) or _reason(error)
+        raise DataError(f"{path} cannot be read{where}: {reason}.") from None
 
 
 def _reason(error: Exception) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import BinaryIO, cast
 
 from plait.data.long_documents import AHEAD, PART, Encode, find_cut
 from plait.errors import DataError
+from plait.files import open_file as open_regular_file
 
 _LONGEST_LINE = 1 << 20
 """Bytes in which a line end is looked for, to cut a text."""
@@ -69,10 +71,12 @@ def text_ahead(path: str, begin: int) -> str:
 def open_file(path: str) -> Iterator[BinaryIO]:
     """Context manager that opens a file, compressed or not. Raises DataError where it cannot be read."""
     try:
-        with gzip.open(path) if path.endswith(".gz") else Path(path).open("rb") as file:
-            yield cast(BinaryIO, file)
-    except (OSError, EOFError) as error:
-        raise DataError(f"{path} cannot be read: {error}.") from None
+        with open_regular_file(Path(path)) as file:
+            yield cast(BinaryIO, gzip.GzipFile(fileobj=file)) if path.endswith(".gz") else file
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        damaged = " as gzip" if path.endswith(".gz") else ""
+        raise DataError(f"{path} cannot be read{damaged}: {reason}.") from None
 
 
 def decoded(data: bytes, path: str, at: int) -> str:

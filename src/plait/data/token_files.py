@@ -21,6 +21,7 @@ from plait.data.array_file import ArrayFile
 from plait.data.corpus import source_files
 from plait.data.token_shards import Corpus, TokenShard
 from plait.errors import DataError
+from plait.files import open_file
 
 _ARRAYS = frozenset({".bin", ".npy"})
 _HEADER = 256 * 4
@@ -30,6 +31,7 @@ _LARGEST_HALF = 7
 """The largest upper half of a 32-bit token, in vocabularies of up to half a million."""
 _OF_MAGIC = {20240520: "<u2", 20240801: "<u4"}
 """Dtypes by the first number of a GPT-2 trainer's header."""
+_NUMPY = b"\x93NUMPY"
 _MEGATRON = b"MMIDIDX\x00\x00"
 _OF_CODE = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 """Dtypes by Megatron's number for each."""
@@ -56,13 +58,16 @@ def open_tokens(source: str, dtype: str) -> Corpus:
 
 
 def _npy(path: Path, dtype: str) -> TokenShard:
+    first = _first_bytes(path, len(_NUMPY))
+    if first.startswith(b"PK"):
+        raise DataError(f"data.source: {path} is an archive of arrays: save the tokens as one .npy array.")
+    if first != _NUMPY:
+        raise DataError(f"data.source: {path} cannot be read as a .npy array: it does not begin as one.")
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # NumPy raises many types for an invalid header
         reason = " ".join(str(error).split()).rstrip(".")
         raise DataError(f"data.source: {path} cannot be read as a .npy array: {reason}.") from None
-    if not isinstance(tokens, np.memmap):
-        raise DataError(f"data.source: {path} is an archive of arrays: save the tokens as one .npy array.")
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise DataError(
             f"data.source: {path} holds {tokens.dtype} of shape {tokens.shape}: "
@@ -75,8 +80,7 @@ def _bin(path: Path) -> Callable[[Path, str], TokenShard]:
     """Return the function that opens a `.bin` file."""
     if path.with_suffix(".idx").is_file():
         return _megatron
-    with path.open("rb") as file:
-        first = file.read(4)
+    first = _first_bytes(path, 4)
     return _with_header if len(first) == 4 and struct.unpack("<i", first)[0] in _OF_MAGIC else _plain
 
 
@@ -99,27 +103,43 @@ def _require_dtype(path: Path, dtype: str, first: NDArray[np.unsignedinteger]) -
 
 
 def _with_header(path: Path, dtype: str) -> TokenShard:
-    header = np.fromfile(path, "<i4", 3)
-    if len(header) < 3:
+    header = _first_bytes(path, _HEADER)
+    if len(header) < _HEADER:
         raise DataError(f"data.source: {path} ends within its header: it is damaged.")
-    return TokenShard(_checked(path, _OF_MAGIC[int(header[0])], _HEADER, int(header[2])), None)
+    magic, _, count = struct.unpack("<3i", header[:12])
+    if count < 1:
+        raise DataError(f"data.source: {path} announces {count:,} tokens: it is damaged.")
+    return TokenShard(_checked(path, _OF_MAGIC[magic], _HEADER, count), None)
 
 
 def _megatron(path: Path, dtype: str) -> TokenShard:
     """Open tokens with Megatron's index: lengths of sequences, and the sequences that each document has."""
     index = path.with_suffix(".idx")
-    data = np.memmap(index, "u1", "r")
+    _first_bytes(index, 1)
     try:
+        data = np.memmap(index, "u1", "r")
         magic, version, code, sequences, documents = struct.unpack("<9sQBQQ", bytes(data[:34]))
-        if (magic, version) != (_MEGATRON, 1):
+        if (magic, version) != (_MEGATRON, 1) or len(data) < 34 + 12 * sequences + 8 * documents:
             raise ValueError
         sizes = np.frombuffer(data, "<i4", sequences, 34)
         firsts = np.frombuffer(data, "<i8", documents, 34 + 12 * sequences)  # behind lengths and positions
-        ends = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])[firsts[1:]]
+        bounds = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+        if (sizes < 0).any() or (firsts < 0).any() or (np.diff(firsts) < 0).any():
+            raise ValueError
+        ends = bounds[firsts[1:]]
         kind = _OF_CODE[code]
-    except (struct.error, ValueError, KeyError, IndexError):
+    except (struct.error, ValueError, KeyError, IndexError, OSError):
         raise DataError(f"data.source: {index} is no index of Megatron's, or damaged.") from None
-    return TokenShard(_checked(path, kind, 0, int(sizes.sum(dtype=np.int64))), _ascending(ends))
+    return TokenShard(_checked(path, kind, 0, int(bounds[-1])), _ascending(ends))
+
+
+def _first_bytes(path: Path, count: int) -> bytes:
+    """Return the first bytes of a file, or all of a shorter one. Raises DataError where there is none."""
+    try:
+        with open_file(path) as file:
+            return file.read(count)
+    except OSError as error:
+        raise DataError(f"data.source: {path} cannot be read: {error.strerror}.") from None
 
 
 def _ascending(ends: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -2,7 +2,7 @@
 
 A folder that `plait data prepare` has written:
 
-    index.json               tokenizer, vocabulary, dtype, and per shard its tokens and documents
+    index.json               tokenizer, vocabulary, dtype, and per shard its tokens, documents and checksums
     preparation.json         sources and settings, by which a repeated command is recognised
     tokenizer/               copies of the tokenizer's files, but for bytes
     00000.tokens.bin         the tokens of the shard, one after another, little-endian
@@ -16,158 +16,18 @@ any size opens in milliseconds, and takes no memory.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from plait.data.array_file import ArrayFile
+from plait.data.corpus_index import INDEX, REMEDY, CorpusIndex, read_index, shard_files
 from plait.data.tokenizer import Tokens
 from plait.errors import DataError
-
-INDEX = "index.json"
-SETTINGS = "preparation.json"
-"""Sources and settings of the preparation, finished or not."""
-FORMAT = 3
-SHOWN_NAMES = 8
-"""The most roles and fields that are named."""
-
-
-@dataclass(frozen=True)
-class ShardEntry:
-    """One shard in the index of a folder."""
-
-    tokens: int
-    documents: int
-    """The number of documents that end in the shard."""
-    answers: int = 0
-    """Of chats: the number of tokens in answers."""
-    unanswered: int = 0
-    """Of chats: the number of conversations without any."""
-    left_out: int = 0
-    """The number of documents of less than two tokens, of which none can be predicted."""
-    largest: int = -1
-    """The largest token; −1 where there is none."""
-    unread: tuple[str, ...] = ()
-    """Fields of rows and messages that nothing reads, a few of them."""
-    unknown_roles: tuple[str, ...] = ()
-    """Of conversations without an answer: roles that are neither the assistant's nor others known."""
-    left_out_roles: tuple[str, ...] = ()
-    """The roles of messages that the chat template leaves out."""
-
-    @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Self:
-        """Return the entry of which `found` is the content in JSON."""
-        values: dict[str, Any] = {
-            name: tuple(one) if isinstance(one, list) else one for name, one in found.items()
-        }
-        return cls(**values)
-
-
-@dataclass(frozen=True)
-class CorpusIndex:
-    """The contents of `index.json`."""
-
-    tokenizer: str
-    """Its file's name, or bytes."""
-    vocab: int
-    dtype: str
-    """uint16 or uint32."""
-    end: int | None
-    """The token after each document, if any."""
-    chats: bool
-    """Whether the documents are conversations, whose answers are known."""
-    shards: tuple[ShardEntry, ...]
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens of all shards."""
-        return sum(shard.tokens for shard in self.shards)
-
-    @property
-    def documents(self) -> int:
-        """The number of documents of all shards."""
-        return sum(shard.documents for shard in self.shards)
-
-    def count(self, name: str) -> int:
-        """Return the sum of a count of all shards, such as answers."""
-        return sum(getattr(shard, name) for shard in self.shards)
-
-    @property
-    def largest(self) -> int:
-        """The largest token of all shards."""
-        return max((shard.largest for shard in self.shards), default=-1)
-
-    def names(self, name: str) -> str:
-        """Return a few of the roles or fields that the shards name, such as unread, in words."""
-        found = dict.fromkeys(one for shard in self.shards for one in getattr(shard, name))
-        return ", ".join(map(repr, [*found][:SHOWN_NAMES])) + (", …" if len(found) > SHOWN_NAMES else "")
-
-    def notes(self) -> list[str]:
-        """Return in words what of the sources is not learnt."""
-        notes = []
-        if left_out := self.count("left_out"):
-            of = "document" if left_out == 1 else "documents"
-            is_ = "is" if left_out == 1 else "are"
-            notes.append(f"{left_out:,} {of} of less than two tokens {is_} left out")
-        if roles := self.names("left_out_roles"):
-            notes.append(f"the chat template leaves out messages of the roles {roles}")
-        if unread := self.names("unread"):
-            notes.append(f"not read: {unread}")
-        return notes
-
-
-class ShardFiles(NamedTuple):
-    """The paths of a shard's files."""
-
-    tokens: Path
-    ends: Path
-    answers: Path
-    first_answers: Path
-
-
-SHARD_FILES = ("tokens.bin", "documents.bin", "answers.bin", "first_answers.bin")
-
-
-def shard_files(folder: Path, number: int) -> ShardFiles:
-    """Return the paths of a shard's files."""
-    names = (f"{number:05}.{name}" for name in SHARD_FILES)
-    return ShardFiles(*(folder / name for name in names))
-
-
-def write_index(folder: Path, index: CorpusIndex) -> None:
-    """Write `index.json`, the last file of a preparation; a reader sees all of it or none."""
-    partial = folder / f"{INDEX}.partial"
-    partial.write_text(json.dumps({"format": FORMAT, **asdict(index)}, indent=1))
-    partial.replace(folder / INDEX)
-
-
-def is_prepared(source: str) -> bool:
-    """Return whether `data.source` names a folder that `plait data prepare` has written, or begun."""
-    folder = Path(source).expanduser()
-    return (folder / INDEX).is_file() or (folder / SETTINGS).is_file()
-
-
-def read_index(folder: Path) -> CorpusIndex:
-    """Read `index.json`. Raises DataError where it is missing or damaged."""
-    path = folder / INDEX
-    try:
-        found = json.loads(path.read_text())
-        shards = tuple(ShardEntry.from_json(shard) for shard in found.pop("shards"))
-        if found.pop("format") != FORMAT:
-            raise DataError(f"{path} is of another version of plait: prepare the corpus again.")
-        return CorpusIndex(**found, shards=shards)
-    except FileNotFoundError:
-        raise DataError(
-            f"{folder} has no {INDEX}: give a folder that `plait data prepare` has finished."
-        ) from None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        raise DataError(f"{path} is damaged: prepare the corpus again, into another folder.") from None
 
 
 @dataclass(frozen=True, eq=False)
@@ -304,24 +164,26 @@ def open_corpus(folder: Path) -> tuple[Corpus, CorpusIndex]:
     Raises DataError where files are missing, or have another size than the index says.
     """
     index = read_index(folder)
+    return corpus_in(folder, index), index
+
+
+def corpus_in(folder: Path, index: CorpusIndex) -> Corpus:
+    """Return the corpus in `folder`, which `index` describes; raises DataError as `open_corpus`."""
     shards = []
     for number, entry in enumerate(index.shards):
         paths = shard_files(folder, number)
         shards.append(
             TokenShard(
                 _array(paths.tokens, index.dtype, entry.tokens),
-                _array(paths.ends, "<i8", entry.documents),
+                _array(paths.ends, "<i8", entry.documents, entry.tokens),
                 _array(paths.answers, "u1", entry.tokens) if index.chats else None,
                 _array(paths.first_answers, "<u4", entry.documents) if index.chats else None,
             )
         )
-    return Corpus(tuple(shard.tokens for shard in index.shards), True, shards), index
+    return Corpus(tuple(shard.tokens for shard in index.shards), True, shards)
 
 
-def _array(path: Path, dtype: str, count: int) -> ArrayFile:
+def _array(path: Path, dtype: str, count: int, ends_of: int | None = None) -> ArrayFile:
     if not path.is_file() or path.stat().st_size != count * np.dtype(dtype).itemsize:
-        raise DataError(
-            f"{path} is missing or has not the {count:,} elements that {INDEX} counts: prepare the corpus "
-            "again, into another folder."
-        )
-    return ArrayFile(path, dtype, count)
+        raise DataError(f"{path} is missing or has not the {count:,} elements that {INDEX} counts: {REMEDY}.")
+    return ArrayFile(path, dtype, count, ends_of=ends_of)

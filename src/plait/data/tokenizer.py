@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 
 from plait.data.tokenizer_file import (
     SurroundingTokens,
+    library_errors,
     open_reader,
     post_processed,
     token_name,
     tokenizer_config,
 )
-from plait.errors import ConfigError, DataError
+from plait.errors import ConfigError
 
 Tokens = NDArray[Any]  # one dim, of an unsigned integer type (a .npy file may hold a signed one)
 
@@ -91,10 +92,8 @@ class FileTokenizer:
 
     def encode_each(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the tokens of each text (uint32), without those that stand before or after each document."""
-        try:
+        with library_errors(f"{self.path} cannot divide a text into tokens"):
             encodings = self._reader.encode_batch_fast(texts, add_special_tokens=False)
-        except Exception as error:  # the library raises bare Exception
-            raise DataError(f"{self.path} cannot divide a text into tokens: {error}.") from None
         # array reads a list three times as fast as NumPy does.
         return [np.array(array("I", encoding.ids), dtype=np.uint32) for encoding in encodings]
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from plait.data.chat_records import short_json
+from plait.data.json_files import read_json_object
 from plait.errors import ConfigError, DataError
 
 CONFIG = "tokenizer_config.json"
 _SPECIAL_TOKENS = "special_tokens_map.json"
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FLAGS = ("split_special_tokens", "add_bos_token")
 _PROBES = ("a", "A", "0", ".", "\n")
 
 
@@ -58,19 +61,33 @@ def open_reader(path: Path) -> Any:
             f"data.tokenizer = {str(path)!r} needs the package tokenizers: "
             "install it with pip install 'plait[tokenizers]'."
         ) from None
-    try:
+    read_json_object(path, "give a tokenizer.json")
+    with library_errors(f"data.tokenizer = {str(path)!r} is no tokenizer.json"):
         reader: Any = Reader.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise DataError(f"data.tokenizer = {str(path)!r} is no tokenizer.json: {error}.") from None
     reader.no_truncation()  # both are for batches of inference, and would cut or fill up documents
     reader.no_padding()
     config = tokenizer_config(path)
     reader.encode_special_tokens = bool(config.get("split_special_tokens", False))
-    try:
+    with library_errors(f"{path.parent / CONFIG} has tokens that cannot be read"):
         _add_tokens(reader, config)
-    except (TypeError, AttributeError, ValueError) as error:
-        raise DataError(f"{path.parent / CONFIG} has tokens that cannot be read: {error}.") from None
     return reader
+
+
+@contextmanager
+def library_errors(told: str) -> Iterator[None]:
+    """Context manager that raises DataError for what the libraries of tokenizers raise, also in Rust.
+
+    They raise bare Exception, and where their own code fails a BaseException.
+    """
+    try:
+        yield
+    except DataError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split()).rstrip(".")[:200]
+        raise DataError(f"{told}: {reason or type(error).__name__}.") from None
 
 
 def tokenizer_config(path: Path) -> Mapping[str, Any]:
@@ -80,9 +97,20 @@ def tokenizer_config(path: Path) -> Mapping[str, Any]:
     for a file that is no JSON object.
     """
     config = _json_object(path.parent / CONFIG)
-    return (
-        config if "added_tokens_decoder" in config else config | _json_object(path.parent / _SPECIAL_TOKENS)
-    )
+    if "added_tokens_decoder" not in config:
+        config |= _json_object(path.parent / _SPECIAL_TOKENS)
+    for name in _NAMED:
+        if config.get(name) is not None and token_name(config, name) is None:
+            raise DataError(
+                f"the configuration in {path.parent} has {name} = {short_json(config[name])}: give the "
+                "token's text, or an object with it as content."
+            )
+    for name in _FLAGS:
+        if not isinstance(config.get(name), bool | None):
+            raise DataError(
+                f"{path.parent / CONFIG} has {name} = {short_json(config[name])}: give true or false."
+            )
+    return config
 
 
 def token_name(config: Mapping[str, Any], name: str) -> str | None:
@@ -131,10 +159,5 @@ def _special(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _json_object(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}; mend it.") from None
-    if not isinstance(found, dict):
-        raise DataError(f"{path} holds no JSON object: mend it.")
-    return found
+    is_there = path.exists() or path.is_symlink()
+    return read_json_object(path, "mend or remove it") if is_there else {}

@@ -6,8 +6,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from plait.data.corpus_index import CorpusIndex
 from plait.data.recorded_tokenizer import TOKENIZER, recorded_tokenizer, tokenizer_files
-from plait.data.token_shards import CorpusIndex
 from plait.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
 from plait.data.tokenizer_file import CONFIG, tokenizer_config
 from plait.errors import ConfigError

@@ -60,8 +60,9 @@ class Engine:
         `inputs` and `targets` are this data-parallel rank's share of the global batch (ranks that differ in
         pp or tp pass the same): tensors, tuples or dictionaries whose dim 0 is the batch, cut into
         `plan.microbatches` micro-batches; or both as `Microbatches`, cut already and each of its own
-        shapes. Returns the mean loss over the global batch, equal on every rank. Gradients add to existing
-        ones, and are then equal on all ranks that hold them; an exception leaves them as they were.
+        shapes. Returns the mean loss over the global batch, equal on every rank; NaN, as PyTorch has it,
+        where no target of it counts (`fit` refuses such a batch). Gradients add to existing ones, and are
+        then equal on all ranks that hold them; an exception leaves them as they were.
         Communication: the batch's shapes and hash (256 bytes) over `pp`, `cp` and `tp`, boundary tensors
         over `pp`, attention over `cp`, what regions and the loss sum over `tp`, the loss's weight over
         `dp_cp`, with dropout the number of rows over `dp`, one reduction per unit, the loss over `world`; in

@@ -124,7 +124,10 @@ class MemoryEstimator:
         """The device on which the layers would run."""
         if self.device is None:
             return default_device()
-        return torch.device(self.device)
+        try:
+            return torch.device(self.device)
+        except (RuntimeError, TypeError):
+            raise PlanError(f"device is {self.device!r}: give a torch.device, such as cpu or cuda.") from None
 
     def _batch(self, plan: Plan) -> Value:
         """Return the inputs on the meta device, or None where their shape is unknown."""

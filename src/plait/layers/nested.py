@@ -71,13 +71,23 @@ def map_leaves(wanted: Callable[[Any], bool], function: Callable[[Any], Any], va
 
 
 def row_count(value: Value, what: str) -> int:
-    """Return the size of dim 0, the batch, of the tensors in `value`. DataError where they differ in it."""
-    rows = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors_of(value)}
+    """Return the size of dim 0, the batch, of the tensors in `value`.
+
+    Raises DataError where they differ in it, and where no row has an element.
+    """
+    tensors = [*tensors_of(value)]
+    rows = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors}
     if len(rows) != 1:
         raise DataError(
             f"the {what} have {sorted(rows)} rows: give tensors that share their dim 0, the batch."
         )
-    return rows.pop()
+    count = rows.pop()
+    if count and not tensors[0].numel() and not any(tensor.numel() for tensor in tensors):
+        raise DataError(
+            f"the {what} have {count} rows without an element, of shape {list(tensors[0].shape)}: give rows "
+            "of at least one position."
+        )
+    return count
 
 
 def split(value: Value, microbatches: int, what: str) -> list[Value]:

@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from plait.arguments import require_flag, require_instance, require_whole
+from plait.arguments import require_flag, require_instance, require_path, require_whole
 from plait.checkpoint.best_marker import BEST, best_step
 from plait.checkpoint.checkpoint_manager import CheckpointManager
 from plait.checkpoint.folders import all_checkpoints
@@ -53,13 +53,18 @@ class Checkpoints(Callback):
         `state`: JSON values that are saved too; `check(state, path)` may refuse those of a checkpoint. Each
         checkpoint has the `state_dict` of all callbacks. Raises `ConfigError` for other arguments.
         """
+        require_path("Checkpoints' folder", folder)
         if every is not None:
             require_whole("Checkpoints' every", every, least=0)
         require_whole("Checkpoints' keep_last", keep_last, least=0)
         require_whole("Checkpoints' keep_every", keep_every, least=0)
         require_flag("Checkpoints' keep_best", keep_best)
         require_instance("Checkpoints' resume", resume, (str, Path), 'give "auto", "no" or a folder')
-        require_instance("Checkpoints' state", state or {}, Mapping, "give a dictionary of JSON values")
+        if state is not None:
+            require_instance("Checkpoints' state", state, Mapping, "give a dictionary of JSON values")
+        if check is not None:
+            require_instance("Checkpoints' check", check, Callable, "give a function of state and path")  # type: ignore[arg-type]
+        require_instance("Checkpoints' start_over", start_over, str, "give the words of an option")
         if watch is not None and not keep_best:
             raise ConfigError(
                 f"Checkpoints' watch is {watch!r}, but keep_best is False: set it to True, too."

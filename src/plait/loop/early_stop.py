@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import takewhile
 
-from plait.arguments import require_whole
+from plait.arguments import require_instance, require_whole
 from plait.errors import DataError
 from plait.loop.training import Callback, TrainingLoop
 from plait.loop.validation import Validation
@@ -19,6 +19,8 @@ class EarlyStop(Callback):
         Raises `ConfigError`.
         """
         require_whole("EarlyStop's patience", patience)
+        if watch is not None:
+            require_instance("EarlyStop's watch", watch, str, "give the name of a Validation")
         self._patience, self._watch = patience, watch
         self._validation = Validation(None)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.arguments import require_instance, require_number, require_whole
+from plait.arguments import require_instance, require_number, require_whole, whole
 from plait.comm.mesh import Mesh
 from plait.composer import parallelize
 from plait.data.batches import Batches
@@ -92,7 +92,8 @@ def fit(
     and the errors of `parallelize`.
     """
     require_instance("plan", plan, Plan, "give a plait.Plan")
-    _require_arguments(steps, learning_rate, weight_decay, clip, optimizer, callbacks)
+    steps, seed = whole("steps", steps), whole("seed", seed, least=0)
+    _require_arguments(learning_rate, weight_decay, clip, optimizer, callbacks)
     validations = _validations(validation, validate_every, validate_batches, metrics)
     mesh = Mesh(plan) if mesh is None else mesh
     engine = parallelize(model, plan, mesh, loss, rules=rules, seed=seed, values=values, broadcast=broadcast)
@@ -127,13 +128,15 @@ def _validations(
     metrics: Mapping[str, Metric] | None,
 ) -> list[Validation]:
     """Return a validation of each of the `given` data. Raises `ConfigError` for arguments without data."""
+    require_whole("validate_every", every, least=0)
+    if metrics is not None:
+        require_instance("metrics", metrics, Mapping, "give a dictionary of functions")
     if given is None:
         if every or count is not None or metrics:
             raise ConfigError(
                 "validate_every, validate_batches or metrics are given, but no batches: give validation, too."
             )
         return []
-    require_whole("validate_every", every, least=0)
     if count is not None:
         require_whole("validate_batches", count)
     named = given if isinstance(given, Mapping) else {"": given}
@@ -146,7 +149,6 @@ def _validations(
 
 
 def _require_arguments(
-    steps: object,
     learning_rate: object,
     weight_decay: object,
     clip: object,
@@ -154,7 +156,6 @@ def _require_arguments(
     callbacks: object,
 ) -> None:
     """Raise `ConfigError` for another type than asked for, or a number out of range."""
-    require_whole("steps", steps)
     if learning_rate is not None and not callable(learning_rate):
         require_number("learning_rate", learning_rate)
     if weight_decay is not None:

@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from plait.arguments import require_path
 from plait.errors import ConfigError
 from plait.files import json_value, open_to_write, read_bytes, write_bytes
 
@@ -118,6 +119,7 @@ class _TextFile:
         step_of: Callable[[str], float],
         line_of: Callable[[Mapping[str, Any]], str],
     ) -> None:
+        require_path("a logger's path", path)
         self._path, self._header, self._step_of, self._line_of = Path(path), header, step_of, line_of
         self._file: BinaryIO | None = None
         self._unwritten = b""
@@ -180,7 +182,8 @@ class Csv(_TextFile):
 
         None: `COLUMNS`, and a further column for each other number, from the row on in which it comes first.
         """
-        if columns is not None and (isinstance(columns, str) or [*columns][:1] != ["step"]):
+        is_list = isinstance(columns, Sequence) and not isinstance(columns, str)
+        if columns is not None and not (is_list and [*columns][:1] == ["step"]):
             raise ConfigError(
                 f"Csv's columns are {columns!r}: give a list of names, of which step is the first."
             )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from plait.arguments import require_flag, require_whole
+from plait.arguments import require_flag, require_instance, require_path, require_whole
 from plait.comm.traffic import Counts, Wait
 from plait.engine import Recording
 from plait.errors import DataError, PlaitError
@@ -64,9 +64,12 @@ class Report(Callback):
         False where a `Log` does. `field`: the field of a configuration that names the folder, for messages.
         `locks`: whether to lock the folder while the run lasts; False where the caller has.
         """
+        require_path("Report's folder", folder)
         require_whole("Report's step", step, least=0)
         require_flag("Report's page", page)
         require_flag("Report's metrics", metrics)
+        require_flag("Report's locks", locks)
+        require_instance("Report's field", field, str, "give the name of a field, or no field")
         self._folder, self._page, self._field = Path(folder), page, field
         self._asked, self._of_report = step, 0
         self._show: Callable[[str], None] = print

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.arguments import require_whole
+from plait.arguments import require_instance, require_whole
 from plait.comm.collectives import all_reduce
 from plait.data.batches import Batches
 from plait.device import sent
@@ -55,6 +55,8 @@ class Validation(Callback):
         require_whole("Validation's every", every, least=0)
         if count is not None:
             require_whole("Validation's count", count)
+        if metrics is not None:
+            require_instance("Validation's metrics", metrics, Mapping, "give a dictionary of functions")
         self.name, self._metrics = name, _named_metrics(metrics or {})
         if not isinstance(name, str) or (name and not _is_name(name)):
             raise ConfigError(f"a Validation is called {name!r}: {_NAMES}.")

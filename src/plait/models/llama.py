@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plait.arguments import require_flag
+from plait.arguments import require_flag, require_number
 from plait.context_attention import attend, share_keys
 from plait.errors import ModelError
 from plait.layers.result_cache import ResultCache
@@ -76,14 +76,14 @@ def llama(
     head's weight is the token embedding's. `rope_base`: the base of the rotary frequencies. ModelError where
     the sizes do not fit each other.
     """
+    require_positive(hidden=hidden, heads=heads)
     kv_heads = heads if kv_heads is None else kv_heads
     inner = default_inner(hidden) if inner is None else inner
     require_flag("model.tied", tied, ModelError)
     require_positive(layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads)
     require_positive(inner=inner, vocab=vocab, context=context)
     require_heads(hidden, heads, kv_heads, rotary=True)
-    if not (math.isfinite(rope_base) and rope_base > 0):
-        raise ModelError(f"model.rope_base is {rope_base}: give a number above 0, such as 10000.")
+    require_number("model.rope_base", rope_base, ModelError, positive=True)
     # A smaller start for residual projections, as in GPT-2 (Radford et al. 2019, section 2.3).
     std = INITIAL_STD / math.sqrt(2 * layers)
     angles = ResultCache()

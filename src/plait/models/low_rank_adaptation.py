@@ -106,6 +106,7 @@ def lora(
     Adapters of a model on the meta device get values from `parallelize`, others here, by name and `seed`.
     Raises ModelError for sizes that make no adapter, and for targets that match no linear.
     """
+    require_instance("the model", model, nn.Module, "give a torch.nn.Module", ModelError)
     if adapters_of(model):
         raise ModelError("the model has adapters already: give lora a model without any.")
     adapt(model, _targets(model, targets), rank=rank, alpha=alpha, dropout=dropout, seed=seed)

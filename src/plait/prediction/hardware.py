@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -12,7 +11,7 @@ from typing import Any
 
 from plait.arguments import require_instance
 from plait.errors import ConfigError, listed
-from plait.files import read_text
+from plait.toml_files import read_toml, toml_value
 
 GIB, GB, TERA, MICRO = 1 << 30, 1e9, 1e12, 1e-6
 FILES = "hardware_files"
@@ -180,24 +179,17 @@ def load_hardware(given: Hardware | str | Path) -> Hardware:
         return given
     require_instance("hardware", given, (str, Path), "give a name, a TOML file or a plait.Hardware")
     if str(given) in hardware_names():
-        text, source = (files(__package__) / FILES / f"{given}.toml").read_text(), str(given)
-    else:
-        text, source = _read(Path(given)), str(given)
+        return _parsed(toml_value((files(__package__) / FILES / f"{given}.toml").read_text()), str(given))
     try:
-        found = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{source} is not TOML ({error}): mend this line.") from None
-    return _parsed(found, source)
-
-
-def _read(path: Path) -> str:
-    try:
-        return read_text(path)
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        found = read_toml(Path(given))
+    except OSError as error:
         raise ConfigError(
-            f"hardware {path} cannot be read ({why}): give a TOML file, or one of {listed(hardware_names())}."
+            f"hardware {given} cannot be read ({error.strerror}): give a TOML file, or one of "
+            f"{listed(hardware_names())}."
         ) from None
+    except ValueError as error:
+        raise ConfigError(f"{given} is not TOML ({error}): mend it, or give one of the bundled.") from None
+    return _parsed(found, str(given))
 
 
 def _parsed(found: Mapping[str, Any], source: str) -> Hardware:
@@ -208,8 +200,8 @@ def _parsed(found: Mapping[str, Any], source: str) -> Hardware:
     if unknown:
         raise ConfigError(f"{source} has the unknown field {unknown[0]}: take it out.")
     for name in _TEXTS:
-        if not isinstance(found[name], str):
-            raise ConfigError(f"{source} has {name} = {found[name]!r}: give a text.")
+        if not isinstance(found[name], str) or not found[name].isprintable():
+            raise ConfigError(f"{source} has {name} = {found[name]!r}: give a text of one line.")
     device, host, links, part = (_section(found, name, source) for name in _NUMBERS)
     peaks = found[_PEAK]
     if not isinstance(peaks, dict) or not peaks:

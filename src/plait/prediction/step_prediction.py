@@ -139,6 +139,7 @@ def predict(
     for what cannot run, and for a figure that the hardware lacks.
     """
     require_instance("the plan", plan, Plan, "give a plait.Plan", PlanError)
+    require_instance("framework", framework, Framework, "give one of plait.prediction.framework")
     machine, decoder = load_hardware(hardware), decoder_of(model)
     rows = plan.microbatches if rows is None else rows
     check_plan(decoder, plan, rows)

@@ -31,7 +31,7 @@ def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
 
 
 def write_page(page: str, out: Path, option: str) -> Path:
-    """Write an HTML document to `out`, and return `out`. Raises `ConfigError` that names `option`."""
+    """Write a text, such as a page, to `out`, and return `out`. Raises `ConfigError` that names `option`."""
     try:
         out.write_bytes(page.encode(errors="backslashreplace"))
     except OSError as error:

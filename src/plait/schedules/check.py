@@ -33,6 +33,8 @@ def check(schedule: Schedule, limit: float | None = None, memory_costs: MemoryCo
     by default its share from the forward to the weight gradient.
     """
     require_instance("the schedule", schedule, Schedule, "give one of plait.schedule(…)", ScheduleError)
+    if memory_costs is not None:
+        require_instance("memory_costs", memory_costs, MemoryCosts, "give Costs.memory(…)", ScheduleError)
     for rule, violations in RULES.items():
         for violation in violations(schedule):
             raise _error(rule, violation, schedule)

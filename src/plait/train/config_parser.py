@@ -6,7 +6,6 @@ Each value keeps its origin, so that an error can name the place where it was wr
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from plait.errors import ConfigError
-from plait.files import read_text
+from plait.toml_files import read_toml
 from plait.train.config import Config
 
 Schema = Mapping[str, Any]
@@ -141,16 +140,12 @@ def _given_by(
 
 def _read_file(path: Path) -> dict[str, GivenValue]:
     try:
-        text = read_text(path)
+        tree = read_toml(path)
     except FileNotFoundError:
         raise ConfigError(f"There is no configuration file {path}: check --config.") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): give --config a TOML file.") from None
-    except ValueError:
-        raise ConfigError(f"{path} is not text in UTF-8: give --config a TOML file.") from None
-    try:
-        tree = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is not valid TOML, mend it there: {error}.") from None
     return _given_values(tree, str(path))
 

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from plait.data.batches import Rows, TokenWindows
 from plait.data.corpus import read_documents
+from plait.data.corpus_check import require_intact
+from plait.data.corpus_index import CorpusIndex
 from plait.data.document_rows import DocumentRows
 from plait.data.recorded_tokenizer import recorded_tokenizer
 from plait.data.token_files import holds_tokens, open_tokens
-from plait.data.token_shards import Corpus, CorpusIndex, corpus_of, open_corpus
+from plait.data.token_shards import Corpus, corpus_of, open_corpus
 from plait.data.tokenizer import ByteTokenizer, Tokenizer
 from plait.data.tokenizer_match import tokenizer_mismatch
 from plait.errors import ConfigError, DataError
@@ -20,6 +22,8 @@ from plait.train.prepared_sources import prepared_folder
 # Tokens that are checked against the vocabulary when a corpus is opened (a fraction of a second); later ones
 # are checked with their batch, so that a huge array opens at once.
 _CHECKED_AT_ONCE = 1 << 26
+_READ_AT_ONCE = 1 << 26
+"""Bytes of a prepared corpus whose checksums are compared at once; `plait data inspect` compares all."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ def open_source(config: Config, source: str, tokenizer: Tokenizer, fraction: flo
     vocab, name, unreadable = config.model.vocab or tokenizer.vocab, tokenizer.name, ""
     if (folder := prepared_folder(config, source)) is not None:
         corpus, index = open_corpus(folder)
+        require_intact(folder, index, _READ_AT_ONCE)
         vocab, name = config.model.vocab or index.vocab, index.tokenizer
         unreadable = _mismatch(config, folder, index, tokenizer)
         if index.largest >= vocab:

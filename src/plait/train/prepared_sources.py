@@ -10,13 +10,15 @@ from hashlib import sha256
 from pathlib import Path
 
 from plait.data.corpus import source_files
+from plait.data.corpus_index import FORMAT, is_prepared
 from plait.data.document_sources import files_of
 from plait.data.preparation import PreparationProgress, prepare_corpus
 from plait.data.record_fields import are_chats
 from plait.data.recorded_tokenizer import tokenizer_files
 from plait.data.tables import HUB, dataset_files, is_dataset
 from plait.data.token_files import holds_tokens
-from plait.data.token_shards import FORMAT, INDEX, is_prepared
+from plait.data.token_shards import open_corpus
+from plait.errors import DataError
 from plait.train.config import Config
 
 _RECORDS = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".json", ".json.gz", ".parquet", ".arrow")
@@ -59,7 +61,7 @@ def prepared_folder(config: Config, source: str) -> Path | None:
     text = f"{FORMAT} {_version(source)} {_states(tokenizer_files(config.tokenizer).values())}"
     name = sha256(text.encode(errors="surrogateescape")).hexdigest()  # files may have names that are no UTF-8
     folder = config.run.dir / f"prepared-{name[:12]}"
-    if not (folder / INDEX).is_file():
+    if not _is_whole(folder):
         prepare_corpus(
             [source],
             folder,
@@ -69,6 +71,15 @@ def prepared_folder(config: Config, source: str) -> Path | None:
             report=_printing(source),
         )
     return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    """Return whether a folder has an index, and files of the sizes that it gives."""
+    try:
+        open_corpus(folder)
+    except DataError:
+        return False
+    return True
 
 
 def _version(source: str) -> str:

@@ -18,8 +18,8 @@ from plait.checkpoint.folders import atomic_folder
 from plait.checkpoint.manifest import Manifest, section
 from plait.checkpoint.merged_tensors import Adapter, MergedTensors
 from plait.checkpoint.rank_contents import parameter_key
+from plait.data.corpus_index import read_index
 from plait.data.recorded_tokenizer import files_hash, recorded_tokenizer, tokenizer_files
-from plait.data.token_shards import read_index
 from plait.data.tokenizer import open_tokenizer
 from plait.errors import CheckpointError, PlaitError
 from plait.files import validated

@@ -89,7 +89,7 @@ def test_paths_of_options(arguments: list[str], capsys: pytest.CaptureFixture[st
         ("[train]\nlr = nan", "train.lr is NaN"),
         (
             f"[model]\nvocab = 0x{'f' * 6000}",
-            "is no UTF-8 text, or a number that is too long: give a whole number",
+            "is not valid TOML, mend it there: model.vocab is a whole number that takes more than 64 bits",
         ),
         ("[train]\nsteps = 1979-05-27", 'train.steps is "1979-05-27"'),
         ("[train]\nsteps = 'none'", 'train.steps is "none"'),

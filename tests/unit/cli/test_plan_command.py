@@ -93,6 +93,7 @@ def test_the_sizes_are_those_of_the_built_model(name: str, tied: str) -> None:
         ("--ranks 2 --hardware nowhere.toml", "hardware nowhere.toml cannot be read"),
         ("--calibrate x.toml --html x.html", "--calibrate goes with --ranks only"),
         ("--hardware a100-80 --html nowhere/x.html", "nowhere/x.html cannot be written"),
+        ("--hardware a100-80 --ranks 8 --write nowhere/x.toml", "nowhere/x.toml cannot be written"),
         ("--hardware a100-80 --write x.toml", "--write goes with --ranks"),
         ("--hardware a100-80 --model.lora.rank 4", "predictions know no adapters"),
         ("--hardware a100-80 --parallel.offload full --parallel.strategy full", "offload is full"),

@@ -1,9 +1,11 @@
+import os
 from pathlib import Path
 
 import pytest
 
 from plait.data import corpus
 from plait.data.corpus import read_documents
+from plait.data.preparation import prepare_corpus
 from plait.errors import DataError
 
 
@@ -61,3 +63,14 @@ def test_binary_names_the_file(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "picture.png").write_bytes(data)
     with pytest.raises(DataError, match=r"picture\.png is binary, not UTF-8 text"):
         read_documents(str(tmp_path))
+
+
+def test_a_pipe_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    os.mkfifo(tmp_path / "b.txt")
+    with pytest.raises(DataError, match=r"b\.txt cannot be read: it is a pipe"):
+        read_documents(str(tmp_path))
+    with pytest.raises(DataError, match=r"b\.txt' is no regular file or folder: give"):
+        read_documents(str(tmp_path / "b.txt"))
+    with pytest.raises(DataError, match=r"b\.txt cannot be read: it is a pipe"):
+        prepare_corpus([str(tmp_path)], tmp_path / "out", "bytes")

@@ -60,10 +60,10 @@ def read(dataset: Dataset[Any], workers: int) -> list[Tensor]:
     return found
 
 
-def test_workers_of_rank_processes_read_the_same(rank_pool: RankPool, thread_ranks: RankPool) -> None:
+def test_workers_of_ranks_read_the_same(thread_ranks: RankPool) -> None:
+    """Of ranks that are processes: `parity/test_data_order.py`."""
     expected = read(Noisy(), 0)
-    ranks = [*rank_pool.run(read, Noisy(), 2, ranks=1), *thread_ranks.run(read, Noisy(), 2, ranks=2)]
-    for found in ranks:
+    for found in thread_ranks.run(read, Noisy(), 2, ranks=2):
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 

@@ -99,7 +99,7 @@ def test_text_that_is_no_utf_8_is_named_by_its_row(tmp_path: Path, monkeypatch: 
     table = pyarrow.table({"text": pyarrow.StringArray.from_buffers(2, ends, data)})
     with pyarrow.ipc.new_stream(tmp_path / "a.arrow", table.schema) as file:
         file.write_table(table)
-    with pytest.raises(DataError, match=r"a\.arrow has text in row 1 that is no UTF-8"):
+    with pytest.raises(DataError, match=r"a\.arrow cannot be read in row 1: .*UTF8"):
         prepare_corpus([str(tmp_path / "a.arrow")], tmp_path / "out", "bytes")
 
 

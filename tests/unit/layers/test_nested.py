@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from plait.layers.nested import (
     Value,
     leaf_of,
     map_tensors,
+    row_count,
     signature,
     signatures,
     split,
@@ -156,3 +158,10 @@ def test_signatures_are_one_or_all_behind_a_digest() -> None:
     assert one.startswith("2 shapes ")
     assert one.endswith(f"({signature(long)}, {signature(short)}, {signature(long)})")
     assert one[:20] != other[:20], "what is cut off in a message still tells them apart"
+
+
+@pytest.mark.parametrize("value", [torch.ones(2, 0), {"tokens": torch.ones(2, 0), "mask": torch.ones(2, 0)}])
+def test_rows_without_an_element_are_refused(value: Any) -> None:
+    with pytest.raises(DataError, match=r"the inputs have 2 rows without an element, of shape \[2, 0\]"):
+        split(value, 2, "inputs")
+    assert row_count({"tokens": torch.ones(2, 3), "none": torch.ones(2, 0)}, "inputs") == 2

@@ -289,7 +289,7 @@ def test_sizes_that_can_be_cut(options: str) -> None:
         (b"[train]\nsteps 3", "{path} is not valid TOML, mend it there: "),
         (b"[train]\nsteps 3", "(at line 2, column 7)."),
         pytest.param(b"[train]\nsteps = " + b"9" * 5000, "{path} is not valid TOML", id="long number"),
-        (b"\xff\xfe", "{path} is not text in UTF-8: give --config a TOML file."),
+        (b"\xff\xfe", "{path} is not valid TOML, mend it there: it is no UTF-8 text at byte 0."),
     ],
 )
 def test_a_wrong_file_is_refused_in_one_sentence(tmp_path: Path, text: bytes, message: str) -> None:

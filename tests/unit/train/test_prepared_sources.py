@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from mutated_files import ELSEWHERE
 from plait.checkpoint.manifest import Manifest
 from plait.data import preparation
+from plait.data.corpus_index import read_index, write_index
 from plait.data.preparation import prepare_corpus
 from plait.data.recorded_tokenizer import files_hash
 from plait.data.token_shards import open_corpus
@@ -123,7 +125,10 @@ def test_a_run_uses_the_tokenizer_of_its_corpus(
     word_tokenizer.write_text(json.dumps({**own, "normalizer": {"type": "Lowercase"}}))
     with pytest.raises(ConfigError, match="divides texts into tokens by other rules: leave"):
         load_data(with_tokenizer(config, str(word_tokenizer)))
-    shutil.rmtree(corpus / "tokenizer")  # as in folders of an earlier version
+    shutil.rmtree(corpus / "tokenizer")
+    with pytest.raises(DataError, match="has not the files of the tokenizer that were written: repeat its"):
+        load_data(config)
+    write_index(corpus, replace(read_index(corpus), tokenizer_hash=""))  # as an earlier version did
     assert "set data.tokenizer to the corpus's own" in load_data(config).unreadable
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from plait.data.batches import ValidationBatches, row_total
+from plait.data.corpus_index import CorpusIndex, ShardEntry, shard_files, write_index
 from plait.data.recorded_tokenizer import record_tokenizer
-from plait.data.token_shards import CorpusIndex, ShardEntry, shard_files, write_index
 from plait.data.tokenizer import open_tokenizer
 from plait.data.tokenizer_match import tokenizer_mismatch
 from plait.errors import ConfigError, DataError, PlaitError

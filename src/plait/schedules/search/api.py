@@ -50,6 +50,8 @@ def schedule(
     costs = Costs() if costs is None else costs
     if not isinstance(costs, Costs):
         raise ScheduleError(f"costs is {costs!r}: give plait.Costs(F=…, I=…, W=…, comm=…), or None.")
+    if rank_of is not None:
+        _require_ranks(policy, rank_of)
     if policy == AUTO:
         if rank_of is not None:
             chunks = len(rank_of) // ranks
@@ -64,6 +66,18 @@ def schedule(
     if limit is not None:
         check(made, limit, costs.memory(made.ranks, made.stages))
     return made
+
+
+def _require_ranks(policy: str, rank_of: Sequence[int]) -> None:
+    """Raise ScheduleError for what is no list of ranks, or belongs to another policy than `auto`."""
+    is_list = isinstance(rank_of, Sequence) and not isinstance(rank_of, str)
+    if not is_list or not rank_of or not all(type(one) is int and one >= 0 for one in rank_of):
+        raise ScheduleError(f"rank_of is {rank_of!r}: give the rank of each stage, such as (0, 1, 1, 0).")
+    if policy != AUTO:
+        raise ScheduleError(
+            f"rank_of = {[*rank_of]} is given for the policy {policy}, which places stages itself: "
+            "leave it out, or choose auto."
+        )
 
 
 def default_chunks(policy: str, *, ranks: int, stages: int) -> int:

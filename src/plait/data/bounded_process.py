@@ -1,0 +1,121 @@
+"""Calls of a function in a process of its own, with limited memory, which is ended where it takes too long.
+
+A loop of a C function can be ended in no other way. The process is forked, so that it begins within
+milliseconds with all that this one has; it answers one call after another, and ends with this one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+
+class CallFailedError(Exception):
+    """A call in the process has failed, for the reason that this error says."""
+
+
+class BoundedProcess:
+    """Calls of `function`, each within `seconds` and `memory` bytes beyond those of this process.
+
+    Arguments are pickled, results are values of JSON.
+    """
+
+    def __init__(self, function: Callable[..., Any], seconds: float, memory: int) -> None:
+        self._function, self._seconds, self._memory = function, seconds, memory
+        self._lock, self._owner = threading.Lock(), 0
+        self._connection: Connection
+        self._end: Callable[[], object]
+
+    def call(self, *arguments: Any) -> Any:
+        """Return the result of a call. Raises CallFailedError where it fails or goes beyond a limit."""
+        with self._lock:
+            if (
+                self._owner != os.getpid()
+            ):  # none was started, or in the process that this one was forked from
+                self._start()
+            try:
+                self._connection.send(arguments)
+                if not self._connection.poll(self._seconds):
+                    self._stop()
+                    raise CallFailedError(f"it takes more than {self._seconds:g} seconds")
+                failure, result = json.loads(self._connection.recv_bytes())
+            except (EOFError, OSError):
+                self._stop()
+                raise CallFailedError("its process was ended, perhaps for lack of memory") from None
+        if failure:
+            raise CallFailedError(failure)
+        return result
+
+    def _start(self) -> None:
+        self._connection, theirs = Pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads, none of which the process needs
+            process = os.fork()
+        if not process:
+            self._connection.close()
+            _serve(theirs, self._function, self._seconds, self._memory)
+        theirs.close()
+        self._owner = os.getpid()
+        self._end = weakref.finalize(self, _end, self._connection, process, self._owner)
+
+    def _stop(self) -> None:
+        self._end()
+        self._owner = 0
+
+
+def _end(connection: Connection, process: int, owner: int) -> None:
+    """End the process and wait for it; nothing in a process that was forked from its owner."""
+    connection.close()
+    if os.getpid() == owner:
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+
+
+def _serve(connection: Connection, function: Callable[..., Any], seconds: float, memory: int) -> NoReturn:
+    """Answer calls until the other process closes the connection or ends."""
+    try:
+        os.closerange(3, connection.fileno())  # locks and connections of the other process
+        os.closerange(connection.fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGTERM, signal.SIGALRM):
+            signal.signal(number, signal.SIG_DFL)
+        _limit_memory(memory)
+        while True:
+            arguments = connection.recv()
+            signal.setitimer(signal.ITIMER_REAL, 2 * seconds)  # where the other process is killed meanwhile
+            answer = _answer(function, arguments)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            connection.send_bytes(answer)
+    finally:
+        os._exit(0)  # without what the other process does at its end
+
+
+def _limit_memory(memory: int) -> None:
+    """Limit the address space to that of now and `memory` bytes, where the system says how large it is."""
+    with suppress(OSError, ValueError):
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + memory, most))
+
+
+def _answer(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
+    """Return a call's error in words, or "", and its result, in JSON."""
+    try:
+        return json.dumps(["", function(*arguments)]).encode()
+    except MemoryError:
+        reason = "it takes too much memory"
+    except Exception as error:  # of any function
+        reason = " ".join(str(error).split()).rstrip(".")[:200] or type(error).__name__
+    return json.dumps([reason, None]).encode()

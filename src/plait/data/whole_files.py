@@ -1,0 +1,70 @@
+"""Files that a reader sees whole or not at all: written beside their name, synchronised, then renamed."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from plait.files import open_file
+
+_READ_AT_ONCE = 1 << 22
+
+
+class ChecksumWriter:
+    """A file that is being written, and the CRC-32 of what has been written so far."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._crc = file, 0
+
+    def write(self, data: Any) -> None:
+        """Write an object with a buffer, such as bytes or a contiguous array. Raises OSError."""
+        self._file.write(data)
+        self._crc = zlib.crc32(data, self._crc)
+
+    @property
+    def checksum(self) -> str:
+        """The CRC-32 as eight hexadecimal digits."""
+        return f"{self._crc:08x}"
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[ChecksumWriter]:
+    """Context manager that writes a new file, which gets its name at the end. Raises OSError.
+
+    Neither a link nor a pipe in the place of the unfinished file is written to.
+    """
+    partial = partial_path(path)
+    partial.unlink(missing_ok=True)
+    try:
+        with partial.open("xb") as file:
+            yield ChecksumWriter(file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def partial_path(path: Path) -> Path:
+    """Return where a file is written before it gets its name."""
+    return path.with_name(f"{path.name}.partial")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file. Raises OSError."""
+    with whole_file(path) as file:
+        file.write(text.encode())
+
+
+def file_checksum(path: Path) -> str:
+    """Return the CRC-32 of a regular file as `ChecksumWriter` does. Raises OSError."""
+    crc = 0
+    with open_file(path) as file:
+        while data := file.read(_READ_AT_ONCE):
+            crc = zlib.crc32(data, crc)
+    return f"{crc:08x}"

@@ -1,0 +1,154 @@
+"""Damage to a prepared corpus is found by checksums, and mended by the command that wrote it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from in_process import in_one_process
+
+from plait.cli.main import main
+from plait.data import whole_files
+from plait.data.corpus_check import require_intact
+from plait.data.corpus_index import read_index, write_index
+from plait.data.preparation import prepare_corpus
+from plait.data.token_shards import open_corpus
+from plait.errors import DataError
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two shards of bytes, three documents."""
+    in_one_process(monkeypatch)
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(name * 40)
+    prepared(tmp_path / "corpus")
+    return tmp_path / "corpus"
+
+
+def prepared(folder: Path) -> None:
+    prepare_corpus([str(folder.parent / "*.txt")], folder, "bytes", portion=80)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {one.name: one.read_bytes() for one in sorted(folder.iterdir())}
+
+
+def without(path: Path) -> None:
+    path.unlink()
+
+
+def shorter(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 2)
+
+
+def of_zeros(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("name", ["00000.tokens.bin", "00001.documents.bin", "index.json"])
+@pytest.mark.parametrize("damage", [without, shorter, of_zeros, a_pipe])
+def test_damage_is_refused_and_the_same_command_mends_it(
+    corpus: Path, name: str, damage: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(corpus)
+    damage(corpus / name)
+    assert main(["data", "inspect", str(corpus)]) == 2
+    told = capsys.readouterr().err
+    assert name in told
+    assert told.count("\n") == 1
+    prepared(corpus)
+    assert contents(corpus) == before
+
+
+def test_the_first_bytes_are_checked_when_a_corpus_is_opened_and_all_by_inspect(corpus: Path) -> None:
+    of_zeros(corpus / "00001.tokens.bin")
+    index = read_index(corpus)
+    require_intact(corpus, index, most=100)
+    with pytest.raises(
+        DataError, match=r"00001\.tokens\.bin is not what was written, by its checksum: repeat"
+    ):
+        require_intact(corpus, index, most=1 << 20)
+
+
+def test_an_index_of_another_preparation_is_no_end(corpus: Path) -> None:
+    before, index = contents(corpus), read_index(corpus)
+    for other in (replace(index, vocab=300), replace(index, shards=index.shards[:1])):
+        write_index(corpus, other)
+        prepared(corpus)
+        assert contents(corpus) == before
+
+
+def test_a_corpus_of_an_earlier_version_opens_without_checksums(corpus: Path) -> None:
+    content = json.loads((corpus / "index.json").read_text())
+    del content["checksum"], content["tokenizer_hash"]
+    for shard in content["shards"]:
+        del shard["checksums"]
+    (corpus / "index.json").write_text(json.dumps(content))
+    found, index = open_corpus(corpus)
+    require_intact(corpus, index)
+    assert bytes(found.read(0, 120).tolist()) == b"a" * 40 + b"b" * 40 + b"c" * 40
+    np.array([80, 40]).tofile(corpus / "00000.documents.bin")
+    with pytest.raises(DataError, match=r"00000\.documents\.bin is damaged .its numbers do not ascend"):
+        open_corpus(corpus)[0].document_ends(0, 2)
+    prepared(corpus)
+    assert "checksum" not in json.loads((corpus / "index.json").read_text()), "nothing was to be written"
+
+
+@pytest.mark.parametrize(
+    ("number", "call"),
+    [
+        *((errno.ENOSPC, "write"), (errno.EDQUOT, "fsync"), (errno.ENOSPC, "rename")),
+        *((errno.EACCES, "rename"), (errno.EROFS, "write"), (errno.EIO, "fsync")),
+    ],
+)
+def test_what_cannot_be_written_is_one_sentence_and_the_command_goes_on(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int, call: str
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    before = contents(corpus)
+    (corpus / "00001.tokens.bin").unlink()
+    with monkeypatch.context() as patched:
+        if call == "write":
+            patched.setattr(whole_files.ChecksumWriter, "write", fails)
+        elif call == "fsync":
+            patched.setattr(os, "fsync", fails)
+        else:
+            patched.setattr(Path, "replace", fails)
+        arguments = ["--tokenizer", "bytes", "--shard", "1"]
+        with pytest.raises(
+            DataError, match=rf"cannot be written .{os.strerror(number)}.: make room or choose"
+        ):
+            prepared(corpus)
+        sources = sorted(map(str, corpus.parent.glob("*.txt")))
+        assert main(["data", "prepare", *sources, str(corpus.parent / "new"), *arguments]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert not list(corpus.glob("*.partial"))
+    prepared(corpus)
+    assert contents(corpus) == before
+
+
+def test_an_unfinished_file_is_no_link_that_is_written_through(corpus: Path) -> None:
+    (corpus / "00001.tokens.bin").unlink()
+    (victim := corpus.parent / "victim").write_text("mine")
+    (corpus / "00001.tokens.bin.partial").symlink_to(victim)
+    prepared(corpus)
+    assert victim.read_text() == "mine"

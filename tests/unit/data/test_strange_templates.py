@@ -1,0 +1,71 @@
+"""Chat templates of strangers: neither endless nor without bounds, and no way to Python's objects."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parity.chats import PLAIN, save_tokenizer
+from plait.data import chat_templates
+from plait.data.bounded_process import BoundedProcess, CallFailedError
+from plait.data.chats import ChatEncoder
+from plait.errors import DataError
+
+pytestmark = pytest.mark.transformers
+CHAT = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "de"}]
+_LOOP = "{% for i in range(99999) %}"
+_DOUBLED = (
+    "{% set n = namespace(s='abc' * 1000) %}{% for i in range(40) %}{% set n.s = n.s + n.s %}{% endfor %}"
+)
+STRANGE = {
+    "range": ("{% for i in range(10 ** 12) %}a{% endfor %}", "Range too big"),
+    "loops": (_LOOP * 4 + "a" + "{% endfor %}" * 4, r"more than 0\.2 seconds"),
+    "doubled": (_DOUBLED + "{{ n.s }}", r"too much memory|more than 0\.2 seconds"),
+    "repeated": ("{{ ('a' * (6 * 10 ** 8)) | length }}", "too much memory"),
+    "centred": ("{{ 'a' | center(10 ** 11) }}", "too much memory"),
+    "format": ("{{ '%99999999999d' % 1 }}", "too much memory|too (big|large)"),
+    "power": ("{{ 10 ** (10 ** 9) }}", r"more than 0\.2 seconds"),
+    "macro": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
+    "class": ("{{ ''.__class__.__mro__ }}", "unsafe"),
+    "globals": ("{{ cycler.__init__.__globals__.os.system('true') }}", "unsafe"),
+    "change": ("{{ messages.append(1) }}", "unsafe"),
+    "syntax": ("{% for %}", "Expected|expected"),
+    "include": ("{% include 'other.jinja' %}", "no loader"),
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_a_strange_template_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(chat_templates, "_SECONDS", 0.2)
+    template, reason = STRANGE[name]
+    save_tokenizer(tmp_path, template)
+    encoder = ChatEncoder(str(tmp_path))
+    with pytest.raises(DataError, match=rf"is refused by the chat template of .*({reason})"):
+        encoder.encode({"messages": CHAT})
+
+
+def test_the_conversation_after_a_refused_one_is_rendered(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(chat_templates, "_SECONDS", 0.2)
+    endless = "{% if messages | length > 2 %}" + _LOOP * 4 + "{% endfor %}" * 4 + "{% endif %}" + PLAIN
+    save_tokenizer(tmp_path, endless)
+    encoder = ChatEncoder(str(tmp_path))
+    before = encoder.encode({"messages": CHAT})
+    with pytest.raises(DataError, match="more than"):
+        encoder.encode({"messages": CHAT * 2})
+    assert encoder.encode({"messages": CHAT}).tokens.tolist() == before.tokens.tolist()
+
+
+def test_a_process_that_ends_is_named_and_another_one_goes_on() -> None:
+    def function(code: int) -> int:
+        return code or os._exit(1)
+
+    process = BoundedProcess(function, seconds=5, memory=1 << 28)
+    assert process.call(3) == 3
+    with pytest.raises(CallFailedError, match="its process was ended"):
+        process.call(0)
+    assert process.call(4) == 4
