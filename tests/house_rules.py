@@ -37,7 +37,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("device",),
     ("plan", "rules", "attention_heads", "model_size_rules", "huggingface_files", "data"),
     ("arguments",),
-    ("errors", "file_lock"),
+    ("errors", "file_lock", "submodules"),
 )
 """Each room imports rooms of lower floors, and itself. The last three lines are the ground."""
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -56,6 +56,7 @@ WITHOUT_TORCH = {
     "arguments",
     "errors",
     "file_lock",
+    "submodules",
 }
 WITH_DISTRIBUTED = {"comm", "checkpoint", "device", "tensor/torch_parallelize_plan.py"}
 """Rooms and files that import torch.distributed."""

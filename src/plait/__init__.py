@@ -1,6 +1,7 @@
 """plait: 3D-parallel training for PyTorch: tensor, pipeline and sharded data parallelism for ordinary models.
 
-The public names are imported on first use, so that `import plait` is fast, and schedules work without torch.
+The public names, and modules such as `plait.loop`, are imported on first use, so that `import plait` is fast,
+and schedules work without torch.
 """
 
 from __future__ import annotations
@@ -8,8 +9,26 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from plait.submodules import submodule
+
 if TYPE_CHECKING:
-    from plait import models
+    from plait import (
+        calibration,
+        checkpoint,
+        comm,
+        data,
+        engine,
+        errors,
+        layers,
+        layout,
+        loop,
+        models,
+        prediction,
+        rules,
+        schedules,
+        tensor,
+        verification,
+    )
     from plait.autograd.dropout import Dropout
     from plait.autograd.running_sequence import positions
     from plait.checkpoint.loading import load
@@ -91,11 +110,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "models":
-        return import_module("plait.models")
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
-    raise AttributeError(f"module 'plait' has no attribute {name!r}")
+    return submodule("plait", name)
 
 
 def __dir__() -> list[str]:

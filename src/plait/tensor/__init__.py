@@ -5,6 +5,8 @@ model's modules by them, following `plait.rules`; `gradient_proof` proves that t
 `torch_parallelize_plan` translates plans of torch's `parallelize_module` into rules.
 """
 
+from typing import Any
+
 from plait.autograd.redistribution import full_tensor, redistribute
 from plait.tensor.blocks import TensorParallelAttention, TensorParallelMLP
 from plait.tensor.embedding import VocabParallelEmbedding
@@ -13,6 +15,7 @@ from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from plait.tensor.losses import CrossEntropy, Loss, PiecewiseLoss
 from plait.tensor.torch_losses import as_loss, mean_loss
 from plait.tensor.vocabulary_partition import Vocabulary
+from plait.submodules import submodule
 
 __all__ = [
     "UNEVEN",
@@ -31,3 +34,7 @@ __all__ = [
     "mean_loss",
     "redistribute",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return submodule(__name__, name)
