@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from inspect import signature
 from typing import Any
 
-from plait.data.chat_records import Message, joined_parts, part_texts
+from plait.data.chat_records import ANSWERS, Message, joined_parts, part_texts
 from plait.data.json_records import whole_characters
 from plait.errors import ConfigError, DataError
 
@@ -17,6 +18,8 @@ Span = tuple[int, int]
 """Characters of a text: the first one, and the one after the last."""
 _GENERATION = re.compile(r"\{%[-+]?\s*(?P<end>end)?generation\s*[-+]?%\}")
 """The marks around what the assistant generates, which are no tags of jinja2's own."""
+_NOT_SPOKEN = frozenset({"system", "developer"})
+"""Roles whose messages stand before a conversation."""
 _REASONING = frozenset({"reasoning_content", "thinking", "reasoning"})
 """Names of one field: transformers gives a template the name that it reads."""
 
@@ -72,7 +75,7 @@ class ChatTemplate:
                 list(messages), tokenize=False, add_generation_prompt=asks, **variables
             )
         except Exception as error:  # templates raise their own
-            raise self._refused(error) from None
+            raise self._refused(error, messages, variables) from None
         return whole_characters(text)
 
     def marked_text(
@@ -93,7 +96,7 @@ class ChatTemplate:
                 **given,
             )
         except Exception as error:  # templates raise their own
-            raise self._refused(error) from None
+            raise self._refused(error, messages, variables) from None
         return whole_characters(texts[0]), [(begin, end) for begin, end in spans[0]]
 
     def readable(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> Sequence[Message]:
@@ -117,8 +120,20 @@ class ChatTemplate:
         roles = dict.fromkeys(str(one["role"]) for one in messages if not _shows(text, one))
         return tuple(roles)
 
-    def _refused(self, error: Exception) -> DataError:
+    def _refused(
+        self, error: Exception, messages: Sequence[Message], variables: Mapping[str, Any]
+    ) -> DataError:
+        """Return the error for messages that the template refuses, by what would be accepted."""
         reason = " ".join(str(error).split()).rstrip(".")[:200]
+        first = next((at for at, one in enumerate(messages) if one["role"] not in _NOT_SPOKEN), None)
+        if first is not None and messages[first]["role"] == ANSWERS:
+            asked = [*messages[:first], {"role": "user", "content": "?"}, *messages[first:]]
+            with suppress(Exception):  # templates raise their own
+                self._tokenizer.apply_chat_template(asked, tokenize=False, **variables)
+                return DataError(
+                    f"begins with the {ANSWERS}, which the chat template of {self._name} refuses ({reason}): "
+                    "put a message of the user before its first answer, or leave that answer out"
+                )
         return DataError(f"is refused by the chat template of {self._name}: {reason}")
 
 

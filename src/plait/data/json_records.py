@@ -1,10 +1,11 @@
-"""Records in JSON: one a line, or a list of them."""
+"""Records in JSON: one a line, or a list of them; the place of each, for errors."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from plait.data.chat_records import holds_chats
@@ -14,6 +15,39 @@ from plait.errors import DataError
 _START = 1 << 20
 """Bytes of a file by which it is judged; its first record ends in them."""
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
+_AT_ONCE = 1 << 20
+"""Bytes that are read at once to count lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinePlace:
+    """A line of a file; as text FILE:LINE, for which the lines before it are counted."""
+
+    path: str
+    begin: int
+    """The byte at which the line begins."""
+
+    def __str__(self) -> str:
+        left, number = self.begin, 1
+        with open_file(self.path) as file:
+            while left and (data := file.read(min(left, _AT_ONCE))):
+                left, number = left - len(data), number + data.count(b"\n")
+        return f"{self.path}:{number}"
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlace:
+    """A row of a table, or an element of a list in JSON."""
+
+    path: str
+    kind: Literal["row", "element"]
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.path}, {self.kind} {self.number},"
+
+
+Place = LinePlace | RowPlace
 
 
 def read_lines(path: str, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
@@ -49,7 +83,7 @@ def json_kind(path: str) -> Literal["jsonl", "json"] | None:
     return "json" if is_list else "jsonl"
 
 
-def read_list(path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def read_list(path: str) -> Iterator[tuple[Place, Mapping[str, Any]]]:
     """Yield the records of a list in JSON, each with its place. Raises DataError where it is none."""
     with open_file(path) as file:
         try:
@@ -59,17 +93,17 @@ def read_list(path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for number, record in enumerate(found):
         if not isinstance(record, dict):
             raise DataError(f"{path} has an element {number} that is no JSON object: mend or remove it.")
-        yield f"in element {number}", _characters(record)
+        yield RowPlace(path, "element", number), _characters(record)
 
 
-def read_record(line: bytes, path: str, at: int) -> Mapping[str, Any]:
+def read_record(line: bytes, place: LinePlace) -> Mapping[str, Any]:
     """Return a line as a record, with `�` for what is no character. Raises DataError where it is none."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise DataError(f"{path} has a line at byte {at} that is no JSON object: mend or remove it.")
+        raise DataError(f"{place} is no JSON object: mend or remove it.")
     may_have_halves = b"\\u" in line or b"\xed" in line
     return found if not may_have_halves else _characters(found)
 

@@ -8,6 +8,7 @@ model's modules by them, following `plait.rules`; `gradient_proof` proves that t
 from typing import Any
 
 from plait.autograd.redistribution import full_tensor, redistribute
+from plait.submodules import submodule
 from plait.tensor.blocks import TensorParallelAttention, TensorParallelMLP
 from plait.tensor.embedding import VocabParallelEmbedding
 from plait.tensor.feature_partition import UNEVEN, Partition
@@ -15,7 +16,6 @@ from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from plait.tensor.losses import CrossEntropy, Loss, PiecewiseLoss
 from plait.tensor.torch_losses import as_loss, mean_loss
 from plait.tensor.vocabulary_partition import Vocabulary
-from plait.submodules import submodule
 
 __all__ = [
     "UNEVEN",
