@@ -13,21 +13,49 @@ from plait.submodules import submodule
 
 if TYPE_CHECKING:
     from plait import (
-        calibration,
-        checkpoint,
-        comm,
-        data,
-        engine,
-        errors,
-        layers,
-        layout,
-        loop,
-        models,
-        prediction,
-        rules,
-        schedules,
-        tensor,
-        verification,
+        calibration as calibration,
+    )
+    from plait import (
+        checkpoint as checkpoint,
+    )
+    from plait import (
+        comm as comm,
+    )
+    from plait import (
+        data as data,
+    )
+    from plait import (
+        engine as engine,
+    )
+    from plait import (
+        errors as errors,
+    )
+    from plait import (
+        layers as layers,
+    )
+    from plait import (
+        layout as layout,
+    )
+    from plait import (
+        loop as loop,
+    )
+    from plait import (
+        models as models,
+    )
+    from plait import (
+        prediction as prediction,
+    )
+    from plait import (
+        rules as rules,
+    )
+    from plait import (
+        schedules as schedules,
+    )
+    from plait import (
+        tensor as tensor,
+    )
+    from plait import (
+        verification as verification,
     )
     from plait.autograd.dropout import Dropout
     from plait.autograd.running_sequence import positions
@@ -42,6 +70,7 @@ if TYPE_CHECKING:
     from plait.errors import PlaitError
     from plait.footprint.estimate import memory
     from plait.loop.fit import fit
+    from plait.loop.stream import Stream
     from plait.models.low_rank_adaptation import lora
     from plait.plan import Plan
     from plait.prediction.hardware import Hardware
@@ -63,6 +92,7 @@ _HOME = {
     "Mesh": "plait.comm.mesh",
     "Plan": "plait.plan",
     "PlaitError": "plait.errors",
+    "Stream": "plait.loop.stream",
     "attention": "plait.context_attention.attention",
     "check": "plait.schedules.check",
     "cross_entropy": "plait.tensor.losses",
@@ -89,6 +119,7 @@ __all__ = [
     "Mesh",
     "PlaitError",
     "Plan",
+    "Stream",
     "attention",
     "check",
     "cross_entropy",

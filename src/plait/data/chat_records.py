@@ -1,8 +1,8 @@
 """Conversations as records: their messages, which of these are learnt, and what else their template is given.
 
 A record has `messages`, each with `role` and `content`, or `conversations`, as ShareGPT has them, of which
-those of the assistant are to be learnt; or a `prompt` and a `completion`, as text or as messages, of which the
-completion is; or a `text`, all of which is. Records of one file may differ in this.
+those of the assistant are to be learnt; or a `prompt` and a `completion`, as text or as messages, of which
+the completion is; or a `text`, all of which is. Records of one file may differ in this.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ def holds_chats(fields: Collection[str]) -> bool:
 
 
 def text_record(record: Mapping[str, Any]) -> tuple[str, str, tuple[str, ...]] | None:
-    """Return prompt, completion and the fields beside them, where both are text, or "" and a `text`; else None.
+    """Return prompt, completion and the fields beside them, where both are text; else None.
 
-    Raises DataError for fields that belong to a conversation, since no chat template reads them.
+    Of a record with a `text` in their place the prompt is "" and the completion the text. Raises
+    DataError for fields that belong to a conversation, since no chat template reads them.
     """
     if any(record.get(name) is not None for name in _TURNS):
         return None

@@ -141,14 +141,18 @@ class ChatEncoder:
         return len(before), len(until)
 
     def _require_beginning(self, text: str, beginning: str, messages: Sequence[Message]) -> None:
-        """Raise DataError where the text of a whole conversation does not begin with that of its first ones."""
+        """Raise DataError where the text of a whole conversation does not begin with that of its first "
+        "ones."""
         if text.startswith(beginning):
             return
         same = next((at for at, (a, b) in enumerate(zip(text, beginning, strict=False)) if a != b), len(text))
         raise DataError(
-            f"has an answer whose place in the text cannot be found: the chat template of {self._path} changes "
-            f"what it wrote of the first {len(messages)} messages ({beginning[same:][:30]!r}) when a later one "
-            "comes, as those of models that think do: give a template with generation marks, or write a row for "
+            f"has an answer whose place in the text cannot be found: the chat template of {self._path} "
+            "changes "
+            f"what it wrote of the first {len(messages)} messages ({beginning[same:][:30]!r}) when a later "
+            "one "
+            "comes, as those of models that think do: give a template with generation marks, or write a row "
+            "for "
             "each answer, with the messages before it as the prompt and the answer as the completion"
         )
 

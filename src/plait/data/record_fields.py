@@ -25,7 +25,8 @@ def require_known_fields(files: Sequence[SourceFile]) -> None:
         if {"chosen", "rejected"} <= set(fields):
             remedy = "preferences are learnt in a loop of your own, with plait.dpo_loss"
         raise DataError(
-            f"{file.path} has rows of {', '.join(sorted(fields)[:8])}, and of none of the fields that are read: "
+            f"{file.path} has rows of {', '.join(sorted(fields)[:8])}, and of none of the fields that are "
+            "read: "
             "messages (each with role and content), conversations (each with from and value), prompt and "
             f"completion, or text; {remedy}."
         )

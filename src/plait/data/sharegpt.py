@@ -1,4 +1,5 @@
-"""Turns of conversations as ShareGPT has them, with `from` and `value`, as messages with `role` and `content`."""
+"""Turns of conversations as ShareGPT has them, with `from` and `value`, as messages with `role` and "
+"`content`."""
 
 from __future__ import annotations
 
