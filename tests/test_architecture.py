@@ -44,6 +44,7 @@ PUBLIC = [
     "attention",
     "check",
     "cross_entropy",
+    "dpo_loss",
     "fit",
     "launch",
     "load",

@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from plait.schedules.simulation.costs import Costs
     from plait.schedules.simulation.timeline import simulate
     from plait.tensor.losses import cross_entropy
+    from plait.tensor.preferences import dpo_loss
     from plait.verification.verify import verify
 
 __version__ = "0.1.0"
@@ -96,6 +97,7 @@ _HOME = {
     "attention": "plait.context_attention.attention",
     "check": "plait.schedules.check",
     "cross_entropy": "plait.tensor.losses",
+    "dpo_loss": "plait.tensor.preferences",
     "fit": "plait.loop.fit",
     "launch": "plait.comm.launch",
     "load": "plait.checkpoint.loading",
@@ -123,6 +125,7 @@ __all__ = [
     "attention",
     "check",
     "cross_entropy",
+    "dpo_loss",
     "fit",
     "launch",
     "load",

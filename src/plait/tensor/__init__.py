@@ -13,7 +13,13 @@ from plait.tensor.blocks import TensorParallelAttention, TensorParallelMLP
 from plait.tensor.embedding import VocabParallelEmbedding
 from plait.tensor.feature_partition import UNEVEN, Partition
 from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from plait.tensor.losses import CrossEntropy, Loss, PiecewiseLoss
+from plait.tensor.losses import CrossEntropy, Loss, PiecewiseLoss, SequenceLoss
+from plait.tensor.preferences import (
+    PreferenceLoss,
+    answer_log_probs,
+    preference_batch,
+    token_log_probs,
+)
 from plait.tensor.torch_losses import as_loss, mean_loss
 from plait.tensor.vocabulary_partition import Vocabulary
 
@@ -24,15 +30,20 @@ __all__ = [
     "Loss",
     "Partition",
     "PiecewiseLoss",
+    "PreferenceLoss",
     "RowParallelLinear",
+    "SequenceLoss",
     "TensorParallelAttention",
     "TensorParallelMLP",
     "VocabParallelEmbedding",
     "Vocabulary",
+    "answer_log_probs",
     "as_loss",
     "full_tensor",
     "mean_loss",
+    "preference_batch",
     "redistribute",
+    "token_log_probs",
 ]
 
 
