@@ -3,6 +3,7 @@
 The command line prints a `PlaitError` without a traceback and exits with code 2.
 """
 
+import sys
 from collections.abc import Sequence
 
 MOST_LISTED = 20
@@ -13,6 +14,17 @@ def listed(names: Sequence[str], *, most: int = MOST_LISTED, between: str = ", "
     """Return the first `most` names as text, followed by the number of the others."""
     more = f"{between.rstrip(', ')} and {len(names) - most} more" if len(names) > most else ""
     return between.join(names[:most]) + more
+
+
+def missing_package(what: str, package: str, extra: str) -> str:
+    """Return the sentence on a package that is not installed, and how to install it where plait runs.
+
+    `extra`: of plait, which would have installed it.
+    """
+    return (
+        f"{what} needs the package {package}, which the extra {extra} of plait brings: install it by "
+        f"{sys.executable} -m pip install {package}"
+    )
 
 
 class PlaitError(Exception):

@@ -22,7 +22,7 @@ from plait.data.chat_records import (
 from plait.data.chat_templates import ChatTemplate, Span
 from plait.data.tokenizer import Tokens
 from plait.data.tokenizer_file import SurroundingTokens, post_processed
-from plait.errors import ConfigError, DataError
+from plait.errors import ConfigError, DataError, missing_package
 
 _CALLS = ("tool_calls", "function_call")
 """Fields of messages that are the answer, where there is no content."""
@@ -49,9 +49,8 @@ class ChatEncoder:
         try:
             from transformers import AutoTokenizer
         except ImportError:
-            raise ConfigError(
-                "chats need the package transformers: pip install 'plait[huggingface]'."
-            ) from None
+            what = "a corpus of conversations"
+            raise ConfigError(f"{missing_package(what, 'transformers', 'huggingface')}.") from None
         path = Path(folder).expanduser()
         path = path.parent if path.is_file() else path
         try:

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from plait.errors import ConfigError, DataError
+from plait.errors import ConfigError, DataError, missing_package
 
 HUB = "hf://"
 """How the name of a data set of Hugging Face begins: hf://OWNER/NAME/CONFIGURATION@REVISION:SPLIT."""
@@ -177,4 +177,4 @@ def _imported(module: str, path: str) -> Any:
     try:
         return import_module(module)
     except ImportError:
-        raise ConfigError(f"{path} needs the package datasets: pip install 'plait[data]'.") from None
+        raise ConfigError(f"{missing_package(path, 'datasets', 'data')}.") from None

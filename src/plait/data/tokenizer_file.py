@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.errors import ConfigError, DataError
+from plait.errors import ConfigError, DataError, missing_package
 
 CONFIG = "tokenizer_config.json"
 _SPECIAL_TOKENS = "special_tokens_map.json"
@@ -54,10 +54,8 @@ def open_reader(path: Path) -> Any:
     try:
         from tokenizers import Tokenizer as Reader
     except ImportError:
-        raise ConfigError(
-            f"data.tokenizer = {str(path)!r} needs the package tokenizers: "
-            "install it with pip install 'plait[tokenizers]'."
-        ) from None
+        what = f"data.tokenizer = {str(path)!r}"
+        raise ConfigError(f"{missing_package(what, 'tokenizers', 'tokenizers')}.") from None
     try:
         reader: Any = Reader.from_file(str(path))
     except Exception as error:  # the library raises bare Exception

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from plait.autograd.deferred_weight_gradients import is_transposed_linear
 from plait.errors import ModelError, listed
+from plait.huggingface_files import hub_remedy
 from plait.models.low_rank_adaptation import HALVES, LoraLinear, adapt, adapters_of, is_linear
 from plait.rules import join
 
@@ -153,7 +154,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except Exception as error:  # any error of safetensors
         raise ModelError(
             f"{folder} holds no adapter of peft that can be read ({error}): give a folder with {CONFIG} and "
-            f"{WEIGHTS}."
+            f"{WEIGHTS}{hub_remedy(str(folder))}."
         ) from None
     for key, value in config.items():
         if not _is_accepted(key, value):

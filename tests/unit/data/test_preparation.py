@@ -372,5 +372,5 @@ def test_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> N
 def test_tables_need_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(ConfigError, match="needs the package datasets: pip install"):
+    with pytest.raises(ConfigError, match="needs the package datasets, which the extra data of plait"):
         prepare_corpus([str(tmp_path / "a.parquet")], tmp_path / "out", "bytes")
