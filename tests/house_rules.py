@@ -37,7 +37,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("device",),
     ("plan", "rules", "attention_heads", "model_size_rules", "huggingface_files", "data"),
     ("arguments",),
-    ("errors", "file_lock", "submodules"),
+    ("errors", "file_lock", "submodules", "quantities"),
 )
 """Each room imports rooms of lower floors, and itself. The last three lines are the ground."""
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -57,6 +57,7 @@ WITHOUT_TORCH = {
     "errors",
     "file_lock",
     "submodules",
+    "quantities",
 }
 WITH_DISTRIBUTED = {"comm", "checkpoint", "device", "tensor/torch_parallelize_plan.py"}
 """Rooms and files that import torch.distributed."""
