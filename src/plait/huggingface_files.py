@@ -26,21 +26,6 @@ NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.
 _INDEX_ENDS = ".safetensors.index.json"
 _SHARD = re.compile(r"(.*-)(\d{5})-of-(\d{5})\.safetensors")
 _MOST_LISTED = 5
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-
-
-def hub_remedy(name: str) -> str:
-    """Return what to do with a name that is no path here but may be of Hugging Face's hub, or "".
-
-    As a clause that follows "…: give one of these". Nothing is downloaded.
-    """
-    if _HUB_NAME.fullmatch(name) is None or Path(name).exists():
-        return ""
-    return (
-        f"; plait downloads nothing: if {name} is a name on Hugging Face's hub, download it once by `hf "
-        "download "
-        f"{name} --local-dir FOLDER`, and give FOLDER"
-    )
 
 
 def files_of_tensors(folder: Path) -> dict[str, str]:

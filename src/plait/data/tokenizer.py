@@ -17,8 +17,7 @@ from plait.data.tokenizer_file import (
     token_name,
     tokenizer_config,
 )
-from plait.errors import ConfigError, DataError
-from plait.huggingface_files import hub_remedy
+from plait.errors import ConfigError, DataError, hub_remedy
 
 Tokens = NDArray[Any]  # one dim, of an unsigned integer type (a .npy file may hold a signed one)
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.autograd.deferred_weight_gradients import is_transposed_linear
-from plait.errors import ModelError, listed
-from plait.huggingface_files import hub_remedy
+from plait.errors import ModelError, hub_remedy, listed
 from plait.models.low_rank_adaptation import HALVES, LoraLinear, adapt, adapters_of, is_linear
 from plait.rules import join
 

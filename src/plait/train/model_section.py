@@ -6,8 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from plait.errors import ConfigError, ModelError
-from plait.huggingface_files import hub_remedy
+from plait.errors import ConfigError, ModelError, hub_remedy
 
 OWN_MODELS = ("gpt2", "llama")
 """Names of plait's own models; any other `model.name` is a folder."""
