@@ -104,7 +104,7 @@ def on_ranks(name: str, form: str, average: bool) -> tuple[float, dict[str, Tens
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(4)
 def test_it_is_the_formula_written_out(thread_ranks: RankPool, name: str, form: str) -> None:
     average = form == "packed"
     loss, gradients = written_out(average)
@@ -125,7 +125,9 @@ def on_its_reference(form: str) -> tuple[float, list[float]]:
     return engine.evaluate(inputs, targets).item(), loss.margins(engine.output(inputs), targets).tolist()
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", ["a row", *(pytest.param(one, marks=pytest.mark.full) for one in ("packed", "apart"))]
+)
 def test_a_model_that_is_its_reference_has_margins_of_zero(thread_ranks: RankPool, form: str) -> None:
     for loss, margins in thread_ranks.run(on_its_reference, form, ranks=2):
         assert loss == pytest.approx(math.log(2), abs=1e-12)
