@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import plait
 from parity.lora_cases import adapted
@@ -148,7 +149,7 @@ NOT_PARAMETERS = {
     "torch.nn.utils.weight_norm": nn.utils.weight_norm,
     "torch.nn.utils.spectral_norm": nn.utils.spectral_norm,
     "torch.nn.utils.parametrize": nn.utils.parametrizations.weight_norm,
-    "torch.nn.utils.prune": lambda one: nn.utils.prune.identity(one, "weight"),
+    "torch.nn.utils.prune": lambda one: prune.identity(one, "weight"),
 }
 
 
