@@ -38,7 +38,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("plan", "rules", "attention_heads", "model_size_rules", "huggingface_files", "data"),
     ("arguments",),
     ("file_lock", "toml_files"),
-    ("errors", "files"),
+    ("errors", "files", "submodules", "quantities"),
 )
 """Each room imports rooms of lower floors, and itself. The last four lines are the ground."""
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -59,6 +59,8 @@ WITHOUT_TORCH = {
     "file_lock",
     "files",
     "toml_files",
+    "submodules",
+    "quantities",
 }
 WITH_DISTRIBUTED = {"comm", "checkpoint", "device", "tensor/torch_parallelize_plan.py"}
 """Rooms and files that import torch.distributed."""

@@ -26,6 +26,7 @@ from plait.cli.report import parser as report_parser
 from plait.cli.verify import parser as verify_parser
 from plait.comm import Mesh
 from plait.engine import Engine
+from plait.models.huggingface import FAMILIES
 from plait.plan import Plan
 from plait.train.config_parser import config_from_arguments, fields, takes
 
@@ -298,6 +299,16 @@ def test_every_example_is_listed() -> None:
         if file.suffix in (".py", ".toml", ".sh", ".sbatch", ".ipynb")
     ]
     assert [file.name for file in files if f"({file.relative_to(ROOT / 'examples')})" not in listed] == []
+
+
+def test_readme_names_the_families_of_transformers_once_and_rightly() -> None:
+    readme = (ROOT / "README.md").read_text()
+    row = re.search(r"sequences of layers; (.*) \[of transformers\]", readme)
+    assert row is not None
+    named = re.sub(r"(\w+?) ?(\d) and (\d)", r"\1\2, \1\3", row[1]).replace(" and ", ", ").split(", ")
+    known = {re.sub(r"(LMHeadModel|ForCausalLM)$", "", name).lower() for name in FAMILIES}
+    assert {re.sub("[ -]", "", name).lower() for name in named} == known
+    assert readme.count("Qwen") == 1
 
 
 def test_make_help_describes_every_verb() -> None:

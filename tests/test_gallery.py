@@ -42,6 +42,11 @@ def printed_by(name: str, capsys: pytest.CaptureFixture[str]) -> str:
             ["8,192 of 28,832 parameters"],
             marks=[pytest.mark.transformers, pytest.mark.full],
         ),
+        pytest.param(
+            "preferences",
+            ["17,920 of 77,472 parameters", r"of (9\d|100)% of unseen pairs"],
+            marks=pytest.mark.full,
+        ),
         ("own_loss", [r"(9\d|100)% of unseen objects", r"micro-batches of rank 0: 0, "]),
     ],
 )

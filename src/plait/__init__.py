@@ -1,6 +1,7 @@
 """plait: 3D-parallel training for PyTorch: tensor, pipeline and sharded data parallelism for ordinary models.
 
-The public names are imported on first use, so that `import plait` is fast, and schedules work without torch.
+The public names, and modules such as `plait.loop`, are imported on first use, so that `import plait` is fast,
+and schedules work without torch.
 """
 
 from __future__ import annotations
@@ -8,10 +9,55 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from plait.submodules import submodule
 from plait.version import VERSION
 
 if TYPE_CHECKING:
-    from plait import models
+    from plait import (
+        calibration as calibration,
+    )
+    from plait import (
+        checkpoint as checkpoint,
+    )
+    from plait import (
+        comm as comm,
+    )
+    from plait import (
+        data as data,
+    )
+    from plait import (
+        engine as engine,
+    )
+    from plait import (
+        errors as errors,
+    )
+    from plait import (
+        layers as layers,
+    )
+    from plait import (
+        layout as layout,
+    )
+    from plait import (
+        loop as loop,
+    )
+    from plait import (
+        models as models,
+    )
+    from plait import (
+        prediction as prediction,
+    )
+    from plait import (
+        rules as rules,
+    )
+    from plait import (
+        schedules as schedules,
+    )
+    from plait import (
+        tensor as tensor,
+    )
+    from plait import (
+        verification as verification,
+    )
     from plait.autograd.dropout import Dropout
     from plait.autograd.running_sequence import positions
     from plait.checkpoint.loading import load
@@ -25,6 +71,7 @@ if TYPE_CHECKING:
     from plait.errors import PlaitError
     from plait.footprint.estimate import memory
     from plait.loop.fit import fit
+    from plait.loop.stream import Stream
     from plait.models.low_rank_adaptation import lora
     from plait.plan import Plan
     from plait.prediction.hardware import Hardware
@@ -34,6 +81,7 @@ if TYPE_CHECKING:
     from plait.schedules.simulation.costs import Costs
     from plait.schedules.simulation.timeline import simulate
     from plait.tensor.losses import cross_entropy
+    from plait.tensor.preferences import dpo_loss
     from plait.verification.verify import verify
 
 __version__ = VERSION
@@ -46,9 +94,11 @@ _HOME = {
     "Mesh": "plait.comm.mesh",
     "Plan": "plait.plan",
     "PlaitError": "plait.errors",
+    "Stream": "plait.loop.stream",
     "attention": "plait.context_attention.attention",
     "check": "plait.schedules.check",
     "cross_entropy": "plait.tensor.losses",
+    "dpo_loss": "plait.tensor.preferences",
     "fit": "plait.loop.fit",
     "launch": "plait.comm.launch",
     "load": "plait.checkpoint.loading",
@@ -72,9 +122,11 @@ __all__ = [
     "Mesh",
     "PlaitError",
     "Plan",
+    "Stream",
     "attention",
     "check",
     "cross_entropy",
+    "dpo_loss",
     "fit",
     "launch",
     "load",
@@ -93,11 +145,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "models":
-        return import_module("plait.models")
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
-    raise AttributeError(f"module 'plait' has no attribute {name!r}")
+    return submodule("plait", name)
 
 
 def __dir__() -> list[str]:

@@ -3,11 +3,15 @@
 The command line prints a `PlaitError` without a traceback and exits with code 2.
 """
 
+import re
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from unicodedata import category
 
 MOST_LISTED = 20
 """The largest number of names in a message."""
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def listed(names: Sequence[str], *, most: int = MOST_LISTED, between: str = ", ") -> str:
@@ -33,6 +37,31 @@ def _is_shown(character: str) -> bool:
 
 _JOINERS = "\u200c\u200d"
 """Within words of some languages, and within pictures."""
+
+
+def missing_package(what: str, package: str, extra: str) -> str:
+    """Return the sentence on a package that is not installed, and how to install it where plait runs.
+
+    `extra`: of plait, which would have installed it.
+    """
+    return (
+        f"{what} needs the package {package}, which the extra {extra} of plait brings: install it by "
+        f"{sys.executable} -m pip install {package}"
+    )
+
+
+def hub_remedy(name: str) -> str:
+    """Return what to do with a name that is no path here but may be of Hugging Face's hub, or "".
+
+    As a clause that follows "…: give one of these". Nothing is downloaded.
+    """
+    if _HUB_NAME.fullmatch(name) is None or Path(name).exists():
+        return ""
+    return (
+        f"; plait downloads nothing: if {name} is a name on Hugging Face's hub, download it once by `hf "
+        "download "
+        f"{name} --local-dir FOLDER`, and give FOLDER"
+    )
 
 
 class PlaitError(Exception):

@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -22,6 +25,26 @@ def test_every_public_name_is_the_one_that_type_checkers_see(name: str) -> None:
 
 def test_every_public_name_has_a_word_about_it() -> None:
     assert [name for name in plait.__all__ if not getattr(plait, name).__doc__] == []
+
+
+NAMED = re.compile(r"\bplait(?:\.[a-z]\w*)+\.\w+")
+ROOT = Path(plait.__file__).parents[2]
+
+
+def test_modules_that_pages_name_are_there_after_import_plait() -> None:
+    """Whatever other tests have imported: a module is found by the `__getattr__` of the package that has "
+    "it."""
+    texts = [file.read_text() for file in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))]
+    missing = []
+    for name in {name for text in texts for name in NAMED.findall(text)}:
+        found: Any = plait
+        for part in name.split(".")[1:]:
+            attribute = getattr(found, part, None)
+            is_module = isinstance(attribute, ModuleType) and attribute.__name__ == f"{found.__name__}.{part}"
+            if is_module and part not in getattr(found, "__all__", ()) and "__getattr__" not in vars(found):
+                missing.append(name)
+            found = attribute
+    assert sorted(missing) == []
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

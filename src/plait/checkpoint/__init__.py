@@ -11,3 +11,11 @@
 
 Inside, every tensor is a plain local tensor with a `Layout`; only `dtensor` makes a `DTensor`.
 """
+
+from typing import Any
+
+from plait.submodules import submodule
+
+
+def __getattr__(name: str) -> Any:
+    return submodule(__name__, name)

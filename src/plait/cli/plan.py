@@ -15,9 +15,11 @@ from plait.cli.plan_output import (
     change_lines,
     goodput_json,
     goodput_lines,
+    groups,
     notes,
     plan_json,
     plan_table,
+    same_time,
     search_json,
 )
 from plait.errors import ConfigError, terminal_text
@@ -28,6 +30,7 @@ from plait.prediction.plan_changes import best_changes
 from plait.prediction.plan_frontier import search_frontier
 from plait.prediction.plan_search import search
 from plait.prediction.step_prediction import Prediction, predict
+from plait.quantities import memory_text
 from plait.report.writing import write_page
 from plait.train.config import Config
 from plait.train.config_parser import config_from_arguments
@@ -132,11 +135,13 @@ def _search(config: Config, options: Namespace) -> None:
         raise ConfigError("parallel.memory_limit does not go with --ranks: leave it out.")
     model, hardware = configured_decoder(config), load_hardware(options.hardware)
     base = Plan(**{name: value for name, value in vars(config.plan()).items() if name not in SEARCHED})
-    result = search(model, hardware, options.ranks, config.train.batch, base=base, most=max(2, options.most))
+    most = max(2, options.most)
+    result = search(model, hardware, options.ranks, config.train.batch, base=base, most=most, alike=same_time)
     if not result.best:
         raise ConfigError(
-            f"none of {result.plans:,} plans of {options.ranks} ranks fits the {hardware.memory / 2**30:.1f} "
-            f"GiB of {hardware.name}: give more ranks, a smaller model.context, or a smaller model."
+            f"none of {result.plans:,} plans of {options.ranks} ranks fits the "
+            f"{memory_text(hardware.memory)} "
+            f"of {hardware.name}: give more ranks, a smaller model.context, or a smaller model."
         )
     if options.write is not None:
         write_page(config_text(config, result.best[0].plan), options.write, "--write")
@@ -147,7 +152,7 @@ def _search(config: Config, options: Namespace) -> None:
     if options.json:
         print(json.dumps(search_json(result, options.most) | goodput_json(goodput)))
         return
-    print(plan_table(result.best[: options.most]))
+    print(plan_table(groups(result.best)[: options.most]))
     print(terminal_text("\n".join(["", *notes(result), *goodput_lines(goodput, result.best[0])])))
     _tell_written(options.write, options.html)
 

@@ -14,6 +14,8 @@ from plait.cli.plan_output import (
     change_cells,
     change_lines,
     goodput_lines,
+    group_cells,
+    groups,
     notes,
     plan_cells,
 )
@@ -23,11 +25,11 @@ from plait.prediction.plan_changes import PlanChange
 from plait.prediction.plan_frontier import PlanFrontier
 from plait.prediction.plan_search import PlanSearchResult
 from plait.prediction.step_prediction import Prediction
+from plait.quantities import count_text, memory_text, seconds_text
 from plait.report.figures import Figure
 from plait.report.markup import bar, legend, section, table
 from plait.report.page import draw_prediction
 from plait.report.scatter_picture import ScatterPicture, ScatterPoint
-from plait.report.units import number_text, seconds_text
 from plait.schedules.simulation.html import simulated_data
 from plait.schedules.simulation.page_timeline import timeline_markup
 from plait.schedules.simulation.terminal import kinds_of
@@ -42,7 +44,7 @@ def search_page(
 ) -> str:
     """Return the page of a search: its fastest plan among those of `frontier`; `most`: plans in its table."""
     best = result.best[0]
-    told = "" if len(result.best) == 1 else f" The second plan is {behind(result):.2%} slower."
+    told = "" if len(result.best) == 1 else f" The next time is {behind(result):.2%} longer."
     drawn = len(frontier.plans)
     line = (
         f"{drawn:,} of {result.plans:,} plans are drawn, predicted exactly: the fastest for all the memory, "
@@ -52,7 +54,7 @@ def search_page(
         "others, no faster than the right one."
     )
     sections = [
-        section("The fastest plans", _plans(result.best[:most]), f"{_bound(best)}{told}", "plans"),
+        section("The fastest plans", _plans(groups(result.best)[:most]), f"{_bound(best)}{told}", "plans"),
         _picture(frontier.plans, {best.plan: "fastest"}, line, frontier.best),
         *_step(best),
         section("The other plans", _list([*notes(result)[:1], *_impossible(result)]), name="others"),
@@ -69,7 +71,7 @@ def judged_page(
     body = table(("", "change", "step", "memory", ""), rows) if rows else ""
     names = {found.plan: "this plan"} | {one.after.plan: str(n) for n, one in enumerate(changes, 1)}
     sections = [
-        section("The plan", _plans([found]), _bound(found), "plans"),
+        section("The plan", _plans([[found]]), _bound(found), "plans"),
         section("Changes", body, escape(head)),
         _picture([found, *(one.after for one in changes)], names, "The plan, and its changes by number."),
         *_step(found),
@@ -80,10 +82,10 @@ def judged_page(
 def _page(config: Config, found: Prediction, sections: list[str], goodput: Goodput | None) -> str:
     plan, hardware, model = found.plan, found.hardware, found.decoder
     about = (
-        f"{config.model.name} of {number_text(model.total_parameters / 1e9, 3)} billion parameters "
+        f"{config.model.name} of {count_text(model.total_parameters)} parameters "
         f"({model.layers} layers, hidden {model.hidden:,}, context {model.context:,}), a batch of "
         f"{config.train.batch:,} sequences a step in {plan.precision or 'fp32'}, on {plan.world:,} × "
-        f"{hardware.name} with {hardware.memory / GIB:.1f} GiB each, {hardware.devices} a host."
+        f"{hardware.name} with {memory_text(hardware.memory)} each, {hardware.devices} a host."
     )
     if lines := goodput_lines(goodput, found):
         sections.append(section("Failures", _list(lines[1:])))
@@ -96,7 +98,7 @@ def _figures(found: Prediction) -> Iterator[Figure]:
     yield Figure("time of a step", seconds_text(found.step_seconds), "predicted")
     yield Figure("tokens/s", f"{found.tokens_per_second:,.0f}", "of all ranks together")
     yield Figure("MFU", f"{found.mfu:.1%}", "model FLOPs utilisation")
-    memory = f"{found.peak_memory / GIB:.1f} GiB"
+    memory = memory_text(found.peak_memory)
     yield Figure("memory", memory if found.fits else f"{memory}: does not fit", "of the rank with most")
     yield Figure("pp × tp × cp × dp", " × ".join(map(str, _degrees(found.plan))))
 
@@ -109,8 +111,8 @@ def _bound(found: Prediction) -> str:
     return escape(f"Bound by {bound_text(found)}.")
 
 
-def _plans(found: Sequence[Prediction]) -> str:
-    rows = [[escape(cell) for cell in plan_cells(one)] for one in found]
+def _plans(found: Sequence[Sequence[Prediction]]) -> str:
+    rows = [[escape(cell) for cell in group_cells(one)] for one in found]
     return f"<div class=scroll>{table(PLAN_COLUMNS, rows, marked=(0,) if len(rows) > 1 else ())}</div>"
 
 
@@ -137,7 +139,7 @@ def _picture(
         "time of a step, s",
         [_point(one, labels.get(one.plan, "")) for one in found],
         [(one.peak_memory / GIB, one.step_seconds) for one in best],
-        (limit, f"{limit:.1f} GiB of a device for tensors"),
+        (limit, f"{memory_text(limit * GIB)} of a device for tensors"),
     )
     used = {one.plan.strategy for one in found}
     entries = [(f"strategy {name}", colour) for name, colour in _COLOURS.items() if name in used]

@@ -11,9 +11,12 @@ from plait.prediction.hardware import Hardware
 from plait.prediction.plan_changes import PlanChange
 from plait.prediction.plan_search import PlanSearchResult
 from plait.prediction.step_prediction import Prediction
+from plait.quantities import memory_text, seconds_text, signed
 from plait.train.planned_config import SEARCHED
 
 GIB = 2**30
+_DIGITS = 4
+"""Of times: plans that agree in them are of the same time."""
 PLAN_COLUMNS = (
     "step",
     "tokens/s",
@@ -27,12 +30,29 @@ PLAN_COLUMNS = (
     "micro",
     "options",
     "bound by",
+    "alike",
 )
 
 
-def plan_table(found: Sequence[Prediction]) -> str:
-    """Return predictions as a text table: column names, then a line for each plan, fastest first."""
-    rows = [PLAN_COLUMNS, *map(plan_cells, found)]
+def same_time(one: Prediction, other: Prediction) -> bool:
+    """Return whether the printed times of two plans are the same."""
+    return seconds_text(one.step_seconds, _DIGITS) == seconds_text(other.step_seconds, _DIGITS)
+
+
+def groups(found: Sequence[Prediction]) -> list[list[Prediction]]:
+    """Return consecutive plans of the same time together; `found`: fastest first."""
+    made: list[list[Prediction]] = []
+    for one in found:
+        if made and same_time(made[-1][0], one):
+            made[-1].append(one)
+        else:
+            made.append([one])
+    return made
+
+
+def plan_table(found: Sequence[Sequence[Prediction]]) -> str:
+    """Return groups of plans as a text table: column names, then a line for each by its first plan."""
+    rows = [PLAN_COLUMNS, *map(group_cells, found)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     numbers = PLAN_COLUMNS.index("options")
     lines = []
@@ -40,6 +60,12 @@ def plan_table(found: Sequence[Prediction]) -> str:
         padded = [*map(str.rjust, row[:numbers], widths), *map(str.ljust, row[numbers:], widths[numbers:])]
         lines.append("  ".join(padded).rstrip())
     return "\n".join(lines)
+
+
+def group_cells(group: Sequence[Prediction]) -> tuple[str, ...]:
+    """Return the cells of a group's first plan, and how many plans are of the same time."""
+    more = len(group) - 1
+    return (*plan_cells(group[0])[:-1], f"{more} more of the same time" if more else "")
 
 
 def plan_cells(found: Prediction) -> tuple[str, ...]:
@@ -51,15 +77,16 @@ def plan_cells(found: Prediction) -> tuple[str, ...]:
     words += [f"recompute {plan.recompute}"] if plan.recompute != "none" else []
     words += [f"sequence {plan.sequence_parallel}"] if plan.cuts_sequence else []
     return (
-        f"{found.step_seconds:.4g} s",
+        seconds_text(found.step_seconds, _DIGITS),
         f"{found.tokens_per_second:,.0f}",
         f"{found.mfu:.1%}",
-        f"{found.peak_memory / GIB:.1f} GiB",
+        memory_text(found.peak_memory),
         *(str(degree) for degree in (plan.pp, plan.tp, plan.cp, plan.dp)),
         str(plan.replicate),
         str(plan.microbatches),
         ", ".join(words),
         bound_text(found),
+        "",
     )
 
 
@@ -77,14 +104,18 @@ def notes(result: PlanSearchResult) -> list[str]:
     for reason, count in result.impossible.items():
         divisions = "1 division of the ranks is" if count == 1 else f"{count:,} divisions of the ranks are"
         lines.append(f"{divisions} impossible: {reason}.")
-    if len(result.best) > 1:
-        lines.append(f"The second is {behind(result):.2%} slower than the first.")
+    found = groups(result.best)
+    if len(found[0]) > 1:
+        lines.append(f"{len(found[0])} plans are the fastest, of the same time; --json lists each plan.")
+    if len(found) > 1:
+        lines.append(f"The next time is {behind(result):.2%} longer than the first.")
     return lines
 
 
 def behind(result: PlanSearchResult) -> float:
-    """Return by which part the second plan is slower than the first."""
-    return result.best[1].step_seconds / result.best[0].step_seconds - 1
+    """Return by which part the next time, after that of the first plan, is longer; 0 where there is none."""
+    first, *others = groups(result.best)
+    return others[0][0].step_seconds / first[0].step_seconds - 1 if others else 0.0
 
 
 def change_lines(changes: Sequence[PlanChange], fits: bool) -> list[str]:
@@ -104,14 +135,10 @@ def change_cells(one: PlanChange) -> tuple[str, str, str, str]:
     """Return a change of one field, its seconds, its memory, and "fits" where only the changed plan does."""
     return (
         f"{_section(one.field)}.{one.field} = {'none' if one.value is None else one.value}",
-        f"{_signed(one.seconds)} s",
-        f"{_signed(one.memory / GIB)} GiB",
+        signed(seconds_text(one.seconds)),
+        signed(memory_text(one.memory)),
         "" if one.after.fits == one.before.fits else "fits",
     )
-
-
-def _signed(number: float) -> str:
-    return f"{number:+.3g}" if abs(number) < 100 else f"{number:+,.0f}"
 
 
 def _section(field: str) -> str:
@@ -144,7 +171,8 @@ def goodput_lines(goodput: Goodput | None, found: Prediction) -> list[str]:
     steps = max(1, round(goodput.interval / found.step_seconds))
     return [
         "",
-        f"Saved every {goodput.interval:.4g} s ({steps:,} steps), {goodput.expected:.1%} of the time is "
+        f"Saved every {seconds_text(goodput.interval, _DIGITS)} ({steps:,} steps), {goodput.expected:.1%} of "
+        "the time is "
         f"progress, {found.tokens_per_second * goodput.expected:,.0f} tokens/s; in {PERIODS:,} simulated "
         f"intervals {goodput.simulated:.1%} ± {goodput.deviation:.1%} (seed {goodput.seed}).",
     ]
@@ -178,7 +206,9 @@ def search_json(result: PlanSearchResult, most: int) -> dict[str, Any]:
         "too_large": result.too_large,
         "slower": result.slower,
         "impossible_divisions": dict(result.impossible),
-        "second_behind": behind(result) if len(result.best) > 1 else None,
+        "second_behind": result.best[1].step_seconds / result.best[0].step_seconds - 1
+        if len(result.best) > 1
+        else None,
         "best": [_as_json(found) for found in result.best[:most]],
     }
 

@@ -1,5 +1,7 @@
 """Communication between ranks: mesh, groups, collectives, point-to-point messages, traffic, launch."""
 
+from typing import Any
+
 from plait.comm.collectives import (
     all_gather,
     all_reduce,
@@ -18,6 +20,7 @@ from plait.comm.handle import Handle
 from plait.comm.mesh import GridMesh, Mesh
 from plait.comm.point_to_point import receive, send
 from plait.comm.traffic import Count, Traffic
+from plait.submodules import submodule
 
 __all__ = [
     "Count",
@@ -40,3 +43,7 @@ __all__ = [
     "send",
     "shared_zeros",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return submodule(__name__, name)

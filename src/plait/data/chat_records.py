@@ -1,7 +1,8 @@
 """Conversations as records: their messages, which of these are learnt, and what else their template is given.
 
-A record has `messages`, each with `role` and `content`, of which those of the assistant are to be learnt; or
-a `prompt` and a `completion`, as text or as messages, of which the completion is.
+A record has `messages`, each with `role` and `content`, or `conversations`, as ShareGPT has them, of which
+those of the assistant are to be learnt; or a `prompt` and a `completion`, as text or as messages, of which
+the completion is; or a `text`, all of which is. Records of one file may differ in this.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from plait.data.sharegpt import as_message, is_turn
 from plait.errors import DataError
 
 Message = Mapping[str, Any]
@@ -19,6 +21,8 @@ _OTHER_ROLES = frozenset({"user", "system", "developer", "tool", "function", "ip
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _LEARNT = ("weight", "train", "training", "loss")
 """Fields of a message that say whether it is learnt: of OpenAI, and of other trainers."""
+_TURNS = ("messages", "conversations")
+"""Fields that are a conversation; the first that is there is read."""
 _VARIABLES = "chat_template_kwargs"
 _CONTENT = (
     *("tools", "functions", "documents", "system", "system_prompt", "enable_thinking", "chat_template"),
@@ -45,27 +49,29 @@ class ChatRecord:
 
 def holds_chats(fields: Collection[str]) -> bool:
     """Return whether records with these fields are conversations."""
-    return "messages" in fields or {"prompt", "completion"} <= set(fields)
+    return not {*_TURNS}.isdisjoint(fields) or {"prompt", "completion"} <= set(fields)
 
 
 def text_record(record: Mapping[str, Any]) -> tuple[str, str, tuple[str, ...]] | None:
     """Return prompt, completion and the fields beside them, where both are text; else None.
 
-    Raises DataError for fields that belong to a conversation, since no chat template reads them.
+    Of a record with a `text` in their place the prompt is "" and the completion the text. Raises
+    DataError for fields that belong to a conversation, since no chat template reads them.
     """
-    prompt, completion = record.get("prompt"), record.get("completion")
-    is_text = record.get("messages") is None and isinstance(prompt, str) and isinstance(completion, str)
-    if not is_text:
+    if any(record.get(name) is not None for name in _TURNS):
         return None
-    assert isinstance(prompt, str)
-    assert isinstance(completion, str)
-    others = _others(record, ("prompt", "completion", "messages"))
+    prompt, completion = record.get("prompt"), record.get("completion")
+    what, read = "a prompt and a completion that are text", {"prompt", "completion"}
+    if completion is None and record.get("text") is not None:
+        prompt, completion, what, read = "", record["text"], "a text", {"text"}
+    if not isinstance(prompt, str) or not isinstance(completion, str):
+        return None
+    others = {name: value for name, value in _others(record, read).items() if value is not None}
     _refuse_preferences(record)
     for name, value in others.items():
-        if name in (*_CONTENT, _VARIABLES) and value not in (None, "", [], {}):
+        if name in (*_CONTENT, _VARIABLES) and value not in ("", [], {}):
             raise DataError(
-                f"has {name} beside a prompt and a completion that are text, which no chat template reads: "
-                "give them as messages, or remove it"
+                f"has {name} beside {what}, which no chat template reads: give messages, or remove it"
             )
     return prompt, completion, tuple(others)
 
@@ -75,16 +81,22 @@ def chat_record(record: Mapping[str, Any], read: Collection[str]) -> ChatRecord:
 
     Raises DataError for a record that is none, by what is missing, and for what it has and cannot be done.
     """
-    if record.get("messages") is not None:
-        before, rest = list[Message](), _messages(record["messages"], "messages")
-        others = _others(record, ("messages",))
-    elif {"prompt", "completion"} <= record.keys():
+    name = next((name for name in _TURNS if record.get(name) is not None), None)
+    if name is not None:
+        before, rest = list[Message](), _messages(record[name], name)
+        others = _others(record, (name,))
+        if name != "messages":
+            rest, others = _with_system(rest, others)
+    elif record.get("prompt") is not None and record.get("completion") is not None:
         before, rest = (_messages(record[name], name) for name in ("prompt", "completion"))
-        others = _others(record, ("messages", "prompt", "completion"))
+        others = _others(record, ("prompt", "completion"))
         _refuse_preferences(record)
     else:
         filled = ", ".join(name for name, value in record.items() if value is not None)
-        raise DataError(f"has neither messages nor prompt and completion (it has: {filled or 'nothing'})")
+        raise DataError(
+            "has neither messages, conversations, prompt and completion, nor text (it has: "
+            f"{filled or 'nothing'})"
+        )
     if not rest:
         raise DataError("has no messages")
     messages = [*before, *rest]
@@ -138,19 +150,33 @@ def _messages(found: Any, name: str) -> list[Message]:
     """
     if isinstance(found, Mapping) and all(isinstance(one, list) for one in found.values()):
         found = [dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True)]
-    is_list = isinstance(found, list) and all(isinstance(one, Mapping) and "role" in one for one in found)
-    if not is_list and name == "messages":
-        raise DataError("has messages that are no list of messages with role and content")
+    is_list = isinstance(found, list) and all(map(is_turn, found))
+    if not is_list and name in _TURNS:
+        fields = "role and content" if name == "messages" else "from and value, or role and content"
+        raise DataError(f"has {name} that are no list of messages with {fields}")
     if not is_list:
         raise DataError(
             f"has prompt and completion that are not both text, and a {name} that is no list of messages"
         )
-    return [_message(one) for one in found]
+    return [_message(one, is_shared=name == "conversations") for one in found]
 
 
-def _message(found: Message) -> Message:
+def _with_system(messages: list[Message], others: dict[str, Any]) -> tuple[list[Message], dict[str, Any]]:
+    """Return the messages of ShareGPT with the field `system` as their first, and the other fields."""
+    system = others.pop("system", None)
+    if system in (None, ""):
+        return messages, others
+    if not isinstance(system, str):
+        raise DataError(f"has a system that is {short_json(system)}: give text")
+    if messages and messages[0]["role"] == "system":
+        raise DataError("has a field system and a message of the system: remove one of them")
+    return [{"role": "system", "content": system}, *messages], others
+
+
+def _message(found: Message, *, is_shared: bool) -> Message:
     """Return a message without fields that are null. Raises DataError for content that is no text."""
-    message = {name: value for name, value in found.items() if value is not None}
+    filled = {name: value for name, value in found.items() if value is not None}
+    message = as_message(filled, is_shared=is_shared)
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         raise DataError(f'has a message whose role is {short_json(role)}: give text, such as "user"')
@@ -214,11 +240,12 @@ def _variables(others: Mapping[str, Any], read: Collection[str]) -> tuple[Mappin
         raise DataError(f"has {_VARIABLES} that are no object of names and values")
     found: dict[str, Any] = {}
     unread = []
-    for name, value in [*_others(others, (_VARIABLES,)).items(), *given.items()]:
+    for name, written in [*_others(others, (_VARIABLES,)).items(), *given.items()]:
+        value = _decoded(name, written)
         if value is None:
             continue
         if name in read and name not in _SET_BY_PLAIT:
-            found[name] = _decoded(name, value)
+            found[name] = value
         elif value in ("", [], {}):
             continue
         elif name in (*_CONTENT, *_SET_BY_PLAIT, *given):
@@ -232,9 +259,11 @@ def _variables(others: Mapping[str, Any], read: Collection[str]) -> tuple[Mappin
 
 
 def _decoded(name: str, value: Any) -> Any:
-    """Return the value of a field; tools may be written as JSON, as tables need it."""
+    """Return the value of a field; tools may be written as JSON, as tables need it, and "" is none."""
     if name != "tools" or not isinstance(value, str):
         return value
+    if not value.strip():
+        return None
     try:
         return json.loads(value)
     except ValueError:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from inspect import signature
 from typing import Any
 
 from plait.data.bounded_process import BoundedProcess, CallFailedError
-from plait.data.chat_records import Message, joined_parts, part_texts
+from plait.data.chat_records import ANSWERS, Message, joined_parts, part_texts
 from plait.data.json_records import whole_characters
 from plait.errors import ConfigError, DataError
 
@@ -24,6 +25,8 @@ _GENERATION = re.compile(r"\{%[-+]?\s*(?P<end>end)?generation\s*[-+]?%\}")
 """The marks around what the assistant generates, which are no tags of jinja2's own."""
 _SECONDS, _MEMORY = 5.0, 1 << 29
 """What a template may take for one conversation: seconds, and bytes beyond those that plait has."""
+_NOT_SPOKEN = frozenset({"system", "developer"})
+"""Roles whose messages stand before a conversation."""
 _REASONING = frozenset({"reasoning_content", "thinking", "reasoning"})
 """Names of one field: transformers gives a template the name that it reads."""
 
@@ -86,13 +89,13 @@ class ChatTemplate:
 
         Raises DataError for messages that the template refuses.
         """
-        return whole_characters(self._call("_rendered", list(messages), dict(variables), asks))
+        return whole_characters(self._rendering("_rendered", messages, variables, asks))
 
     def marked_text(
         self, messages: Sequence[Message], variables: Mapping[str, Any]
     ) -> tuple[str, list[Span]]:
         """Return the text of messages, and where the template marks it as generated."""
-        text, spans = self._call("_marked", list(messages), dict(variables))
+        text, spans = self._rendering("_marked", messages, variables)
         return whole_characters(text), [(begin, end) for begin, end in spans]
 
     def _rendered(self, messages: list[Message], variables: dict[str, Any], asks: bool) -> str:
@@ -153,6 +156,30 @@ class ChatTemplate:
         """Return the roles of messages whose content is not in the text that the template makes of them."""
         roles = dict.fromkeys(str(one["role"]) for one in messages if not _shows(text, one))
         return tuple(roles)
+
+    def _rendering(
+        self, what: str, messages: Sequence[Message], variables: Mapping[str, Any], *more: Any
+    ) -> Any:
+        """Return what a method returns of messages. Raises DataError for those that the template refuses."""
+        try:
+            return self._process.call(what, list(messages), dict(variables), *more)
+        except CallFailedError as error:
+            raise self._refused(error, messages, variables) from None
+
+    def _refused(
+        self, error: CallFailedError, messages: Sequence[Message], variables: Mapping[str, Any]
+    ) -> DataError:
+        """Return the error for messages that the template refuses, by what would be accepted."""
+        first = next((at for at, one in enumerate(messages) if one["role"] not in _NOT_SPOKEN), None)
+        if first is not None and messages[first]["role"] == ANSWERS:
+            asked = [*messages[:first], {"role": "user", "content": "?"}, *messages[first:]]
+            with suppress(CallFailedError):
+                self._process.call("_rendered", asked, dict(variables), False)
+                return DataError(
+                    f"begins with the {ANSWERS}, which the chat template of {self._name} refuses ({error}): "
+                    "put a message of the user before its first answer, or leave that answer out"
+                )
+        return DataError(f"is refused by the chat template of {self._name}: {error}")
 
 
 def _shows(text: str, message: Message) -> bool:

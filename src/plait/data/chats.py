@@ -22,7 +22,7 @@ from plait.data.chat_records import (
 from plait.data.chat_templates import ChatTemplate, Span
 from plait.data.tokenizer import Tokens
 from plait.data.tokenizer_file import SurroundingTokens, post_processed
-from plait.errors import ConfigError, DataError
+from plait.errors import ConfigError, DataError, missing_package
 
 _CALLS = ("tool_calls", "function_call")
 """Fields of messages that are the answer, where there is no content."""
@@ -49,9 +49,8 @@ class ChatEncoder:
         try:
             from transformers import AutoTokenizer
         except ImportError:
-            raise ConfigError(
-                "chats need the package transformers: pip install 'plait[huggingface]'."
-            ) from None
+            what = "a corpus of conversations"
+            raise ConfigError(f"{missing_package(what, 'transformers', 'huggingface')}.") from None
         path = Path(folder).expanduser()
         path = path.parent if path.is_file() else path
         try:
@@ -127,7 +126,7 @@ class ChatEncoder:
         excepted = [self._span(template, chat, messages, text, place) for place in others]
         if chat.first:
             before = template.text(messages[: chat.first], chat.variables)
-            self._require_beginning(text, before)
+            self._require_beginning(text, before, messages[: chat.first])
             excepted.append((0, len(before)))
         return text, [span for span in marked if not any(a <= span[0] < b for a, b in excepted)]
 
@@ -136,20 +135,29 @@ class ChatEncoder:
     ) -> Span:
         """Return where an answer stands in the text of a conversation."""
         until = template.text(messages[: place + 1], chat.variables)
-        self._require_beginning(text, until)
+        self._require_beginning(text, until, messages[: place + 1])
         if not place:  # nothing is asked: the answer begins behind what a template writes to ask for one
             asked = template.text(messages[:1], chat.variables, asks=True).removeprefix(until)
             return until.find(asked) + len(asked) if asked in until else 0, len(until)
         before = template.text(messages[:place], chat.variables, asks=True)
-        self._require_beginning(until, before)
+        self._require_beginning(until, before, messages[:place])
         return len(before), len(until)
 
-    def _require_beginning(self, text: str, beginning: str) -> None:
-        if not text.startswith(beginning):
-            raise DataError(
-                f"has answers whose place in the text cannot be found, since the chat template of "
-                f"{self._path} changes earlier messages: give one with generation marks"
-            )
+    def _require_beginning(self, text: str, beginning: str, messages: Sequence[Message]) -> None:
+        """Raise DataError where the text of a whole conversation does not begin with that of its first "
+        "ones."""
+        if text.startswith(beginning):
+            return
+        same = next((at for at, (a, b) in enumerate(zip(text, beginning, strict=False)) if a != b), len(text))
+        raise DataError(
+            f"has an answer whose place in the text cannot be found: the chat template of {self._path} "
+            "changes "
+            f"what it wrote of the first {len(messages)} messages ({beginning[same:][:30]!r}) when a later "
+            "one "
+            "comes, as those of models that think do: give a template with generation marks, or write a row "
+            "for "
+            "each answer, with the messages before it as the prompt and the answer as the completion"
+        )
 
     def _completed(self, found: EncodedChat) -> EncodedChat:
         """Return a prompt and its completion with the tokens around a text, of which the last are learnt."""

@@ -13,9 +13,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from plait.data.chat_records import short_json
+from plait.data.chat_records import holds_chats, short_json
 from plait.data.corpus import source_files
-from plait.data.json_records import json_kind, read_lines, read_list, read_record
+from plait.data.json_records import LinePlace, Place, RowPlace, json_kind, read_lines, read_list, read_record
 from plait.data.long_documents import Encode
 from plait.data.tables import column_names, dataset_files, is_dataset, read_rows, row_ranges
 from plait.data.text_files import decoded, read_text, text_ahead, text_cuts
@@ -125,14 +125,14 @@ def read_texts(portion: SourceRange, column: str) -> Iterator[TextPart]:
 
 def read_records(
     portion: SourceRange, columns: Collection[str] | None
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
+) -> Iterator[tuple[Place, Mapping[str, Any]]]:
     """Yield the records in JSON, or those `columns` of the rows of a table, each with its place.
 
     `columns`: None for all.
     """
     if portion.kind == "table":
         for number, row in read_rows(portion.path, portion.begin, portion.end, columns):
-            yield f"in row {number}", row
+            yield RowPlace(portion.path, "row", number), row
         return
     if portion.kind == "json":
         yield from read_list(portion.path)
@@ -141,7 +141,8 @@ def read_records(
         raise DataError(f"{portion.path} holds no records: give JSON lines or tables.")
     for at, line in read_lines(portion.path, portion.begin, portion.end):
         if line.strip():
-            yield f"at byte {at}", read_record(line, portion.path, at)
+            place = LinePlace(portion.path, at)
+            yield place, read_record(line, place)
 
 
 def field_names(file: SourceFile) -> list[str]:
@@ -151,7 +152,7 @@ def field_names(file: SourceFile) -> list[str]:
     if file.kind not in ("jsonl", "json"):
         return []
     records = read_records(SourceRange(file.path, file.kind, 0, file.size, file.size), None)
-    return list(next(records, ("", {}))[1])
+    return next((list(record) for _, record in records), [])
 
 
 def _parts_of_text(portion: SourceRange) -> Iterator[TextPart]:
@@ -179,20 +180,18 @@ def _texts_of_records(portion: SourceRange, column: str) -> Iterator[TextPart]:
         )
     for place, record in read_records(portion, (column,)):
         text = record.get(column)
-        if not isinstance(text, str) and column == "text" and {"messages", "prompt"} & record.keys():
+        if not isinstance(text, str) and column == "text" and holds_chats(record.keys()):
             raise DataError(
-                f"{portion.path} has a conversation {place} among texts: write them to two files, and "
-                "give both as sources (data.mixture)."
+                f"{place} is a conversation, and the column {column!r} is to be read: leave --column out, or "
+                "write texts and conversations to two files."
             )
         if column in record and not isinstance(text, str):
             raise DataError(
-                f"{portion.path} has a record {place} whose {column!r} is {short_json(text)}, "
-                "and no text: mend or remove it."
+                f"{place} has a {column!r} that is {short_json(text)}, and no text: mend or remove it."
             )
         if not isinstance(text, str):
             raise DataError(
-                f"{portion.path} has a record {place} without a text {column!r} (it has: "
-                f"{', '.join(sorted(record))}): give --column."
+                f"{place} has no text {column!r} (it has: {', '.join(sorted(record))}): give --column."
             )
         if text:
             yield TextPart(text, unread=tuple(name for name in columns or record if name != column))

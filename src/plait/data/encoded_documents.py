@@ -132,7 +132,7 @@ def _encoded_chats(one: SourceRange, tokenizer: str) -> Iterator[EncodedPart]:
         try:
             found = encoder.encode(record)
         except DataError as error:
-            raise DataError(f"{one.path} has a conversation {place} that {error}.") from None
+            raise DataError(f"{place} {error}.") from None
         yield EncodedPart(
             found.tokens,
             found.answers,

@@ -1,4 +1,4 @@
-"""Records in JSON: one a line, or a list of them."""
+"""Records in JSON: one a line, or a list of them; the place of each, for errors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import codecs
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal
 
 from plait.data.chat_records import holds_chats
@@ -20,6 +21,39 @@ LONGEST_RECORD = 1 << 27
 _MAY_BE_NO_NUMBER = re.compile(r"NaN|Infinity|\d[eE]\+?\d\d\d")
 _SPACES = re.compile(r"[ \t\r\n]*")
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
+_AT_ONCE = 1 << 20
+"""Bytes that are read at once to count lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinePlace:
+    """A line of a file; as text FILE:LINE, for which the lines before it are counted."""
+
+    path: str
+    begin: int
+    """The byte at which the line begins."""
+
+    def __str__(self) -> str:
+        left, number = self.begin, 1
+        with open_file(self.path) as file:
+            while left and (data := file.read(min(left, _AT_ONCE))):
+                left, number = left - len(data), number + data.count(b"\n")
+        return f"{self.path}:{number}"
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlace:
+    """A row of a table, or an element of a list in JSON."""
+
+    path: str
+    kind: Literal["row", "element"]
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.path}, {self.kind} {self.number},"
+
+
+Place = LinePlace | RowPlace
 
 
 def read_lines(path: str, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
@@ -62,7 +96,7 @@ def json_kind(path: str) -> Literal["jsonl", "json"] | None:
     return "jsonl" if isinstance(found, dict) and (holds_chats(found) or "text" in found) else None
 
 
-def read_list(path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def read_list(path: str) -> Iterator[tuple[Place, Mapping[str, Any]]]:
     """Yield the records of a list in JSON, each with its place, holding a few at once.
 
     Raises DataError where it is none.
@@ -75,7 +109,7 @@ def read_list(path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
                     raise DataError(
                         f"{path} has an element {number} that is no JSON object: mend or remove it."
                     )
-                yield f"in element {number}", record
+                yield RowPlace(path, "element", number), record
         except (ValueError, RecursionError) as error:
             reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
             reason = error.msg if isinstance(error, json.JSONDecodeError) else reason
@@ -144,18 +178,18 @@ class _ListText:
         self._at = 0
 
 
-def read_record(line: bytes, path: str, at: int) -> Mapping[str, Any]:
+def read_record(line: bytes, place: LinePlace) -> Mapping[str, Any]:
     """Return a line as a record, with `�` for what is no character. Raises DataError where it is none."""
     reason = ""
     try:
         text = line.decode("utf-8", "surrogatepass")
-        found = record_value(text.removeprefix("\ufeff") if at == 0 else text)
+        found = record_value(text.removeprefix("\ufeff") if place.begin == 0 else text)
     except UnicodeDecodeError as error:
-        found, reason = None, f" (it is no UTF-8 at byte {at + error.start})"
+        found, reason = None, f" (it is no UTF-8 at byte {place.begin + error.start})"
     except ValueError as error:
         found, reason = None, f" ({error})"
     if not isinstance(found, dict):
-        raise DataError(f"{path} has a line at byte {at} that is no JSON object{reason}: mend or remove it.")
+        raise DataError(f"{place} is no JSON object{reason}: mend or remove it.")
     return found
 
 

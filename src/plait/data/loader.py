@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -16,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 
 from plait.arguments import require_choice, require_flag, require_whole
 from plait.data.batches import permute, rank_rows
+from plait.data.random_states import kept_random_state, seed_all
 from plait.errors import DataError
 
 Collate = Callable[[list[Any]], Any]
@@ -53,7 +52,9 @@ class Loader:
         if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
             raise DataError(
                 f"the dataset is {_article(type(dataset).__name__)} without a length or without samples by "
-                "number: give a map-style dataset, with __len__ and __getitem__."
+                "number: give a map-style dataset, with __len__ and __getitem__, or plait.Stream an iterable "
+                "with "
+                "state_dict."
             )
         if not len(dataset):
             raise DataError("a loader has a dataset of 0 samples: give at least one.")
@@ -86,7 +87,7 @@ class Loader:
         """
         start, stop, _ = rows.indices(self.size)
         if not self._workers or threading.current_thread() is not threading.main_thread():
-            with _kept_random_state():
+            with kept_random_state():
                 return self._samples.take(step, start, stop)
         if self._next != (step, start, stop):
             self.close()
@@ -159,7 +160,7 @@ class _Samples:
         """Return (inputs, targets) of rows `start` … `stop` of a step; seeds random number generators."""
         samples = []
         for index, number in zip(*self.places(step, start, stop), strict=True):
-            _seed_all(self.seed, int(number))
+            seed_all(self.seed, int(number))
             samples.append(self._dataset[int(index)])
         result = self._collate(samples)
         if not isinstance(result, tuple | list) or len(result) != 2:
@@ -193,26 +194,6 @@ class _StepsFrom:
 
 def _unchanged(value: Any) -> Any:
     return value
-
-
-def _seed_all(seed: int, number: int) -> None:
-    """Seed torch, numpy and random for one row of the run."""
-    word = int(np.random.SeedSequence((seed, number)).generate_state(1, np.uint64)[0])
-    torch.manual_seed(word)
-    random.seed(word)
-    np.random.seed(word % 2**32)
-
-
-@contextmanager
-def _kept_random_state() -> Iterator[None]:
-    """Context manager that restores the states of torch's, numpy's and Python's random numbers on the CPU."""
-    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before[0])
-        np.random.set_state(before[1])
-        random.setstate(before[2])
 
 
 def _article(name: str) -> str:

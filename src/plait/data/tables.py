@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from plait.errors import ConfigError, DataError
+from plait.errors import ConfigError, DataError, missing_package
 from plait.files import require_file
 
 HUB = "hf://"
@@ -241,4 +241,4 @@ def _imported(module: str, path: str) -> Any:
     try:
         return import_module(module)
     except ImportError:
-        raise ConfigError(f"{path} needs the package datasets: pip install 'plait[data]'.") from None
+        raise ConfigError(f"{missing_package(path, 'datasets', 'data')}.") from None

@@ -18,7 +18,7 @@ from plait.data.tokenizer_file import (
     token_name,
     tokenizer_config,
 )
-from plait.errors import ConfigError
+from plait.errors import ConfigError, hub_remedy
 
 Tokens = NDArray[Any]  # one dim, of an unsigned integer type (a .npy file may hold a signed one)
 
@@ -73,11 +73,13 @@ class FileTokenizer:
     """Tokenizer from a Hugging Face `tokenizer.json`; needs the `tokenizers` extra."""
 
     def __init__(self, path: Path) -> None:
+        given = str(path)
         path = path / "tokenizer.json" if path.is_dir() else path
         if not path.is_file():
             raise ConfigError(
                 f"data.tokenizer = {str(path)!r} is no file: "
-                'give "bytes" or the path of a Hugging Face tokenizer.json, or of its folder.'
+                'give "bytes" or the path of a Hugging Face tokenizer.json, or of its folder'
+                f"{hub_remedy(given)}."
             )
         self._reader: Any = open_reader(path)
         self.path, self.name = path, path.name

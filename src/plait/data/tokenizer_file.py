@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from plait.data.chat_records import short_json
 from plait.data.json_files import read_json_object
-from plait.errors import ConfigError, DataError
+from plait.errors import ConfigError, DataError, missing_package
 
 CONFIG = "tokenizer_config.json"
 _SPECIAL_TOKENS = "special_tokens_map.json"
@@ -57,10 +57,8 @@ def open_reader(path: Path) -> Any:
     try:
         from tokenizers import Tokenizer as Reader
     except ImportError:
-        raise ConfigError(
-            f"data.tokenizer = {str(path)!r} needs the package tokenizers: "
-            "install it with pip install 'plait[tokenizers]'."
-        ) from None
+        what = f"data.tokenizer = {str(path)!r}"
+        raise ConfigError(f"{missing_package(what, 'tokenizers', 'tokenizers')}.") from None
     read_json_object(path, "give a tokenizer.json")
     with library_errors(f"data.tokenizer = {str(path)!r} is no tokenizer.json"):
         reader: Any = Reader.from_file(str(path))

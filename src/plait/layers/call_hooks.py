@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 HOOKS = {
     "_forward_pre_hooks": "register_forward_pre_hook",
@@ -14,6 +15,8 @@ HOOKS = {
     "_backward_hooks": "register_full_backward_hook",
 }
 """Attributes of `nn.Module` that hold hooks, private to torch, and what registers them."""
+_OLDER_UTILITIES = ("torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm", "torch.nn.utils.prune")
+"""Modules of torch whose objects are hooks that compute a weight."""
 
 
 def call_hooks(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -55,6 +58,16 @@ def computed_by_hooks(module: nn.Module) -> Iterator[Tensor]:
             value = vars(one).get(getattr(hook, "name", getattr(hook, "_tensor_name", "")))
             if isinstance(value, Tensor) and not value.is_leaf:
                 yield value
+
+
+def weight_utility(module: nn.Module) -> str | None:
+    """Return the utility of torch that computes parameters of `module` itself from others, or None.
+
+    Such as `torch.nn.utils.weight_norm`, the older one, which has a hook, or `parametrizations.weight_norm`.
+    """
+    homes = (type(hook).__module__ for _, hook in call_hooks(module))
+    older = next((home for home in homes if home in _OLDER_UTILITIES), None)
+    return older or ("torch.nn.utils.parametrize" if is_parametrized(module) else None)
 
 
 def hook_objects(module: nn.Module) -> Iterator[object]:

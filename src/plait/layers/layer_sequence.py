@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from plait.autograd.dropout import from_plain_dropout, is_plain_dropout
 from plait.errors import ModelError
@@ -65,6 +66,9 @@ class LayerSequence:
         return members
 
 
+NO_SHAPE = "has no shape yet: run the model on a batch before, or give its module the number of inputs"
+
+
 def sequence_of(model: nn.Module) -> LayerSequence:
     """Return `model` as layers: nested `nn.Sequential`s are flattened, any other module is one layer.
 
@@ -80,6 +84,8 @@ def sequence_of(model: nn.Module) -> LayerSequence:
     users: dict[str, list[int]] = {}
     for index, layer in enumerate(layers):
         for name, parameter in layer.module.named_parameters():
+            if isinstance(parameter, UninitializedParameter):
+                raise ModelError(f"{join(layer.path, name)} {NO_SHAPE}.")
             full_name = names.setdefault(id(parameter), join(layer.path, name))
             parameters[full_name] = parameter
             users.setdefault(full_name, []).append(index)

@@ -17,8 +17,8 @@ from torch.nn.parameter import UninitializedParameter
 
 from plait.comm.gradient_hooks import first_gradient_hook
 from plait.errors import ModelError, PlanError
-from plait.layers.call_hooks import call_hooks, computed_by_hooks
-from plait.layers.layer_sequence import LayerSequence, sequence_of, sequentials_of
+from plait.layers.call_hooks import call_hooks, computed_by_hooks, weight_utility
+from plait.layers.layer_sequence import NO_SHAPE, LayerSequence, sequence_of, sequentials_of
 from plait.layers.nested import tensors_of
 from plait.rules import join
 
@@ -79,7 +79,7 @@ def _refuse_on_sequential(container: nn.Module, path: str) -> None:
 
 def _lost_of_parameter(parameter: nn.Parameter) -> str | None:
     if isinstance(parameter, UninitializedParameter):
-        return "has no shape yet: run the model on a batch before, or give its module the number of inputs"
+        return NO_SHAPE
     if type(parameter) is not nn.Parameter:
         return (
             f"is a {type(parameter).__name__}, but each rank has a plain nn.Parameter in its place, which "
@@ -124,6 +124,13 @@ def _refuse_attributes(layer: nn.Module, path: str) -> None:
             raise ModelError(
                 f"{place} of its layer but requires a gradient, which plait would not compute: register it "
                 "as a parameter, compute it in forward, or detach it."
+            )
+        utilities = (weight_utility(one) for one in layer.modules())
+        if tensor.is_meta and (utility := next(filter(None, utilities), None)):
+            raise ModelError(
+                f"{join(path, name)} is computed by {utility}, and is on the meta device, where nothing "
+                "draws the "
+                "values that it is computed from: build the model with real values."
             )
         if tensor.is_meta:
             raise ModelError(

@@ -15,10 +15,13 @@ shard the same dim are nested, the outermost first:
 collectives from one layout to another, which `plait.tensor.redistribute` runs. Nothing here communicates.
 """
 
+from typing import Any
+
 from plait.layout.layout import Box, Coordinate, Flat, Layout, Partial, Placement, Replicate, Shard, divide
 from plait.layout.pieces import assemble, shard
 from plait.layout.reshaping import reshape
 from plait.layout.transitions import Move, moves
+from plait.submodules import submodule
 
 __all__ = [
     "Box",
@@ -36,3 +39,7 @@ __all__ = [
     "reshape",
     "shard",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return submodule(__name__, name)

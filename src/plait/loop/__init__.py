@@ -1,5 +1,7 @@
 """The training loop: `plait.fit`, its callbacks, loggers, checkpoints and learning-rate schedules."""
 
+from typing import Any
+
 from plait.loop.callbacks import History, Log, ReplicaChecks
 from plait.loop.checkpoints import Checkpoints
 from plait.loop.early_stop import EarlyStop
@@ -10,6 +12,7 @@ from plait.loop.report_files import Report
 from plait.loop.tracking_services import MLflow, TensorBoard, WeightsAndBiases
 from plait.loop.training import Callback, TrainingLoop
 from plait.loop.validation import Validation
+from plait.submodules import submodule
 
 __all__ = [
     "Callback",
@@ -30,3 +33,7 @@ __all__ = [
     "warmup_cosine",
     "warmup_linear",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return submodule(__name__, name)

@@ -6,14 +6,17 @@ from plait.comm.mesh import Mesh
 from plait.data.batches import Batches, rank_rows, row_total
 from plait.errors import DataError
 from plait.layers.nested import Value, tensors_of
+from plait.loop.stream_reader import Source
 
 
 def require_batches(batches: object) -> None:
     """Raise `DataError` for other objects than batches."""
     if not (hasattr(batches, "size") and hasattr(batches, "batch")):
+        has_state = isinstance(batches, Source)
+        remedy = "plait.Stream of it" if has_state else "plait.Loader of the dataset"
         raise DataError(
             f"batches are an object of {type(batches).__name__}, without size and batch(step, rows): give a "
-            "plait.Loader of the dataset."
+            f"{remedy}."
         )
 
 

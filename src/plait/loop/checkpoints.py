@@ -20,6 +20,7 @@ from plait.data.batches import description
 from plait.errors import CheckpointError, ConfigError, DataError, NonFiniteError, ReplicaError, listed
 from plait.loop.early_stop import watched_validation
 from plait.loop.run_folder import locked_folder
+from plait.loop.stream import RankStream
 from plait.loop.training import Callback, TrainingLoop
 from plait.loop.validation import LowestLoss, Validation
 
@@ -149,6 +150,7 @@ class Checkpoints(Callback):
             "step": step,
             "batches": description(run.batches),
             "callbacks": {name: values for name, values in callbacks.items() if values},
+            **({"position": run.batches.state_dict()} if isinstance(run.batches, RankStream) else {}),
             **self._state,
         }
         self.finish()
@@ -185,6 +187,7 @@ class Checkpoints(Callback):
             )
         self._check(state, path)
         self._require_same_batches(section(state, "batches"), run, path)
+        self._load_position(state, run, path)
         self._load_callbacks(state, run, path)
         if self._folder.resolve() in (path.resolve(), path.resolve().parent):
             run.resumed_steps = self._manager.start_step = step
@@ -196,6 +199,16 @@ class Checkpoints(Callback):
         if loaded.precision:
             self._tell(loaded.precision)
         run.done = step
+
+    def _load_position(self, state: Mapping[str, Any], run: TrainingLoop, path: Path) -> None:
+        """Let a stream go on from its position. Raises `DataError` for one where the other has none."""
+        if isinstance(run.batches, RankStream):
+            run.batches.load_state_dict(section(state, "position"))
+        elif "position" in state:
+            raise DataError(
+                f"{path} holds the position of a plait.Stream, and the batches are an object of "
+                f"{type(run.batches).__name__}: give the stream, or start over with {self._start_over}."
+            )
 
     def _load_callbacks(self, state: Mapping[str, Any], run: TrainingLoop, path: Path) -> None:
         """Load the state of each callback; say which state there is no callback for."""

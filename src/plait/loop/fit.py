@@ -19,6 +19,7 @@ from plait.engine import Engine
 from plait.errors import ConfigError
 from plait.loop.batch_shares import uneven_epochs
 from plait.loop.learning_rates import LearningRate, constant
+from plait.loop.stream import Stream
 from plait.loop.training import Callback, TrainingLoop
 from plait.loop.validation import LowestLoss, Metric, Validation
 from plait.plan import Plan
@@ -53,7 +54,7 @@ class FitResult:
 def fit(
     model: nn.Module,
     plan: Plan,
-    batches: Batches,
+    batches: Batches | Stream,
     *,
     steps: int,
     loss: GivenLoss = cross_entropy,
@@ -74,11 +75,11 @@ def fit(
 ) -> FitResult:
     """Train `model` by `plan` for `steps` steps; every rank of `plan.world` calls it with the same arguments.
 
-    `batches`: a `plait.Loader`, or what has a `size`, the rows of a global batch, and `batch(step, rows)`,
-    which returns inputs and targets of some rows. `optimizer` makes one of parameter groups, of which
-    matrices have `weight_decay` and vectors have none. `learning_rate`: a number, or a function of the step,
-    from 0, such as `plait.loop.warmup_cosine`. None for one of these: the optimizer's. `clip`: the largest
-    gradient norm.
+    `batches`: a `plait.Loader`, a `plait.Stream`, whose end may end the run earlier, or what has a `size`,
+    the rows of a global batch, and `batch(step, rows)`, which returns inputs and targets of some rows.
+    `optimizer` makes one of parameter groups, of which matrices have `weight_decay` and vectors have none.
+    `learning_rate`: a number, or a function of the step, from 0, such as `plait.loop.warmup_cosine`. None
+    for one of these: the optimizer's. `clip`: the largest gradient norm.
 
     The mean loss over `validation`, of which each row counts once, and the means of `metrics`, functions of
     the model's output and the targets that return a value for each row or token, are computed every
@@ -100,7 +101,7 @@ def fit(
     made = _made(optimizer, engine.parameter_groups(weight_decay))
     rate = learning_rate if callable(learning_rate) or learning_rate is None else constant(learning_rate)
     run = TrainingLoop(engine, made, batches, steps=steps, learning_rate=rate, clip=clip)
-    if line := uneven_epochs(batches, steps):
+    if line := uneven_epochs(run.batches, steps):
         run.tell(line)
     run.run([*validations, *callbacks])
     return _result(run, validations)

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from plait.errors import ConfigError
+from plait.errors import ConfigError, missing_package
 from plait.files import make_folder
 from plait.loop.loggers import MetricsRow, free_name
 
@@ -94,7 +94,5 @@ def _imported(module: str, package: str) -> Any:
     try:
         return import_module(module)
     except ImportError:
-        raise ConfigError(
-            f"{module} is asked for as a logger, but the package {package} is not installed: "
-            f"pip install 'plait[{package}]', or leave the logger out."
-        ) from None
+        what = f"the logger {module}"
+        raise ConfigError(f"{missing_package(what, package, package)}, or leave the logger out.") from None

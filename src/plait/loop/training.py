@@ -20,6 +20,7 @@ from plait.engine import Engine
 from plait.errors import ConfigError, DataError, NonFiniteError, terminal_text
 from plait.loop.batch_shares import repeated_rows, require_divisible, token_count
 from plait.loop.meter import Meter, StepNumbers, StepResult
+from plait.loop.stream import RankStream, Stream
 
 
 class Callback:
@@ -77,7 +78,7 @@ class TrainingLoop:
         self,
         engine: Engine,
         optimizer: torch.optim.Optimizer,
-        batches: Batches,
+        batches: Batches | Stream,
         *,
         steps: int,
         learning_rate: Callable[[int], float] | None = None,
@@ -96,7 +97,8 @@ class TrainingLoop:
                 f"the optimizer's groups have learning rates from {rates[0]:g} to {rates[-1]:g}, which "
                 "learning_rate would replace: leave it out, or give the groups one rate."
             )
-        self.engine, self.optimizer, self.batches, self.mesh = engine, optimizer, batches, engine.mesh
+        self.engine, self.optimizer, self.mesh = engine, optimizer, engine.mesh
+        self.batches: Batches = batches.on(self.mesh) if isinstance(batches, Stream) else batches
         self.steps, self.max_norm, self.advice = steps, clip, advice
         self.done = 0
         """Number of finished steps."""
@@ -116,7 +118,7 @@ class TrainingLoop:
         """The callbacks of `run`, in their order."""
         self._rate = learning_rate
         self._meter = Meter(self.mesh, engine.plan.precision, flops_per_token)
-        self._rows = require_divisible(batches, self.mesh)
+        self._rows = require_divisible(self.batches, self.mesh)
         self._tokens, self._data_seconds = 0, 0.0
         self._unread: tuple[int, Callable[[], StepNumbers]] | None = None
 
@@ -134,6 +136,7 @@ class TrainingLoop:
                 callback.begin(self)
             if line := repeated_rows(self.batches):
                 self.tell(line)
+            self._end_with_data()
             while self.done < self.steps and not self.stopped:
                 self.run_step()
 
@@ -213,9 +216,19 @@ class TrainingLoop:
         began = time.perf_counter()
         inputs, targets = self.batches.batch(step, self._rows)
         self._data_seconds = time.perf_counter() - began
+        self._end_with_data(step + 1)
         self._tokens = token_count(targets, self.batches.size)
         self.optimizer.zero_grad()
         return self.engine.forward_backward(inputs, targets)
+
+    def _end_with_data(self, steps: int | None = None) -> None:
+        """Where a stream has ended, make `steps` the last ones, by default those that are `done`."""
+        last = self.done if steps is None else steps
+        if not isinstance(self.batches, RankStream) or self.batches.left is None or last >= self.steps:
+            return
+        self.steps = last
+        left = f", of which the last {self.batches.left} fill no batch" if self.batches.left else ""
+        self.tell(f"The run ends after step {last}: the stream has no more samples{left}.")
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of `step`, counted from 0."""

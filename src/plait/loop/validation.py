@@ -62,7 +62,8 @@ class Validation(Callback):
             raise ConfigError(f"a Validation is called {name!r}: {_NAMES}.")
         self._prefix = f"validation_{name}_" if name else "validation_"
         self._data = None if batches is None else ValidationRows(batches, count)
-        self._every, self._last = every, 0
+        self._every = every
+        self._run: TrainingLoop | None = None
         self._is_anew = False
         self.loss: float | None = None
         """The latest validation loss."""
@@ -88,7 +89,7 @@ class Validation(Callback):
 
     def begin(self, run: TrainingLoop) -> None:
         """Say which rows are used, unless all are. Raises `ConfigError` where another one has its names."""
-        self._last = run.steps
+        self._run = run
         if self._is_anew:
             run.tell("Validation data differ from those before: the lowest validation loss is searched anew.")
         if self._data is not None:
@@ -104,7 +105,7 @@ class Validation(Callback):
 
     def is_due(self, step: int) -> bool:
         """Return whether `step` is the last one or a multiple of `every`."""
-        at_end, every = step == self._last, self._every
+        at_end, every = self._run is not None and step == self._run.steps, self._every
         return self._data is not None and (at_end or (every > 0 and step % every == 0))
 
     def measured(self, run: TrainingLoop, row: dict[str, float]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from plait.data.batches import Batches, description, row_total
 from plait.errors import DataError
 from plait.loop.batch_shares import require_batches
+from plait.loop.stream import RankStream, Stream
 
 
 class RowShare(NamedTuple):
@@ -30,6 +31,12 @@ class ValidationRows:
     """The most batches; None: all, or one where the data name no number of rows."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.batches, Stream | RankStream):
+            raise DataError(
+                "the validation data are a plait.Stream, whose rows come once, and each validation needs the "
+                "same: "
+                "give a plait.Loader of a list of some of its samples."
+            )
         require_batches(self.batches)
         if self.total == 0:
             raise DataError("the validation data have 0 rows: give at least one, or no validation.")

@@ -22,12 +22,15 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils.parametrize import is_parametrized
 
 from plait.arguments import require_instance, require_number, require_whole
 from plait.autograd.deferred_weight_gradients import is_transposed_linear
 from plait.autograd.dropout import Dropout
 from plait.errors import ModelError, listed
-from plait.layers.layer_sequence import sequence_of
+from plait.layers.call_hooks import weight_utility
+from plait.layers.layer_sequence import NO_SHAPE, sequence_of
 from plait.models.initial import Constant, Initial, initial_value
 from plait.models.initial import Normal as NormalValues
 from plait.rules import Rule, Rules, join, match, piece, replicated
@@ -242,7 +245,7 @@ def require_sizes(rank: object, alpha: object, dropout: object) -> None:
 def _targets(model: nn.Module, targets: Iterable[str] | None) -> dict[str, nn.Module]:
     """Return the linears to adapt by path. Raises ModelError for targets that match none."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    linears = {path: one for path, one in modules.items() if path and is_linear(one)}
+    linears = {path: one for path, one in modules.items() if path and (is_linear(one) or _is_unready(one))}
     if isinstance(targets, str):
         targets = (targets,)
     if targets is None:
@@ -260,7 +263,28 @@ def _targets(model: nn.Module, targets: Iterable[str] | None) -> dict[str, nn.Mo
             if not fitting:
                 raise ModelError(_matches_none(target, linears, modules))
             chosen |= fitting
-    return {path: linear for path, linear in linears.items() if path in chosen}
+    found = {path: linear for path, linear in linears.items() if path in chosen}
+    for path, linear in found.items():
+        _require_weight(path, linear)
+    return found
+
+
+def _is_unready(module: nn.Module) -> bool:
+    """Return whether `module` is an `nn.Linear` that a parametrization or a missing shape keeps from being "
+    "one."""
+    return isinstance(module, nn.Linear) and (is_parametrized(module) or isinstance(module, LazyModuleMixin))
+
+
+def _require_weight(path: str, linear: nn.Module) -> None:
+    """Raise ModelError for a linear whose weight is no parameter with a shape, to which an adapter adds."""
+    if utility := weight_utility(linear):
+        raise ModelError(
+            f"the weight of {path} is computed by {utility} in each forward, and an adapter is added to a "
+            "weight that "
+            "is a parameter: remove that, or name targets without it."
+        )
+    if isinstance(linear, LazyModuleMixin):
+        raise ModelError(f"{path}.weight {NO_SHAPE}.")
 
 
 def _fits(path: str, target: str) -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.layers.call_hooks import computed_by_hooks
+from plait.layers.call_hooks import computed_by_hooks, weight_utility
 from plait.rules import join
 
 FIRST_BYTE, OTHER_BYTE = 0xFF, 0x5A
@@ -59,6 +59,12 @@ class ModuleReset:
             self._other = self._other or _reset(root, root_path, seed, OTHER_BYTE)
             if not torch.equal(_bytes_of(value), _bytes_of(self._other[local])):
                 part = _how_much(value, self._other[local])
+                if utility := weight_utility(root):
+                    raise ModelError(
+                        f"{join(path, name)} is on the meta device, and nothing draws it: {utility} computes "
+                        "a weight "
+                        f"of {_described(root, root_path)} from it; build the model with real values."
+                    )
                 raise ModelError(
                     f"{join(path, name)} is on the meta device, and reset_parameters() of "
                     f"{_described(root, root_path)} does not set {part} of it: let it set the whole, "

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.autograd.deferred_weight_gradients import is_transposed_linear
-from plait.errors import ModelError, listed
+from plait.errors import ModelError, hub_remedy, listed
 from plait.files import require_file, write_bytes
 from plait.huggingface_files import json_object
 from plait.models.low_rank_adaptation import HALVES, LoraLinear, adapt, adapters_of, is_linear, require_sizes
@@ -162,7 +162,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    wanted = f"give a folder of peft, with {CONFIG} and {WEIGHTS}"
+    wanted = f"give a folder of peft, with {CONFIG} and {WEIGHTS}{hub_remedy(str(folder))}"
     config = json_object(folder / CONFIG, wanted)
     try:
         require_file(folder / WEIGHTS)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 
-from plait.autograd.running_sequence import LocalSequence
+from plait.autograd.running_sequence import LocalSequence, running
 from plait.layers.nested import Value, leaf_of, map_tensors, tensors_of
 from plait.layers.shape_inference import LayerInfo
 from plait.pipeline.exchange import Exchange
@@ -173,7 +173,10 @@ class PipelineRank:
         output = stage.values.pop(microbatch)
         if self.loss_stage.writes_output and stage.output_is_read(microbatch):
             output = map_tensors(lambda leaf: leaf_of(leaf.clone(), leaf.requires_grad), output)
-        self.loss_stage.compute(microbatch, output)
+        with running(
+            stage.sequences[microbatch] if stage.sequences else None
+        ):  # a loss of whole sequences adds over `cp`
+            self.loss_stage.compute(microbatch, output)
 
     def _keep_output(self, instruction: KeepOutput) -> None:
         action = instruction.action

@@ -62,11 +62,13 @@ def search(
     base: Plan | None = None,
     choices: PlanChoices = ALL,
     most: int = 10,
+    alike: Callable[[Prediction, Prediction], bool] | None = None,
     framework: Framework = PLAIT,
 ) -> PlanSearchResult:
     """Return the `most` fastest plans of `ranks` ranks for `batch` sequences a step over all of them.
 
-    `base` has what is not searched, such as the precisions. A plan is left out only where a lower bound of
+    Plans that are `alike`, such as in time, count once: at most ten times `most` are returned then. `base`
+    has what is not searched, such as the precisions. A plan is left out only where a lower bound of
     its time is above the times of all that are returned, or a lower bound of its memory above the device's:
     the result is that of predicting every plan. Raises PlanError where the ranks cannot be divided.
     """
@@ -83,10 +85,14 @@ def search(
         for division in found:
             queue.add(division)
         best: list[Plan] = []
-        while queue.entries and len(best) < most:
+        unlike, limit = 0, most if alike is None else 10 * most
+        while queue.entries and unlike <= most and len(best) < limit:
             plan = queue.next()
-            if plan is not None:
-                best.append(plan)
+            if plan is None:
+                continue
+            if not best or alike is None or not alike(*map(queue.steps.prediction, (best[-1], plan))):
+                unlike += 1
+            best.append(plan)
         queue.entries.clear()  # they refer to the queue
     return PlanSearchResult(
         tuple(queue.steps.prediction(plan) for plan in best),

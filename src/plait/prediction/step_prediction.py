@@ -17,7 +17,8 @@ from plait.prediction.layer_operations import StepShape
 from plait.prediction.layer_times import LayerTimer
 from plait.prediction.memory_by_size import PredictedMemory, predicted_memory
 from plait.prediction.model_sizes import decoder_of
-from plait.prediction.step_times import StepTimes, stage_modes
+from plait.prediction.step_times import NANOSECOND, StepTimes, stage_modes
+from plait.quantities import memory_text, seconds_text
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.timeline import Timeline
 from plait.schedules.stage_cuts.layer_costs import LayerCosts
@@ -102,22 +103,22 @@ class Prediction:
 
     def __str__(self) -> str:
         rows = [
-            f"step       {self.step_seconds:.4g} s, {self.tokens_per_second:,.0f} tokens/s on "
+            f"step       {seconds_text(self.step_seconds, 4)}, {self.tokens_per_second:,.0f} tokens/s on "
             f"{self.plan.world:,} ranks, MFU {self.mfu:.1%}, HFU {self.hfu:.1%}",
-            f"memory     {self.peak_memory / 2**30:.1f} GiB allocated at most, {self._room}",
+            f"memory     {memory_text(self.peak_memory)} allocated at most, {self._room}",
         ]
         rows += [
-            f"{name:<26} {seconds:>10.4f} s  {seconds / self.step_seconds:>6.1%}"
+            f"{name:<26} {seconds_text(seconds, 4):>12}  {seconds / self.step_seconds:>6.1%}"
             for name, seconds in self.breakdown.items()
-            if seconds > 0
+            if seconds >= NANOSECOND
         ]
         return "\n".join(rows)
 
     @property
     def _room(self) -> str:
         room = self.hardware.memory - max(rank.allocated + rank.reserved for rank in self.memory)
-        have = f"{self.hardware.memory / 2**30:.1f} GiB of {self.hardware.name}"
-        return f"which fits the {have}" if room >= 0 else f"{-room / 2**30:.1f} GiB more than the {have}"
+        have = f"{memory_text(self.hardware.memory)} of {self.hardware.name}"
+        return f"which fits the {have}" if room >= 0 else f"{memory_text(-room)} more than the {have}"
 
 
 def predict(

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from datetime import timedelta
 
+from plait.quantities import number_text, seconds_text
+
+__all__ = ["bytes_text", "duration_text", "number_text", "seconds_text"]
+
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
-
-
-def number_text(value: float, digits: int = 4) -> str:
-    """Return a number with `digits` significant digits, and commas between thousands."""
-    if not math.isfinite(value):
-        return str(value)
-    if value == 0:
-        return "0"
-    decimals = digits - 1 - math.floor(math.log10(abs(value)))
-    if decimals > digits + 2:
-        return f"{value:.{digits - 1}e}"
-    text = f"{round(value, decimals):,.{max(decimals, 0)}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 _MOST_SECONDS = 1e13
@@ -32,12 +21,6 @@ def bytes_text(value: float) -> str:
         if abs(value) >= size:
             return f"{number_text(value / size, 3)} {unit}"
     return f"{value:,.0f} bytes"
-
-
-def seconds_text(value: float) -> str:
-    """Return a short time in s, ms or µs."""
-    size, unit = next(((size, unit) for size, unit in _SECONDS if abs(value) >= size), _SECONDS[-1])
-    return f"{number_text(value / size, 3)} {unit}"
 
 
 def duration_text(seconds: float) -> str:

@@ -5,12 +5,21 @@ model's modules by them, following `plait.rules`; `gradient_proof` proves that t
 `torch_parallelize_plan` translates plans of torch's `parallelize_module` into rules.
 """
 
+from typing import Any
+
 from plait.autograd.redistribution import full_tensor, redistribute
+from plait.submodules import submodule
 from plait.tensor.blocks import TensorParallelAttention, TensorParallelMLP
 from plait.tensor.embedding import VocabParallelEmbedding
 from plait.tensor.feature_partition import UNEVEN, Partition
 from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from plait.tensor.losses import CrossEntropy, Loss, PiecewiseLoss
+from plait.tensor.losses import CrossEntropy, Loss, PiecewiseLoss, SequenceLoss
+from plait.tensor.preferences import (
+    PreferenceLoss,
+    answer_log_probs,
+    preference_batch,
+    token_log_probs,
+)
 from plait.tensor.torch_losses import as_loss, mean_loss
 from plait.tensor.vocabulary_partition import Vocabulary
 
@@ -21,13 +30,22 @@ __all__ = [
     "Loss",
     "Partition",
     "PiecewiseLoss",
+    "PreferenceLoss",
     "RowParallelLinear",
+    "SequenceLoss",
     "TensorParallelAttention",
     "TensorParallelMLP",
     "VocabParallelEmbedding",
     "Vocabulary",
+    "answer_log_probs",
     "as_loss",
     "full_tensor",
     "mean_loss",
+    "preference_batch",
     "redistribute",
+    "token_log_probs",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return submodule(__name__, name)

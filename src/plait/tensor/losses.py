@@ -8,7 +8,7 @@ once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -47,6 +47,17 @@ class PiecewiseLoss(Loss, Protocol):
         `targets` are whole on every rank. May overwrite the logits. Where a subclass overrides `total` alone,
         this is not called: the logits are gathered.
         """
+
+
+@runtime_checkable
+class SequenceLoss(Loss, Protocol):
+    """A loss of whole sequences, which itself adds up what the ranks of `cp` have of them.
+
+    `total` is called within `running`; of the ranks of `cp` the first returns the loss and the others 0, each
+    with the gradient of its part. `weight` is of a part, as of other losses.
+    """
+
+    adds_over_cp: Literal[True]
 
 
 @dataclass(frozen=True)
@@ -90,17 +101,24 @@ class CrossEntropy:
         DataError for targets that are no classes; on CUDA, which is not synchronised, loss and gradient are
         nan.
         """
-        found = local_targets(targets, logits.shape, vocabulary, self.ignore_index)
-        values = wide(logits)
-        if values is logits and not (torch.is_grad_enabled() and logits.requires_grad):
-            values = logits.clone()
-        rows = values.reshape(targets.numel(), values.shape[-1]).contiguous()
-        total: Tensor = _CrossEntropy.apply(rows, found, vocabulary, self)  # type: ignore[no-untyped-call]
-        return total
+        return token_losses_of_pieces(logits, targets, vocabulary, self).sum()
 
     def weight(self, targets: Tensor) -> Tensor:
         """Return the number of targets that are not `ignore_index`, 0-d."""
         return (targets != self.ignore_index).sum()
+
+
+def token_losses_of_pieces(
+    logits: Tensor, targets: Tensor, vocabulary: Vocabulary, terms: CrossEntropy
+) -> Tensor:
+    """Return the cross-entropy of each target, `[n]`, 0 where it is ignored; see `total_of_pieces`."""
+    found = local_targets(targets, logits.shape, vocabulary, terms.ignore_index)
+    values = wide(logits)
+    if values is logits and not (torch.is_grad_enabled() and logits.requires_grad):
+        values = logits.clone()
+    rows = values.reshape(targets.numel(), values.shape[-1]).contiguous()
+    losses: Tensor = _TokenLosses.apply(rows, found, vocabulary, terms)  # type: ignore[no-untyped-call]
+    return losses
 
 
 cross_entropy = CrossEntropy()
@@ -142,8 +160,8 @@ class _LossOfPieces:
         return self.loss.weight(targets)
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """Autograd function of cross-entropy of class-partitioned logits `[n, len(own)]`; overwrites the logits.
+class _TokenLosses(torch.autograd.Function):
+    """Autograd function of the loss of each row of class-partitioned logits `[n, len(own)]`; overwrites them.
 
     The formulas are those of `plait.tensor.softmax_terms`.
     """
@@ -157,7 +175,7 @@ class _CrossEntropy(torch.autograd.Function):
         losses, factor = softmax_terms(piece, found, vocabulary, terms.label_smoothing, terms.z_loss)
         ctx.save_for_backward(piece, factor)
         ctx.found, ctx.classes, ctx.terms, ctx.ran = found, vocabulary.classes, terms, False
-        return losses.sum()
+        return losses
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:

@@ -120,7 +120,8 @@ def softmax_terms(
 def overwrite_with_gradient(
     piece: Tensor, factor: Tensor, found: LocalTargets, classes: int, smoothing: float, scale: Tensor
 ) -> None:
-    """Overwrite exp(s), of `softmax_terms`, with the gradient of the summed loss times `scale`, 0-d."""
+    """Overwrite exp(s), of `softmax_terms`, with the gradient of each row's loss times `scale`, 0-d or "
+    "`[n]`."""
     scales = scale.where(found.counted, 0)
     piece.mul_((scales * factor)[:, None])
     found.subtract(piece, scales * (1 - smoothing))

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from plait.errors import ConfigError, ModelError
+from plait.errors import ConfigError, ModelError, hub_remedy
 
 OWN_MODELS = ("gpt2", "llama")
 """Names of plait's own models; any other `model.name` is a folder."""
@@ -28,7 +28,7 @@ def with_folder_sizes(given: Any) -> dict[str, Any]:
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"model.name = {name!r} is neither {' nor '.join(OWN_MODELS)} nor a folder with a config.json: "
-            "give one of these."
+            f"give one of these{hub_remedy(name)}."
         )
     # Late: it imports torch and transformers, which other configurations need not wait for.
     from plait.models.huggingface.pretrained import sizes_in

@@ -13,7 +13,7 @@ from plait.data.corpus import source_files
 from plait.data.corpus_index import FORMAT, is_prepared
 from plait.data.document_sources import files_of
 from plait.data.preparation import PreparationProgress, prepare_corpus
-from plait.data.record_fields import are_chats
+from plait.data.record_fields import require_known_fields
 from plait.data.recorded_tokenizer import tokenizer_files
 from plait.data.tables import HUB, dataset_files, is_dataset
 from plait.data.token_files import holds_tokens
@@ -38,7 +38,7 @@ def holds_records(source: str) -> bool:
     if source in _NO_FILES or not any(path.name.endswith(_RECORDS) for path in source_files(source)):
         return False
     files = files_of(source)
-    are_chats(files)
+    require_known_fields(files)
     return any(file.kind in _KINDS_OF_RECORDS for file in files)
 
 

@@ -5,3 +5,11 @@ perturbation     the same run with rounding errors added to every tensor: what r
 candidate run    the parallel run, compared with the recording after each instruction
 report           the findings of all ranks: equal, or the first difference and its probable cause
 """
+
+from typing import Any
+
+from plait.submodules import submodule
+
+
+def __getattr__(name: str) -> Any:
+    return submodule(__name__, name)

@@ -16,7 +16,7 @@ from plait.engine import Runtime
 from plait.layers.nested import Value, map_tensors
 from plait.layout import divide
 from plait.layout.sequence_layout import sequence_layout
-from plait.tensor.losses import Loss
+from plait.tensor.losses import Loss, SequenceLoss
 from plait.verification.findings import Piece
 from plait.verification.location import RecordKey
 from plait.verification.reference_recording import Tolerance
@@ -83,6 +83,8 @@ class ActivationPieces:
         """
         if self.cp == 1:
             return recorded, tolerance
+        if isinstance(loss, SequenceLoss):
+            return (recorded if self.mesh.index("cp") == 0 else torch.zeros_like(recorded)), tolerance
         others = [index for index in range(self.cp) if index != self.mesh.index("cp")]
         with torch.no_grad():
             parts = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from plait.cli.main import main
 from plait.prediction.model_sizes import decoder_of
+from plait.quantities import count_text
 from plait.train.build import build_model
 from plait.train.config_parser import config_from_arguments
 from plait.train.planned_config import SEARCHED, configured_decoder
@@ -26,14 +28,32 @@ def _json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     return json.loads(_printed(capsys, *arguments, "--json"))
 
 
+def seconds_of(number: str, unit: str) -> float:
+    return float(number) * {"s": 1.0, "ms": 1e-3, "µs": 1e-6}[unit]
+
+
+def test_units_fit_small_models(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 0.4 million parameters, no quantity is 0 for want of a unit."""
+    tiny = ["--hardware", "h100-sxm", "--model.layers", "1", "--model.hidden", "64", "--train.batch", "2"]
+    for more in (["--ranks", "2"], ["--parallel.dp", "2", "--train.microbatches", "1"]):
+        printed = _printed(capsys, *tiny, *more)
+        assert re.search(r"(?<![\d.])0(\.0+)? (s|[GM]iB)\b|\d[eE]-\d", printed) is None, printed
+        assert " MiB" in printed or " KiB" in printed
+        assert " µs" in printed
+    assert (count_text(842_496), count_text(1_235_814_400)) == ("842,496", "1.24 billion")
+
+
 def test_a_search_prints_plans_fastest_first(capsys: pytest.CaptureFixture[str]) -> None:
     head, *lines = _printed(capsys, *SMALL, "--ranks", "2", "--most", "3").splitlines()
     assert head.split()[:3] == ["step", "tokens/s", "MFU"]
-    seconds = [float(line.split()[0]) for line in lines[:3]]
-    assert seconds == sorted(seconds)
+    seconds = [seconds_of(*line.split()[:2]) for line in lines[:3]]
+    assert seconds == sorted(set(seconds)), "plans of the same time are in one row"
+    assert lines[0].endswith(" more of the same time")
     assert "of the step" in lines[0]
     assert lines[4].startswith("Of ")
-    assert lines[-1].startswith("The second is ")
+    alike = int(lines[0].split()[-6]) + 1
+    assert f"{alike} plans are the fastest, of the same time; --json lists each plan." in lines
+    assert lines[-1].startswith("The next time is ")
 
 
 def test_the_written_configuration_has_the_fastest_plan_and_the_rest_as_given(

@@ -63,7 +63,8 @@ def test_the_page_of_one_plan_has_its_changes_and_its_timeline(
     assert element is not None
     data = json.loads(element[1])
     assert (data["labels"], data["timeUnit"], data["microbatches"]) == (["rank 0", "rank 1"], "ms", 4)
-    step = float(printed.split()[1])
+    number, unit = printed.split()[1:3]
+    step = float(number) * {"s": 1.0, "ms": 1e-3, "µs": 1e-6}[unit.rstrip(",")]
     assert 0.5 * step < data["length"] * data["tick"] / 1e3 <= step
 
 

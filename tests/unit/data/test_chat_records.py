@@ -38,6 +38,24 @@ CALL = {"function": {"name": "f", "arguments": {"a": 1}}}
 CALLS = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 PARTS = [{"type": "text", "text": "a "}, {"type": "text", "text": "b "}]
 
+HUMAN, GPT = {"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}
+SHARED = [
+    {"from": "system", "value": "s"},
+    HUMAN,
+    {"from": "function_call", "value": json.dumps(CALL["function"])},
+    {"from": "observation", "value": "42"},
+    GPT,
+]
+THINKS = JOINS.replace(
+    "{{ m['content'] + '<end>' }}",
+    "{{ m['content'] if loop.last or m['role'] == 'user' else m['content'].split('</think>')[-1] }}<end>",
+)
+TURNS = (
+    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Roles must alternate.') }}{% endif %}{% endfor %}"
+) + JOINS
+THOUGHT = {"role": "assistant", "content": "<think>so</think>yo"}
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: Any) -> Path:
@@ -111,6 +129,28 @@ HONOURED: dict[str, tuple[str, dict[str, Any], str, str]] = {
     ),
     "answer first": (JOINS, chat(SAY, ASK, SAY), "<|assistant|>yo<end><|user|>hi<end>", "yo<end>yo<end>"),
     "begins once": (READS, chat(ASK, SAY), "<bos><|user|>hi<end><|assistant|>yo<end>", "yo<end>"),
+    "sharegpt": (
+        READS,
+        {"conversations": SHARED},
+        f"<|system|>s<end><|user|>hi<end><|assistant|>{json.dumps(CALL['function'])}<end><|tool|>42<end>",
+        json.dumps(CALL["function"]) + "<end>yo<end>",
+    ),
+    "sharegpt's system": (
+        JOINS,
+        {"conversations": [HUMAN, GPT], "system": "be", "tools": ""},
+        "<|system|>be<end><|user|>hi",
+        "yo<end>",
+    ),
+    "sharegpt's roles": (
+        JOINS,
+        {"conversations": [{"role": "human", "content": "hi"}, {"role": "gpt", "content": "yo"}]},
+        "<|user|>hi<end><|assistant|>yo<end>",
+        "yo<end>",
+    ),
+    "turns in messages": (JOINS, chat(HUMAN, {**GPT, "weight": 0}, HUMAN, GPT), "<|user|>hi", "yo<end>"),
+    "messages first": (JOINS, {**chat(ASK, SAY), "conversations": [HUMAN]}, "<|user|>hi", "yo<end>"),
+    "text": (JOINS, {"text": "ab", "messages": None, "prompt": None}, "<bos>ab<end>", "ab<end>"),
+    "thought": (THINKS, {"prompt": [ASK, THOUGHT, ASK], "completion": [SAY]}, "hi<end>", "yo<end>"),
     "texts": (JOINS, {"prompt": "a", "completion": "b"}, "<bos>ab<end>", "b<end>"),
     "texts that end": (JOINS, {"prompt": "<bos>a", "completion": "b<end>"}, "<bos>ab<end>", "b<end>"),
 }
@@ -123,7 +163,8 @@ def test_what_a_row_says_is_done(folder: Path, case: str) -> None:
     text, learnt = shown(folder, ChatEncoder(str(folder)).encode(record))
     assert part in text
     assert answers in learnt if case == "calls" else answers == learnt
-    assert text.count("<bos>") == (template == READS or "prompt" in record) * (case != "marked completion")
+    is_text = isinstance(record.get("prompt"), str) or "text" in record
+    assert text.count("<bos>") == (template == READS or is_text)
 
 
 @pytest.mark.parametrize(
@@ -184,6 +225,42 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "has system beside a prompt",
     ),
     "bad one": (JOINS, {"prompt": "a", "completion": "b", "label": False}, "has a label that says whether"),
+    "speaker": (JOINS, {"conversations": [{"from": "Eve", "value": "x"}]}, 'from "Eve": give human, gpt'),
+    "no turns": (
+        JOINS,
+        {"conversations": ["hi"]},
+        "has conversations that are no list of messages with from",
+    ),
+    "two names": (JOINS, chat({"role": "user", **HUMAN}, SAY), "with from and role, which are names of one"),
+    "call of no JSON": (
+        READS,
+        {"conversations": [{"from": "function_call", "value": "f()"}]},
+        "no JSON of cal",
+    ),
+    "unread call": (JOINS, {"conversations": SHARED}, "messages with tool_calls, which the chat template"),
+    "two systems": (
+        JOINS,
+        {"conversations": SHARED, "system": "x"},
+        "a field system and a message of the sys",
+    ),
+    "empty turn": (JOINS, {"conversations": [{"from": "gpt"}]}, "role 'assistant' without content"),
+    "tools of a text": (JOINS, {"text": "a", "tools": TOOLS}, "has tools beside a text, which no chat"),
+    "thoughts": (
+        THINKS,
+        chat(ASK, THOUGHT, ASK, SAY),
+        "changes what it wrote of the first 2 messages .'<thi",
+    ),
+    "answer first": (
+        TURNS,
+        chat(SAY, ASK, SAY),
+        r"begins with the assistant, .* refuses .Roles must alternate.*"
+        "put a message of the user before",
+    ),
+    "two questions": (
+        TURNS,
+        chat(ASK, ASK, SAY),
+        "is refused by the chat template of .*: Roles must alternate",
+    ),
     "two kinds": (JOINS, {"prompt": "a", "completion": [SAY]}, "not both text, and a prompt that is no list"),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from in_process import in_one_process
 
-from parity.chats import PLAIN, save_tokenizer
+from parity.chats import PLAIN, WORDS, save_tokenizer
 from plait.data.chat_records import holds_chats
 from plait.data.chats import ChatEncoder
 from plait.data.document_rows import DocumentRows
@@ -19,7 +20,7 @@ from plait.data.document_sources import divided, files_of
 from plait.data.encoded_documents import TextEncoding
 from plait.data.preparation import prepare_corpus
 from plait.data.shard_writing import write_shard
-from plait.data.token_shards import Corpus, TokenShard
+from plait.data.token_shards import Corpus, TokenShard, open_corpus
 from plait.errors import ConfigError, DataError
 
 MARKED = (
@@ -78,14 +79,14 @@ def test_prompts_and_completions(tokenizer_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "record", "error", "message"),
     [
-        (PLAIN, {"text": "a"}, DataError, "has neither messages nor prompt and completion .it has: text"),
+        (PLAIN, {"id": "a"}, DataError, "prompt and completion, nor text .it has: id"),
         (PLAIN, {"messages": "a"}, DataError, "has messages that are no list of messages"),
         (None, {"messages": CHAT}, ConfigError, "has no chat template: add chat_template.jinja"),
         (
             FORGETFUL,
             {"messages": CHAT},
             DataError,
-            "changes earlier messages: give one with generation marks",
+            "changes what it wrote of the first 2 messages",
         ),
         ("{{ nothing.at.all }}", {"messages": CHAT}, DataError, "is refused by the chat template"),
     ],
@@ -100,10 +101,52 @@ def test_what_cannot_be_encoded(
 def test_a_conversation_that_is_none_is_named_by_its_place(tokenizer_folder: Path, tmp_path: Path) -> None:
     encoder(tokenizer_folder, PLAIN)
     path = tmp_path / "chats.jsonl"
-    path.write_text(json.dumps({"messages": CHAT}) + '\n{"messages": 3}\n')
+    path.write_text(json.dumps({"messages": CHAT}) + '\n\n{"messages": 3}\n')
     settings = TextEncoding(str(tokenizer_folder), "text", (), (), 99, "uint16", chats=True)
-    with pytest.raises(DataError, match=r"chats\.jsonl has a conversation at byte \d+ that has messages"):
+    with pytest.raises(DataError, match=r"chats\.jsonl:3 has messages that are no list"):
         write_shard(tmp_path, 0, list(divided(files_of(str(path))[0], 1 << 20)), settings)
+
+
+def _in_file(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """Write rows as the name of a file says: JSON lines, a list in JSON, Parquet, or a saved data set."""
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        names = {name: None for row in rows for name in row}
+        table = pytest.importorskip("datasets").Dataset.from_list([names | row for row in rows])
+        table.to_parquet(path) if path.suffix == ".parquet" else table.save_to_disk(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a.jsonl", "a.json", *(pytest.param(name, marks=pytest.mark.full) for name in ("a.parquet", "a"))],
+)
+def test_a_file_may_mix_messages_sharegpt_prompts_and_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer_folder: Path, name: str
+) -> None:
+    in_one_process(monkeypatch)
+    folder = shutil.copytree(tokenizer_folder, tmp_path / "tokenizer")
+    encoder(folder, PLAIN)
+    turns = [{"from": "human", "value": "abc"}, {"from": "gpt", "value": "de"}]
+    rows = [
+        {"text": "gh"},
+        {"messages": CHAT[:2]},
+        {"conversations": turns},
+        {"prompt": "ab", "completion": "c"},
+        {"text": "i"},
+    ]
+    prepare_corpus([str(_in_file(tmp_path / name, rows))], tmp_path / "out", str(folder))
+    corpus, index = open_corpus(tmp_path / "out")
+    assert (index.chats, index.notes()) == (True, [])
+    ends = [0, *corpus.document_ends(0, index.documents).tolist()]
+    said = "[user]abc<end>[assistant]de<end>", "de<end>"
+    expected = [("gh<end>",) * 2, said, said, ("abc<end>", "c<end>"), ("i<end>",) * 2]
+    for (begin, end), texts in zip(pairwise(ends), expected, strict=True):
+        tokens, answers = corpus.read(begin, end - begin), corpus.answers(begin, end - begin)
+        assert ("".join(WORDS[n] for n in tokens), "".join(WORDS[n] for n in tokens[answers])) == texts
 
 
 @pytest.mark.full
@@ -152,6 +195,7 @@ def test_an_empty_file_is_no_other_kind(
 
 def test_what_is_a_conversation() -> None:
     assert holds_chats({"messages": []})
+    assert holds_chats({"conversations": []})
     assert holds_chats({"prompt": "", "completion": ""})
     assert not holds_chats({"text": ""})
     assert not holds_chats([])

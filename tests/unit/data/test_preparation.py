@@ -153,7 +153,7 @@ def test_the_end_token_follows_each_document(
     ("name", "content", "message"),
     [
         ("a.txt", b"\xff\xfe", "is no UTF-8 text at byte 0"),
-        ("a.jsonl", b'{"text": "a"}\nnothing\n', "has a line at byte 14 that is no JSON object"),
+        ("a.jsonl", b'{"text": "a"}\nnothing\n', r"a\.jsonl:2 is no JSON object"),
         (
             "a.jsonl",
             b'{"body": "a"}\n',
@@ -164,16 +164,16 @@ def test_the_end_token_follows_each_document(
         (
             "a.jsonl",
             b'{"text": "a"}\n{"text": 5}\n',
-            "at byte 14 whose 'text' is 5, and no text",
+            r"a\.jsonl:2 has a 'text' that is 5, and no text",
         ),
         (
             "a.jsonl",
             b'{"text": "a"}\n{"id": 5}\n',
-            "at byte 14 without a text 'text' .it has: id",
+            r"a\.jsonl:2 has no text 'text' .it has: id",
         ),
         ("a.json", b'[{"text": "a"}, 3]', "has an element 1 that is no JSON object"),
         ("a.json", b'[{"text": "a"},', r"a\.json is no JSON"),
-        ("a.json", b'[{"conversations": []}]', "has rows of conversations, and of none of the fields"),
+        ("a.json", b'[{"chosen": [], "rejected": []}]', "in a loop of your own, with plait.dpo_loss"),
     ],
 )
 def test_what_cannot_be_read_is_named(
@@ -285,8 +285,10 @@ def test_rows_of_two_kinds_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(DataError, match=r"a\.jsonl holds conversations, and .*b\.txt does not"):
         prepare_corpus([str(tmp_path / "?.*")], tmp_path / "out", "bytes")
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"messages": []}\n')
-    with pytest.raises(DataError, match="has a conversation at byte 14 among texts"):
+    with pytest.raises(ConfigError, match="need a tokenizer with a chat template: set"):
         prepare_corpus([str(tmp_path / "a.jsonl")], tmp_path / "out", "bytes")
+    with pytest.raises(DataError, match=r"a\.jsonl:2 is a conversation, and the column 'text' is to be read"):
+        prepare_corpus([str(tmp_path / "a.jsonl")], tmp_path / "out", "bytes", column="text")
 
 
 def test_killed_before_its_settings_have_their_name_it_goes_on(
@@ -370,5 +372,5 @@ def test_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> N
 def test_tables_need_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(ConfigError, match="needs the package datasets: pip install"):
+    with pytest.raises(ConfigError, match="needs the package datasets, which the extra data of plait"):
         prepare_corpus([str(tmp_path / "a.parquet")], tmp_path / "out", "bytes")

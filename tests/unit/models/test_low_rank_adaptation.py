@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import plait
 from parity.lora_cases import adapted
@@ -142,6 +143,47 @@ def test_what_makes_no_adapter(options: dict[str, Any], text: str) -> None:
 def test_a_model_is_adapted_once() -> None:
     with pytest.raises(ModelError, match="has adapters already"):
         plait.lora(plait.lora(tied()))
+
+
+NOT_PARAMETERS = {
+    "torch.nn.utils.weight_norm": nn.utils.weight_norm,
+    "torch.nn.utils.spectral_norm": nn.utils.spectral_norm,
+    "torch.nn.utils.parametrize": nn.utils.parametrizations.weight_norm,
+    "torch.nn.utils.prune": lambda one: prune.identity(one, "weight"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+@pytest.mark.parametrize("utility", NOT_PARAMETERS)
+@pytest.mark.parametrize("targets", [None, "0"])
+def test_a_weight_that_is_computed_is_named_with_what_computes_it(utility: str, targets: str | None) -> None:
+    model = nn.Sequential(NOT_PARAMETERS[utility](nn.Linear(2, 2)), nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(ModelError, match=f"the weight of 0 is computed by {utility} in each forward"):
+        plait.lora(model, targets=targets)
+    assert isinstance(plait.lora(model, targets="1")[1], LoraLinear)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm", "ignore:Lazy modules")
+def test_what_has_no_value_or_shape_is_named_with_the_remedy() -> None:
+    mesh = plait.Mesh(plait.Plan(), alone=True)
+    for utility, norm in NOT_PARAMETERS.items():
+        with torch.device("meta"):
+            model = nn.Sequential(norm(nn.Linear(2, 2)))
+        with pytest.raises(
+            ModelError, match=rf"(?s){utility}.*: build the model with real values|{utility} comp"
+        ):
+            plait.parallelize(model, plait.Plan(), mesh, plait.cross_entropy)
+    lazy = nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2))
+    for call in (
+        lambda: plait.memory(lazy, plait.Plan(), torch.zeros(2, 2)),
+        lambda: plait.lora(lazy),
+        lambda: plait.lora(lazy, targets="0"),
+        lambda: plait.parallelize(lazy, plait.Plan(), mesh, plait.cross_entropy),
+    ):
+        with pytest.raises(
+            ModelError, match=r"0\.weight has no shape yet: run the model on a batch before, or"
+        ):
+            call()
 
 
 def test_without_a_linear_before_its_last_layer() -> None:

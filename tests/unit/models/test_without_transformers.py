@@ -21,6 +21,11 @@ def test_plait_does_without_transformers_and_torchs_compiler() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_a_name_is_no_model() -> None:
+    with pytest.raises(ModelError, match="was given 'gpt2': give a model, as transformers' from_pretrained"):
+        plait.models.from_huggingface("gpt2")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("model", [nn.Linear(2, 2), type("LlamaForCausalLM", (nn.Linear,), {})(2, 2)])
 def test_other_models_are_refused(model: nn.Module) -> None:
     with pytest.raises(ModelError) as refusal:

@@ -140,7 +140,11 @@ WRONG_OPTIONS = [
     ),
     (
         "--model.name bert",
-        "model.name = 'bert' is neither gpt2 nor llama nor a folder with a config.json: give one of these.",
+        "model.name = 'bert' is neither gpt2 nor llama nor a folder with a config.json: give one of these; "
+        "plait "
+        "downloads nothing: if bert is a name on Hugging Face's hub, download it once by `hf download bert "
+        "--local-dir "
+        "FOLDER`, and give FOLDER.",
     ),
     ("--model.name 3.5", "model.name = '3.5' is neither gpt2 nor llama nor a folder"),
     ("--data.source=", 'data.source is "" (from the command line): give text, not empty.'),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from parity import huggingface_cases as cases
@@ -92,6 +94,25 @@ def test_a_family_that_is_not_known_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gptj", "n_embd": 8, "n_head": 2}))
     with pytest.raises(ModelError, match="GPTJForCausalLM is no model that plait can adapt"):
         build_model(config_of(tmp_path).model, 300)
+
+
+def test_a_mixture_of_experts_is_named_as_one(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", "vocab_size": 8, **sizes}))
+    with pytest.raises(
+        ModelError, match=r"MixtralForCausalLM is a mixture of experts .num_local_experts = 8 in"
+    ):
+        build_model(config_of(tmp_path).model, 300)
+
+
+def test_a_tied_head_with_values_of_its_own_is_named(tmp_path: Path) -> None:
+    cases.llama(tie_word_embeddings=True).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    for head, reason in ((embedding.clone(), ""), (embedding + 1, "ties head.lm_head.weight to embedding")):
+        save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ModelError, match=reason) if reason else nullcontext():
+            assert weights_in(tmp_path, build_model(config_of(tmp_path).model, len(embedding))) is not None
 
 
 def test_weights_in_another_format_are_refused(folder: Path) -> None:

@@ -78,9 +78,9 @@ def test_what_is_tokenized_once(tmp_path: Path) -> None:
     assert not is_tokenized(str(rows)), "a program may have such files"
     assert is_tokenized(str(rows / "*.json.gz"))
     shutil.rmtree(rows)
-    other.write_text('{"conversations": []}\n')
+    other.write_text('{"dialogue": []}\n')
     for source in (other, tmp_path):
-        with pytest.raises(DataError, match="has rows of conversations, and of none of the fields that are"):
+        with pytest.raises(DataError, match="has rows of dialogue, and of none of the fields that are"):
             is_tokenized(str(source))
 
 

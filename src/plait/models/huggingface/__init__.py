@@ -52,6 +52,13 @@ FAMILIES: Mapping[str, Callable[[Any], nn.Sequential]] = {
 """Converters by class name of transformers, which may not be installed."""
 
 
+_EXPERTS = (
+    *("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts"),
+    *("num_routed_experts", "n_experts"),
+)
+"""Names of the number of experts in configurations of transformers."""
+
+
 def from_huggingface(model: nn.Module, family: Family | None = None) -> nn.Sequential:
     """Return `model` as a sequence embedding → blocks.0.attention → blocks.0.mlp → … → head.
 
@@ -62,12 +69,23 @@ def from_huggingface(model: nn.Module, family: Family | None = None) -> nn.Seque
     description of a decoder that plait does not know; without one ModelError for other classes, and always
     for settings that plait does not support.
     """
+    if isinstance(model, str):
+        raise ModelError(
+            f"from_huggingface was given {model!r}: give a model, as transformers' "
+            f"from_pretrained({model!r}) returns."
+        )
     kind = type(model)
     if family is not None:
         if family != DECODERS.get(kind.__name__):
             require_declared(model.config, family)
         return _with_names(adapt(model, family), model)
     known = FAMILIES if kind.__module__.startswith("transformers.") else {}
+    if kind.__name__ not in known and (experts := _experts(model)):
+        raise ModelError(
+            f"{kind.__qualname__} is a mixture of experts ({experts} in its configuration), and plait has no "
+            "layers "
+            f"of experts for models of transformers: give a dense model, such as {', '.join(FAMILIES)}."
+        )
     if kind.__name__ not in known:
         raise ModelError(
             f"{kind.__module__}.{kind.__qualname__} is no model that plait can adapt: give an unmodified "
@@ -75,6 +93,14 @@ def from_huggingface(model: nn.Module, family: Family | None = None) -> nn.Seque
             "layers."
         )
     return _with_names(known[kind.__name__](model), model)
+
+
+def _experts(model: nn.Module) -> str:
+    """Return the first size of a configuration that counts several experts, with its value, or ""."""
+    config = getattr(model, "config", None)
+    config = getattr(config, "text_config", config)
+    sizes = ((name, getattr(config, name, None)) for name in _EXPERTS)
+    return next((f"{name} = {size}" for name, size in sizes if isinstance(size, int) and size > 1), "")
 
 
 def _with_names(sequence: nn.Sequential, model: nn.Module) -> nn.Sequential:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.errors import ModelError, PlaitError, listed
+from plait.errors import ModelError, PlaitError, listed, missing_package
 from plait.huggingface_files import CONFIG, NO_WEIGHTS, config_in, files_of_tensors
 from plait.models.huggingface import FAMILIES, from_huggingface
 from plait.models.low_rank_adaptation import adapters_of
@@ -19,6 +19,7 @@ _MOST_LISTED = 5
 _MOST_OF_A_REASON = 200
 _FLOATS = ("F64", "F32", "F16", "BF16")
 """Dtypes of weights, as safetensors names them; numbers of others have scales that are elsewhere."""
+_ROWS_AT_ONCE = 4096
 MOST_LAYERS, MOST = 10_000, 2**31 - 1
 """The largest number of layers, and of any other size."""
 
@@ -137,7 +138,28 @@ def weights_in(folder: Path, model: nn.Sequential) -> dict[str, Any] | None:
             used.add(key)
     unused = [key for key in file_of if key not in used and not key.endswith(NO_WEIGHTS)]
     _require_fit(folder, model, found, unused)
+    _require_tied(folder, model, found)
     return found
+
+
+def _require_tied(folder: Path, model: nn.Sequential, found: Mapping[str, Any]) -> None:
+    """Raise ModelError where the files have unlike values for one parameter, which config.json ties."""
+    names: dict[int, list[str]] = {}
+    for name, one in model.named_parameters(remove_duplicate=False):
+        if name in found:
+            names.setdefault(id(one), []).append(name)
+    for first, *others in names.values():
+        for other in others:
+            rows = range(0, found[first].get_shape()[0], _ROWS_AT_ONCE)
+            pieces = (slice(begin, begin + _ROWS_AT_ONCE) for begin in rows)
+            if any(not torch.equal(found[first][one], found[other][one]) for one in pieces):
+                raise ModelError(
+                    f"config.json in {folder} ties {other} to {first} (tie_word_embeddings), and its files "
+                    "hold "
+                    "other values for it: set tie_word_embeddings to false there, to train both, or remove "
+                    "the "
+                    "one that is wrong from the files."
+                )
 
 
 def _require_fit(folder: Path, model: nn.Sequential, found: Mapping[str, Any], unused: list[str]) -> None:
@@ -202,7 +224,6 @@ def _transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise ModelError(
-            f"a model of Hugging Face in a folder needs transformers ({error}): install plait[huggingface]."
-        ) from None
+        what = f"a model of Hugging Face in a folder ({error})"
+        raise ModelError(f"{missing_package(what, 'transformers', 'huggingface')}.") from None
     return transformers

@@ -1,0 +1,265 @@
+"""Direct preference optimization: the loss of pairs of answers, and batches of such pairs.
+
+For a prompt with a chosen answer `c` and a rejected one `r`, the model's probabilities p, and those of the
+reference, the model before training, q (Rafailov et al. 2023, equation 7):
+
+    margin  m = β ((log p(c) - log q(c)) - (log p(r) - log q(r)))
+    loss    -(1 - ε) log σ(m) - ε log σ(-m)        ε: label smoothing (Mitchell 2023), 0 in the paper
+
+log p of an answer is the sum over its tokens, or their mean (`average`). The mean of the loss is over all
+pairs of the global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from plait.arguments import require_flag, require_number, require_whole
+from plait.autograd.paired_collectives import reduce
+from plait.autograd.running_sequence import running_sequence
+from plait.data.batches import NO_TARGET
+from plait.errors import ConfigError, DataError
+from plait.tensor.losses import CrossEntropy, token_losses_of_pieces
+from plait.tensor.vocabulary_partition import Vocabulary
+
+Targets = Mapping[str, Tensor]
+"""Of `preference_batch`; all are `[rows, length]`.
+
+tokens      the next token, of answers only, else -100
+answers     of a token of an answer its number in the row: 2 k is the chosen one of pair k, 2 k + 1 the other
+begins      1 at one token of each pair, else 0
+reference   the reference's log-probability of each token of an answer, else 0
+"""
+Preference = Sequence[Sequence[int] | Sequence[float] | Tensor]
+"""Tokens of a prompt, a chosen answer and a rejected one, and the reference's log-probabilities, if any."""
+_KEYS = {"tokens", "answers", "begins", "reference"}
+_TERMS = CrossEntropy()
+
+
+@dataclass(frozen=True)
+class PreferenceLoss:
+    """The loss of direct preference optimization; made by `dpo_loss`."""
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    average: bool = False
+    pairs: int = 1
+    """The most pairs in a row."""
+    apart: bool = False
+    """Whether each answer has a row of its own: rows 2 i and 2 i + 1 are a pair."""
+    adds_over_cp: Literal[True] = True
+
+    def total(self, output: Tensor, targets: Targets) -> Tensor:
+        """Return the loss summed over the pairs of a micro-batch, 0-d, from logits `[rows, length, classes]`.
+
+        Communication: under context parallelism an all-reduce over `cp` of some numbers for each pair.
+        """
+        return self._total(lambda tokens: -token_log_probs(output, tokens), _required(targets))
+
+    def total_of_pieces(self, logits: Tensor, targets: Targets, vocabulary: Vocabulary) -> Tensor:
+        """Return `total` of the full logits from this rank's classes; may overwrite the logits.
+
+        Communication: that of `total`, and that of `CrossEntropy.total_of_pieces`.
+        """
+
+        def losses(tokens: Tensor) -> Tensor:
+            return token_losses_of_pieces(logits, tokens, vocabulary, _TERMS).view(tokens.shape)
+
+        return self._total(losses, _required(targets))
+
+    def weight(self, targets: Targets) -> Tensor:
+        """Return the number of pairs, 0-d. Raises `DataError` for targets of another kind, and split "
+        "pairs."""
+        _required(targets)
+        answers = targets["answers"]
+        if self.apart and len(answers) % 2:
+            raise DataError(
+                f"a micro-batch has {len(answers)} rows, and two consecutive rows are a pair: give batches, "
+                "and "
+                "plan.microbatches, that leave pairs together."
+            )
+        most = 1 if self.apart else 2 * self.pairs - 1
+        if answers.device.type == "cpu" and answers.numel() and int(answers.max()) > most:
+            raise DataError(
+                f"a row holds {int(answers.max()) // 2 + 1} pairs, and the loss takes {self.pairs}: give "
+                "dpo_loss the same pairs and apart as preference_batch."
+            )
+        return targets["begins"].sum()
+
+    def margins(self, output: Tensor, targets: Targets) -> Tensor:
+        """Return β times the difference of each pair, above 0 where the chosen one is preferred: `[pairs]`.
+
+        `output` are whole logits, as in a metric of `plait.fit`: `loss.margins(output, targets) > 0`.
+        """
+        margins, exists = self._margins(self._sums(-token_log_probs(output, targets["tokens"]), targets))
+        return margins[exists]
+
+    def _total(self, losses: Callable[[Tensor], Tensor], targets: Targets) -> Tensor:
+        """Return the summed loss; `losses`: returns the cross-entropy of each token."""
+        sums, sequence = self._sums(losses(targets["tokens"]), targets), running_sequence()
+        is_first = True
+        if sequence is not None and sequence.group.size > 1:
+            sums, is_first = reduce(sums, sequence.group), sequence.group.index == 0
+        margins, exists = self._margins(sums)
+        smooth = self.label_smoothing
+        each = -(1 - smooth) * functional.logsigmoid(margins) - smooth * functional.logsigmoid(-margins)
+        total = each.where(exists, 0.0).sum()
+        return total if is_first else total - total.detach()
+
+    def _sums(self, losses: Tensor, targets: Targets) -> Tensor:
+        """Return of each answer the sum of log p - log q, its tokens, and its pairs: `[3, rows, answers]`."""
+        answers, counts = targets["answers"], targets["tokens"] != NO_TARGET
+        ratios = -losses - targets["reference"].to(losses)
+        here = [counts & (answers == number) for number in range(2 * self.pairs)]
+        begins = targets["begins"].to(losses)
+        found = torch.stack(
+            [
+                torch.stack([values.where(one, 0.0).sum(1) for one in here], 1)
+                for values in (ratios, torch.ones_like(losses), begins)
+            ]
+        )
+        return found.reshape(3, -1, 2, len(here)).sum(2) if self.apart else found
+
+    def _margins(self, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """Return β times the difference of each pair, `[rows, pairs]`, and whether there is such a pair."""
+        ratios, counts, begins = sums.unbind()
+        if self.average:
+            ratios = ratios / counts.clamp(min=1.0)
+        chosen, rejected = ratios[:, 0::2], ratios[:, 1::2]
+        return self.beta * (chosen - rejected), (begins[:, 0::2] + begins[:, 1::2]) > 0
+
+
+def dpo_loss(
+    beta: float = 0.1,
+    *,
+    label_smoothing: float = 0.0,
+    average: bool = False,
+    pairs: int = 1,
+    apart: bool = False,
+) -> PreferenceLoss:
+    """Return the loss of direct preference optimization, for `parallelize`, `plait.fit` and `plait.verify`.
+
+    Batches are those of `plait.tensor.preference_batch`, with the same `pairs` and `apart`, and with the
+    log-probabilities of the reference, which `plait.tensor.answer_log_probs` returns, once, before training.
+    `beta`: how strongly the model is held to the reference. `label_smoothing`: the share of pairs that are
+    labelled the wrong way. `average`: the log-probability of an answer is the mean over its tokens. Raises
+    `ConfigError` for other values.
+    """
+    require_number("dpo_loss's beta", beta, positive=True)
+    require_number("dpo_loss's label_smoothing", label_smoothing)
+    if label_smoothing >= 0.5:
+        raise ConfigError(
+            f"dpo_loss's label_smoothing is {label_smoothing}, so that pairs would be labelled the wrong way "
+            "as often "
+            "as not: give a number below 0.5."
+        )
+    require_flag("dpo_loss's average", average)
+    require_whole("dpo_loss's pairs", pairs)
+    require_flag("dpo_loss's apart", apart)
+    return PreferenceLoss(beta, label_smoothing, average, pairs, apart)
+
+
+def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Return the log-probability of each of `tokens`, `[rows, length]`, 0 for those of -100.
+
+    `logits` are whole, `[rows, length, classes]`.
+    """
+    values = logits if logits.dtype == torch.float64 else logits.float()
+    losses = functional.cross_entropy(
+        values.flatten(0, 1), tokens.flatten(), ignore_index=NO_TARGET, reduction="none"
+    )
+    return -losses.view(tokens.shape)
+
+
+def answer_log_probs(logits: Tensor, targets: Targets) -> list[tuple[Tensor, Tensor]]:
+    """Return the log-probabilities of the tokens of each pair's chosen and rejected answer, on the CPU.
+
+    `logits`, `[rows, length, classes]`, are those of a batch of `preference_batch` with these `targets`. Of
+    the model before training they are the reference: `answer_log_probs(engine.output(inputs), targets)`.
+    """
+    values, answers = token_log_probs(logits, targets["tokens"]).cpu(), targets["answers"].cpu()
+    found = [
+        values[row, answers[row] == one] for row in range(len(answers)) for one in _numbers(answers[row])
+    ]
+    return list(zip(found[0::2], found[1::2], strict=True))
+
+
+def _numbers(answers: Tensor) -> list[int]:
+    return sorted({one for one in answers.tolist() if one >= 0})
+
+
+def preference_batch(
+    preferences: Iterable[Preference], length: int, *, pairs: int = 1, apart: bool = False
+) -> tuple[Any, dict[str, Tensor]]:
+    """Return inputs and targets of (prompt, chosen, rejected), each a sequence of tokens.
+
+    After these three may come what `answer_log_probs` returns of the pair, the reference; else it is 0. A row
+    of `length` positions holds `pairs` pairs, whose two texts are documents of it, apart from each other:
+    inputs are a dictionary of `tokens` and `document_ids`. With `apart` each text has a row of its own, for
+    layers that know no documents, and inputs are tokens. Targets: see `Targets`. Raises `DataError` for what
+    does not fit a row, and for prompts and answers without tokens.
+    """
+    require_whole("preference_batch's length", length, DataError)
+    require_whole("preference_batch's pairs", pairs, DataError)
+    given = list(preferences)
+    texts = 1 if apart else 2 * pairs
+    rows = 2 * len(given) if apart else -(-len(given) // pairs)
+    if not given or (apart and pairs > 1):
+        raise DataError(
+            "preference_batch was given no pairs, or apart and pairs > 1: give pairs, and one of these."
+        )
+    inputs, ids = torch.zeros(rows, length, dtype=torch.int64), torch.full((rows, length), -1)
+    targets = {
+        "tokens": torch.full((rows, length), NO_TARGET),
+        "answers": torch.full((rows, length), -1),
+        "begins": torch.zeros(rows, length, dtype=torch.int64),
+        "reference": torch.zeros(rows, length, dtype=torch.float64),
+    }
+    used = [0] * rows
+    for number, preference in enumerate(given):
+        prompt, *answers = (torch.as_tensor(one, dtype=torch.int64) for one in preference[:3])
+        references = [torch.as_tensor(one, dtype=torch.float64) for one in preference[3:]]
+        if len(answers) != 2 or (references and [*map(len, references)] != [*map(len, answers)]):
+            raise DataError(
+                f"pair {number} is {len(preference)} sequences, of "
+                f"{', '.join(str(len(one)) for one in preference)}: "
+                "give a prompt, a chosen and a rejected answer, and of both answers all log-probabilities, "
+                "or none."
+            )
+        for side, answer in enumerate(answers):
+            text = 2 * number + side
+            row, end = text // texts, used[text // texts] + len(prompt) + len(answer) - 1
+            if not len(prompt) or not len(answer) or end > length:
+                raise DataError(
+                    f"pair {number} has a prompt of {len(prompt)} tokens and an answer of {len(answer)}, and "
+                    "needs "
+                    f"{end} positions of a row of {length}: give prompts and answers with tokens, a greater "
+                    "length, or fewer pairs a row."
+                )
+            first, place = used[row] + len(prompt) - 1, slice(used[row], end)
+            whole, used[row] = torch.cat([prompt, answer]), end
+            inputs[row, place], ids[row, place] = whole[:-1], text
+            targets["tokens"][row, first:end] = answer
+            targets["answers"][row, first:end] = side if apart else text % texts
+            targets["begins"][row, first] = 1 - side
+            if references:
+                targets["reference"][row, first:end] = references[side]
+    return (inputs if apart else {"tokens": inputs, "document_ids": ids}), targets
+
+
+def _required(targets: Targets) -> Targets:
+    """Return `targets`. Raises `DataError` where they are not those of `preference_batch`."""
+    if not isinstance(targets, Mapping) or not targets.keys() >= _KEYS:
+        found = ", ".join(targets) if isinstance(targets, Mapping) else type(targets).__name__
+        raise DataError(
+            f"the targets of dpo_loss are {found}: give those of plait.tensor.preference_batch, a dictionary "
+            "of "
+            f"{', '.join(sorted(_KEYS))}."
+        )
+    return targets
