@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import resource
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -67,6 +68,8 @@ class StepNumbers:
     """Of each rank: how long its host was blocked in communication during the step; 0 on a GPU."""
     peak_memory: tuple[int, ...]
     """Of each rank: its peak memory so far, in bytes."""
+    clock: float = 0.0
+    """Seconds since the run began, as rank 0 has measured them."""
 
 
 class Meter:
@@ -79,6 +82,7 @@ class Meter:
         self._peak = None if each is None else each * mesh.size("world")  # devices are alike
         self._flops = flops_per_token
         self._mesh = mesh
+        self._began = time.monotonic()
         self._started, self._blocked = StreamEvent(mesh.device, timed=True), 0
 
     def start(self) -> None:
@@ -100,12 +104,13 @@ class Meter:
 
         `signal`: one that this rank has received, or 0. `tokens`: of the global batch.
         `data_seconds`: for how long this rank has waited for its rows of the batch.
-        Communication: an all-gather of six numbers over the world.
+        Communication: an all-gather of seven numbers over the world.
         """
         mesh, device = self._mesh, self._mesh.device
         world = mesh.size("world")
         blocked = 0 if is_accelerator(device) else mesh.traffic.blocked_nanoseconds - self._blocked
-        own = [peak_memory_bytes(device), signal, blocked / 1e9, data_seconds]
+        clock = time.monotonic() - self._began
+        own = [peak_memory_bytes(device), signal, blocked / 1e9, data_seconds, clock]
         numbers = torch.cat(
             [sent(torch.tensor(own, dtype=torch.float64), device), result.non_finite.double()]
         )
@@ -117,7 +122,7 @@ class Meter:
 
         def finished() -> StepNumbers:
             loss, norm, weight, *rest = read().tolist()
-            memory, signals, blocked, data, *faults = (rest[column::6] for column in range(6))
+            memory, signals, blocked, data, clocks, *faults = (rest[column::7] for column in range(7))
             seconds = ended.milliseconds_since(started) / 1e3
             row = {
                 "step": step + 1,
@@ -135,7 +140,9 @@ class Meter:
                 row["mfu"] = self._flops * tokens / seconds / self._peak
             loss_rank, gradient_rank = (next((r for r, bad in enumerate(of) if bad), world) for of in faults)
             peaks = tuple(map(int, memory))
-            return StepNumbers(row, int(max(signals)), loss_rank, gradient_rank, tuple(blocked), peaks)
+            return StepNumbers(
+                row, int(max(signals)), loss_rank, gradient_rank, tuple(blocked), peaks, clocks[0]
+            )
 
         return finished
 

@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import TypeAdapter, ValidationError
 
 EVENTS_FILE = "events.jsonl"
-EventKind = Literal["start", "warning", "note", "finished", "stopped", "failed"]
+EventKind = Literal["start", "warning", "note", "sample", "finished", "stopped", "failed"]
 ENDS: tuple[EventKind, ...] = ("finished", "stopped", "failed")
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 
 from plait.engine import Recording
 from plait.loop.run_folder import REPORT_FILES, set_aside, set_aside_line
 from plait.loop.training import Callback, TrainingLoop
+from plait.report.events import write_event
 from plait.train.balance_reorder_trace import (
     SCHEDULE_FILE,
     TRACE_FILES,
@@ -83,6 +85,33 @@ class Recordings(Callback):
             run.tell(write_trace(recording, run.done, self._folder, run.mesh))
         if recording is not None and run.done == self._reorder:
             run.tell(reorder(run.engine, recording, run.done, self._folder, run.mesh))
+
+
+class Samples(Callback):
+    """Prints a sample every `train.sample_every` steps; writes each, also the last one, for the report."""
+
+    def __init__(self, config: Config, sample: Callable[[], str | None]) -> None:
+        """`sample`: returns a continuation of `train.sample`, equal on every rank, or None."""
+        self._every, self._folder = config.train.sample_every, config.run.dir
+        self._sample = sample
+        self._last: tuple[int, str | None] | None = None
+
+    def after_step(self, run: TrainingLoop) -> None:
+        """Sample where it is due, and after the last step, unless a signal ends the run."""
+        is_due = self._every > 0 and run.done % self._every == 0
+        if run.stopped > 0 or not (is_due or run.is_last):
+            return
+        text = self._sample()
+        self._last = run.done, text
+        if text is None or run.mesh.rank:
+            return
+        write_event(self._folder, "sample", run.done, text)
+        if not run.is_last:  # the last one is printed at the end
+            run.tell(f"step {run.done}: sample\n{text}")
+
+    def last(self, run: TrainingLoop) -> str | None:
+        """Return the sample after the last step; None where there is none. All ranks call it."""
+        return self._last[1] if self._last is not None and self._last[0] == run.done else self._sample()
 
 
 class FirstSteps(Callback):

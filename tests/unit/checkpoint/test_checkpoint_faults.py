@@ -16,6 +16,7 @@ from torch import nn
 import plait
 from parity.pairs import in_quick
 from plait.checkpoint import tensor_file
+from plait.checkpoint.best_marker import BestCheckpoint
 from plait.checkpoint.checkpoint_manager import CheckpointManager
 from plait.checkpoint.disk import Disk
 from plait.checkpoint.folders import resolve
@@ -157,7 +158,13 @@ def test_a_series_with_a_fault_at_every_operation(tmp_path: Path) -> None:
             series = CheckpointManager(
                 folder, keep_last=1, start_step=step - 1, disk=disk if step == 3 else Disk()
             )
-            series.save(engine_of(float(step)), None, step, {"value": float(step)}, best_loss=1 / step)
+            series.save(
+                engine_of(float(step)),
+                None,
+                step,
+                {"value": float(step)},
+                best=[BestCheckpoint(step, 1 / step)],
+            )
             series.finish()
 
     names = operations(lambda disk: run(tmp_path / "counted", disk), tmp_path / "counted")
