@@ -90,6 +90,10 @@ class Meter:
         self._started = StreamEvent(self._mesh.device, timed=True)
         self._blocked = self._mesh.traffic.blocked_nanoseconds
 
+    def elapsed(self) -> float:
+        """Return the seconds since the meter was made, by this rank's clock."""
+        return time.monotonic() - self._began
+
     def measure(
         self,
         step: int,
@@ -109,8 +113,7 @@ class Meter:
         mesh, device = self._mesh, self._mesh.device
         world = mesh.size("world")
         blocked = 0 if is_accelerator(device) else mesh.traffic.blocked_nanoseconds - self._blocked
-        clock = time.monotonic() - self._began
-        own = [peak_memory_bytes(device), signal, blocked / 1e9, data_seconds, clock]
+        own = [peak_memory_bytes(device), signal, blocked / 1e9, data_seconds, self.elapsed()]
         numbers = torch.cat(
             [sent(torch.tensor(own, dtype=torch.float64), device), result.non_finite.double()]
         )

@@ -40,7 +40,7 @@ class Evaluation:
     """The numbers of a model on one set of data, the same on every rank."""
 
     data: str
-    """The name or the source of the data; of the run's corpus, that a part of it was held out."""
+    """The name or the source of the data; "held out" for that part of the run's own data."""
     loss: float
     """Mean cross-entropy over all targets, in nats."""
     perplexity: float
@@ -156,7 +156,7 @@ def evaluate(config: Config, checkpoint: Path) -> tuple[Evaluation, ...]:
     engine = parallelize(build_model(config.model, vocab), config.plan(), mesh, loss=cross_entropy)
     load_checkpoint(engine, None, checkpoint, "given")
     found, source = [], config.data.validation_source
-    unnamed = source if source and isinstance(source, str) else "held out of the run's data"
+    unnamed = source if source and isinstance(source, str) else "held out"
     for one in sets:
         rows = ValidationRows(one.batches, one.count)
         loss, accuracy = validation_means(rows, engine, {"accuracy": _hits})

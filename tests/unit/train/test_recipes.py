@@ -137,7 +137,8 @@ def test_what_is_not_done_is_refused_by_name(text: str, message: str) -> None:
 def test_tables_of_users_of_torch_are_understood(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(
-        '[train]\nsteps = 50\n[train.optimizer]\nname = "SGD"\nlr = 0.1\nmomentum = 0.9\nweight_decay = 0.01\n'
+        '[train]\nsteps = 50\n[train.optimizer]\nname = "SGD"\nlr = 0.1\nmomentum = 0.9\n'
+        "weight_decay = 0.01\n"
         '[train.schedule]\nname = "WSD"\nwarmup = 5\nmin_lr = 0.0\n'
         '[[train.rates]]\npattern = "embedding"\nscale = 0.5\n'
         '[data.validation_source]\nprose = "a"\ncode = "b"\n'
