@@ -25,6 +25,7 @@ from plait.loop import (
     ReplicaChecks,
     Report,
     Validation,
+    freeze,
     warmup_constant,
     warmup_cosine,
     warmup_stable_decay,
@@ -105,6 +106,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: Checkpoints(TINY, minutes=1, every=None), "minutes is 1, but every is None, never"),
     (lambda: ParameterRate("a", scale=-1), "scale of a ParameterRate is -1: give a number of at least 0"),
     (lambda: ParameterRate(3), "pattern of a ParameterRate is an object of int"),  # type: ignore[arg-type]
+    (lambda: freeze(model(), "bias"), "freeze is 'bias': give a list of patterns, such as ['bias']"),
     (lambda: warmup_stable_decay(1.0, steps=9, decay=0), f"decay is 0: {WHOLE}"),
     (lambda: warmup_constant(1.0, warmup=-1), f"warmup is -1: {COUNT}"),
     (lambda: Checkpoints(TINY, every=True), f"every is True: {COUNT}"),

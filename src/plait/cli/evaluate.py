@@ -12,6 +12,7 @@ from rich.table import Table
 from plait.cli.arguments import CommandParser
 from plait.cli.checkpoint_options import split_options
 from plait.cli.ranks_and_signals import degrees, importing, local_ranks
+from plait.data.tokenizer import printable
 from plait.errors import ConfigError
 
 _ABOUT = """\
@@ -84,7 +85,7 @@ def run(argv: Sequence[str]) -> int:
     table.add_column("sequences", overflow="fold")
     for one in found:
         numbers = f"{one.loss:.4f}", f"{one.perplexity:,.3f}", f"{one.accuracy:.2%}"
-        table.add_row(one.data, *numbers, one.which or f"{one.sequences:,}")
-    print(f"{checkpoint}:")
+        table.add_row(printable(one.data), *numbers, one.which or f"{one.sequences:,}")
+    print(f"{printable(str(checkpoint))}:")
     Console(markup=False, highlight=False).print(table)
     return 0

@@ -77,6 +77,9 @@ def freeze(model: nn.Module, patterns: Sequence[str], field: str = "freeze") -> 
     Raises `ConfigError`, which names `field`, for a pattern that fits no parameter, and where none is left
     that trains.
     """
+    require_instance("the model", model, nn.Module, "give a torch.nn.Module")
+    if isinstance(patterns, str):
+        raise ConfigError(f"{field} is {patterns!r}: give a list of patterns, such as [{patterns!r}].")
     parameters = dict(model.named_parameters(remove_duplicate=False))
     require_matches(patterns, parameters, field)
     for name, parameter in parameters.items():

@@ -12,7 +12,7 @@ from plait.data.read_ahead import ReadAhead
 from plait.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
 from plait.data.tokenizer_match import require_tokens_of_transformers
 from plait.errors import ConfigError
-from plait.train.config import RANDOM, Config, check_steps
+from plait.train.config import MOST, RANDOM, Config, check_steps
 from plait.train.data_sources import open_source
 from plait.train.prepared_sources import is_tokenized, prepared_folder
 from plait.train.sample import encode_prompt
@@ -91,7 +91,13 @@ def with_steps_of_epochs(config: Config, data: Data) -> Config:
     epochs, rows = config.train.epochs, row_total(data.training)
     if epochs is None or rows is None:
         return config
-    steps = max(1, math.ceil(round(epochs * rows / config.train.batch, 9)))
+    exact = epochs * rows / config.train.batch
+    if exact > MOST:
+        raise ConfigError(
+            f"train.epochs = {epochs:g} are {exact:g} steps, more than {MOST}, the most that plait takes: give "
+            "fewer."
+        )
+    steps = max(1, math.ceil(round(exact, 9)))
     known = config.train.model_copy(update={"steps": steps, "epochs": None})
     changed = config.model_copy(update={"train": known})
     check_steps(changed)
