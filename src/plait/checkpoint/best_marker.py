@@ -66,6 +66,8 @@ def best_checkpoints(folder: Path) -> list[BestCheckpoint]:
         found = [_checked(one) for one in (read, *read.get("others", ()))]
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError):
         return []
+    except RecursionError:  # nested lists
+        return []
     return found
 
 

@@ -43,7 +43,13 @@ _ALIASES = {
     **{f"train.schedule.{name}": f"train.{name}" for name in ("warmup", "min_lr")},
 }
 """Other names of fields: what users of torch write into a table of the optimizer or the schedule."""
-_IN_PLACE_OF = {"train.steps": "train.epochs", "train.epochs": "train.steps"}
+_IN_PLACE_OF = {
+    "train.steps": "train.epochs",
+    "train.epochs": "train.steps",
+    "data.source": "data.mixture",
+    "data.mixture": "data.source",
+}
+"""Fields of which one is given in place of the other."""
 _CONSTANTS = {"true": True, "false": False, "none": None}
 _SHOWN = 60  # characters of a bad value in an error message
 

@@ -173,6 +173,15 @@ class DataConfig(Section):
                 )
         return given or ""
 
+    @model_validator(mode="after")
+    def _of_one_source(self) -> DataConfig:
+        if self.mixture and self.source != type(self).model_fields["source"].default:
+            raise ConfigError(
+                f"data.source = {self.source!r} and data.mixture are both given: leave one of them out, or "
+                "name the source in the mixture, with a weight."
+            )
+        return self
+
     @field_validator("mixture")
     @classmethod
     def _weighted(cls, given: tuple[str, ...]) -> tuple[str, ...]:

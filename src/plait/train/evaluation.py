@@ -23,7 +23,7 @@ from plait.loop.validation_rows import ValidationRows
 from plait.tensor.losses import cross_entropy
 from plait.train.build import build_model
 from plait.train.checkpoints import FOLDER
-from plait.train.config import Config
+from plait.train.config import LIMITS, Config
 from plait.train.config_parser import config_from_arguments, given_values
 from plait.train.prepared_sources import is_tokenized, prepared_folder
 from plait.train.run_data import load_data
@@ -100,13 +100,17 @@ def _without_training(train: Mapping[str, Any]) -> dict[str, Any]:
     return {name: train[name] for name in kept if name in train}
 
 
-def _divided(train: Mapping[str, Any], given: Mapping[str, object]) -> dict[str, Any]:
+def _divided(train: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return batch and micro-batches near to those of the run that the degrees `given` can share."""
-    dp = given.get("parallel.dp", 1)
-    if not isinstance(dp, int) or dp < 1 or any(name.startswith("train.") for name in given):
-        return {}  # refused later, or the user's own
-    batch = -(-train["batch"] // dp) * dp
-    fitting = (count for count in range(train["microbatches"], 0, -1) if batch % (dp * count) == 0)
+    dp, batch, most = given.get("parallel.dp", 1), train.get("batch"), train.get("microbatches")
+    if any(name.startswith("train.") for name in given):
+        return {}  # the user's own
+    if not (isinstance(dp, int) and isinstance(batch, int) and isinstance(most, int)):
+        return {}  # refused later
+    if min(dp, batch, most) < 1:
+        return {}  # likewise
+    batch = -(-batch // dp) * dp
+    fitting = (count for count in range(min(most, LIMITS["microbatches"]), 0, -1) if not batch % (dp * count))
     return {"batch": batch, "microbatches": next(fitting)}
 
 

@@ -94,8 +94,8 @@ def with_steps_of_epochs(config: Config, data: Data) -> Config:
     exact = epochs * rows / config.train.batch
     if exact > MOST:
         raise ConfigError(
-            f"train.epochs = {epochs:g} are {exact:g} steps, more than {MOST}, the most that plait takes: give "
-            "fewer."
+            f"train.epochs = {epochs:g} are {exact:g} steps, more than {MOST}, the most that plait takes: "
+            "give fewer."
         )
     steps = max(1, math.ceil(round(exact, 9)))
     known = config.train.model_copy(update={"steps": steps, "epochs": None})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,3 +131,33 @@ def test_frozen_parameters_do_not_train() -> None:
 def test_what_is_not_used_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         losses(PLANS[0], **options)
+
+
+def of_own_groups(plan: Plan, folder: Path, steps: int, *, resumes: bool) -> tuple[float, list[float]]:
+    """Train in a loop of one's own; a rank has groups only of the parameters that it holds."""
+    engine = plait.parallelize(model(), plan, plait.Mesh(plan), nn.CrossEntropyLoss())
+    named = dict(engine.named_parameters())
+    of_first = [one for name, one in named.items() if name.startswith("0.")]
+    of_last = [one for name, one in named.items() if name.startswith("2.")]
+    groups = [{"params": held, "lr": rate} for held, rate in ((of_first, 0.1), (of_last, 0.01)) if held]
+    optimizer = torch.optim.Adam(groups)
+    done = plait.load(engine, optimizer, folder)["step"] if resumes else 0
+    inputs, targets = (one.chunk(plan.dp)[engine.mesh.index("dp")] for one in data().tensors)
+    for _ in range(done, steps):
+        optimizer.zero_grad()
+        loss = engine.forward_backward(inputs, targets)
+        optimizer.step()
+    plait.save(engine, optimizer, folder / f"step-{steps:08d}", {"step": steps})
+    return loss.item(), [group["lr"] for group in optimizer.param_groups]
+
+
+def test_groups_of_ones_own_go_on_on_another_layout(thread_ranks: RankPool, tmp_path: Path) -> None:
+    one, pipeline, sharded = PLANS
+    whole = partial(of_own_groups, one, tmp_path / "whole", 4, resumes=False)
+    ((expected, rates),) = thread_ranks.run(whole, ranks=1)
+    first = partial(of_own_groups, pipeline, tmp_path / "cut", 2, resumes=False)
+    assert [lrs for _, lrs in thread_ranks.run(first, ranks=2)] == [[0.1], [0.01]]
+    rest = partial(of_own_groups, sharded, tmp_path / "cut", 4, resumes=True)
+    for loss, lrs in thread_ranks.run(rest, ranks=2):
+        assert loss == pytest.approx(expected, rel=1e-12)
+        assert lrs == rates == [0.1, 0.01]

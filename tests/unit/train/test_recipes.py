@@ -106,6 +106,7 @@ def test_options_reach_the_optimizer_and_its_memory_is_predicted() -> None:
         ("--train.epochs 1 --train.steps 5", "train.epochs = 1 and train.steps = 5 are both given"),
         ("--train.epochs 1 --data.source random", "data.source = random has no end"),
         ("--train.epochs 1 --data.mixture a=1,b=2", "each source of data.mixture has epochs of its own"),
+        ("--data.source x --data.mixture a=1,b=2", "data.source = 'x' and data.mixture are both given"),
         ("--train.freeze a,a", "train.freeze has the pattern 'a' twice"),
         ('--train.rates [{"pattern":"a","scale":1,"lr":1}]', "gives 'a' scale = 1 and lr = 1: leave one"),
         ('--train.rates [{"pattern":"a"}]', "has pattern = 'a' and nothing for it: add scale"),
@@ -226,6 +227,8 @@ def test_epochs_are_steps_and_a_run_resumes_into_more_of_them(thread_ranks: Rank
     assert len(whole) == 13
     assert json.loads((tmp_path / "whole" / "config.json").read_text())["train"]["steps"] == 13
     assert len(epochs("cut", 0.32)) == 4
+    with pytest.raises(ConfigError, match=r"train\.epochs = 1e\+300 are 1\.25e\+301 steps, more than"):
+        epochs("long", 1e300)
     resumed = epochs("cut", 1, run={"resume": "auto"}, parallel={"dp": 2})
     assert len(resumed) == 13
     for one, other in zip(whole, resumed, strict=True):
