@@ -25,7 +25,7 @@ from plait.train.config import Config
 from plait.train.memory_limit import peak_line, predict_memory, prediction_line
 from plait.train.metrics import FIELD, loggers_of
 from plait.train.predicted_step import predicted_step, step_lines
-from plait.train.reference_steps import Comparison, compare_steps
+from plait.train.reference_steps import Comparison, LossAndNorm, compare_steps
 from plait.train.run_callbacks import FirstSteps, FolderOfRun, Recordings, Samples
 from plait.train.run_data import Data, load_data, with_steps_of_epochs
 from plait.train.stop_signals import StopSignals
@@ -74,8 +74,7 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
     with lock, StopSignals(stop_on) as stop:
         data = load_data(config)
         config = with_steps_of_epochs(config, data)
-        settings = config.train
-        progress = ProgressReporter(settings.steps, shown=mesh.rank == 0, bar=run.progress)
+        progress = ProgressReporter(config.train.steps, shown=mesh.rank == 0, bar=run.progress)
         plan = balanced(config, plan, mesh, data)
         memory = _predicted_memory(config, plan, mesh, data)
         predicted = predicted_step(config, plan, mesh.device)
@@ -83,31 +82,51 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
         report = Report(run.dir, step=run.trace, page=run.report, metrics=False, field=FIELD, locks=False)
         trainer.tell, trainer.requested_stop = report.tell_through(progress.print), lambda: stop.local
         _introduce(config, trainer, data, memory, predicted, report)
-        first, checkpoints = FirstSteps(run.compare), run_checkpoints(config)
-        validations, samples = _validations(config, data), Samples(config, trainer.sample)
-        watching = [EarlyStop(settings.patience, watch=settings.watch)] if settings.patience else []
-        files = [report, _log(config), checkpoints, samples]
-        before = [FolderOfRun(config), Recordings(config), ReplicaChecks(run.check_replicas)]
-        trainer.run([*before, Progress(progress), first, *validations, *watching, *files])
-        signal = max(0, trainer.stopped)
-        result = TrainingResult(
-            steps=trainer.done,
-            loss=trainer.row["loss"],
-            validation_loss=validations[0].loss if validations else None,
-            validation_losses={one.name: one.loss for one in validations},
-            sample=None if signal else samples.last(trainer),
-            metrics=config.run.dir / "metrics.jsonl",
-            stopped=signal,
-            saved=not checkpoints.failed,
-        )
+        result, first = _trained(config, trainer, data, report, progress)
         peak = trainer.row["peak_memory_bytes"]
-    del trainer, checkpoints  # the comparison needs the memory
+    del trainer  # the comparison needs the memory
     _print_end(config, result, memory, predicted, peak, mesh, progress)
-    if not first.numbers or result.stopped:
+    if not first or result.stopped:
         return result
-    comparison = compare_steps(config, data, mesh, first.numbers)
+    comparison = compare_steps(config, data, mesh, first)
     progress.print(str(comparison))
     return replace(result, comparison=comparison)
+
+
+def _trained(
+    config: Config, trainer: Trainer, data: Data, report: Report, progress: ProgressReporter
+) -> tuple[TrainingResult, list[LossAndNorm]]:
+    """Train with the callbacks of `config`; return the result, and the numbers of the first steps."""
+    settings, run = config.train, config.run
+    first, checkpoints = FirstSteps(run.compare), run_checkpoints(config)
+    validations, samples = _validations(config, data), Samples(config)
+    trainer.run(
+        [
+            FolderOfRun(config),
+            Recordings(config),
+            ReplicaChecks(run.check_replicas),
+            Progress(progress),
+            first,
+            *validations,
+            *([EarlyStop(settings.patience, watch=settings.watch)] if settings.patience else []),
+            report,
+            _log(config),
+            checkpoints,
+            samples,
+        ]
+    )
+    signal = max(0, trainer.stopped)
+    result = TrainingResult(
+        steps=trainer.done,
+        loss=trainer.row["loss"],
+        validation_loss=validations[0].loss if validations else None,
+        validation_losses={one.name: one.loss for one in validations},
+        sample=None if signal else samples.last(trainer),
+        metrics=run.dir / "metrics.jsonl",
+        stopped=signal,
+        saved=not checkpoints.failed,
+    )
+    return result, first.numbers
 
 
 def _introduce(

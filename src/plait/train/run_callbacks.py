@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 
 from plait.engine import Recording
@@ -19,6 +18,7 @@ from plait.train.balance_reorder_trace import (
 from plait.train.config import Config
 from plait.train.metrics import TABLE_FILE, TENSORBOARD_FOLDER, unwritable
 from plait.train.reference_steps import LossAndNorm
+from plait.train.trainer import Trainer
 
 CONFIG_FILE = "config.json"
 FILES = (
@@ -90,18 +90,17 @@ class Recordings(Callback):
 class Samples(Callback):
     """Prints a sample every `train.sample_every` steps; writes each, also the last one, for the report."""
 
-    def __init__(self, config: Config, sample: Callable[[], str | None]) -> None:
-        """`sample`: returns a continuation of `train.sample`, equal on every rank, or None."""
+    def __init__(self, config: Config) -> None:
         self._every, self._folder = config.train.sample_every, config.run.dir
-        self._sample = sample
         self._last: tuple[int, str | None] | None = None
 
     def after_step(self, run: TrainingLoop) -> None:
         """Sample where it is due, and after the last step, unless a signal ends the run."""
         is_due = self._every > 0 and run.done % self._every == 0
-        if run.stopped > 0 or not (is_due or run.is_last):
+        has_none = self._last is not None and self._last[1] is None
+        if run.stopped > 0 or has_none or not (is_due or run.is_last):
             return
-        text = self._sample()
+        text = _sample(run)
         self._last = run.done, text
         if text is None or run.mesh.rank:
             return
@@ -111,7 +110,15 @@ class Samples(Callback):
 
     def last(self, run: TrainingLoop) -> str | None:
         """Return the sample after the last step; None where there is none. All ranks call it."""
-        return self._last[1] if self._last is not None and self._last[0] == run.done else self._sample()
+        if self._last is None:
+            return _sample(run)
+        step, text = self._last
+        return text if text is None or step == run.done else _sample(run)
+
+
+def _sample(run: TrainingLoop) -> str | None:
+    """Return a continuation of `train.sample`, equal on every rank; None where there is none."""
+    return run.sample() if isinstance(run, Trainer) else None
 
 
 class FirstSteps(Callback):

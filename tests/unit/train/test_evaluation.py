@@ -57,12 +57,18 @@ def by_torch(folder: Path, text: bytes) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(
-    "parallel", ["", "--parallel.dp 2", "--parallel.pp 2 --parallel.tp 2", "--parallel.cp 2"]
+    "options",
+    [
+        "",
+        "--parallel.dp 2",
+        "--parallel.pp 2 --parallel.tp 2 --train.batch 16 --train.microbatches 4",
+        "--parallel.cp 2 --train.batch 2 --train.microbatches 1",
+    ],
 )
 def test_numbers_are_those_of_plain_torch_on_every_plan(
-    trained: Path, capsys: pytest.CaptureFixture[str], parallel: str
+    trained: Path, capsys: pytest.CaptureFixture[str], options: str
 ) -> None:
-    (found,) = evaluated(capsys, str(trained / "run"), str(trained / "text"), *parallel.split())
+    (found,) = evaluated(capsys, str(trained / "run"), str(trained / "text"), *options.split())
     loss, accuracy = by_torch(trained / "run", (trained / "text").read_bytes())
     assert found["loss"] == pytest.approx(loss, rel=1e-12)
     assert found["perplexity"] == pytest.approx(math.exp(loss), rel=1e-12)
