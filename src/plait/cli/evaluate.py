@@ -38,7 +38,7 @@ def parser() -> CommandParser:
     )
     made.add_argument("run", metavar="RUN", type=Path, help="folder of a run, or a checkpoint")
     made.add_argument(
-        "data", metavar="DATA", nargs="*", help="file, folder, glob, prepared corpus or data set"
+        "data", metavar="DATA", nargs="*", default=[], help="file, folder, glob, prepared corpus or data set"
     )
     made.add_argument("--json", action="store_true", help="print one JSON object")
     return made
@@ -47,7 +47,7 @@ def parser() -> CommandParser:
 def run(argv: Sequence[str]) -> int:
     """Evaluate the checkpoint in `argv`, and return 0. Raises `PlaitError` for user errors."""
     own, of_run = split_options(argv)
-    options = parser().parse_args(own)
+    options = parser().parse_intermixed_args(own)  # DATA may stand on both sides of an option
     if any(one.partition("=")[0] == "--config" for one in of_run):
         raise ConfigError(
             "--config is given, but the configuration is that of the checkpoint: leave it out, and give "

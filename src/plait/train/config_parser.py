@@ -50,6 +50,8 @@ _IN_PLACE_OF = {
     "data.mixture": "data.source",
 }
 """Fields of which one is given in place of the other."""
+_ELSEWHERE = {"learning_rate": "train.lr", "optim": "train.optimizer", "max_steps": "train.steps"}
+"""What other trainers call a field, where the names are unlike."""
 _CONSTANTS = {"true": True, "false": False, "none": None}
 _SHOWN = 60  # characters of a bad value in an error message
 
@@ -288,10 +290,19 @@ def _field(name: str, origin: str) -> Schema:
 
 
 def nearest_field(name: str) -> str | None:
-    """Return the field with the most similar name, or None; the section may be wrong or missing."""
-    lasts = {known.rpartition(".")[2]: known for known in fields()}
-    near = get_close_matches(name.rpartition(".")[2], lasts, n=1)
-    return lasts[near[0]] if near else None
+    """Return the field with the most similar name, or None; the section may be wrong or missing.
+
+    A field of the section that `name` has comes first.
+    """
+    section, _, last = name.rpartition(".")
+    if last in _ELSEWHERE:
+        return _ELSEWHERE[last]
+    names = [*(one for one in _ALIASES if one not in fields()), *fields()]
+    own = {known.rpartition(".")[2]: known for known in names if known.rpartition(".")[0] == section}
+    for lasts in (own, {known.rpartition(".")[2]: known for known in names}):
+        if near := get_close_matches(last, lasts, n=1):
+            return lasts[near[0]]
+    return None
 
 
 def _require_json(name: str, given: GivenValue) -> None:

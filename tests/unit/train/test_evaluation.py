@@ -35,7 +35,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory, thread_ranks: RankPool) ->
 
 
 def evaluated(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
-    assert main(["evaluate", *arguments, *THREADS, "--json"]) == 0
+    run_folder, *others = arguments
+    assert main(["evaluate", run_folder, "--json", *others, *THREADS]) == 0
     found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["data"]
     return found
 

@@ -17,7 +17,7 @@ from plait.comm.rank_pool import RankPool
 from plait.errors import ConfigError, PlanError
 from plait.train.build import build_learning_rate, build_optimizer, trained_part
 from plait.train.config import Config
-from plait.train.config_parser import config_from_arguments, fields
+from plait.train.config_parser import config_from_arguments, fields, nearest_field
 from plait.train.optimizer_section import OPTIONS
 from plait.train.planned_config import config_text, configured_decoder
 from plait.train.train_section import TrainConfig
@@ -129,6 +129,21 @@ def test_what_is_not_done_is_refused_by_name(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         given(text)
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "near"),
+    [
+        ("train.optimiser", "train.optimizer"),
+        ("train.lr_scheduler", "train.schedule"),
+        ("train.learning_rate", "train.lr"),
+        ("train.momentum", "train.optimizer.momentum"),
+        ("train.num_epochs", "train.epochs"),
+        ("train.keep_best", "run.keep_best"),
+    ],
+)
+def test_a_field_of_its_own_section_is_the_nearest(given: str, near: str) -> None:
+    assert nearest_field(given) == near
 
 
 def test_tables_of_users_of_torch_are_understood(tmp_path: Path) -> None:
