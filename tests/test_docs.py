@@ -20,7 +20,9 @@ from typing import NamedTuple
 import pytest
 
 from plait.cli.checkpoint_options import read_options as checkpoint_options
+from plait.cli.checkpoint_options import split_options
 from plait.cli.data import parser as data_parser
+from plait.cli.evaluate import parser as evaluate_parser
 from plait.cli.main import main
 from plait.cli.report import parser as report_parser
 from plait.cli.verify import parser as verify_parser
@@ -153,6 +155,10 @@ def test_a_command_is_understood(
     if command in ("train", "verify"):
         made_before = {"model": "llama", "tuned": "llama"} if in_tutorial else {}
         config_from_arguments([made_before.get(word, word) for word in options])
+    elif command == "evaluate":
+        own, of_run = split_options(options)
+        assert evaluate_parser().parse_args(own).run
+        config_from_arguments(of_run)
     elif command == "report":
         assert report_parser().parse_args(options).runs
     elif in_tutorial and command == "data":

@@ -22,10 +22,14 @@ from plait.loop import (
     EarlyStop,
     History,
     Log,
+    ParameterRate,
     ReplicaChecks,
     Report,
     Validation,
+    freeze,
+    warmup_constant,
     warmup_cosine,
+    warmup_stable_decay,
 )
 from plait.loop.fit import FitResult
 from plait.plan import Plan
@@ -98,7 +102,15 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
             *({"shuffle": "no"}, {"context": "frok"}, {"collate": 3}),
         )
     ),
-    (lambda: Checkpoints(TINY, keep_best=3), "keep_best is 3: give True or False"),  # type: ignore[arg-type]
+    (lambda: Checkpoints(TINY, keep_best=-1), "keep_best, unless it is True or False, is -1: give a whole"),
+    (lambda: Checkpoints(TINY, keep_best="no"), "keep_best, unless it is True"),  # type: ignore[arg-type]
+    (lambda: Checkpoints(TINY, minutes=-1), "minutes is -1: give a number of at least 0"),
+    (lambda: Checkpoints(TINY, minutes=1, every=None), "minutes is 1, but every is None, never"),
+    (lambda: ParameterRate("a", scale=-1), "scale of a ParameterRate is -1: give a number of at least 0"),
+    (lambda: ParameterRate(3), "pattern of a ParameterRate is an object of int"),  # type: ignore[arg-type]
+    (lambda: freeze(model(), "bias"), "freeze is 'bias': give a list of patterns, such as ['bias']"),
+    (lambda: warmup_stable_decay(1.0, steps=9, decay=0), f"decay is 0: {WHOLE}"),
+    (lambda: warmup_constant(1.0, warmup=-1), f"warmup is -1: {COUNT}"),
     (lambda: Checkpoints(TINY, every=True), f"every is True: {COUNT}"),
     (lambda: Checkpoints(TINY, every=2.5), f"every is 2.5: {COUNT}"),  # type: ignore[arg-type]
     (lambda: Checkpoints(TINY, keep_last=-1), f"keep_last is -1: {COUNT}"),

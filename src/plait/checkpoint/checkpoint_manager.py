@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from plait.checkpoint.best_marker import best_step, mark_best
+from plait.checkpoint.best_marker import BestCheckpoint, best_checkpoints, mark_best
 from plait.checkpoint.disk import Disk
 from plait.checkpoint.folders import checkpoint_name, clean_up, complete_version, prune, rename_later
 from plait.checkpoint.optimizer_set import GivenOptimizers
@@ -31,7 +31,7 @@ class CheckpointManager:
         start_step: int | None = None,
         disk: Disk | None = None,
     ) -> None:
-        """Keep the newest `keep_last` checkpoints (0: all), those at multiples of `keep_every`, the best one.
+        """Keep the newest `keep_last` checkpoints (0: all), multiples of `keep_every`, and the best ones.
 
         Before the first save, rank 0 removes interrupted checkpoints. `start_step`: the step at which the run
         started or resumed; checkpoints of later steps belong to another run, and are renamed when the first
@@ -59,12 +59,13 @@ class CheckpointManager:
         optimizer: GivenOptimizers,
         step: int,
         state: Mapping[str, Any],
-        best_loss: float | None = None,
+        best: Sequence[BestCheckpoint] | None = None,
     ) -> None:
         """Start to save the run after `step` steps; return once copies exist, so that training may continue.
 
-        `best_loss`: the validation loss, where it is the lowest so far: the checkpoint is then `FOLDER/best`.
-        First waits for the previous save, see `finish`. Raises `CheckpointError` on all ranks.
+        `best`: the checkpoints to be kept for their validation losses, the lowest first, with this one; None:
+        those of before. The first of them is `FOLDER/best`. First waits for the previous save, see `finish`.
+        Raises `CheckpointError` on all ranks.
         """
         self.finish()
         self.complete = False
@@ -77,7 +78,7 @@ class CheckpointManager:
             disk=self._disk,
             on_start=self._clean_up,
             before_commit=self._rename_later,
-            after_commit=partial(self._after_commit, step, best_loss),
+            after_commit=partial(self._after_commit, step, best),
         )
 
     def finish(self) -> None:
@@ -94,22 +95,26 @@ class CheckpointManager:
             clean_up(self._folder, self._disk)
         self._is_clean = True
 
-    def restore_best(self, step: int, loss: float) -> None:
-        """Record on rank 0 that a resumed run's checkpoint of `step` is the best. Raises OSError.
+    def restore_best(self, best: Sequence[BestCheckpoint]) -> None:
+        """Record on rank 0 which checkpoints of a resumed run are the best. Raises OSError.
 
-        Another one is recorded where the run was killed before it recorded this one, or goes on from before
-        a later one. Without a checkpoint of `step` nothing is changed.
+        Others are recorded where the run was killed before it recorded these, or goes on from before later
+        ones. Without a checkpoint of the first nothing is changed.
         """
-        is_complete = complete_version(self._folder / checkpoint_name(step)) is not None
-        if is_complete and best_step(self._folder) != step:
-            mark_best(self._folder, step, loss, self._disk)
+        kept = self._complete(best)
+        if kept and kept[0] == best[0] and best_checkpoints(self._folder) != kept:
+            mark_best(self._folder, kept, self._disk)
+
+    def _complete(self, best: Sequence[BestCheckpoint]) -> list[BestCheckpoint]:
+        """Return those of `best` whose checkpoint is complete."""
+        return [one for one in best if complete_version(self._folder / checkpoint_name(one.step)) is not None]
 
     def _rename_later(self) -> None:
         if self.start_step is not None:
             rename_later(self._folder, self.start_step, self._disk)
         self.start_step = None
 
-    def _after_commit(self, step: int, best_loss: float | None) -> None:
-        if best_loss is not None:
-            mark_best(self._folder, step, best_loss, self._disk)
+    def _after_commit(self, step: int, best: Sequence[BestCheckpoint] | None) -> None:
+        if best is not None:
+            mark_best(self._folder, self._complete(best), self._disk)
         prune(self._folder, step, **self._keep, disk=self._disk)

@@ -3,7 +3,7 @@
 step-00000200/            a complete checkpoint
 .step-00000300.saving/    a checkpoint that is being written, or that was interrupted
 .step-00000200.replaced/  an older checkpoint of the same name, until the new one has that name
-best.json                 which checkpoint had the lowest validation loss: see `best_marker`
+best.json                 which checkpoints had the lowest validation losses: see `best_marker`
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
-from plait.checkpoint.best_marker import BEST, best_step, marker_path
+from plait.checkpoint.best_marker import BEST, best_checkpoints, best_step, mark_best, marker_path
 from plait.checkpoint.disk import Disk
 from plait.checkpoint.manifest import FILE, is_complete
 from plait.errors import CheckpointError
@@ -176,10 +176,12 @@ def previous_checkpoint(path: Path) -> Path | None:
 def rename_later(folder: Path, start: int, disk: Disk) -> None:
     """Rename checkpoints of more than `start` steps, left by another run, to a free name, `NAME.aside-N`.
 
-    A best checkpoint among them is no longer recorded as such.
+    Best checkpoints among them are no longer recorded as such.
     """
-    if (best_step(folder) or 0) > start:
-        disk.remove(marker_path(folder))
+    best = best_checkpoints(folder)
+    own = [one for one in best if one.step <= start]
+    if own != best:
+        mark_best(folder, own, disk)
     for step, path in complete_checkpoints(folder):
         name = checkpoint_name(step)
         if step > start and path.name == name:  # the checkpoint that is being written has a hidden name
@@ -220,14 +222,14 @@ def clean_up(folder: Path, disk: Disk) -> None:
 
 
 def prune(folder: Path, newest: int, *, keep_last: int, keep_every: int, disk: Disk) -> None:
-    """Remove checkpoints but the newest `keep_last` (0: all), at multiples of `keep_every`, and the best one.
+    """Remove checkpoints but the newest `keep_last` (0: all), multiples of `keep_every`, and the best ones.
 
     `newest`: steps of the checkpoint that was just written. Checkpoints of more steps belong to another run:
     they are not counted, and stay. With `keep_last` 0 all stay, with `keep_every` 0 none by its step. Raises
     OSError.
     """
-    best = best_step(folder)
+    best = {one.step for one in best_checkpoints(folder)}
     own = [(step, path) for step, path in complete_checkpoints(folder) if step <= newest]
     for step, path in own[keep_last:] if keep_last else ():
-        if step != best and not (keep_every and step % keep_every == 0):
+        if step not in best and not (keep_every and step % keep_every == 0):
             discard(path, folder / checkpoint_name(step), disk)

@@ -53,7 +53,7 @@ def read_options(argv: Sequence[str]) -> Namespace:
 
     Raises ConfigError for options that do not go together, too.
     """
-    own, of_run = _split_options(argv) if "convert" in argv[:1] else (argv, [])
+    own, of_run = split_options(argv) if "convert" in argv[:1] else (argv, [])
     options = parser().parse_args(own)
     options.of_run = of_run
     if of_run and options.file_size is not None:
@@ -112,7 +112,7 @@ def _add_options(name: str, action: CommandParser) -> None:
         add("--rope-base", metavar="X", type=_positive, help=base)
 
 
-def _split_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the command's own arguments, and the options of a run, such as `--config FILE`."""
     own: list[str] = []
     of_run: list[str] = []

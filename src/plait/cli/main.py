@@ -45,6 +45,7 @@ class Command:
 
 COMMANDS = (
     Command("train", "plait.cli.train", "train a model over pipeline, tensor and data parallel ranks"),
+    Command("evaluate", "plait.cli.evaluate", "loss, perplexity and accuracy of a checkpoint, on any data"),
     Command("verify", "plait.cli.verify", "compare a run with one rank, and locate differences", failed=2),
     Command("plan", "plait.cli.plan", "predict a step, or search the fastest plan, without GPUs"),
     Command("schedule", "plait.cli.schedule", "draw a pipeline schedule: time, bubble and memory"),

@@ -5,8 +5,14 @@ from typing import Any
 from plait.loop.callbacks import History, Log, ReplicaChecks
 from plait.loop.checkpoints import Checkpoints
 from plait.loop.early_stop import EarlyStop
-from plait.loop.learning_rates import warmup_cosine, warmup_linear
+from plait.loop.learning_rates import (
+    warmup_constant,
+    warmup_cosine,
+    warmup_linear,
+    warmup_stable_decay,
+)
 from plait.loop.loggers import Csv, JsonLines
+from plait.loop.parameter_rates import ParameterRate, freeze, parameter_groups
 from plait.loop.progress import Progress
 from plait.loop.report_files import Report
 from plait.loop.tracking_services import MLflow, TensorBoard, WeightsAndBiases
@@ -23,6 +29,7 @@ __all__ = [
     "JsonLines",
     "Log",
     "MLflow",
+    "ParameterRate",
     "Progress",
     "ReplicaChecks",
     "Report",
@@ -30,8 +37,12 @@ __all__ = [
     "TrainingLoop",
     "Validation",
     "WeightsAndBiases",
+    "freeze",
+    "parameter_groups",
+    "warmup_constant",
     "warmup_cosine",
     "warmup_linear",
+    "warmup_stable_decay",
 ]
 
 

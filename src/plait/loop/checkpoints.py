@@ -8,8 +8,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from plait.arguments import require_flag, require_instance, require_path, require_whole
-from plait.checkpoint.best_marker import BEST, best_step
+from plait.arguments import require_instance, require_number, require_path, require_whole
+from plait.checkpoint.best_marker import BEST, BestCheckpoint, best_checkpoints, best_step, with_new_best
 from plait.checkpoint.checkpoint_manager import CheckpointManager
 from plait.checkpoint.folders import all_checkpoints
 from plait.checkpoint.loading import load_checkpoint
@@ -36,9 +36,10 @@ class Checkpoints(Callback):
         folder: str | Path,
         *,
         every: int | None = 0,
+        minutes: float = 0.0,
         keep_last: int = 2,
         keep_every: int = 0,
-        keep_best: bool = False,
+        keep_best: bool | int = False,
         watch: str | None = None,
         resume: str | Path = "auto",
         state: Mapping[str, Any] | None = None,
@@ -47,10 +48,12 @@ class Checkpoints(Callback):
     ) -> None:
         """Save into `folder` every `every` steps; 0: only at the end; None: never.
 
+        `minutes`: save also after the first step that ends so long after the last save, by rank 0's clock.
         `keep_last` newest ones are kept (0: all), and those at multiples of `keep_every` steps. `keep_best`:
         save after each validation with the lowest loss so far, too, and keep the last of these: `FOLDER/best`
-        names it; of several validations the one named `watch` counts, or the first. `resume`: "auto", from
-        the newest one in `folder` that is not damaged, if there is one; "no"; or the folder of a checkpoint.
+        names it; a number: keep so many, those with the lowest losses, of equal ones the earlier. Of several
+        validations the one named `watch` counts, or the first. `resume`: "auto", from the newest one in
+        `folder` that is not damaged, if there is one; "no"; or the folder of a checkpoint.
         `state`: JSON values that are saved too; `check(state, path)` may refuse those of a checkpoint. Each
         checkpoint has the `state_dict` of all callbacks. Raises `ConfigError` for other arguments.
         """
@@ -59,7 +62,14 @@ class Checkpoints(Callback):
             require_whole("Checkpoints' every", every, least=0)
         require_whole("Checkpoints' keep_last", keep_last, least=0)
         require_whole("Checkpoints' keep_every", keep_every, least=0)
-        require_flag("Checkpoints' keep_best", keep_best)
+        if not isinstance(keep_best, bool):
+            require_whole("Checkpoints' keep_best, unless it is True or False,", keep_best)
+        require_number("Checkpoints' minutes", minutes)
+        if minutes and every is None:
+            raise ConfigError(
+                f"Checkpoints' minutes is {minutes:g}, but every is None, never: set it to 0, for "
+                "checkpoints at the end and after so many minutes."
+            )
         require_instance("Checkpoints' resume", resume, (str, Path), 'give "auto", "no" or a folder')
         if state is not None:
             require_instance("Checkpoints' state", state, Mapping, "give a dictionary of JSON values")
@@ -74,7 +84,9 @@ class Checkpoints(Callback):
         self._resume, self._watch = str(resume), watch
         self._state = {} if state is None else dict(state)
         self._check = check or (lambda state, path: None)
-        self._keep_best = keep_best
+        self._most_best, self._best = int(keep_best), list[BestCheckpoint]()
+        self._best_before: Mapping[str, Any] = {}
+        self._minutes, self._saved_at = minutes, 0.0
         self._validation = Validation(None)
         self._tell: Callable[[str], None] = print
         self._manager = CheckpointManager(
@@ -117,16 +129,26 @@ class Checkpoints(Callback):
         Raises `ConfigError` where another run saves there, `DataError` where there is no validation.
         """
         self._tell = run.tell
-        if self._keep_best:
+        if self._most_best:
             self._validation = watched_validation(self, run, self._watch)
-        if self._every is not None or self._keep_best:
+            self._best = self._known_best()
+        if self._every is not None or self._most_best:
             group, device = run.mesh.group("world"), run.mesh.device
             lock = locked_folder(self._folder, LOCK, group, device, must_be_writable=False)
             self._stack.enter_context(lock)
-        lowest = self._validation.lowest
-        if lowest is not None and run.resumed_steps and run.mesh.rank == 0:
+        if self._best and run.resumed_steps and run.mesh.rank == 0:
             with suppress(OSError):  # a folder that cannot be written to is told when a checkpoint is due
-                self._manager.restore_best(lowest.step, lowest.loss)
+                self._manager.restore_best(self._best)
+
+    def _known_best(self) -> list[BestCheckpoint]:
+        """Return the best checkpoints of before, where they are of the same validation, on the same data."""
+        lowest, before = self._validation.lowest, self._best_before
+        if lowest is None:
+            return []
+        kept = [BestCheckpoint(step, loss) for step, loss in before.get("best", ())]
+        if before.get("watch") == self._validation.loss_name and kept:
+            return kept[: self._most_best]
+        return [BestCheckpoint(lowest.step, lowest.loss)]
 
     @property
     def failed(self) -> bool:
@@ -138,13 +160,15 @@ class Checkpoints(Callback):
         return bool(self._every) and step % (self._every or 1) == 0
 
     def after_step(self, run: TrainingLoop) -> None:
-        """Save where it is due, no step follows, or the loss is the lowest; a failure is a warning."""
-        step, lowest = run.done, self._validation.lowest
-        best_loss = lowest.loss if lowest is not None and lowest.step == step else None
+        """Save where it is due, no step follows, or the loss is among the lowest; a failure is a warning."""
+        step, best = run.done, self._best_with(run)
         is_planned = self._every is not None and (run.is_last or self.is_due(step))
-        if not is_planned and best_loss is None:
+        clock = 0.0 if run.numbers is None else run.numbers.clock
+        in_time = bool(self._minutes) and clock - self._saved_at >= 60 * self._minutes
+        if not is_planned and not in_time and best is None:
             self._warn_early()
             return
+        self._saved_at, self._best = clock, self._best if best is None else best
         callbacks = {name: dict(callback.state_dict()) for name, callback in run.named_callbacks()}
         state = {
             "step": step,
@@ -154,7 +178,26 @@ class Checkpoints(Callback):
             **self._state,
         }
         self.finish()
-        self._try(lambda: self._manager.save(run.engine, run.optimizer, step, state, best_loss))
+        self._try(lambda: self._manager.save(run.engine, run.optimizer, step, state, best))
+
+    def _best_with(self, run: TrainingLoop) -> list[BestCheckpoint] | None:
+        """Return the best checkpoints with that of the step that has ended; None where it is none of them."""
+        loss = run.row.get(self._validation.loss_name) if self._most_best else None
+        if loss is None or int(run.row["step"]) != run.done:
+            return None
+        new = BestCheckpoint(run.done, loss)
+        best = with_new_best(self._best, new, self._most_best)
+        return best if new in best else None
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the checkpoints that are kept for their validation losses, and the name of the loss."""
+        if not self._best:
+            return {}
+        return {"watch": self._validation.loss_name, "best": [list(one) for one in self._best]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the best checkpoints of a `state_dict`."""
+        self._best_before = state
 
     def finish(self) -> None:
         """Block until the last checkpoint is written."""
@@ -174,7 +217,10 @@ class Checkpoints(Callback):
         """Return which step had the lowest validation loss, and where its checkpoint is."""
         is_kept = best_step(self._folder) == lowest.step
         where = f": {self._folder / BEST}" if is_kept else f", which has no checkpoint in {self._folder}"
-        return f"The lowest validation loss, {lowest.loss:.3f}, is that of step {lowest.step}{where}."
+        others = best_checkpoints(self._folder)[1:] if self._most_best > 1 else []
+        next_ones = ", ".join(f"{one.loss:.3f} of step {one.step}" for one in others)
+        kept = f" The next ones are kept, too: {next_ones}." if others else ""
+        return f"The lowest validation loss, {lowest.loss:.3f}, is that of step {lowest.step}{where}.{kept}"
 
     def _load(self, path: Path, run: TrainingLoop) -> None:
         loaded = load_checkpoint(run.engine, run.optimizer, path, "given")

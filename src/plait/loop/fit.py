@@ -19,9 +19,11 @@ from plait.engine import Engine
 from plait.errors import ConfigError
 from plait.loop.batch_shares import uneven_epochs
 from plait.loop.learning_rates import LearningRate, constant
+from plait.loop.report_files import Report
 from plait.loop.stream import Stream
 from plait.loop.training import Callback, TrainingLoop
-from plait.loop.validation import LowestLoss, Metric, Validation
+from plait.loop.validation import LowestLoss, Validation
+from plait.loop.validation_means import Metric
 from plait.plan import Plan
 from plait.rules import Rules
 from plait.tensor.losses import cross_entropy
@@ -29,6 +31,8 @@ from plait.tensor.torch_losses import GivenLoss
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Makes an optimizer of parameter groups."""
+MakeGroups = Callable[[Engine], list[dict[str, Any]]]
+"""Makes parameter groups of an engine's parameters."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,8 @@ def fit(
     validate_batches: int | None = None,
     metrics: Mapping[str, Metric] | None = None,
     callbacks: Sequence[Callback] = (),
+    parameter_groups: MakeGroups | None = None,
+    notes: str = "",
     mesh: Mesh | None = None,
     seed: int = 0,
     rules: Rules | None = None,
@@ -85,8 +91,11 @@ def fit(
     the model's output and the targets that return a value for each row or token, are computed every
     `validate_every` steps (0: only then) and at the end. `validate_batches`: of only so many first batches.
     A dictionary of `validation` data by name gives a loss for each: `validation_NAME_loss`. `callbacks` are
-    those of `plait.loop` for progress, logs, checkpoints and more. `loss`, `seed`, `rules`, `values` and
-    `broadcast` are those of `parallelize`; `mesh` is by default a new one of `plan`.
+    those of `plait.loop` for progress, logs, checkpoints and more. `parameter_groups`: a function of the
+    engine that makes the optimizer's groups, such as a `partial` of `plait.loop.parameter_groups`, in place
+    of those of `weight_decay`; `learning_rate` is multiplied by `lr_scale` of a group. `notes`: text that the
+    page of a `Report` shows. `loss`, `seed`, `rules`, `values` and `broadcast` are those of `parallelize`;
+    `mesh` is by default a new one of `plan`.
 
     Raises `ConfigError` for arguments that contradict each other, `DataError` where the data-parallel ranks
     cannot share a batch equally, `NonFiniteError` on every rank where a loss or gradient norm is not finite,
@@ -95,12 +104,14 @@ def fit(
     require_instance("plan", plan, Plan, "give a plait.Plan")
     steps, seed = whole("steps", steps), whole("seed", seed, least=0)
     _require_arguments(learning_rate, weight_decay, clip, optimizer, callbacks)
+    _require_used(parameter_groups, weight_decay, notes, callbacks)
     validations = _validations(validation, validate_every, validate_batches, metrics)
     mesh = Mesh(plan) if mesh is None else mesh
     engine = parallelize(model, plan, mesh, loss, rules=rules, seed=seed, values=values, broadcast=broadcast)
-    made = _made(optimizer, engine.parameter_groups(weight_decay))
+    made = _made(optimizer, _groups(engine, parameter_groups, weight_decay))
     rate = learning_rate if callable(learning_rate) or learning_rate is None else constant(learning_rate)
     run = TrainingLoop(engine, made, batches, steps=steps, learning_rate=rate, clip=clip)
+    run.notes = notes
     if line := uneven_epochs(run.batches, steps):
         run.tell(line)
     run.run([*validations, *callbacks])
@@ -166,6 +177,32 @@ def _require_arguments(
     _require_function(optimizer)
     _refuse_twice("weight_decay", weight_decay, "weight_decay", optimizer)
     _refuse_twice("learning_rate", learning_rate, "lr", optimizer)
+
+
+def _require_used(
+    make_groups: object, weight_decay: object, notes: object, callbacks: Sequence[Callback]
+) -> None:
+    """Raise `ConfigError` for groups, a decay or notes that nothing would use."""
+    if make_groups is not None and not callable(make_groups):
+        raise ConfigError(
+            f"parameter_groups is an object of {type(make_groups).__name__}: give a function of the engine, "
+            "such as functools.partial(plait.loop.parameter_groups, rates=[…])."
+        )
+    if make_groups is not None and weight_decay is not None:
+        raise ConfigError(
+            f"weight_decay is {weight_decay}, and parameter_groups sets it for each group: leave one of them "
+            "out."
+        )
+    require_instance("notes", notes, str, "give a text")
+    if notes and not any(isinstance(one, Report) for one in callbacks):
+        raise ConfigError(
+            "notes are given, but no callback shows them: add plait.loop.Report(folder) to callbacks."
+        )
+
+
+def _groups(engine: Engine, make: MakeGroups | None, weight_decay: float | None) -> list[dict[str, Any]]:
+    """Return the parameter groups of the optimizer."""
+    return engine.parameter_groups(weight_decay) if make is None else make(engine)
 
 
 def _made(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -26,6 +26,34 @@ def warmup_linear(peak: float, *, steps: int, warmup: int = 0, floor: float = 0.
     return _warmup(peak, steps, warmup, floor, lambda fraction: 1 - fraction)
 
 
+def warmup_constant(peak: float, *, warmup: int = 0) -> LearningRate:
+    """Return a schedule with a linear warm-up of `warmup` steps, then `peak`."""
+    return _warmup(peak, 1, warmup, peak, lambda fraction: 1.0)
+
+
+def warmup_stable_decay(
+    peak: float, *, steps: int, warmup: int = 0, decay: int | None = None, floor: float = 0.0
+) -> LearningRate:
+    """Return a schedule with a linear warm-up, then `peak`, and in the last `decay` steps a line to `floor`.
+
+    `decay`: None: a tenth of `steps`, at least one; step `steps` − 1 has `floor`. Source: Hu et al.,
+    "MiniCPM", 2024, with a linear decay as in Hägele et al., "Scaling laws and compute-optimal training
+    beyond fixed training durations", 2024.
+    """
+    require_whole("steps", steps)
+    if decay is not None:
+        require_whole("decay", decay)
+        require_whole("warmup", warmup, least=0)
+    if decay is not None and warmup + decay > steps:
+        raise ConfigError(
+            f"warmup = {warmup} and decay = {decay} are more than steps = {steps} together: lower one of "
+            "them."
+        )
+    falling = max(1, steps // 10) if decay is None else decay
+    stable = max(0, steps - warmup - falling) / max(1, steps - warmup)
+    return _warmup(peak, steps, warmup, floor, lambda fraction: min(1.0, (1 - fraction) / (1 - stable)))
+
+
 def constant(rate: float) -> LearningRate:
     """Return a schedule with the same rate for all steps."""
     number = float(rate)

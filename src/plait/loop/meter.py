@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import resource
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -69,6 +70,8 @@ class StepNumbers:
     """Of each rank: how long its host was blocked in communication during the step; 0 on a GPU."""
     peak_memory: tuple[int, ...]
     """Of each rank: its peak memory so far, in bytes."""
+    clock: float = 0.0
+    """Seconds since the run began, as rank 0 has measured them."""
 
 
 class Meter:
@@ -81,12 +84,17 @@ class Meter:
         self._peak = None if each is None else each * mesh.size("world")  # devices are alike
         self._flops = flops_per_token
         self._mesh = mesh
+        self._began = time.monotonic()
         self._started, self._blocked = StreamEvent(mesh.device, timed=True), 0
 
     def start(self) -> None:
         """Start the clock of a step."""
         self._started = StreamEvent(self._mesh.device, timed=True)
         self._blocked = self._mesh.traffic.blocked_nanoseconds
+
+    def elapsed(self) -> float:
+        """Return the seconds since the meter was made, by this rank's clock."""
+        return time.monotonic() - self._began
 
     def measure(
         self,
@@ -102,12 +110,12 @@ class Meter:
 
         `signal`: one that this rank has received, or 0. `tokens`: of the global batch.
         `data_seconds`: for how long this rank has waited for its rows of the batch.
-        Communication: an all-gather of seven numbers over the world.
+        Communication: an all-gather of eight numbers over the world.
         """
         mesh, device = self._mesh, self._mesh.device
         world = mesh.size("world")
         blocked = 0 if is_accelerator(device) else mesh.traffic.blocked_nanoseconds - self._blocked
-        own = [peak_memory_bytes(device), signal, blocked / 1e9, data_seconds]
+        own = [peak_memory_bytes(device), signal, blocked / 1e9, data_seconds, self.elapsed()]
         faulty = torch.cat([result.non_finite, ~result.norm.isfinite()[None]])
         numbers = torch.cat([sent(torch.tensor(own, dtype=torch.float64), device), faulty.double()])
         everyone = all_gather(numbers, mesh.group("world"), checked=False)
@@ -118,7 +126,7 @@ class Meter:
 
         def finished() -> StepNumbers:
             loss, norm, weight, *rest = read().tolist()
-            memory, signals, blocked, data, *faults, norms = (rest[column::7] for column in range(7))
+            memory, signals, blocked, data, clocks, *faults, norms = (rest[column::8] for column in range(8))
             seconds = ended.milliseconds_since(started) / 1e3
             row = {
                 "step": step + 1,
@@ -135,8 +143,16 @@ class Meter:
             if self._peak is not None and self._flops is not None:
                 row["mfu"] = self._flops * tokens / seconds / self._peak
             loss_rank, gradient_rank = (next((r for r, bad in enumerate(of) if bad), world) for of in faults)
-            peaks, bad = tuple(map(int, memory)), tuple(rank for rank, one in enumerate(norms) if one)
-            return StepNumbers(row, int(max(signals)), loss_rank, gradient_rank, bad, tuple(blocked), peaks)
+            return StepNumbers(
+                row=row,
+                signal=int(max(signals)),
+                loss_rank=loss_rank,
+                gradient_rank=gradient_rank,
+                norm_ranks=tuple(rank for rank, one in enumerate(norms) if one),
+                blocked_seconds=tuple(blocked),
+                peak_memory=tuple(map(int, memory)),
+                clock=clocks[0],
+            )
 
         return finished
 

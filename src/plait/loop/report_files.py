@@ -13,6 +13,7 @@ from plait.comm.traffic import Counts, Wait
 from plait.engine import Recording
 from plait.errors import DataError, PlaitError
 from plait.loop.loggers import JsonLines, LoggerGroup, unwritable
+from plait.loop.processor_use import ProcessorUse
 from plait.loop.run_description import describe, plan_line
 from plait.loop.run_folder import LOCK, locked_folder, set_aside, set_aside_line
 from plait.loop.step_record import write_step_record
@@ -79,6 +80,7 @@ class Report(Callback):
         self._locks = locks
         self._stack, self._lock = ExitStack(), ExitStack()
         self._recorded: _RecordedStep | None = None
+        self._processors = ProcessorUse()
         lines = [JsonLines(self._folder / METRICS_FILE)] if metrics else []
         self._metrics = LoggerGroup(lines, self._folder, field)
         self._ranks = LoggerGroup([JsonLines(self._folder / RANKS_FILE)], self._folder, field)
@@ -128,7 +130,7 @@ class Report(Callback):
         if about is None:
             title = self._folder.resolve().name
             lines = [plan_line(run.engine.plan, run.mesh, run.batches.size)]
-            about = describe(run.engine, title, lines, rows=run.batches.size)
+            about = describe(run.engine, title, lines, rows=run.batches.size, notes=run.notes)
         with suppress(DataError):  # a damaged one is replaced
             before = read_description(self._folder) if run.resumed_steps else None
             about = replace(about, id=before.id if before is not None and before.id else about.id)
@@ -163,6 +165,8 @@ class Report(Callback):
             )
         if not self._writes or run.numbers is None:
             return
+        if (share := self._processors.share()) is not None:
+            row["cpu_utilization"] = round(share, 4)
         failures = [self._metrics.write(row)]
         if (self._step - 1) % self._every == 0:
             series: dict[str, Any] = {

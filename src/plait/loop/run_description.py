@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
+from pathlib import Path
 from threading import current_thread, main_thread
 
 import torch
@@ -18,6 +19,7 @@ from plait.engine import Engine
 from plait.footprint.memory_report import Memory
 from plait.layout import Flat, Layout
 from plait.loop.run_folder import new_run_id
+from plait.loop.run_origin import command_line, commit_of
 from plait.plan import Plan
 from plait.report.description import (
     FORMAT,
@@ -43,11 +45,12 @@ def describe(
     memory: Memory | None = None,
     seconds: float | None = None,
     changed_fields: Sequence[str] = (),
+    notes: str = "",
 ) -> RunDescription:
     """Return the description of a run that begins; `lines` say in sentences what is trained, and how.
 
     `rows`: of a global batch. `memory`, `seconds`: the predicted ones of a step. `changed_fields`: those of a
-    configuration that differ from their default.
+    configuration that differ from their default. `notes`: text of the user.
     """
     blueprint, mesh = engine.blueprint, engine.mesh
     return RunDescription(
@@ -67,6 +70,7 @@ def describe(
         rows=rows,
         predicted_seconds=seconds,
         id=new_run_id(),
+        notes=notes,
     )
 
 
@@ -104,6 +108,9 @@ def _environment(mesh: Mesh) -> Iterator[tuple[str, str]]:
     world = find_world()
     launcher = "plait" if world is None else world.launcher
     runs_as = "processes" if current_thread() is main_thread() else "threads"
+    yield "command", command_line()
+    if commit := commit_of(Path.cwd()):
+        yield "commit", commit
     yield "ranks", f"{mesh.world} {runs_as}, started by {launcher}"
     yield "threads of a rank", str(torch.get_num_threads())
     on_one_host = mesh.group("world").on_one_host

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.arguments import require_instance
+from plait.arguments import require_instance, require_number
 from plait.data.batches import Batches
 from plait.device import is_accelerator
 from plait.engine import Engine
 from plait.errors import ConfigError, DataError, NonFiniteError, terminal_text
 from plait.loop.batch_shares import repeated_rows, require_divisible, token_count
 from plait.loop.meter import Meter, StepNumbers, StepResult
+from plait.loop.parameter_rates import SCALE
 from plait.loop.stream import RankStream, Stream
 
 
@@ -91,12 +92,7 @@ class TrainingLoop:
         Raises `DataError` where data-parallel ranks cannot share a batch, `ConfigError` where a learning rate
         would replace different ones of parameter groups.
         """
-        rates = sorted({float(group["lr"]) for group in optimizer.param_groups if "lr" in group})
-        if learning_rate is not None and len(rates) > 1:
-            raise ConfigError(
-                f"the optimizer's groups have learning rates from {rates[0]:g} to {rates[-1]:g}, which "
-                "learning_rate would replace: leave it out, or give the groups one rate."
-            )
+        _require_rates_apart(optimizer, learning_rate)
         self.engine, self.optimizer, self.mesh = engine, optimizer, engine.mesh
         self.batches: Batches = batches.on(self.mesh) if isinstance(batches, Stream) else batches
         self.steps, self.max_norm, self.advice = steps, clip, advice
@@ -116,6 +112,8 @@ class TrainingLoop:
         """Prints a line for the user, on rank 0."""
         self.callbacks: Sequence[Callback] = ()
         """The callbacks of `run`, in their order."""
+        self.notes = ""
+        """Text of the user about the run, for its report."""
         self._rate = learning_rate
         self._meter = Meter(self.mesh, engine.plan.precision, flops_per_token)
         self._rows = require_divisible(self.batches, self.mesh)
@@ -212,7 +210,7 @@ class TrainingLoop:
         """Set the learning rate of `step` and compute its gradients; return the loss."""
         if self._rate is not None:
             for group in self.optimizer.param_groups:
-                group["lr"] = self._rate(step)
+                group["lr"] = self._rate(step) * group.get(SCALE, 1.0)
         began = time.perf_counter()
         inputs, targets = self.batches.batch(step, self._rows)
         self._data_seconds = time.perf_counter() - began
@@ -281,6 +279,27 @@ def _of_some_replicas(step: int, numbers: StepNumbers, world: int) -> str:
         "replica of the model should have the same gradients: go back to a checkpoint, and look for what "
         "only some ranks did, such as a write to gradients, or a faulty device."
     )
+
+
+def _require_rates_apart(
+    optimizer: torch.optim.Optimizer, learning_rate: Callable[[int], float] | None
+) -> None:
+    """Raise `ConfigError` where the rates of parameter groups would be replaced, or their scales not used."""
+    groups = optimizer.param_groups
+    rates = sorted({float(group["lr"]) for group in groups if "lr" in group})
+    if learning_rate is not None and len(rates) > 1:
+        raise ConfigError(
+            f"the optimizer's groups have learning rates from {rates[0]:g} to {rates[-1]:g}, which "
+            f"learning_rate would replace: leave it out, or give the groups one rate, and a factor of it as "
+            f"{SCALE}."
+        )
+    for group in groups:
+        require_number(f"{SCALE} of a parameter group", group.get(SCALE, 1.0))
+    if learning_rate is None and any(group.get(SCALE, 1.0) != 1.0 for group in groups):
+        raise ConfigError(
+            f"parameter groups have {SCALE}, a factor of learning_rate, which is not given: give "
+            "learning_rate, a number or a schedule."
+        )
 
 
 def _callbacks(given: object) -> Sequence[Callback]:

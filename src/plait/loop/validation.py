@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from plait.arguments import require_instance, require_whole
-from plait.comm.collectives import all_reduce
 from plait.data.batches import Batches
-from plait.device import sent
-from plait.errors import ConfigError, DataError, NonFiniteError
-from plait.layers.nested import map_tensors
+from plait.errors import ConfigError, NonFiniteError
 from plait.loop.training import Callback, TrainingLoop
+from plait.loop.validation_means import Metric, validation_means
 from plait.loop.validation_rows import ValidationRows
-
-Metric = Callable[[Any, Any], Tensor]
-"""Function of the model's whole output and the targets: one value for each row or token that counts."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +105,7 @@ class Validation(Callback):
         step = int(row["step"])
         if self._data is None or not self.is_due(step):
             return
-        loss, *others = self._measure(self._data, run)
+        loss, *others = validation_means(self._data, run.engine, self._metrics)
         of_name = f" of {self.name}" if self.name else ""
         if not math.isfinite(loss):
             raise NonFiniteError(
@@ -147,54 +139,6 @@ class Validation(Callback):
 
     def _description(self) -> dict[str, Any]:
         return {} if self._data is None else self._data.describe()
-
-    def _measure(self, data: ValidationRows, run: TrainingLoop) -> list[float]:
-        """Return the loss of all rows together, as of one batch, and the mean of each metric.
-
-        Communication: that of `evaluate`; with metrics that of `output`, and an all-reduce over `world`.
-        Raises `DataError` where no target counts.
-        """
-        engine, device = run.engine, run.mesh.device
-        loss, weight = torch.zeros(2, dtype=torch.float64, device=device)
-        sums = torch.zeros(len(self._metrics), 2, dtype=torch.float64, device=device)
-        for share in data.shares(run.mesh.index("dp"), run.mesh.size("dp")):
-            inputs, targets = data.batches.batch(share.batch, share.rows)
-            mean = engine.evaluate(inputs, targets, rows=None if share.counted else 0)
-            counted = engine.loss_weight()
-            total = mean * counted if engine.averages_loss else mean
-            loss += torch.where(counted > 0, total, 0.0)  # of a batch in which no target counts, 0 / 0
-            weight += counted
-            if self._metrics:
-                found = self._sums(run, inputs, targets)  # on all ranks, for its communication
-                sums += found.where(torch.tensor(share.counted, device=device), 0.0)
-        if not weight:
-            raise DataError(
-                "no target of the validation data counts: all are -100, as where answers are cut off. Give "
-                "other data, or validate more batches."
-            )
-        means = [float(loss / weight if engine.averages_loss else loss)]
-        if self._metrics:
-            # Ranks of tp and cp have the same values, and count them as often as each other.
-            total = all_reduce(sums, run.mesh.group("world"), checked=False).about("the metrics").wait()
-            means += [value / count if count else math.nan for value, count in total.tolist()]
-        return means
-
-    def _sums(self, run: TrainingLoop, inputs: Any, targets: Any) -> Tensor:
-        """Return sum and number of each metric's values, `[metrics, 2]`; zeros but on the last stage."""
-        output, device = run.engine.output(inputs, everywhere=False), run.mesh.device
-        if output is None:
-            return torch.zeros(len(self._metrics), 2, dtype=torch.float64, device=device)
-        targets = map_tensors(lambda one: sent(one, device), targets)
-        found = []
-        for name, metric in self._metrics.items():
-            values = torch.as_tensor(metric(output, targets)).double()
-            if not values.dim():
-                raise DataError(
-                    f"the metric {name} returned one number, of which no mean over batches of unlike sizes "
-                    "can be made: return a value for each row or token, as output.argmax(1) == targets has."
-                )
-            found.append(torch.stack([values.sum(), torch.ones_like(values).sum()]))
-        return torch.stack(found)
 
 
 _NAMES = "give a name of letters, digits, dots, dashes and underscores"

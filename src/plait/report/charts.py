@@ -76,6 +76,13 @@ _CHARTS = (
         "MFU", "model FLOPs utilisation, of the peak of all devices", (ChartSeries("mfu"),), "percent", True
     ),
     Chart(
+        "Processor",
+        "busy share of the host of rank 0, all processes",
+        (ChartSeries("cpu_utilization"),),
+        "percent",
+        smooth=True,
+    ),
+    Chart(
         "Memory",
         "peak so far, of the rank with most",
         (ChartSeries("peak_memory_bytes", "measured"),),

@@ -102,6 +102,8 @@ class RunDescription:
     """Predicted time of a step, where the hardware is known."""
     id: str = ""
     """A random text, the same after a resumption; "" of an earlier version of plait."""
+    notes: str = ""
+    """Text of the user."""
 
     @property
     def world(self) -> int:

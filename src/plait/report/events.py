@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from plait.files import open_to_write, read_bytes, validated
 
 EVENTS_FILE = "events.jsonl"
-EventKind = Literal["start", "warning", "note", "finished", "stopped", "failed"]
+EventKind = Literal["start", "warning", "note", "sample", "finished", "stopped", "failed"]
 ENDS: tuple[EventKind, ...] = ("finished", "stopped", "failed")
 
 

@@ -17,7 +17,7 @@ from plait.report.charts import Chart, charts_of
 from plait.report.figures import Figure, figures_of
 from plait.report.rank_map import rank_map
 from plait.report.record import RunRecord
-from plait.report.sections import sections_of, warning_section
+from plait.report.sections import notes_section, sections_of, warning_section
 from plait.report.timelines import StepTimeline
 from plait.schedules.simulation.colours import page_colours
 from plait.schedules.simulation.page_timeline import page_file, timeline_script
@@ -41,11 +41,14 @@ def draw_report(runs: Sequence[RunRecord], policy: str = POLICY) -> str:
     return Template(_file("report.html")).substitute(
         title=escape(title),
         policy=policy,
-        style=page_colours() + _file("uplot/uPlot.min.css") + page_file("timeline.css") + _file("report.css"),
+        style=page_colours(len(runs))
+        + _file("uplot/uPlot.min.css")
+        + page_file("timeline.css")
+        + _file("report.css"),
         headings="\n".join(_heading(number, run, len(runs)) for number, run in enumerate(runs)),
         charts="\n".join(_chart(number, chart) for number, chart in enumerate(charts)),
         warnings="\n".join(warning_section(run, len(runs) > 1) for run in runs),
-        sections="\n".join(sections_of(runs)),
+        sections="\n".join([notes_section(runs), *sections_of(runs)]),
         data=embedded({"runs": [*map(_run_data, runs)], "charts": [asdict(chart) for chart in charts]}),
         timeline_script=timeline_script(),
         scripts="\n".join(

@@ -10,6 +10,7 @@ from plait.report.description import PredictedRank, RunDescription
 from plait.report.markup import bar, legend, section, table, wrappable
 from plait.report.plan_picture import layers_picture, ranks_picture
 from plait.report.record import RunRecord
+from plait.report.samples import samples_section
 from plait.report.step import RecordedStep
 from plait.report.tensor_picture import tensor_picture, tensor_text
 from plait.report.timelines import StepTimeline
@@ -39,6 +40,8 @@ def sections_of(runs: Sequence[RunRecord]) -> Iterator[str]:
             yield section(
                 f"Ranks{of}", f'<div class="rank-map" id="ranks-{number}"></div>', name=f"ranks-of-{number}"
             )
+        if any(event.kind == "sample" for event in run.events):
+            yield samples_section(run, of, number)
         if run.step is not None:
             yield _timeline(run.step, of, number)
         if run.description is not None:
@@ -50,6 +53,16 @@ def sections_of(runs: Sequence[RunRecord]) -> Iterator[str]:
         yield _configuration(runs)
     if any(run.description for run in runs):
         yield _environment(runs)
+
+
+def notes_section(runs: Sequence[RunRecord]) -> str:
+    """Return what users noted about their runs, or "" where they noted nothing."""
+    noted = [(run.name, run.description.notes) for run in runs if run.description and run.description.notes]
+    texts = "".join(
+        f"{f'<h3>{escape(name)}</h3>' * (len(runs) > 1)}<p class=notes>{escape(text)}</p>"
+        for name, text in noted
+    )
+    return section("Notes", texts) if noted else ""
 
 
 def _timeline(step: RecordedStep, of: str, number: int) -> str:

@@ -12,7 +12,6 @@ from plait.report.page import draw_report
 from plait.report.record import RunRecord, read_run
 
 REPORT_FILE = "report.html"
-MOST_RUNS = 4
 
 
 def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
@@ -42,9 +41,7 @@ def write_page(page: str, out: Path, option: str) -> Path:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
-    """Return the runs at `paths`, with names that tell them apart. Raises `ConfigError` for too many."""
-    if len(paths) > MOST_RUNS:
-        raise ConfigError(f"{len(paths)} runs are given: give at most {MOST_RUNS}, as there are colours.")
+    """Return the runs at `paths`, with names that tell them apart."""
     runs = [read_run(path) for path in paths]
     counts = Counter(run.name for run in runs)
     twice = [name for name, count in counts.items() if count > 1]

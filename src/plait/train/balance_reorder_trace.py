@@ -15,7 +15,7 @@ from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.pictures import write_pictures
 from plait.schedules.simulation.terminal import title
 from plait.schedules.simulation.timeline import simulate
-from plait.train.build import build_model
+from plait.train.build import trained_part
 from plait.train.config import Config
 from plait.train.metrics import unwritable
 from plait.train.run_data import Data
@@ -34,7 +34,7 @@ def balanced(config: Config, plan: Plan, mesh: Mesh, data: Data) -> Plan:
         return plan
     rows = rank_rows(mesh.index("dp"), mesh.size("dp"), config.train.batch)
     inputs, targets = data.training.batch(0, rows)
-    return balance(build_model(config.model, data.vocab), plan, mesh, inputs, targets)
+    return balance(trained_part(config, data.vocab), plan, mesh, inputs, targets)
 
 
 def reorder(engine: Engine, recording: Recording, step: int, folder: Path, mesh: Mesh) -> str:

@@ -1,4 +1,4 @@
-"""Build the objects of a configuration: the model, its initial weights, the optimizer."""
+"""Build the objects of a configuration: model, initial weights, optimizer and its groups, learning rate."""
 
 from __future__ import annotations
 
@@ -8,12 +8,26 @@ from typing import Any
 import torch
 from torch import nn
 
+from plait.engine import Engine
 from plait.errors import ModelError
+from plait.loop.learning_rates import (
+    LearningRate,
+    warmup_constant,
+    warmup_cosine,
+    warmup_linear,
+    warmup_stable_decay,
+)
+from plait.loop.parameter_rates import ParameterRate, freeze, parameter_groups, require_matches
 from plait.models import gpt2, llama
 from plait.models.huggingface.pretrained import model_in, weights_in
 from plait.models.low_rank_adaptation import adapter_values, lora
 from plait.models.peft_adapters import load_adapter, values_in
-from plait.train.config_sections import ModelConfig, TrainConfig
+from plait.train.config import Config
+from plait.train.config_sections import ModelConfig
+from plait.train.train_section import TrainConfig
+
+_FUSED = ("AdamW", "Adam", "SGD")
+"""Optimizers of which torch has a single kernel for all parameters, on the CPU too."""
 
 
 def build_model(model: ModelConfig, vocab: int) -> nn.Sequential:
@@ -64,6 +78,45 @@ def initial_weights(config: ModelConfig, model: nn.Sequential, seed: int) -> dic
     return {**weights, **values}
 
 
+def trained_part(config: Config, vocab: int) -> nn.Sequential:
+    """Return the model of `build_model`, of which the parameters that `train.freeze` names do not train.
+
+    Raises ConfigError for a pattern of `train.freeze` or `train.rates` that fits no parameter.
+    """
+    model = build_model(config.model, vocab)
+    freeze(model, config.train.freeze, "train.freeze")
+    trained = [name for name, one in model.named_parameters(remove_duplicate=False) if one.requires_grad]
+    require_matches((one.pattern for one in config.train.rates), trained, "train.rates")
+    return model
+
+
 def build_optimizer(groups: list[dict[str, Any]], settings: TrainConfig) -> torch.optim.Optimizer:
-    """Return AdamW with the options in `settings`; the parameter groups set their own weight decay."""
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
+    """Return the optimizer that `settings` name; the parameter groups set their own weight decay."""
+    name = settings.optimizer.name
+    make = getattr(torch.optim, name)
+    fused = {"fused": True} if name in _FUSED else {}
+    made: torch.optim.Optimizer = make(groups, lr=settings.lr, **settings.optimizer_options(), **fused)
+    return made
+
+
+def run_groups(engine: Engine, settings: TrainConfig) -> list[dict[str, Any]]:
+    """Return the parameter groups of a run: those of the engine, or with rates by pattern."""
+    if not settings.rates:
+        return engine.parameter_groups(weight_decay=settings.matrix_decay)
+    rates = [
+        ParameterRate(one.pattern, one.scale_of(settings.lr), one.weight_decay) for one in settings.rates
+    ]
+    return parameter_groups(engine, rates, settings.matrix_decay)
+
+
+def build_learning_rate(settings: TrainConfig) -> LearningRate:
+    """Return the learning rate over the steps, as `train.schedule` names it."""
+    peak, steps, warmup, floor = settings.lr, settings.steps, settings.warmup, settings.lowest_lr
+    kind = settings.schedule.name
+    if kind == "constant":
+        return warmup_constant(peak, warmup=warmup)
+    if kind == "wsd":
+        decay = settings.schedule.decay
+        return warmup_stable_decay(peak, steps=steps, warmup=warmup, decay=decay, floor=floor)
+    schedule = warmup_linear if kind == "linear" else warmup_cosine
+    return schedule(peak, steps=steps, warmup=warmup, floor=floor)

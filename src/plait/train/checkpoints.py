@@ -41,9 +41,11 @@ def run_checkpoints(config: Config) -> Checkpoints:
     return Checkpoints(
         run.dir / FOLDER,
         every=run.save_every,
+        minutes=run.save_minutes,
         keep_last=run.keep_last,
         keep_every=run.keep_every,
         keep_best=run.keep_best,
+        watch=config.train.watch if run.keep_best else None,
         resume=run.resume,
         state={"config": json.loads(config.model_dump_json()), TOKENIZER: files_hash(tokenizer)},
         check=partial(_require_same_data, config),

@@ -16,10 +16,10 @@ from plait.train.config_sections import (
     ModelConfig,
     ParallelConfig,
     RunConfig,
-    Section,
-    TrainConfig,
 )
 from plait.train.model_section import invalid_path
+from plait.train.section import Section
+from plait.train.train_section import TrainConfig
 
 MOST = 2**31 - 1
 """The largest value of a size or count without a limit of its own."""
@@ -42,6 +42,8 @@ LIMITS = {
 LONGEST_TIMEOUT = 10**6
 """Seconds: timeouts are milliseconds in 32 bits."""
 NOT_COUNTS = ("seed",)
+RANDOM = "random"
+"""The source of random tokens, which have no end."""
 PATHS = ("model.name", "model.lora.adapter", "data.source", "data.tokenizer", "run.dir", "run.resume")
 
 
@@ -66,8 +68,11 @@ class Config(Section):
             _check_context_parallel(self.model, self.parallel)
         _check_batch(self.train, self.parallel.dp)
         _check_parallel(self.parallel)
-        _check_steps(self)
+        check_steps(self)
+        _check_epochs(self)
         _check_validation(self)
+        _check_rates(self.train)
+        _check_saves(self.run)
         return self
 
     @property
@@ -144,8 +149,17 @@ def _check_adapter(model: ModelConfig) -> None:
             )
 
 
-def _check_steps(config: Config) -> None:
-    run, steps = config.run, config.train.steps
+def check_steps(config: Config) -> None:
+    """Raise ConfigError for a step, or a number of steps, beyond those of the run, once they are known."""
+    run, train, steps = config.run, config.train, config.train.steps
+    if train.epochs is not None:
+        return
+    decay = train.schedule.decay
+    if decay is not None and train.warmup + decay > steps:
+        raise ConfigError(
+            f"train.warmup = {train.warmup} and train.schedule.decay = {decay} are more than train.steps = "
+            f"{steps} together: lower one of them."
+        )
     fields = {"run.compare": run.compare, "run.trace": run.trace, "parallel.reorder": config.parallel.reorder}
     for name, value in fields.items():
         if value > steps:
@@ -154,11 +168,62 @@ def _check_steps(config: Config) -> None:
             )
 
 
+def _check_epochs(config: Config) -> None:
+    """Raise ConfigError for epochs of data that have no end, or of several sources."""
+    epochs, data = config.train.epochs, config.data
+    if epochs is not None and RANDOM in data.sources:
+        raise ConfigError(
+            f"train.epochs = {epochs:g} is given, but data.source = {RANDOM} has no end: give train.steps."
+        )
+    if epochs is not None and len(data.sources) > 1:
+        raise ConfigError(
+            f"train.epochs = {epochs:g} is given, but each source of data.mixture has epochs of its own: "
+            "give train.steps; the run prints how many epochs of each they are."
+        )
+
+
+def _check_rates(train: TrainConfig) -> None:
+    """Raise ConfigError for parameters that have a rate, or are frozen, twice."""
+    patterns = [one.pattern for one in train.rates]
+    for field, given in (("train.rates", patterns), ("train.freeze", list(train.freeze))):
+        twice = next((one for one in given if given.count(one) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"{field} has the pattern {twice!r} twice: write it once.")
+    both = next((one for one in patterns if one in train.freeze), None)
+    if both is not None:
+        raise ConfigError(f"{both!r} is in train.rates and in train.freeze: leave it out of one of them.")
+
+
+def _check_saves(run: RunConfig) -> None:
+    """Raise ConfigError if checkpoints are to be saved in time, but never."""
+    if run.save_every is None and run.save_minutes:
+        raise ConfigError(
+            f"run.save_minutes = {run.save_minutes:g} is given, but run.save_every is none, never: set it to "
+            "0, for checkpoints at the end and after so many minutes."
+        )
+
+
 def _check_validation(config: Config) -> None:
     """Raise ConfigError if validation losses are to be compared, but there are none during the run."""
-    settings, data = config.train, config.data
-    asked = f"train.patience = {settings.patience}" if settings.patience else "run.keep_best = true"
-    if not settings.patience and not config.run.keep_best:
+    settings, data, best = config.train, config.data, config.run.keep_best
+    asked = (
+        f"train.patience = {settings.patience}"
+        if settings.patience
+        else f"run.keep_best = {str(best).lower()}"
+    )
+    named = list(data.validation_sources)
+    if settings.watch is not None and settings.watch not in named:
+        others = f"those of data.validation_source, {listed(named)}" if any(named) else "none with a name"
+        raise ConfigError(
+            f"train.watch = {settings.watch!r} names a validation, but there are {others}: name one of "
+            "data.validation_source, or leave it out."
+        )
+    if not settings.patience and not best:
+        if settings.watch is not None:
+            raise ConfigError(
+                f"train.watch = {settings.watch!r} is given without train.patience or run.keep_best, which "
+                "compare its losses: set one of them, or leave it out."
+            )
         return
     if not data.validation_source and not data.validation:
         raise ConfigError(

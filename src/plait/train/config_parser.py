@@ -36,6 +36,22 @@ _BOUNDS = {
     "maximum": "at most",
     "exclusiveMaximum": "below",
 }
+_ALIASES = {
+    "train.optimizer": "train.optimizer.name",
+    "train.schedule": "train.schedule.name",
+    **{f"train.optimizer.{name}": f"train.{name}" for name in ("lr", "weight_decay", "betas", "eps")},
+    **{f"train.schedule.{name}": f"train.{name}" for name in ("warmup", "min_lr")},
+}
+"""Other names of fields: what users of torch write into a table of the optimizer or the schedule."""
+_IN_PLACE_OF = {
+    "train.steps": "train.epochs",
+    "train.epochs": "train.steps",
+    "data.source": "data.mixture",
+    "data.mixture": "data.source",
+}
+"""Fields of which one is given in place of the other."""
+_ELSEWHERE = {"learning_rate": "train.lr", "optim": "train.optimizer", "max_steps": "train.steps"}
+"""What other trainers call a field, where the names are unlike."""
 _CONSTANTS = {"true": True, "false": False, "none": None}
 _SHOWN = 60  # characters of a bad value in an error message
 
@@ -60,9 +76,11 @@ def sections() -> Mapping[str, Schema]:
 def _section(field: Schema, schema: Schema) -> Schema:
     """Return the schema of a section, to which `field` refers; sections in it are replaced by their own."""
     found: dict[str, Any] = schema["$defs"][str(field["$ref"]).rpartition("/")[2]]
-    inner = {
-        name: _section(one, schema) if "$ref" in one else one for name, one in found["properties"].items()
-    }
+    inner: dict[str, Any] = {}
+    for name, one in found["properties"].items():
+        inner[name] = _section(one, schema) if "$ref" in one else one
+        if "$ref" in one.get("items", ()):
+            inner[name] = {**one, "items": _section(one["items"], schema)}
     return {**found, "properties": inner}
 
 
@@ -90,8 +108,12 @@ def takes(field: Schema) -> str:
         return ("one of " if len(options) > 1 else "") + ", ".join(options)
     if field["type"] == "array":
         item = field.get("items") or field["prefixItems"][0]
+        if "properties" in item:
+            return f"a list [...] of tables of {', '.join(item['properties'])}"
         number = f"{field['minItems']} " if "minItems" in field else ""
         return f"a list [...] of {number}{_NOUNS[item['type']][1]}{_bounds(item)}"
+    if field["type"] == "object":
+        return "a table of texts by name"
     prefix = "a path" if field.get("format") == "path" else _NOUNS[field["type"]][0]
     return prefix + _bounds(field) + (", not empty" if field.get("minLength") else "")
 
@@ -122,6 +144,11 @@ def is_given(arguments: Sequence[str], field: str) -> bool:
     return field in _given_by(arguments)
 
 
+def given_values(arguments: Sequence[str]) -> dict[str, object]:
+    """Return the fields that `arguments` set, by options or in the file that they name, with their values."""
+    return {name: given.value for name, given in _given_by(arguments).items()}
+
+
 def _given_by(
     arguments: Sequence[str], defaults: Mapping[str, object] | None = None, origin: str = ""
 ) -> dict[str, GivenValue]:
@@ -134,8 +161,19 @@ def _given_by(
     for name, text in options:
         if name != "config":
             field = _field(name, "the command line")
-            given[name] = GivenValue(_typed(text, field), "the command line")
-    return given
+            given[_ALIASES.get(name, name)] = GivenValue(_typed(text, field), "the command line")
+    return _without_overridden(given)
+
+
+def _without_overridden(given: dict[str, GivenValue]) -> dict[str, GivenValue]:
+    """Return the values without those for which an option of the command line has an alternative."""
+    overridden = [
+        other
+        for field, other in _IN_PLACE_OF.items()
+        if field in given and other in given
+        if given[field].origin == "the command line" != given[other].origin
+    ]
+    return {name: value for name, value in given.items() if name not in overridden}
 
 
 def _read_file(path: Path) -> dict[str, GivenValue]:
@@ -154,7 +192,10 @@ def _given_values(tree: Mapping[str, object], origin: str) -> dict[str, GivenVal
     given = {}
     for name, value in _flatten(tree):
         is_none = _takes_none(_field(name, origin)) and value == "none"  # TOML has no null
-        given[name] = GivenValue(None if is_none else value, origin)
+        field = _ALIASES.get(name, name)
+        if field in given:
+            raise ConfigError(f"{field} is given twice in {origin}, also as {name}: leave one of them out.")
+        given[field] = GivenValue(None if is_none else value, origin)
     return given
 
 
@@ -193,7 +234,9 @@ def _typed(text: str, field: Schema) -> object:
     """Return `text` converted to the first of the field's types that can parse it, else unchanged."""
     if text.lower() == "none" and _takes_none(field):
         return None
-    for option in field.get("anyOf", [field]):
+    # A number in the place of a text is a text, so texts come last; a table begins with a brace.
+    options = field.get("anyOf", [field])
+    for option in sorted(options, key=lambda one: one["type"] == "string"):
         with suppress(ValueError, KeyError, RecursionError):
             return _read(text, option["type"])
     return text
@@ -212,6 +255,8 @@ def _read(text: str, kind: str) -> object:
         return float(text)
     if kind == "array":
         return _array(text)
+    if kind == "object":
+        return _table(text)
     return _CONSTANTS[text.lower()]
 
 
@@ -225,8 +270,17 @@ def _array(text: str) -> object:
         return [item.strip() for item in text.split(",")]
 
 
+def _table(text: str) -> object:
+    """Return the table that `text` is in JSON. Raises ValueError where it is none."""
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError("no table")
+    return found
+
+
 def _field(name: str, origin: str) -> Schema:
     """Return the JSON schema of a field. Raises `ConfigError`, with the nearest name, for an unknown one."""
+    name = _ALIASES.get(name, name)
     if name in fields():
         return fields()[name]
     if _is_section(name):
@@ -238,10 +292,19 @@ def _field(name: str, origin: str) -> Schema:
 
 
 def nearest_field(name: str) -> str | None:
-    """Return the field with the most similar name, or None; the section may be wrong or missing."""
-    lasts = {known.rpartition(".")[2]: known for known in fields()}
-    near = get_close_matches(name.rpartition(".")[2], lasts, n=1)
-    return lasts[near[0]] if near else None
+    """Return the field with the most similar name, or None; the section may be wrong or missing.
+
+    A field of the section that `name` has comes first.
+    """
+    section, _, last = name.rpartition(".")
+    if last in _ELSEWHERE:
+        return _ELSEWHERE[last]
+    names = [*(one for one in _ALIASES if one not in fields()), *fields()]
+    own = {known.rpartition(".")[2]: known for known in names if known.rpartition(".")[0] == section}
+    for lasts in (own, {known.rpartition(".")[2]: known for known in names}):
+        if near := get_close_matches(last, lasts, n=1):
+            return lasts[near[0]]
+    return None
 
 
 def _require_json(name: str, given: GivenValue) -> None:

@@ -1,12 +1,12 @@
-"""The five sections of the configuration: fields with type, default and description."""
+"""The sections `model`, `data`, `parallel` and `run` of the configuration."""
 
 from __future__ import annotations
 
-from math import inf
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from plait.data.recorded_tokenizer import recorded_tokenizer
 from plait.errors import ConfigError
@@ -16,30 +16,13 @@ from plait.plan import (
     ContextParallel,
     Offload,
     Policy,
-    Precision,
     Recompute,
     Reduce,
     SequenceParallel,
     Strategy,
 )
 from plait.train.model_section import OWN_MODELS, with_folder_sizes
-
-Count = Annotated[int, Field(ge=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-
-
-def is_positive_number(text: str) -> bool:
-    """Return whether `text` spells a finite number above 0."""
-    try:
-        return 0 < float(text) < inf
-    except ValueError:
-        return False
-
-
-class Section(BaseModel):
-    """Base class of the sections: frozen, rejects unknown fields."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+from plait.train.section import Count, Decay, Section, is_positive_number
 
 
 class LoraConfig(Section):
@@ -152,8 +135,10 @@ class DataConfig(Section):
         default=(),
         description="in place of source: sources, each as SOURCE=WEIGHT, whose sequences are mixed by weight",
     )
-    validation_source: str = Field(
-        default="", description="a source for validation, in place of a fraction of the corpus"
+    validation_source: str | dict[str, str] = Field(
+        default="",
+        description="a source for validation, in place of a fraction of the corpus; or a table of several, "
+        "each with a name",
     )
     dtype: Literal["uint16", "uint32"] = Field(
         default="uint16", description="type of the tokens in a .bin array"
@@ -167,9 +152,35 @@ class DataConfig(Section):
         return {source: float(weight) for source, _, weight in parts} or {self.source: 1.0}
 
     @property
+    def validation_sources(self) -> dict[str, str]:
+        """The sources for validation by name; a single one without a name is called ""."""
+        given = self.validation_source
+        return given if isinstance(given, dict) else {"": given} if given else {}
+
+    @property
     def known_tokenizer(self) -> str | None:
         """`tokenizer`, or that of the first prepared source that records it; None where there is none."""
         return self.tokenizer or next(filter(None, map(recorded_tokenizer, self.sources)), None)
+
+    @field_validator("validation_source")
+    @classmethod
+    def _named(cls, given: str | dict[str, str]) -> str | dict[str, str]:
+        for name, source in given.items() if isinstance(given, dict) else ():
+            if re.fullmatch(r"[\w.@/-]+", name) is None or not source:
+                raise ConfigError(
+                    f"data.validation_source has {name!r} = {source!r}: give a name of letters, digits, "
+                    "dots, dashes and underscores, and a source."
+                )
+        return given or ""
+
+    @model_validator(mode="after")
+    def _of_one_source(self) -> DataConfig:
+        if self.mixture and self.source != type(self).model_fields["source"].default:
+            raise ConfigError(
+                f"data.source = {self.source!r} and data.mixture are both given: leave one of them out, or "
+                "name the source in the mixture, with a weight."
+            )
+        return self
 
     @field_validator("mixture")
     @classmethod
@@ -183,60 +194,6 @@ class DataConfig(Section):
         if len({one.rpartition("=")[0] for one in given}) < len(given):
             raise ConfigError("data.mixture names a source twice: write its weight once.")
         return given
-
-
-class TrainConfig(Section):
-    """The optimisation: AdamW, linear warm-up, then a cosine down to the lowest learning rate."""
-
-    steps: Count = Field(default=300, description="optimizer steps")
-    batch: Count = Field(default=16, description="sequences a step, over all ranks together")
-    microbatches: Count = Field(default=4, description="micro-batches a step, on each data-parallel rank")
-    lr: float = Field(default=1e-3, gt=0, description="highest learning rate, reached after the warm-up")
-    min_lr: float = Field(default=0.1, ge=0, le=1, description="lowest learning rate, as a fraction of lr")
-    warmup: int = Field(default=20, ge=0, description="steps of linear warm-up")
-    weight_decay: float = Field(
-        default=0.1, ge=0, description="AdamW's decay of matrices; vectors do not decay"
-    )
-    betas: tuple[Decay, Decay] = Field(default=(0.9, 0.95), description="AdamW's decay of both moments")
-    eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon")
-    clip: float = Field(
-        default=1.0, ge=0, description="largest gradient norm over the whole mesh; 0: no clipping"
-    )
-    seed: int = Field(default=0, ge=0, lt=2**63, description="seed of initial values, data order and samples")
-    precision: Precision = Field(default="fp32", description="number format of the computation")
-    master_precision: Precision | None = Field(
-        default=None,
-        description="number format of the parameters that the optimizer updates; none: fp32 for bf16 and "
-        "fp16, else like precision",
-    )
-    gradient_precision: Precision | None = Field(
-        default=None,
-        description="number format in which gradients are accumulated; none: like master_precision",
-    )
-    reduce_precision: Precision | None = Field(
-        default=None,
-        description="number format in which gradients are reduced; none: like gradient_precision",
-    )
-    loss_scale: float | None = Field(
-        default=None, gt=0, description="factor of the loss; none: dynamic for fp16, else 1"
-    )
-    validate_every: int = Field(default=0, ge=0, description="steps between validations; 0: only at the end")
-    validate_batches: Count | None = Field(
-        default=None,
-        description="the most batches in a validation, of evenly spaced sequences; none: each held-out "
-        "sequence once (of random tokens 8 batches)",
-    )
-    patience: int = Field(
-        default=0,
-        ge=0,
-        description="validations in a row without a lower loss after which the run ends; 0: never",
-    )
-    sample: str = Field(
-        default="",
-        description="prompt that is continued after training, a question where the data are conversations; "
-        "empty: no sample",
-    )
-    sample_tokens: Count = Field(default=200, description="tokens the sample continues for")
 
 
 class ParallelConfig(Section):
@@ -387,10 +344,15 @@ class RunConfig(Section):
     keep_every: int = Field(
         default=0, ge=0, description="checkpoints at multiples of this step are never removed; 0: none"
     )
-    keep_best: bool = Field(
+    save_minutes: float = Field(
+        default=0.0,
+        ge=0,
+        description="minutes after which a checkpoint is saved, besides those of save_every; 0: none",
+    )
+    keep_best: bool | Count = Field(
         default=False,
-        description="save a checkpoint after each validation with the lowest loss so far, and keep the last "
-        "of these, run.dir/checkpoints/best",
+        description="save a checkpoint after each validation with the lowest loss so far, "
+        "run.dir/checkpoints/best, and keep it; a number: keep so many, those with the lowest losses",
     )
     resume: str = Field(
         default="no",
@@ -398,6 +360,7 @@ class RunConfig(Section):
         description="no; auto: from the newest checkpoint in run.dir that is not damaged, if there is one; "
         "or the folder of a checkpoint",
     )
+    notes: str = Field(default="", description="text of your own, which the report shows")
     progress: bool = Field(default=True, description="show a progress bar")
     tensorboard: bool = Field(default=True, description="write TensorBoard logs, where it is installed")
     csv: bool = Field(default=True, description="write metrics.csv beside metrics.jsonl")

@@ -29,7 +29,7 @@ def with_context_of_data(config: Config, arguments: Sequence[str]) -> tuple[Conf
     if folder is None or is_given(arguments, "model.context"):
         return config, ""
     most = sizes_in(folder)["context"]
-    sources = [*config.data.sources, *filter(None, [config.data.validation_source])]
+    sources = [*config.data.sources, *config.data.validation_sources.values()]
     lengths = [_longest_conversation(config, source) for source in sources]
     longest = max((one for one in lengths if one is not None), default=0)
     usual = USUAL_CONTEXT if None in lengths else 0

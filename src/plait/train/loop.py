@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from plait.comm.mesh import Mesh
@@ -19,15 +19,15 @@ from plait.plan import Plan
 from plait.prediction.step_prediction import Prediction
 from plait.report.writing import REPORT_FILE
 from plait.train.balance_reorder_trace import balanced
-from plait.train.build import build_model
+from plait.train.build import trained_part
 from plait.train.checkpoints import FOLDER, run_checkpoints
 from plait.train.config import Config
 from plait.train.memory_limit import peak_line, predict_memory, prediction_line
 from plait.train.metrics import FIELD, loggers_of
 from plait.train.predicted_step import predicted_step, step_lines
-from plait.train.reference_steps import Comparison, compare_steps
-from plait.train.run_callbacks import WRITTEN, FirstSteps, FolderOfRun, Recordings
-from plait.train.run_data import Data, load_data
+from plait.train.reference_steps import Comparison, LossAndNorm, compare_steps
+from plait.train.run_callbacks import WRITTEN, FirstSteps, FolderOfRun, Recordings, Samples
+from plait.train.run_data import Data, load_data, with_steps_of_epochs
 from plait.train.stop_signals import StopSignals
 from plait.train.trainer import Trainer
 
@@ -41,8 +41,11 @@ class TrainingResult:
     loss: float
     """Loss of the last step; NaN where a resumed run had no steps left."""
     validation_loss: float | None
+    """That of the first validation."""
     sample: str | None
     metrics: Path
+    validation_losses: Mapping[str, float | None] = field(default_factory=dict)
+    """Latest loss of each validation, by name; that of a single one without a name is called ""."""
     comparison: Comparison | None = None
     stopped: int = 0
     """The signal that ended the run; 0: none."""
@@ -64,14 +67,15 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
     norm is not finite, and `ReplicaError` when `run.check_replicas` finds a difference. A checkpoint
     that cannot be written is a warning, and the run goes on.
     """
-    plan, settings, run = config.plan(), config.train, config.run
+    plan, run = config.plan(), config.run
     device = None if run.device == "auto" else run.device
     mesh = Mesh(plan, device=device, timeout=run.timeout, guarded=run.guard)
-    progress = ProgressReporter(settings.steps, shown=mesh.rank == 0, bar=run.progress)
     world = mesh.group("world")
     lock = locked_folder(run.dir, LOCK, world, mesh.device, field=FIELD, written=WRITTEN)
     with lock, StopSignals(stop_on) as stop:
         data = load_data(config)
+        config = with_steps_of_epochs(config, data)
+        progress = ProgressReporter(config.train.steps, shown=mesh.rank == 0, bar=run.progress)
         plan = balanced(config, plan, mesh, data)
         memory = _predicted_memory(config, plan, mesh, data)
         predicted = predicted_step(config, plan, mesh.device)
@@ -79,40 +83,51 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
         report = Report(run.dir, step=run.trace, page=run.report, metrics=False, field=FIELD, locks=False)
         trainer.tell, trainer.requested_stop = report.tell_through(progress.print), lambda: stop.local
         _introduce(config, trainer, data, memory, predicted, report)
-        first, checkpoints = FirstSteps(run.compare), run_checkpoints(config)
-        validation = _validation(config, data)
-        trainer.run(
-            [
-                FolderOfRun(config),
-                Recordings(config),
-                ReplicaChecks(run.check_replicas),
-                Progress(progress),
-                first,
-                validation,
-                *([EarlyStop(settings.patience)] if settings.patience else []),
-                report,
-                _log(config),
-                checkpoints,
-            ]
-        )
-        signal = max(0, trainer.stopped)
-        result = TrainingResult(
-            steps=trainer.done,
-            loss=trainer.row["loss"],
-            validation_loss=validation.loss,
-            sample=None if signal else trainer.sample(),
-            metrics=config.run.dir / "metrics.jsonl",
-            stopped=signal,
-            saved=not checkpoints.failed,
-        )
+        result, first = _trained(config, trainer, data, report, progress)
         peak = trainer.row["peak_memory_bytes"]
-    del trainer, checkpoints  # the comparison needs the memory
+    del trainer  # the comparison needs the memory
     _print_end(config, result, memory, predicted, peak, mesh, progress)
-    if not first.numbers or result.stopped:
+    if not first or result.stopped:
         return result
-    comparison = compare_steps(config, data, mesh, first.numbers)
+    comparison = compare_steps(config, data, mesh, first)
     progress.print(str(comparison))
     return replace(result, comparison=comparison)
+
+
+def _trained(
+    config: Config, trainer: Trainer, data: Data, report: Report, progress: ProgressReporter
+) -> tuple[TrainingResult, list[LossAndNorm]]:
+    """Train with the callbacks of `config`; return the result, and the numbers of the first steps."""
+    settings, run = config.train, config.run
+    first, checkpoints = FirstSteps(run.compare), run_checkpoints(config)
+    validations, samples = _validations(config, data), Samples(config)
+    trainer.run(
+        [
+            FolderOfRun(config),
+            Recordings(config),
+            ReplicaChecks(run.check_replicas),
+            Progress(progress),
+            first,
+            *validations,
+            *([EarlyStop(settings.patience, watch=settings.watch)] if settings.patience else []),
+            report,
+            _log(config),
+            checkpoints,
+            samples,
+        ]
+    )
+    signal = max(0, trainer.stopped)
+    result = TrainingResult(
+        steps=trainer.done,
+        loss=trainer.row["loss"],
+        validation_loss=validations[0].loss if validations else None,
+        validation_losses={one.name: one.loss for one in validations},
+        sample=None if signal else samples.last(trainer),
+        metrics=run.dir / "metrics.jsonl",
+        stopped=signal,
+        saved=not checkpoints.failed,
+    )
+    return result, first.numbers
 
 
 def _introduce(
@@ -137,6 +152,7 @@ def _introduce(
             memory=memory,
             seconds=None if predicted is None else predicted.step_seconds,
             changed_fields=changed,
+            notes=config.run.notes,
         )
         report.describe(about)
     for line in lines:
@@ -175,8 +191,9 @@ def banner(
     yield plan_line(plan, mesh, settings.batch)
     epochs = " and ".join(f"{each:.3g} epochs{of}" for of, each in data.epochs(settings.steps).items())
     yield f"Data: {data.summary}." + (f" {settings.steps} steps are {epochs}." if epochs else "")
-    if data.validation_summary:
-        yield f"Validation: {data.validation_summary}."
+    for one in data.validations:
+        if one.summary:
+            yield f"Validation{f' {one.name}' * bool(one.name)}: {one.summary}."
     yield f"Run: {config.run.dir}"
 
 
@@ -220,14 +237,14 @@ def _log(config: Config) -> Log:
     return Log(*loggers, folder=run.dir, field=FIELD)
 
 
-def _validation(config: Config, data: Data) -> Validation:
-    """Return the callback that validates as `train` configures."""
-    settings = config.train
-    return Validation(data.validation, every=settings.validate_every, count=data.validation_batches)
+def _validations(config: Config, data: Data) -> list[Validation]:
+    """Return the callbacks that validate as `train` configures."""
+    every = config.train.validate_every
+    return [Validation(one.batches, every=every, count=one.count, name=one.name) for one in data.validations]
 
 
 def _predicted_memory(config: Config, plan: Plan, mesh: Mesh, data: Data) -> Memory | None:
     """Return the predicted memory if this rank prints it or `run.memory_limit` is set, else None."""
     if mesh.rank != 0 and config.run.memory_limit is None:
         return None
-    return predict_memory(config, build_model(config.model, data.vocab), plan, mesh.device)
+    return predict_memory(config, trained_part(config, data.vocab), plan, mesh.device)

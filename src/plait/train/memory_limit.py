@@ -25,7 +25,7 @@ def predict_memory(config: Config, model: nn.Module, plan: Plan, device: torch.d
     """
     shape = config.train.batch // plan.dp, config.model.context
     inputs = torch.empty(shape, dtype=torch.int64, device="meta")
-    estimator = MemoryEstimator(model, inputs, device=device)
+    estimator = MemoryEstimator(model, inputs, moments=config.train.optimizer.moments, device=device)
     memory, limit = estimator.estimate(plan), config.run.memory_limit
     if limit is not None and memory.most > limit * GIGA:
         other = fit_plan(estimator, plan, int(limit * GIGA))

@@ -40,6 +40,13 @@ def configured_decoder(config: Config) -> Decoder:
         )
     if model.lora.adapts:
         raise ConfigError("model.lora is given, and predictions know no adapters: leave it out.")
+    optimizer = config.train.optimizer
+    if optimizer.moments != 2 or config.train.freeze:
+        what = "train.freeze" if config.train.freeze else f"train.optimizer.name = {optimizer.name}"
+        raise ConfigError(
+            f"{what} is given, and predictions know runs that train all parameters with two moments each, as "
+            "AdamW has: leave it out."
+        )
     llama = model.name == "llama"
     return Decoder(
         layers=model.layers,
@@ -67,11 +74,20 @@ def config_text(config: Config, plan: Plan) -> str:
     return "\n".join(_lines(tree)).strip() + "\n"
 
 
+def _value(value: object) -> str:
+    """Return a value as TOML, which has texts, numbers, truth values and lists of them like JSON."""
+    if isinstance(value, dict):
+        pairs = (f"{name} = {_value(one)}" for name, one in value.items() if one is not None)
+        return f"{{ {', '.join(pairs)} }}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_value, value))}]"
+    return json.dumps(value)
+
+
 def _lines(tree: Mapping[str, object], prefix: str = "") -> Iterator[str]:
     sections = {name: value for name, value in tree.items() if isinstance(value, dict)}
     for name, value in tree.items():
         if name not in sections and value is not None:
-            # Texts, numbers, truth values and lists of them are written alike in TOML and JSON.
-            yield f"{name} = {json.dumps(value)}"
+            yield f"{name} = {_value(value)}"
     for name, section in sections.items():
         yield from ("", f"[{prefix}{name}]", *_lines(section, f"{prefix}{name}."))

@@ -8,6 +8,7 @@ from plait.engine import Recording
 from plait.files import write_bytes
 from plait.loop.run_folder import EARLIER, REPORT_FILES, set_aside, set_aside_line
 from plait.loop.training import Callback, TrainingLoop
+from plait.report.events import write_event
 from plait.train.balance_reorder_trace import (
     SCHEDULE_FILE,
     TRACE_FILES,
@@ -19,6 +20,7 @@ from plait.train.checkpoints import FOLDER
 from plait.train.config import Config
 from plait.train.metrics import TABLE_FILE, TENSORBOARD_FOLDER, unwritable
 from plait.train.reference_steps import LossAndNorm
+from plait.train.trainer import Trainer
 
 CONFIG_FILE = "config.json"
 FILES = (
@@ -87,6 +89,40 @@ class Recordings(Callback):
             run.tell(write_trace(recording, run.done, self._folder, run.mesh))
         if recording is not None and run.done == self._reorder:
             run.tell(reorder(run.engine, recording, run.done, self._folder, run.mesh))
+
+
+class Samples(Callback):
+    """Prints a sample every `train.sample_every` steps; writes each, also the last one, for the report."""
+
+    def __init__(self, config: Config) -> None:
+        self._every, self._folder = config.train.sample_every, config.run.dir
+        self._last: tuple[int, str | None] | None = None
+
+    def after_step(self, run: TrainingLoop) -> None:
+        """Sample where it is due, and after the last step, unless a signal ends the run."""
+        is_due = self._every > 0 and run.done % self._every == 0
+        has_none = self._last is not None and self._last[1] is None
+        if run.stopped > 0 or has_none or not (is_due or run.is_last):
+            return
+        text = _sample(run)
+        self._last = run.done, text
+        if text is None or run.mesh.rank:
+            return
+        write_event(self._folder, "sample", run.done, text)
+        if not run.is_last:  # the last one is printed at the end
+            run.tell(f"step {run.done}: sample\n{text}")
+
+    def last(self, run: TrainingLoop) -> str | None:
+        """Return the sample after the last step; None where there is none. All ranks call it."""
+        if self._last is None:
+            return _sample(run)
+        step, text = self._last
+        return text if text is None or step == run.done else _sample(run)
+
+
+def _sample(run: TrainingLoop) -> str | None:
+    """Return a continuation of `train.sample`, equal on every rank; None where there is none."""
+    return run.sample() if isinstance(run, Trainer) else None
 
 
 class FirstSteps(Callback):

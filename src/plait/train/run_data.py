@@ -5,27 +5,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from plait.data.batches import (
-    NO_TARGET,
-    Batches,
-    ConcatenatedRows,
-    RandomBatches,
-    Rows,
-    ShuffledBatches,
-    TokenWindows,
-    ValidationBatches,
-    row_total,
-)
+from plait.data.batches import Batches, RandomBatches, ShuffledBatches, row_total
 from plait.data.corpus import read_documents
 from plait.data.mixture import MixedBatches
 from plait.data.read_ahead import ReadAhead
 from plait.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
 from plait.data.tokenizer_match import require_tokens_of_transformers
-from plait.errors import ConfigError, DataError
-from plait.train.config import Config
+from plait.errors import ConfigError
+from plait.train.config import MOST, RANDOM, Config, check_steps
 from plait.train.data_sources import open_source
 from plait.train.prepared_sources import is_tokenized, prepared_folder
 from plait.train.sample import encode_prompt
+from plait.train.validation_sets import ValidationSet, held_out_validation, opened_validations
 
 RANDOM_VALIDATION = 8
 """Batches of random tokens, which have no end, in a validation."""
@@ -35,22 +26,17 @@ RANDOM_VALIDATION = 8
 class Data:
     """The training and validation batches of a run, and the tokenizer that encoded them.
 
-    `validation` has each held-out sequence once, or those of `train.validate_batches`. `vocab` is the
-    model's. `unreadable`: why `tokenizer` cannot turn these tokens into text, or "". `holds_chats`: whether
-    all sources are conversations.
+    `vocab` is the model's. `unreadable`: why `tokenizer` cannot turn these tokens into text, or "".
+    `holds_chats`: whether all sources are conversations.
     """
 
     training: Batches
-    validation: Batches | None
+    validations: tuple[ValidationSet, ...]
     tokenizer: Tokenizer
     vocab: int
     unreadable: str
     summary: str
     holds_chats: bool = False
-    validation_batches: int | None = None
-    """Batches in a validation; None: as many as `validation` has."""
-    validation_summary: str = ""
-    """Which sequences are validated; "" for random tokens."""
     sources: tuple[str, ...] = ()
     """Of `training`, if it is a mixture."""
 
@@ -73,9 +59,9 @@ def load_data(config: Config) -> Data:
     """
     data, settings = config.data, config.train
     tokenizer = open_tokenizer(config.tokenizer)
-    if data.source == "random":
+    if data.source == RANDOM and not data.mixture:
         return _random(config, tokenizer, config.model.vocab or tokenizer.vocab)
-    fraction = 0.0 if data.validation_source else data.validation
+    fraction = 0.0 if data.validation_sources else data.validation
     opened = [open_source(config, source, tokenizer, fraction) for source in data.sources]
     vocab = max(one.vocab for one in opened)
     rows = [one.training for one in opened]
@@ -84,56 +70,38 @@ def load_data(config: Config) -> Data:
         training = ShuffledBatches(rows[0], settings.batch, settings.seed)
     else:
         training = MixedBatches(rows, list(data.sources.values()), settings.batch, settings.seed)
-    held_out = [(one.held_out, one.holds_chats) for one in opened if one.held_out is not None]
-    if data.validation_source:
-        other = open_source(config, data.validation_source, tokenizer, 0.0)
-        held_out = [(other.training, other.holds_chats)]
-    validation, validated = _validation(config, held_out)
+    named = data.validation_sources
     return Data(
         training=ReadAhead(training),
-        validation=validation,
+        validations=opened_validations(config, tokenizer) if named else held_out_validation(config, opened),
         tokenizer=tokenizer,
         vocab=vocab,
         unreadable=next((one.unreadable for one in opened if one.unreadable), ""),
         summary="; ".join(one.summary for one in opened),
         holds_chats=all(one.holds_chats for one in opened),
-        validation_summary=validated,
         sources=tuple(data.sources),
     )
 
 
-def _validation(config: Config, held_out: list[tuple[Rows, bool]]) -> tuple[Batches | None, str]:
-    """Return batches of the rows that are held out, each with whether they are of conversations; and which.
+def with_steps_of_epochs(config: Config, data: Data) -> Config:
+    """Return the configuration with the steps of `train.epochs`, the last one rounded up, in its place.
 
-    Raises `DataError` where no target of conversations counts.
+    Raises `ConfigError` where a field names a step that the run will not have.
     """
-    if not held_out:
-        return None, ""
-    rows = [one for one, _ in held_out]
-    every = rows[0] if len(rows) == 1 else ConcatenatedRows(rows)
-    batches = ValidationBatches(every, config.train.batch, config.train.validate_batches)
-    if all(holds_chats for _, holds_chats in held_out):
-        _require_targets(config, batches)
-    if batches.rows < every.count:
-        return batches, (
-            f"{batches.rows:,} of {every.count:,} sequences, evenly spaced (train.validate_batches = "
-            f"{config.train.validate_batches})"
+    epochs, rows = config.train.epochs, row_total(data.training)
+    if epochs is None or rows is None:
+        return config
+    exact = epochs * rows / config.train.batch
+    if exact > MOST:
+        raise ConfigError(
+            f"train.epochs = {epochs:g} are {exact:g} steps, more than {MOST}, the most that plait takes: "
+            "give fewer."
         )
-    left = sum(one.left for one in rows if isinstance(one, TokenWindows))
-    count = "the only sequence" if every.count == 1 else f"all {every.count:,} sequences"
-    return batches, count + (f", without {left:,} tokens that fill none" if left else "")
-
-
-def _require_targets(config: Config, validation: ValidationBatches) -> None:
-    """Raise `DataError` where no target of the validation data counts, as where all answers are cut off."""
-    numbers = range(math.ceil(validation.rows / validation.size))
-    targets = (validation.batch(number, slice(0, validation.size))[1] for number in numbers)
-    if not any(bool((one != NO_TARGET).any()) for one in targets):
-        raise DataError(
-            "none of the conversations for validation has an answer that is to be predicted, within "
-            f"model.context = {config.model.context}: raise data.validation = {config.data.validation:g} or "
-            "model.context, or give data.validation_source."
-        )
+    steps = max(1, math.ceil(round(exact, 9)))
+    known = config.train.model_copy(update={"steps": steps, "epochs": None})
+    changed = config.model_copy(update={"train": known})
+    check_steps(changed)
+    return changed
 
 
 def check_data(config: Config) -> None:
@@ -142,7 +110,7 @@ def check_data(config: Config) -> None:
     Only encoding text with a `tokenizer.json` is left to the ranks, since it may take long.
     """
     data = config.data
-    sources = [*data.sources, *([data.validation_source] if data.validation_source else [])]
+    sources = [*data.sources, *data.validation_sources.values()]
     texts = [one for one in sources if not is_tokenized(one)]
     for source in set(sources) - set(texts):
         prepared_folder(config, source)
@@ -169,11 +137,14 @@ def check_data(config: Config) -> None:
 
 def _random(config: Config, tokenizer: Tokenizer, vocab: int) -> Data:
     context, batch, seed = config.model.context, config.train.batch, config.train.seed
-    validation = RandomBatches(vocab, context, batch, seed, stream=1) if config.data.validation else None
+    validations = opened_validations(config, tokenizer)
+    if config.data.validation and not validations:
+        drawn = RandomBatches(vocab, context, batch, seed, stream=1)
+        count = config.train.validate_batches or RANDOM_VALIDATION
+        validations = (ValidationSet("", drawn, count),)
     return Data(
         training=RandomBatches(vocab, context, batch, seed),
-        validation=validation,
-        validation_batches=config.train.validate_batches or RANDOM_VALIDATION,
+        validations=validations,
         tokenizer=tokenizer,
         vocab=vocab,
         unreadable="the tokens are drawn uniformly",

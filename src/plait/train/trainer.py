@@ -9,12 +9,17 @@ import math
 
 from plait.comm.mesh import Mesh
 from plait.composer import parallelize
-from plait.loop.learning_rates import warmup_cosine
 from plait.loop.meter import flops_per_token
 from plait.loop.training import TrainingLoop
 from plait.plan import Plan
 from plait.tensor.losses import cross_entropy
-from plait.train.build import build_model, build_optimizer, initial_weights
+from plait.train.build import (
+    build_learning_rate,
+    build_optimizer,
+    initial_weights,
+    run_groups,
+    trained_part,
+)
 from plait.train.config import Config
 from plait.train.run_data import Data
 from plait.train.sample import encode_prompt, sample_text
@@ -25,26 +30,21 @@ class Trainer(TrainingLoop):
 
     def __init__(self, config: Config, plan: Plan, mesh: Mesh, data: Data) -> None:
         settings, shape = config.train, config.model
-        model = build_model(shape, data.vocab)
+        model = trained_part(config, data.vocab)
         parameters = [(one.numel(), one.requires_grad) for one in model.parameters()]
         self.sizes = sum(size for size, _ in parameters), sum(size for size, trains in parameters if trains)
         """The number of parameters of the whole model, and of those that are not frozen."""
         values = initial_weights(shape, model, settings.seed)
         self.has_weights = values is not None
         engine = parallelize(model, plan, mesh, loss=cross_entropy, seed=settings.seed, values=values)
-        groups = engine.parameter_groups(weight_decay=settings.weight_decay)
-        rate = warmup_cosine(
-            settings.lr,
-            steps=settings.steps,
-            warmup=settings.warmup,
-            floor=settings.lr * settings.min_lr,
-        )
+        optimizer = build_optimizer(run_groups(engine, settings), settings)
+        engine.check_optimizer(optimizer)
         super().__init__(
             engine,
-            build_optimizer(groups, settings),
+            optimizer,
             data.training,
             steps=settings.steps,
-            learning_rate=rate,
+            learning_rate=build_learning_rate(settings),
             clip=settings.clip or math.inf,
             flops_per_token=flops_per_token(
                 model, layers=shape.layers, hidden=shape.hidden, context=shape.context

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
+from plait.errors import ConfigError
 from plait.tensor.losses import cross_entropy
-from plait.train.build import build_model, build_optimizer
+from plait.train.build import build_optimizer, trained_part
 from plait.train.config import Config
 from plait.train.run_data import load_data
 from plait.train.transformers_reference import transformers_reference
@@ -25,18 +26,23 @@ def verification_case(config: Config, *, mode: Mode, steps: int | None, isolate:
     The learning rate stays at its peak. Raises `DataError` and the other errors of `load_data`.
     """
     data, settings, run = load_data(config), config.train, config.run
+    if settings.rates:
+        raise ConfigError(
+            "train.rates is given, and plait verify compares steps with one learning rate: leave it out, as "
+            "by --train.rates '[]'."
+        )
     steps = usual_steps(mode) if steps is None else steps
     options = VerifyOptions(
         mode=mode,
         steps=steps,
-        weight_decay=settings.weight_decay,
+        weight_decay=settings.matrix_decay,
         optimizer=partial(build_optimizer, settings=settings),
         isolate=isolate,
         resumes=True,
         seed=settings.seed,
     )
     return Case(
-        model=build_model(config.model, data.vocab),
+        model=trained_part(config, data.vocab),
         loss=cross_entropy,
         batches=[data.training.batch(step, slice(0, settings.batch)) for step in range(steps)],
         options=options,

@@ -17,7 +17,7 @@ from torch import nn
 import plait
 from parity.pairs import in_quick
 from plait.checkpoint import tensor_file
-from plait.checkpoint.best_marker import mark_best
+from plait.checkpoint.best_marker import BestCheckpoint, mark_best
 from plait.checkpoint.checkpoint_manager import CheckpointManager
 from plait.checkpoint.disk import Disk
 from plait.checkpoint.folders import resolve
@@ -163,7 +163,8 @@ def test_a_series_with_a_fault_at_every_operation(tmp_path: Path) -> None:
             series = CheckpointManager(
                 folder, keep_last=1, start_step=step - 1, disk=disk if step == 3 else Disk()
             )
-            series.save(same_engine_of(float(step)), None, step, {"value": float(step)}, best_loss=1 / step)
+            best = [BestCheckpoint(step, 1 / step)]
+            series.save(same_engine_of(float(step)), None, step, {"value": float(step)}, best=best)
             series.finish()
 
     names = operations(lambda disk: run(tmp_path / "counted", disk), tmp_path / "counted")
@@ -337,6 +338,6 @@ def test_nothing_is_written_through_a_link(tmp_path: Path, name: str) -> None:
     (folder / name).symlink_to(elsewhere / "kept" if name.endswith("part") else elsewhere)
     with suppress(CheckpointError):  # a folder that is no checkpoint is not replaced
         save(folder / "step-1", 1.0, Disk())
-    mark_best(folder, 1, 0.5, Disk())
+    mark_best(folder, [BestCheckpoint(1, 0.5)], Disk())
     assert [path.name for path in elsewhere.iterdir()] == ["kept"]
     assert (elsewhere / "kept").read_text() == "kept"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from plait.checkpoint.folders import resolve
 from plait.comm.rank_pool import RankPool
 from plait.errors import CheckpointError, ConfigError, DataError
 from plait.loop import Callback, Checkpoints, EarlyStop, Validation, training
+from plait.loop.meter import Meter
 from plait.plan import Plan
 
 WEIGHTS = (5.0, 3.0, 4.0, 2.0, 3.0, 3.0, 1.0)
@@ -70,9 +72,8 @@ def names(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir())
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_the_best_is_kept_and_the_run_ends(thread_ranks: RankPool, tmp_path: Path, name: str) -> None:
-    assert thread_ranks.run(stopping, PLANS[name], tmp_path, ranks=2) == [(6, True, (4, 4.0))] * 2
+def test_the_best_is_kept_and_the_run_ends(thread_ranks: RankPool, tmp_path: Path) -> None:
+    assert thread_ranks.run(stopping, PLANS["pp"], tmp_path, ranks=2) == [(6, True, (4, 4.0))] * 2
     assert names(tmp_path) == ["best.json", "step-00000004", "step-00000006"]
     assert json.loads((tmp_path / "best.json").read_text()) == {"step": 4, "validation_loss": 4.0}
     engine = run(ONE, steps=1).engine
@@ -107,6 +108,45 @@ def test_a_run_that_goes_on_counts_on(
 def test_only_the_best_ones_are_saved(tmp_path: Path) -> None:
     run(ONE, Checkpoints(tmp_path, every=None, keep_last=1, keep_best=True), steps=6)
     assert names(tmp_path) == ["best.json", "step-00000004"]
+
+
+def test_so_many_of_the_best_are_kept_also_after_a_resumption(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Losses are 25, 9, 16, 4, 9, 9, 1: of equal ones the earlier is kept."""
+
+    def steps_of_marker() -> list[int]:
+        read = json.loads((tmp_path / "best.json").read_text())
+        return [one["step"] for one in (read, *read["others"])]
+
+    run(ONE, Checkpoints(tmp_path, keep_last=1, keep_best=3), steps=5)
+    assert steps_of_marker() == [4, 2, 5]
+    assert "step 4: " in (told := capsys.readouterr().out)
+    assert told.endswith("The next ones are kept, too: 9.000 of step 2, 9.000 of step 5.\n")
+    run(ONE, Checkpoints(tmp_path, keep_last=1, keep_best=3), steps=6)
+    assert steps_of_marker() == [4, 2, 5]
+    assert names(tmp_path) == ["best.json", *(f"step-0000000{step}" for step in (2, 4, 5, 6))]
+    run(ONE, Checkpoints(tmp_path, keep_last=1, keep_best=3), steps=7)
+    assert steps_of_marker() == [7, 4, 2]
+    run(ONE, Checkpoints(tmp_path, keep_last=0, keep_best=3, resume=tmp_path / "step-00000004"), steps=5)
+    assert steps_of_marker() == [4, 2, 5], "as the checkpoint of step 4 knows"
+
+
+def test_a_run_is_saved_after_so_many_minutes(
+    thread_ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the clock of rank 0: the other one would save in each step."""
+    readings = {0: itertools.count(0.0, 25.0), 1: itertools.count(0.0, 900.0)}
+
+    def of_rank() -> None:
+        run(PLANS["pp"], Checkpoints(tmp_path, every=0, keep_last=0, minutes=1))
+
+    def elapsed(self: Meter) -> float:
+        return next(readings[self._mesh.rank])
+
+    monkeypatch.setattr(Meter, "elapsed", elapsed)
+    thread_ranks.run(of_rank, ranks=2)
+    assert names(tmp_path) == ["step-00000004", "step-00000007"]
 
 
 def test_a_marker_that_was_not_written_is_written_on_resumption(tmp_path: Path) -> None:

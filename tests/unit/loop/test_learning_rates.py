@@ -1,6 +1,7 @@
 import pytest
 
-from plait.loop.learning_rates import warmup_cosine, warmup_linear
+from plait.errors import ConfigError
+from plait.loop.learning_rates import warmup_constant, warmup_cosine, warmup_linear, warmup_stable_decay
 
 
 def rates(steps: int, warmup: int) -> list[float]:
@@ -33,3 +34,17 @@ def test_beyond_the_last_step_it_stays_at_the_floor() -> None:
 def test_a_linear_decay() -> None:
     found = list(map(warmup_linear(1.0, steps=6, warmup=2), range(6)))
     assert found == pytest.approx([0.5, 1.0, 0.75, 0.5, 0.25, 0.0])
+
+
+def test_a_constant_rate_after_the_warm_up() -> None:
+    assert list(map(warmup_constant(2.0, warmup=2), range(4))) == [1.0, 2.0, 2.0, 2.0]
+
+
+def test_a_stable_rate_falls_in_its_last_steps_alone() -> None:
+    schedule = warmup_stable_decay(1.0, steps=10, warmup=2, decay=4, floor=0.2)
+    assert list(map(schedule, range(10))) == pytest.approx([0.5, *[1.0] * 5, 0.8, 0.6, 0.4, 0.2])
+    assert schedule(99) == pytest.approx(0.2)
+    a_tenth = warmup_stable_decay(1.0, steps=30)
+    assert list(map(a_tenth, range(26, 30))) == pytest.approx([1.0, 2 / 3, 1 / 3, 0.0])
+    with pytest.raises(ConfigError, match="warmup = 7 and decay = 4 are more than steps = 10 together"):
+        warmup_stable_decay(1.0, steps=10, warmup=7, decay=4)

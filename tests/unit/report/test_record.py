@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from synthetic_runs import write_metrics, write_plan, write_ranks, write_recorde
 from plait.errors import ConfigError, DataError
 from plait.report.events import write_event
 from plait.report.record import read_run
+from plait.report.samples import samples_section
 from plait.report.step import write_step
 from plait.report.warnings import stragglers, warnings_of
 from plait.report.writing import read_runs, write_report
@@ -131,10 +133,29 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     write_metrics(tmp_path, 1)
     with pytest.raises(ConfigError, match="2 runs are given: name the page's file by --out"):
         write_report([tmp_path, tmp_path])
-    with pytest.raises(ConfigError, match="5 runs are given: give at most 4"):
-        write_report([tmp_path] * 5, tmp_path / "page.html")
     with pytest.raises(ConfigError, match="cannot be written"):
         write_report([tmp_path], tmp_path / "none" / "page.html")
+
+
+def test_any_number_of_runs_stand_side_by_side_in_colours_of_their_own(tmp_path: Path) -> None:
+    paths = [tmp_path / str(number) for number in range(7)]
+    for path in paths:
+        write_metrics(path, 2)
+    page = write_report(paths, tmp_path / "page.html").read_text()
+    for number in range(7):
+        colours = re.findall(rf"--series-{number}: (#[0-9a-f]{{6}});", page)
+        assert len({*colours}) == 2, "light and dark"
+    assert len({*re.findall(r"--series-\d: (#[0-9a-f]{6});", page)}) == 14
+
+
+def test_samples_are_shown_evenly_with_the_first_and_the_last(tmp_path: Path) -> None:
+    write_metrics(tmp_path, 2)
+    for step in [*range(1, 101), 100]:
+        write_event(tmp_path, "sample", step, f"<b>{step}</b>")
+    page = samples_section(read_run(tmp_path), "", 0)
+    shown = [int(step) for step in re.findall(r"&lt;b&gt;(\d+)&lt;/b&gt;", page)]
+    assert (len(shown), shown[0], shown[-1]) == (24, 1, 100)
+    assert "24 of 100 samples are shown." in page
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from plait.errors import ConfigError
 from plait.plan import Plan
 from plait.train.config import Config
 from plait.train.config_parser import config_from_arguments, fields, takes
-from plait.train.config_sections import ModelConfig, ParallelConfig, TrainConfig
+from plait.train.config_sections import ModelConfig, ParallelConfig
+from plait.train.train_section import TrainConfig
 
 
 @pytest.fixture
@@ -106,7 +107,7 @@ def test_the_examples_are_valid() -> None:
 def test_every_field_is_described() -> None:
     assert all(field["description"] and takes(field) for field in fields().values())
     assert takes(fields()["model.vocab"]) == "a whole number of at least 2 or none"
-    assert takes(fields()["train.betas"]) == "a list [...] of 2 numbers of at least 0 and below 1"
+    assert takes(fields()["train.betas"]) == "a list [...] of 2 numbers of at least 0 and below 1 or none"
     assert takes(fields()["train.precision"]) == "one of fp64, fp32, bf16, fp16"
 
 
@@ -122,7 +123,7 @@ WRONG_OPTIONS = [
     ("--train.lr 1e999", "train.lr is Infinity (from the command line): give a number above 0."),
     (
         "--train.min_lr 2",
-        "train.min_lr is 2.0 (from the command line): give a number of at least 0 and at most 1.",
+        "train.min_lr is 2.0 (from the command line): give a number of at least 0 and at most 1 or none.",
     ),
     ("--train.betas [0.9]", "train.betas is [0.9] (from the command line): give a list [...] of 2 numbers"),
     ("--train.betas [0.9,1]", "train.betas is [0.9, 1] (from the command line): give a list"),

@@ -1,5 +1,4 @@
 import math
-import random
 from pathlib import Path
 from unittest.mock import patch
 
@@ -139,19 +138,3 @@ def test_a_validation_loss_that_is_no_number_ends_the_run(thread_ranks: RankPool
     config = make(tmp_path, pp=2, lr=1e38, warmup=0, steps=1)
     with pytest.raises(NonFiniteError, match=r"^step 1: the validation loss is nan"):
         run(thread_ranks, config)
-
-
-def test_the_validation_loss_does_not_depend_on_the_batch(thread_ranks: RankPool, tmp_path: Path) -> None:
-    """Of a model that learns nothing: the mean over the tokens of the validation file, on any plan."""
-    file = tmp_path / "held-out"
-    file.write_bytes(bytes(random.Random(0).choices(range(1, 128), k=16 * 13 + 1)))
-
-    def loss(batch: int, precision: str = "fp64", **options: int) -> float | None:
-        config = make(tmp_path, steps=1, batch=batch, lr=1e-30, precision=precision, **options)
-        data = config.data.model_copy(update={"source": str(file), "validation_source": str(file)})
-        train_all = config.train.model_copy(update={"validate_batches": None})
-        config = config.model_copy(update={"data": data, "train": train_all})
-        return run(thread_ranks, config)[0].validation_loss
-
-    losses = [loss(2), loss(4, dp=2), loss(16, microbatches=4, pp=2)]
-    assert losses == pytest.approx([losses[0]] * 3, rel=1e-12)

@@ -41,8 +41,8 @@ def test_validation_is_the_end_of_the_corpus(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text("a" * 900 + "b" * 100)
     data = load_data(make(path, validation=0.1, train={"batch": 4}))
-    assert data.validation is not None
-    assert {int(token) for token in data.validation.batch(0, ALL)[0].flatten()} == {ord("b")}
+    (held_out,) = data.validations
+    assert {int(token) for token in held_out.batches.batch(0, ALL)[0].flatten()} == {ord("b")}
     steps = range(900 // 8 // 4 + 1)
     assert {int(t) for step in steps for t in data.training.batch(step, ALL)[1].flatten()} == {ord("a")}
 
@@ -54,18 +54,19 @@ def test_validation_has_each_sequence_once_in_batches_of_any_size(tmp_path: Path
 
     def starts(limit: int | None) -> list[int]:
         data = load_data(make(path, validation=0.086, train={"batch": batch, "validate_batches": limit}))
-        assert isinstance(data.validation, ValidationBatches)
+        (held_out,) = data.validations
+        assert isinstance(held_out.batches, ValidationBatches)
         whole = limit is None
         told = "all 10 sequences, without 5 tokens that fill none"
-        assert data.validation_summary == (
+        assert held_out.summary == (
             told
             if whole
             else f"{batch * 2} of 10 sequences, evenly spaced (train.validate_batches = 2)"
             if batch == 4
             else told
         )
-        numbers = range(-(-data.validation.rows // batch))
-        batches = [data.validation.batch(number, ALL)[0] for number in numbers]
+        numbers = range(-(-held_out.batches.rows // batch))
+        batches = [held_out.batches.batch(number, ALL)[0] for number in numbers]
         return [int(row[0]) for each in batches for row in each]
 
     first = 1 + (1000 - 86) % 120
@@ -85,8 +86,8 @@ def test_epochs_of_each_source_of_a_mixture_are_known(tmp_path: Path) -> None:
 
 def test_without_validation(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a" * 100)
-    assert load_data(make(tmp_path / "text.txt", validation=0)).validation is None
-    assert load_data(make("random", validation=0)).validation is None
+    assert not load_data(make(tmp_path / "text.txt", validation=0)).validations
+    assert not load_data(make("random", validation=0)).validations
 
 
 def test_random_needs_no_corpus() -> None:
@@ -95,8 +96,8 @@ def test_random_needs_no_corpus() -> None:
     data = load_data(config)
     assert data.vocab == 8192
     assert data.unreadable
-    assert data.validation is not None
-    assert not torch.equal(data.training.batch(0, ALL)[0], data.validation.batch(0, ALL)[0])
+    (held_out,) = data.validations
+    assert not torch.equal(data.training.batch(0, ALL)[0], held_out.batches.batch(0, ALL)[0])
     assert torch.equal(data.training.batch(3, ALL)[0], load_data(config).training.batch(3, ALL)[0])
 
 
@@ -237,9 +238,9 @@ def test_just_long_enough(tmp_path: Path) -> None:
     check_data(config)
     data = load_data(config)
     assert data.training.batch(5, slice(2))[0].shape == (2, 8)
-    assert data.validation is not None
-    assert data.validation.batch(0, slice(2))[0].shape == (1, 8)
-    assert data.validation_summary == "the only sequence"
+    (held_out,) = data.validations
+    assert held_out.batches.batch(0, slice(2))[0].shape == (1, 8)
+    assert held_out.summary == "the only sequence"
 
 
 def test_checking_needs_no_torch() -> None:

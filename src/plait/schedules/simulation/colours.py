@@ -76,6 +76,10 @@ DARK_PAGE: Mapping[str, str] = {
     "series-line": "#939daa",
 }
 
+_CHOSEN_SERIES = 4
+_GOLDEN_ANGLE = 0.381966
+"""Of a turn."""
+
 TERMINAL = {Kind.F: (111, 75), Kind.B: (215, 209), Kind.I: (218, 175), Kind.W: (157, 114)}
 """Backgrounds, of a terminal's 256 colours, for even and odd micro-batches."""
 
@@ -94,13 +98,28 @@ def rank_colour(rank: int) -> str:
     return shade(hues[rank % len(hues)], rank // len(hues) % 4 / 3)
 
 
-def page_colours() -> str:
-    """Return the CSS variables of the HTML page, for light and dark."""
+def page_colours(series: int = 0) -> str:
+    """Return the CSS variables of the HTML page, for light and dark; of so many series, at least four.
+
+    Hues of further series are a golden angle apart, so that any number of them differ.
+    """
     light, dark = (
-        " ".join(f"--{name}: {colour};" for name, colour in colours.items())
-        for colours in (LIGHT_PAGE, DARK_PAGE)
+        " ".join(f"--{name}: {colour};" for name, colour in {**colours, **more}.items())
+        for colours, more in (
+            (LIGHT_PAGE, _further_series(series, lightness=0.38)),
+            (DARK_PAGE, _further_series(series, lightness=0.7)),
+        )
     )
     return (
         f":root {{ color-scheme: light dark; {light} }}\n"
         f"@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
     )
+
+
+def _further_series(series: int, lightness: float) -> dict[str, str]:
+    """Return the colours of series beyond the first four, by their variable."""
+    found = {}
+    for number in range(_CHOSEN_SERIES, series):
+        parts = hls_to_rgb(number * _GOLDEN_ANGLE % 1, lightness, 0.62)
+        found[f"series-{number}"] = "#" + "".join(f"{round(255 * part):02x}" for part in parts)
+    return found
