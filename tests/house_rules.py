@@ -38,7 +38,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("plan", "rules", "attention_heads", "model_size_rules", "huggingface_files", "data"),
     ("arguments",),
     ("file_lock", "toml_files"),
-    ("errors", "files", "submodules", "quantities"),
+    ("errors", "files", "submodules", "quantities", "version"),
 )
 """Each room imports rooms of lower floors, and itself. The last four lines are the ground."""
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -61,6 +61,7 @@ WITHOUT_TORCH = {
     "toml_files",
     "submodules",
     "quantities",
+    "version",
 }
 WITH_DISTRIBUTED = {"comm", "checkpoint", "device", "tensor/torch_parallelize_plan.py"}
 """Rooms and files that import torch.distributed."""

@@ -43,9 +43,8 @@ def launch(
     torchrun, mpirun or srun this process *is* a rank: it joins the others, calls the function here and leaves
     the group again; all ranks must call `launch` with the same arguments. Inside a rank of a world that is
     there already, such as Ray's, the function is called in that world. Each rank then returns the same list,
-    so keep results small (one all-gather over the world); tensors of other ranks are on the CPU. The run as a
-    whole has no time limit. A rank whose launcher, or local parent, is gone ends within a second, with a line
-    on stderr.
+    so keep results small (one all-gather over the world); tensors of other ranks are on the CPU. The run has
+    no time limit. A rank whose launcher, or local parent, is gone ends within a second, with a line on stderr.
 
     Classes and functions of a script or notebook are pickled with the function: so workers of a `DataLoader`,
     which local ranks start by fork on Linux, may use them too.
@@ -53,8 +52,7 @@ def launch(
     Args:
         function: called by every rank.
         arguments: passed to it.
-        ranks: their number; by default that of GPUs times `ranks_per_gpu`, or 1 without any; under a
-            launcher the world's size.
+        ranks: by default as many as the GPUs take, or 1 without any; under a launcher the world's size.
         threads: of torch, in each rank; by default this process's, divided; under a launcher unchanged.
         timeout: seconds that a rank waits for its peers in the default group; a `Mesh` has its own.
         device: `cpu`, `cuda`, or `auto`: CUDA where every rank on a host has a GPU of its own.
@@ -82,10 +80,9 @@ def launch(
     if world is not None:
         _require_agreement(world, ranks, ranks_as)
         return _run_joined(world, function, arguments, threads, timeout, device, ranks_per_gpu)
-    in_processes = ranks_as == "processes"
-    ranks = ranks or _default_ranks(device if in_processes else "cpu", ranks_per_gpu)
+    ranks = ranks or _default_ranks(device if ranks_as == "processes" else "cpu", ranks_per_gpu)
     threads = threads or max(1, torch.get_num_threads() // ranks)
-    if not in_processes:
+    if ranks_as == "threads":
         return run_threads(function, arguments, ranks, threads)
     pool = RankPool(ranks, threads=threads, timeout=timeout, device=device, ranks_per_gpu=ranks_per_gpu)
     with pool:

@@ -57,25 +57,8 @@ class Checkpoints(Callback):
         `state`: JSON values that are saved too; `check(state, path)` may refuse those of a checkpoint. Each
         checkpoint has the `state_dict` of all callbacks. Raises `ConfigError` for other arguments.
         """
-        require_path("Checkpoints' folder", folder)
-        if every is not None:
-            require_whole("Checkpoints' every", every, least=0)
-        require_whole("Checkpoints' keep_last", keep_last, least=0)
-        require_whole("Checkpoints' keep_every", keep_every, least=0)
-        if not isinstance(keep_best, bool):
-            require_whole("Checkpoints' keep_best, unless it is True or False,", keep_best)
-        require_number("Checkpoints' minutes", minutes)
-        if minutes and every is None:
-            raise ConfigError(
-                f"Checkpoints' minutes is {minutes:g}, but every is None, never: set it to 0, for "
-                "checkpoints at the end and after so many minutes."
-            )
-        require_instance("Checkpoints' resume", resume, (str, Path), 'give "auto", "no" or a folder')
-        if state is not None:
-            require_instance("Checkpoints' state", state, Mapping, "give a dictionary of JSON values")
-        if check is not None:
-            require_instance("Checkpoints' check", check, Callable, "give a function of state and path")  # type: ignore[arg-type]
-        require_instance("Checkpoints' start_over", start_over, str, "give the words of an option")
+        _require_arguments(folder, resume, state, check, start_over)
+        _require_times(every, minutes, keep_last, keep_every, keep_best)
         if watch is not None and not keep_best:
             raise ConfigError(
                 f"Checkpoints' watch is {watch!r}, but keep_best is False: set it to True, too."
@@ -304,3 +287,34 @@ class Checkpoints(Callback):
         if self._manager.error and not self._warned:
             self._warned = True
             self._tell(f"WARNING: {self._manager.error}")
+
+
+def _require_arguments(
+    folder: object, resume: object, state: object, check: object, start_over: object
+) -> None:
+    """Raise ConfigError for an argument of `Checkpoints` of another type."""
+    require_path("Checkpoints' folder", folder)
+    require_instance("Checkpoints' resume", resume, (str, Path), 'give "auto", "no" or a folder')
+    if state is not None:
+        require_instance("Checkpoints' state", state, Mapping, "give a dictionary of JSON values")
+    if check is not None and not callable(check):
+        raise ConfigError(f"Checkpoints' check is {check!r}: give a function of state and path.")
+    require_instance("Checkpoints' start_over", start_over, str, "give the words of an option")
+
+
+def _require_times(
+    every: int | None, minutes: float, keep_last: object, keep_every: object, keep_best: object
+) -> None:
+    """Raise ConfigError for numbers of `Checkpoints` that are out of range, or contradict each other."""
+    if every is not None:
+        require_whole("Checkpoints' every", every, least=0)
+    require_whole("Checkpoints' keep_last", keep_last, least=0)
+    require_whole("Checkpoints' keep_every", keep_every, least=0)
+    if not isinstance(keep_best, bool):
+        require_whole("Checkpoints' keep_best, unless it is True or False,", keep_best)
+    require_number("Checkpoints' minutes", minutes)
+    if minutes and every is None:
+        raise ConfigError(
+            f"Checkpoints' minutes is {minutes:g}, but every is None, never: set it to 0, for "
+            "checkpoints at the end and after so many minutes."
+        )

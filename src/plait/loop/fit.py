@@ -93,9 +93,8 @@ def fit(
     A dictionary of `validation` data by name gives a loss for each: `validation_NAME_loss`. `callbacks` are
     those of `plait.loop` for progress, logs, checkpoints and more. `parameter_groups`: a function of the
     engine that makes the optimizer's groups, such as a `partial` of `plait.loop.parameter_groups`, in place
-    of those of `weight_decay`; `learning_rate` is multiplied by `lr_scale` of a group. `notes`: text that the
-    page of a `Report` shows. `loss`, `seed`, `rules`, `values` and `broadcast` are those of `parallelize`;
-    `mesh` is by default a new one of `plan`.
+    of those of `weight_decay`; `learning_rate` is multiplied by `lr_scale` of a group. `notes`: for the page
+    of a `Report`. `mesh`: by default a new one of `plan`. Others are those of `parallelize`.
 
     Raises `ConfigError` for arguments that contradict each other, `DataError` where the data-parallel ranks
     cannot share a batch equally, `NonFiniteError` on every rank where a loss or gradient norm is not finite,
