@@ -103,7 +103,12 @@ class Runner:
             self.trainee.step(*next(self.batches))
             synchronize(self.device)
         kind = torch.autograd.DeviceType.CUDA
-        events = [event for event in recorded.events() or () if event.device_type == kind]
+        # Beside kernels there are the ranges that the program has named, such as plait's actions.
+        events = [
+            event
+            for event in recorded.events() or ()
+            if event.device_type == kind and not event.is_user_annotation
+        ]
         return [(event.name, event.time_range.elapsed_us() / 1e6) for event in events]
 
 

@@ -44,7 +44,7 @@ def launch(
     the group again; all ranks must call `launch` with the same arguments. Inside a rank of a world that is
     there already, such as Ray's, the function is called in that world. Each rank then returns the same list,
     so keep results small (one all-gather over the world); tensors of other ranks are on the CPU. The run has
-    no time limit. A rank whose launcher, or local parent, is gone ends within a second, with a line on stderr.
+    no time limit. A rank whose launcher, or local parent, is gone ends within a second, and says so.
 
     Classes and functions of a script or notebook are pickled with the function: so workers of a `DataLoader`,
     which local ranks start by fork on Linux, may use them too.
