@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 import torch
 
-from plait.comm.rank_pool import _without_main
+from plait.comm.fork_server import _without_main
 from plait.comm.world import World
 from plait.comm.world_membership import join_world
 

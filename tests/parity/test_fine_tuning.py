@@ -87,12 +87,13 @@ def plain_losses(model: Any, config: Config) -> list[float]:
         {"params": [one for one in trained if one.dim() > 1]},
         {"params": [one for one in trained if one.dim() == 1], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, given.lr, given.betas, given.eps, given.weight_decay)
+    decay = 0.1 if given.weight_decay is None else given.weight_decay
+    optimizer = torch.optim.AdamW(groups, given.lr, (0.9, 0.95), 1e-8, decay)
     rates = SequentialLR(
         optimizer,
         [
             LinearLR(optimizer, 1 / given.warmup, total_iters=given.warmup - 1),
-            CosineAnnealingLR(optimizer, given.steps - given.warmup, given.min_lr * given.lr),
+            CosineAnnealingLR(optimizer, given.steps - given.warmup, 0.1 * given.lr),
         ],
         [given.warmup - 1],
     )

@@ -166,7 +166,9 @@ ALLOWED = {
     "sharding/replica_check.py": "of guards, which are asked for",
     "tensor/sampling.py": "generation draws tokens on the CPU",
     "loop/meter.py": "the numbers of a step, read after the next one was submitted",
-    "loop/validation.py": "the means of a validation",
+    "loop/stream.py": "what the rank that reads has read, on the way between CPUs",
+    "loop/validation_means.py": "the means of a validation",
+    "tensor/preferences.py": "answers of a reference, computed once before the training",
     "train/reference_steps.py": "after the run, on rank 0",
     "train/sample.py": "the sample after the run",
 }

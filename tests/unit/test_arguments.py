@@ -122,7 +122,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: Checkpoints(3), "Checkpoints' folder is 3: give a path"),  # type: ignore[arg-type]
     (lambda: Checkpoints(""), "Checkpoints' folder is '': give a path"),
     (lambda: Checkpoints(TINY, state=0), "state is an object of int: give a dictionary"),  # type: ignore[arg-type]
-    (lambda: Checkpoints(TINY, check=True), "check is an object of bool: give a function"),  # type: ignore[arg-type]
+    (lambda: Checkpoints(TINY, check=True), "check is True: give a function"),  # type: ignore[arg-type]
     (lambda: Report(None), "Report's folder is None: give a path"),  # type: ignore[arg-type]
     (lambda: Report(TINY, locks=0), "Report's locks is 0: give True"),  # type: ignore[arg-type]
     (lambda: Csv([]), "a logger's path is []: give a path"),  # type: ignore[arg-type]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 import plait
+from plait.version import VERSION, version_of
 
 
 @pytest.mark.parametrize("name", plait.__all__)
@@ -54,5 +56,8 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_the_version_is_the_projects() -> None:
-    pyproject = (Path(plait.__file__).parents[2] / "pyproject.toml").read_text()
-    assert f'version = "{plait.__version__}"' in pyproject
+    pyproject = tomllib.loads((Path(plait.__file__).parents[2] / "pyproject.toml").read_text())
+    assert pyproject["project"]["dynamic"] == ["version"]
+    assert pyproject["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "plait.version.VERSION"}
+    assert plait.__version__ == VERSION == version_of("plait")
+    assert version_of("a package that nobody has") == ""

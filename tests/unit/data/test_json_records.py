@@ -65,7 +65,7 @@ def test_a_list_that_is_none_is_refused(tmp_path: Path, text: str, told: str) ->
 )
 def test_a_line_that_is_no_record_is_refused_by_its_place(tmp_path: Path, line: bytes, told: str) -> None:
     (path := tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n' + line + b"\n")
-    with pytest.raises(DataError, match=r"a line at byte 14 that is no JSON object .*" + told):
+    with pytest.raises(DataError, match=r"a\.jsonl:2 is no JSON object .*" + told):
         records_in(path)
 
 

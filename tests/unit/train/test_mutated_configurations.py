@@ -22,7 +22,6 @@ hidden = 16
 lr = 1e-3
 warmup = 5
 [data]
-source = "text.txt"
 mixture = ["a=3", "b=1"]
 [parallel]
 tp = 2
