@@ -25,8 +25,10 @@ unexport PYTHONDONTWRITEBYTECODE
 test: install  ## run the tests, with few examples of each property; print the ten slowest
 	$(BIN)/pytest -n 2 --dist loadgroup --durations 10 --durations-min 1
 
-test-all: install  ## run the tests with all examples and the full products
-	$(BIN)/pytest -n 2 --dist loadgroup --durations 10 --durations-min 1 -m ''
+# Those marked gpu: cpu, with Gloo, or cuda:8, of which 8 may share a GPU.
+GPU_TESTS_ON ?= cpu
+test-all: install  ## run the tests with all examples and the full products, those of GPUs on GPU_TESTS_ON=cpu
+	$(BIN)/pytest -n 2 --dist loadgroup --durations 10 --durations-min 1 -m '' --gpu-tests-on $(GPU_TESTS_ON)
 
 SEED ?= 0
 test-share: install  ## run a twentieth of the full products, chosen by SEED=..., for at most three minutes
