@@ -54,24 +54,15 @@ def run(argv: Sequence[str]) -> int:
             "options such as --parallel.tp 2."
         )
     with importing():
-        from plait.comm.launch import launch
         from plait.train.evaluation import checkpoint_of, evaluate, evaluation_config, prepare_data
+        from plait.train.launch_by_config import launch_by_config
 
     checkpoint = checkpoint_of(options.run)
     config = evaluation_config(checkpoint, of_run, options.data)
     plan = config.plan()
     with local_ranks(plan.world, degrees(plan)) as prints:
         prepare_data(config)
-        found = launch(
-            evaluate,
-            config,
-            checkpoint,
-            ranks=plan.world,
-            threads=config.run.threads,
-            timeout=config.run.timeout,
-            device=config.run.device,
-            ranks_as=config.run.ranks_as,
-        )[0]
+        found = launch_by_config(config, evaluate, checkpoint)[0]
     if not prints:
         return 0
     if options.json:

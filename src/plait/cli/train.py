@@ -42,10 +42,10 @@ def run(argv: Sequence[str]) -> int:
     config = config_from_arguments(argv)
 
     with importing():  # late, so that help and errors do not wait for torch
-        from plait.comm.launch import launch
         from plait.comm.rank_process import STOP_SIGNAL
         from plait.comm.world import find_world
         from plait.train.data_context import with_context_of_data
+        from plait.train.launch_by_config import launch_by_config
         from plait.train.loop import train
         from plait.train.run_data import check_data
 
@@ -63,17 +63,7 @@ def run(argv: Sequence[str]) -> int:
         if chosen and prints:
             print(terminal_text(chosen), flush=True)
         check_data(config)
-        reports = launch(
-            train,
-            config,
-            stop_signals,
-            ranks=plan.world,
-            threads=config.run.threads,
-            timeout=config.run.timeout,
-            device=config.run.device,
-            ranks_as=config.run.ranks_as,
-            ranks_per_gpu=config.run.ranks_per_gpu,
-        )
+        reports = launch_by_config(config, train, stop_signals)
     if not reports[0].saved:
         return 1
     if reports[0].stopped:
