@@ -6,6 +6,7 @@ import re
 import subprocess
 from threading import current_thread
 from threading import enumerate as enumerate_threads
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -222,7 +223,7 @@ def test_versions_are_those_that_there_are(
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: nccl is not None)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: nccl)
+    monkeypatch.setattr(device, "nccl_version", lambda: nccl)
     assert [f"{name} {version}" for name, version in device.accelerator_versions().items()] == told
 
 
@@ -261,3 +262,17 @@ def test_torchs_stand_in_for_gpus_is_made_in_a_thread_that_stays(monkeypatch: py
         device.keep_stand_in_for_gpus()
     assert entered == ["stays"]
     assert "stays" in [thread.name for thread in enumerate_threads()]
+
+
+def test_the_version_of_nccl_is_that_of_the_library_or_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
+    assert device.nccl_version("no-such-library.so") == (2, 29, 7)
+
+    def ask(found: Any) -> None:
+        found._obj.value = 23_007
+
+    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: SimpleNamespace(ncclGetVersion=ask))
+    assert device.nccl_version() == (2, 30, 7)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert device.nccl_version() == ()

@@ -38,6 +38,7 @@ def path(tmp_path: Path) -> Path:
     return cut(tmp_path / "whole", tmp_path / "run" / "step-00000012")
 
 
+@pytest.mark.transformers
 def test_what_a_checkpoint_says_is_shown_without_what_a_terminal_obeys(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

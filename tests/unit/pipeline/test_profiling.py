@@ -92,6 +92,7 @@ def test_a_context_is_entered_around_each_part() -> None:
     ]
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11 warns always
 def test_parts_are_ranges_while_a_profiler_is_on() -> None:
     executor = Executor(dict.fromkeys([RunLayer, Send, ReduceGradient, Finish], lambda i: torch.zeros(1)))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
