@@ -143,9 +143,11 @@ def resolve(path: Path) -> Path:
         remedy = f"load {before}, the one before it" if before else "take another checkpoint"
         raise CheckpointError(f"the checkpoint {path} is damaged: it has no {FILE}: {remedy}.", damaged=True)
     what = "is no folder" if not path.is_dir() else "holds no complete checkpoint"
-    raise CheckpointError(
-        f"{path} {what}: give the folder of a checkpoint, or one with step-… folders in it."
-    )
+    of_run = [inner for _, inner in complete_checkpoints(path / "checkpoints")]
+    remedy = "give the folder of a checkpoint, or one with step-… folders in it"
+    if of_run:  # the folder of a run of plait train
+        remedy = f"give {path / 'checkpoints'}, which does"
+    raise CheckpointError(f"{path} {what}: {remedy}.")
 
 
 def _best_checkpoint(folder: Path) -> Path:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from argparse import Action, ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Mapping, Sequence
 from math import isfinite, isnan, nan
 from pathlib import Path
 from typing import Any, NoReturn
@@ -52,6 +52,13 @@ class CommandParser(ArgumentParser):
         self.actions[name] = self._choice.add_parser(name, help=summary, **options)
         self._summaries.append((name, summary))
         return self.actions[name]
+
+    def require_together(self, options: Namespace, belongs_to: Mapping[str, str]) -> None:
+        """Raise ConfigError for an option with a value of its own without the option that it belongs to."""
+        for name, other in belongs_to.items():
+            is_given = getattr(options, name) != self.get_default(name)
+            if is_given and getattr(options, other) == self.get_default(other):
+                raise ConfigError(f"--{name} goes with --{other}: add that, or leave --{name} out.")
 
     def path_arguments(self) -> list[Action]:
         """Return the arguments whose values are paths."""

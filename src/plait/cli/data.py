@@ -98,6 +98,7 @@ def _add_options_of_prepare(prepare: CommandParser) -> None:
 
 
 def _prepare(options: Namespace) -> None:
+    _require_outside(options.folder, options.source)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     shown, began = _ShownProgress(console), time.monotonic()
     with shown:
@@ -124,6 +125,14 @@ def _prepare(options: Namespace) -> None:
                 f"tokenizer.json, which counts, has no {unwritten} in its post_processor)"
             )
     console.print(f"Train on it: plait train --data.source {options.folder}")
+
+
+def _require_outside(folder: Path, sources: Sequence[str]) -> None:
+    """Raise ConfigError where `folder` lies in a source: the corpus would be read as a part of it."""
+    for source in sources:
+        read = Path(source).expanduser().resolve()
+        if read.is_dir() and read in folder.resolve().parents:
+            raise ConfigError(f"{folder} lies in the source {source!r}: choose a folder outside of it.")
 
 
 def _inspect(options: Namespace) -> None:

@@ -45,6 +45,7 @@ names changes of one field that would help. The configuration is that of
 `plait train`: its --help lists the fields. In a search the precisions are kept,
 and parallel degrees, strategy, schedule, recomputation and micro-batches are
 chosen. --calibrate measures the machine that it runs on instead."""
+_BELONGS_TO = {"most": "ranks", "checkpoint": "mtbf", "restart": "mtbf", "seed": "mtbf"}
 _EXAMPLES = (
     ("plait plan --ranks 64 --hardware h100-sxm --config FILE.toml", ""),
     ("plait plan --ranks 8 --hardware a100-80 --write best.toml", "for plait train"),
@@ -81,7 +82,9 @@ def parser() -> CommandParser:
 
 def run(argv: Sequence[str]) -> int:
     """Run `plait plan`, and return 0. Raises `PlaitError` for errors that the user can correct."""
-    options, rest = parser().parse_known_args(argv)
+    made = parser()
+    options, rest = made.parse_known_args(argv)
+    made.require_together(options, _BELONGS_TO)
     if options.calibrate is not None:
         _calibrate(options, rest)
         return 0
@@ -90,6 +93,8 @@ def run(argv: Sequence[str]) -> int:
         raise ConfigError(f"--hardware is missing: give {names}, or a file that --calibrate has written.")
     if options.write is not None and options.ranks is None:
         raise ConfigError("--write goes with --ranks: without a search there is no plan to write.")
+    if options.mtbf is not None and options.mtbf <= 0:
+        raise ConfigError(f"--mtbf is {options.mtbf:g}: give hours above 0 between failures of a device.")
     # One micro-batch, so that any train.batch is accepted before the search divides it.
     defaults = {"train": {"microbatches": 1}} if options.ranks is not None else {}
     config = config_from_arguments(rest, defaults)
@@ -105,7 +110,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _calibrate(options: Namespace, rest: Sequence[str]) -> None:
-    if rest or options.hardware or options.write or options.json or options.html:
+    others = options.hardware, options.write, options.html, options.mtbf
+    if rest or options.json or any(one is not None for one in others):
         raise ConfigError(
             "--calibrate goes with --ranks only: predict with the file that it writes afterwards."
         )

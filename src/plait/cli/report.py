@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from plait.cli.arguments import CommandParser, count
+from plait.errors import ConfigError
 from plait.report.watch import ReportServer
 from plait.report.writing import read_runs, write_report
 
@@ -56,7 +57,11 @@ def _watch(paths: Sequence[Path], port: int) -> None:
 
 def run(argv: Sequence[str]) -> int:
     """Write or serve the report, and return 0. Raises `PlaitError` for errors that the user can correct."""
-    options = parser().parse_args(argv)
+    made = parser()
+    options = made.parse_args(argv)
+    made.require_together(options, {"port": "watch"})
+    if options.watch and options.out is not None:
+        raise ConfigError("--out does not go with --watch, which serves the page: leave one of them out.")
     if options.watch:
         _watch(options.runs, options.port)
         return 0

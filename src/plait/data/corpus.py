@@ -59,6 +59,11 @@ def source_files(source: str) -> list[Path]:
         raise DataError(f"data.source = {source!r} is no regular file or folder: give one with text in it.")
     found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
     found = [path for path in found if path.is_file()]
+    if not found and source == "random":
+        raise DataError(
+            "random tokens are data.source of a run only, neither mixed nor given for validation or to "
+            "`plait evaluate`: name a file or folder."
+        )
     if not found:
         raise DataError(
             f"data.source = {source!r} does not exist: "

@@ -18,7 +18,7 @@ from plait.data.corpus import source_files
 from plait.data.json_records import LinePlace, Place, RowPlace, json_kind, read_lines, read_list, read_record
 from plait.data.long_documents import Encode
 from plait.data.tables import column_names, dataset_files, is_dataset, read_rows, row_ranges
-from plait.data.text_files import decoded, read_text, text_ahead, text_cuts
+from plait.data.text_files import decoded, is_compressed, read_text, text_ahead, text_cuts
 from plait.errors import DataError
 
 Kind = Literal["text", "lines", "jsonl", "json", "table"]
@@ -76,15 +76,17 @@ def files_of(source: str, *, lines: bool = False) -> list[SourceFile]:
     paths = dataset_files(source) if is_dataset(source) else source_files(source)
     # Among other files of a folder, such as those of a program, a .json is no data set.
     may_be_records = not lines and (
-        not Path(source).expanduser().is_dir() or all(path.name.endswith(_OF_RECORDS) for path in paths)
+        not Path(source).expanduser().is_dir()
+        or all(path.name.lower().endswith(_OF_RECORDS) for path in paths)
     )
     for path in paths:
         kind: Kind = "lines" if lines else "text"
-        if path.suffix in _TABLES:
+        name = path.name.lower()
+        if name.endswith(_TABLES):
             kind = "table"
-        elif path.name.endswith(_JSON_LINES):
+        elif name.endswith(_JSON_LINES):
             kind = "jsonl"
-        elif path.name.endswith(_JSON) and may_be_records:
+        elif name.endswith(_JSON) and may_be_records:
             kind = json_kind(str(path)) or kind
         found.append(SourceFile(str(path), kind, path.stat().st_size))
     if not any(file.size for file in found):
@@ -98,7 +100,7 @@ def divided(file: SourceFile, size: int, encode: Encode | None = None) -> Iterat
         for begin, end, held in row_ranges(file.path, size):
             yield SourceRange(file.path, file.kind, begin, end, held)
         return
-    if file.path.endswith(".gz") or file.kind == "json":  # cannot be entered in the middle
+    if is_compressed(file.path) or file.kind == "json":  # cannot be entered in the middle
         ends: list[int] = [file.size]
     elif file.kind == "text":
         ends = list(text_cuts(file.path, size, file.size, encode))
@@ -163,7 +165,7 @@ def _parts_of_text(portion: SourceRange) -> Iterator[TextPart]:
             yield TextPart(held, begins, ends=False)
             begins = False
         held = text
-    is_whole = portion.path.endswith(".gz")
+    is_whole = is_compressed(portion.path)
     size = portion.end if is_whole else Path(portion.path).stat().st_size
     if held and portion.end < size:
         yield TextPart(held, begins, ends=False, ahead=text_ahead(portion.path, portion.end))

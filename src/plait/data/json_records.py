@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal
 
 from plait.data.chat_records import holds_chats
-from plait.data.text_files import open_file
+from plait.data.text_files import is_compressed, open_file
 from plait.errors import DataError
 from plait.files import json_value
 
@@ -66,7 +66,7 @@ def read_lines(path: str, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
             while not (before := file.readline(_START)).endswith(b"\n") and before:
                 at += len(before)
             at += len(before)
-        is_whole = path.endswith(".gz")
+        is_whole = is_compressed(path)
         while is_whole or at < end:
             line = file.readline(LONGEST_RECORD + 1)
             if not line:

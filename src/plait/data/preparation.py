@@ -74,6 +74,7 @@ def prepare_corpus(
     Raises DataError and ConfigError.
     """
     files = [file for source in sources for file in files_of(source, lines=lines)]
+    _require_used(files, column, lines=lines)
     chats = column is None and _are_chats(files, tokenizer)
     if chats and end is not None:
         raise ConfigError(
@@ -102,6 +103,15 @@ def prepare_corpus(
         for number in range(len(entries)):  # they stand in the index now
             counts_file(folder, number).unlink(missing_ok=True)
         return index
+
+
+def _require_used(files: Sequence[SourceFile], column: str | None, *, lines: bool) -> None:
+    """Raise ConfigError for an option of rows, or of text files, where there are none."""
+    kinds = {file.kind for file in files}
+    if column is not None and kinds <= {"text", "lines"}:
+        raise ConfigError(f"--column {column!r}: the sources are text, without fields; leave it out.")
+    if lines and "lines" not in kinds:
+        raise ConfigError("--lines: the sources hold rows, each a document already; leave it out.")
 
 
 def _intact_shards(folder: Path, empty: CorpusIndex, count: int) -> dict[int, ShardEntry]:

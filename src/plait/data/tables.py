@@ -62,7 +62,7 @@ def row_ranges(path: str, size: int) -> Iterator[tuple[int, int, int]]:
 
     Of each: its first, the one after its last, and its bytes.
     """
-    if path.endswith(".parquet"):
+    if path.lower().endswith(".parquet"):
         with _parquet(path) as file:
             metadata = file.metadata
             sizes = [metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups)]
@@ -88,7 +88,7 @@ def read_rows(
 
     `wanted`: None for all. Raises DataError for a row with text that is no UTF-8.
     """
-    read = _parquet_batches if path.endswith(".parquet") else _arrow_batches
+    read = _parquet_batches if path.lower().endswith(".parquet") else _arrow_batches
     for number, batch in read(path, begin, end, wanted):
         yield from enumerate(_rows(batch, path, number), number)
 
@@ -166,7 +166,7 @@ def _filled(value: Any) -> Any:
 
 def column_names(path: str) -> list[str]:
     """Return the names of a table's columns."""
-    if path.endswith(".parquet"):
+    if path.lower().endswith(".parquet"):
         with _parquet(path) as file:
             return list(file.schema_arrow.names)
     with _one_sentence(path):

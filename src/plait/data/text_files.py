@@ -45,7 +45,7 @@ def text_cuts(path: str, size: int, total: int, encode: Encode | None) -> Iterat
 
 def read_text(path: str, begin: int, end: int) -> Iterator[str]:
     """Yield a range of a text file in parts of about `PART` bytes; of a compressed file all of it."""
-    left = end - begin if not path.endswith(".gz") else None
+    left = end - begin if not is_compressed(path) else None
     at, data, ended = begin, b"", False
     with open_file(path) as file:
         file.seek(begin)
@@ -67,15 +67,20 @@ def text_ahead(path: str, begin: int) -> str:
     return decoded(data[: _whole_characters(data)], path, begin)[:AHEAD]
 
 
+def is_compressed(path: str) -> bool:
+    """Return whether the ending of a path says that the file is compressed by gzip."""
+    return path.lower().endswith(".gz")
+
+
 @contextmanager
 def open_file(path: str) -> Iterator[BinaryIO]:
     """Context manager that opens a file, compressed or not. Raises DataError where it cannot be read."""
     try:
         with open_regular_file(Path(path)) as file:
-            yield cast(BinaryIO, gzip.GzipFile(fileobj=file)) if path.endswith(".gz") else file
+            yield cast(BinaryIO, gzip.GzipFile(fileobj=file)) if is_compressed(path) else file
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
-        damaged = " as gzip" if path.endswith(".gz") else ""
+        damaged = " as gzip" if is_compressed(path) else ""
         raise DataError(f"{path} cannot be read{damaged}: {reason}.") from None
 
 

@@ -40,9 +40,9 @@ _OF_CODE = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 def holds_tokens(source: str) -> bool:
     """Return whether `data.source` names token arrays rather than text."""
     path = Path(source).expanduser()
-    if path.suffix in _ARRAYS:
+    if path.suffix.lower() in _ARRAYS:
         return True
-    names = [one.suffix for one in path.iterdir() if one.is_file()] if path.is_dir() else []
+    names = [one.suffix.lower() for one in path.iterdir() if one.is_file()] if path.is_dir() else []
     return bool(_ARRAYS & set(names)) and set(names) <= _ARRAYS | {".idx"}
 
 
@@ -51,8 +51,8 @@ def open_tokens(source: str, dtype: str) -> Corpus:
 
     Raises `DataError` when one is missing, empty, damaged, or no one-dimensional array of integers.
     """
-    paths = [path for path in source_files(source) if path.suffix in _ARRAYS]
-    shards = [(_npy if path.suffix == ".npy" else _bin(path))(path, dtype) for path in paths]
+    paths = [path for path in source_files(source) if path.suffix.lower() in _ARRAYS]
+    shards = [(_npy if path.suffix.lower() == ".npy" else _bin(path))(path, dtype) for path in paths]
     sizes = tuple(len(shard.tokens) for shard in shards)
     return Corpus(sizes, any(shard.ends is not None for shard in shards), shards)
 

@@ -100,7 +100,9 @@ def _is_non_finite(value: object) -> bool:
 def unwritable(folder: Path, error: OSError, field: str = "") -> ConfigError:
     """Return the error for a folder of a run that cannot be written to; `field`: its name, if configured."""
     place = f"{field} = {str(folder)!r}" if field else str(error.filename or folder)
-    return ConfigError(f"{place} cannot be written to ({error.strerror}): choose another folder.")
+    inner = error.filename if field and error.filename not in (None, str(folder)) else None
+    reason = f"{inner}: {error.strerror}" if inner else error.strerror
+    return ConfigError(f"{place} cannot be written to ({reason}): choose another folder.")
 
 
 def free_name(path: Path) -> Path:

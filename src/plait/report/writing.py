@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,12 +22,20 @@ def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
     """
     if out is None and len(paths) > 1:
         raise ConfigError(f"{len(paths)} runs are given: name the page's file by --out FILE.")
+    if out is not None and any(_is_of_run(out, path) for path in paths):
+        raise ConfigError(f"{out} is a file of the run, which the page would replace: give another --out.")
     page = draw_report(read_runs(paths))
     if out is None:
         out = (paths[0] if paths[0].is_dir() else paths[0].parent) / REPORT_FILE
         if out.is_symlink():
             raise ConfigError(f"{out} is a link, which others may have made: remove it, or give --out FILE.")
     return write_page(page, out, "--out")
+
+
+def _is_of_run(out: Path, run: Path) -> bool:
+    """Return whether `out`, or what it links to, is a file in the folder of `run` that is no page."""
+    file, folder = Path(os.path.realpath(out)), run if run.is_dir() else run.parent
+    return file.is_file() and file.parent == Path(os.path.realpath(folder)) and file.suffix != ".html"
 
 
 def write_page(page: str, out: Path, option: str) -> Path:

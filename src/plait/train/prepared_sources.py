@@ -35,7 +35,7 @@ def holds_records(source: str) -> bool:
     """
     if is_dataset(source):
         return True
-    if source in _NO_FILES or not any(path.name.endswith(_RECORDS) for path in source_files(source)):
+    if source in _NO_FILES or not any(path.name.lower().endswith(_RECORDS) for path in source_files(source)):
         return False
     files = files_of(source)
     require_known_fields(files)

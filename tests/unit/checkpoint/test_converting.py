@@ -130,6 +130,11 @@ def test_what_is_damaged_or_missing_is_refused(trained: Path, tmp_path: Path) ->
     with pytest.raises(CheckpointError, match=r"rank-00001.safetensors is missing"):
         convert(trained, target)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["cut", "whole"]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").mkdir()
+    trained.rename(tmp_path / "run" / "checkpoints" / "step-00000003")
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint: give .*run/checkpoints, which does"):
+        convert(tmp_path / "run", target)
 
 
 def test_a_checkpoint_that_waits_under_another_name_is_not_written_over(

@@ -16,6 +16,20 @@ def test_it_writes_the_page_and_says_where(tmp_path: Path, capsys: pytest.Captur
     assert both.read_text().count("<section class=run>") == 2
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "run.json", "metrics.csv", "linked.html"])
+def test_a_file_of_the_run_is_not_replaced_by_the_page(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
+    (tmp_path / "metrics.csv").write_text("step,loss\n1,2.5\n")
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "linked.html").symlink_to("metrics.jsonl")
+    before = (tmp_path / name).read_text()
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / name)]) == 2
+    assert f"{tmp_path / name} is a file of the run" in capsys.readouterr().err
+    assert (tmp_path / name).read_text() == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -23,6 +37,8 @@ def test_it_writes_the_page_and_says_where(tmp_path: Path, capsys: pytest.Captur
         (["nowhere"], "nowhere does not exist: give the folder of a run (its run.dir)."),
         (["."], ". has no metrics.jsonl: give the folder of a run (its run.dir) that has done a step."),
         (["nowhere", "--watch"], "nowhere does not exist: give the folder of a run (its run.dir)."),
+        (["a", "--port", "7000"], "--port goes with --watch: add that, or leave --port out."),
+        (["a", "--watch", "--out", "x.html"], "--out does not go with --watch, which serves the page"),
         (["a", "--port", "70000"], "argument --port: 70000 is not a port: give one below 65536; see"),
     ],
     ids=str,

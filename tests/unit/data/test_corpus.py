@@ -48,6 +48,11 @@ def test_missing(tmp_path: Path, name: str) -> None:
         read_documents(str(tmp_path / name))
 
 
+def test_random_is_no_file() -> None:
+    with pytest.raises(DataError, match=r"random tokens are data\.source of a run only, neither mixed nor"):
+        read_documents("random")
+
+
 def test_empty(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is a folder without files"):
         read_documents(str(tmp_path))

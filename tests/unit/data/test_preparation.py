@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_process import in_one_process
 
+from plait.cli.data import run
 from plait.data.document_sources import divided, files_of, read_texts
 from plait.data.preparation import portion_size, prepare_corpus
 from plait.data.token_shards import Corpus, TokenShard, open_corpus
@@ -48,8 +49,8 @@ def test_each_kind_of_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, po
     texts.mkdir()
     (texts / "a first one.txt").write_text("")
     (texts / "a.txt").write_text("first\nof two lines\n")
-    (texts / "b.jsonl").write_text(as_jsonl(["second", "", "thïrd\nline"]))
-    with gzip.open(texts / "c.jsonl.gz", "wt") as file:
+    (texts / "b.JSONL").write_text(as_jsonl(["second", "", "thïrd\nline"]))
+    with gzip.open(texts / "c.jsonl.Gz", "wt") as file:
         file.write(as_jsonl(["fourth"]))
     (texts / "d.txt").write_text("no line end")
     index = prepare_corpus([str(texts)], tmp_path / "out", "bytes", portion=portion)
@@ -64,6 +65,17 @@ def test_lines_as_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, por
     (tmp_path / "a.txt").write_text("one\n\ntwo and more\nthree")
     prepare_corpus([str(tmp_path / "a.txt")], tmp_path / "out", "bytes", portion=portion, lines=True)
     assert documents_in(tmp_path / "out") == ["one", "two and more", "three"]
+
+
+def test_options_and_folders_that_do_not_fit_the_sources(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.jsonl").write_text(as_jsonl(["second"]))
+    with pytest.raises(ConfigError, match="--column 'x': the sources are text, without fields"):
+        prepare_corpus([str(tmp_path / "a.txt")], tmp_path / "out", "bytes", column="x")
+    with pytest.raises(ConfigError, match="--lines: the sources hold rows, each a document already"):
+        prepare_corpus([str(tmp_path / "b.jsonl")], tmp_path / "out", "bytes", lines=True)
+    with pytest.raises(ConfigError, match=r"out lies in the source .*: choose a folder outside of it"):
+        run(["prepare", str(tmp_path), str(tmp_path / "out"), "--tokenizer", "bytes"])
 
 
 @settings(max_examples=60, deadline=None)
@@ -240,7 +252,6 @@ def test_a_folder_holds_one_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ("text", "options", "difference"),
     [
         ("more text", {}, "txt has another size"),
-        ("text", {"column": "body"}, "another --column: text, now body"),
         ("text", {"tokenizer": "{other}"}, "another tokenizer: bytes, now "),
         ("Text", {}, "txt was written again since"),
     ],

@@ -115,6 +115,10 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"run\.dir = .* cannot be written to .*: choose another folder"):
         write(tmp_path / "file" / "run")
+    error = IsADirectoryError(21, "it is a folder", str(tmp_path / "metrics.csv"))
+    assert "metrics.csv: it is a folder)" in str(metrics.unwritable(tmp_path, error)), (
+        "the file is named, too"
+    )
 
 
 def test_without_sinks_nothing_is_written() -> None:
