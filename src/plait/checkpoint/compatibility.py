@@ -106,13 +106,14 @@ def require_same_class(optimizers: OptimizerSet, saved: Mapping[str, Any]) -> No
         if options - wanted and wanted - options:  # versions of torch differ in one direction only
             raise CheckpointError(
                 f"the checkpoint holds the state of an optimizer with {', '.join(sorted(options))}, which "
-                f"{kind} is not: give one of the class that was saved, or None for one that starts anew."
+                f"{kind} is not: give one of the class that was saved, or in Python None for one that starts "
+                "anew."
             )
     elif kind != saved["class"]:
         raise CheckpointError(
             f"the checkpoint holds the state of {saved['class']}, and the optimizer is {kind}: give one of "
-            f"the same class{_IN_A_LIST if '+' in kind + saved['class'] else ''}, or None for an optimizer "
-            "that starts anew."
+            f"the same class{_IN_A_LIST if '+' in kind + saved['class'] else ''}, or in Python None for an "
+            "optimizer that starts anew."
         )
 
 

@@ -105,7 +105,7 @@ def run(argv: Sequence[str]) -> int:
     if options.ranks is None:
         _judge(config, options)
     else:
-        _search(config, options)
+        _search(config, options, rest)
     return 0
 
 
@@ -136,7 +136,12 @@ def _judge(config: Config, options: Namespace) -> None:
     _tell_written(options.html)
 
 
-def _search(config: Config, options: Namespace) -> None:
+def _search(config: Config, options: Namespace, rest: Sequence[str]) -> None:
+    given = {word.partition("=")[0].removeprefix("--parallel.") for word in rest}
+    if chosen := next((name for name in SEARCHED if name in given), None):
+        raise ConfigError(
+            f"--parallel.{chosen} does not go with --ranks, which chooses it: leave one of them out."
+        )
     if config.parallel.memory_limit is not None:
         raise ConfigError("parallel.memory_limit does not go with --ranks: leave it out.")
     model, hardware = configured_decoder(config), load_hardware(options.hardware)

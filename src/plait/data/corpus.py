@@ -8,6 +8,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+from plait.data.text_files import not_text_remedy
 from plait.errors import DataError
 from plait.files import read_bytes
 
@@ -87,10 +88,7 @@ def _read_text(path: Path) -> bytes:
     except OSError as error:
         raise DataError(f"data.source: {path} cannot be read: {error.strerror}.") from None
     if not _is_text(data):
-        raise DataError(
-            f"data.source: {path} is binary, not UTF-8 text: "
-            "name the text files alone, for instance with a glob such as 'folder/**/*.txt'."
-        )
+        raise DataError(f"data.source: {path} is binary, not UTF-8 text: {not_text_remedy(str(path))}.")
     return data
 
 

@@ -91,11 +91,18 @@ def decoded(data: bytes, path: str, at: int) -> str:
     except UnicodeDecodeError as error:
         text, at = "\0", at + error.start
     if "\0" in text:
-        raise DataError(
-            f"{path} is no UTF-8 text at byte {at}: name the text files alone, for instance with a glob such "
-            "as 'folder/**/*.txt'."
-        )
+        raise DataError(f"{path} is no UTF-8 text at byte {at}: {not_text_remedy(path)}.")
     return text
+
+
+def not_text_remedy(path: str) -> str:
+    """Return what to do with a file that was to be text and is none."""
+    if path.lower().endswith(_COMPRESSED):
+        return "decompress it"
+    return "name the text files alone, for instance with a glob such as 'folder/**/*.txt'"
+
+
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip", ".lz4")
 
 
 def _whole_characters(data: bytes) -> int:

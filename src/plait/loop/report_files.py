@@ -77,7 +77,7 @@ class Report(Callback):
         self._writes, self._begun, self._step, self._every = False, False, 0, 1
         self._description: RunDescription | None = None
         self._early_warnings: list[str] = []
-        self._locks = locks
+        self._locks, self.has_page = locks, False
         self._stack, self._lock = ExitStack(), ExitStack()
         self._recorded: _RecordedStep | None = None
         self._processors = ProcessorUse()
@@ -199,7 +199,9 @@ class Report(Callback):
         """Write the page; where that is impossible, the run goes on with a warning."""
         try:
             write_report([self._folder])
+            self.has_page = True
         except (PlaitError, OSError) as error:
+            self.has_page = False
             self._show(f"{_WARNING}the report could not be written: {error}")
 
     def _listen(self, run: TrainingLoop) -> None:

@@ -134,6 +134,10 @@ class TrainingLoop:
                 callback.begin(self)
             if line := repeated_rows(self.batches):
                 self.tell(line)
+            if self.done >= self.steps:
+                self.tell(
+                    f"{self.done} steps were done before, and the run has {self.steps}: none is left to take."
+                )
             self._end_with_data()
             while self.done < self.steps and not self.stopped:
                 self.run_step()

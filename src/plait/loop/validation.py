@@ -14,6 +14,10 @@ from plait.errors import ConfigError, NonFiniteError
 from plait.loop.training import Callback, TrainingLoop
 from plait.loop.validation_means import Metric, validation_means
 from plait.loop.validation_rows import ValidationRows
+from plait.report.units import duration_text
+
+_LONG = 15.0
+"""Seconds of a validation that is announced."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +109,15 @@ class Validation(Callback):
         step = int(row["step"])
         if self._data is None or not self.is_due(step):
             return
-        loss, *others = validation_means(self._data, run.engine, self._metrics)
         of_name = f" of {self.name}" if self.name else ""
+        # A forward takes about a third of a step.
+        seconds = row["step_seconds"] / 3 * self._data.count / run.batches.size
+        if seconds > _LONG:
+            run.tell(
+                f"step {step}: the validation loss{of_name} is computed of {self._data.count:,} rows, in "
+                f"about {duration_text(seconds)}."
+            )
+        loss, *others = validation_means(self._data, run.engine, self._metrics)
         if not math.isfinite(loss):
             raise NonFiniteError(
                 f"step {step}: the validation loss{of_name} is {loss} after it, seen on the last stage: "
@@ -141,7 +152,7 @@ class Validation(Callback):
         return {} if self._data is None else self._data.describe()
 
 
-_NAMES = "give a name of letters, digits, dots, dashes and underscores"
+_NAMES = "give a name of letters, digits and . _ - / @"
 
 
 def _is_name(name: object) -> bool:

@@ -51,6 +51,8 @@ class TrainingResult:
     """The signal that ended the run; 0: none."""
     saved: bool = True
     """False where the last checkpoint could not be written."""
+    reported: bool = True
+    """False where rank 0 could not write the report."""
 
     @property
     def matches(self) -> bool:
@@ -126,6 +128,7 @@ def _trained(
         metrics=run.dir / "metrics.jsonl",
         stopped=signal,
         saved=not checkpoints.failed,
+        reported=report.has_page,
     )
     return result, first.numbers
 
@@ -218,7 +221,8 @@ def _print_end(
         progress.print(peak_line(memory, peak, mesh.device))
     for line in step_lines(config.run.dir, predicted) if predicted is not None and mesh.rank == 0 else ():
         progress.print(line)
-    report = f"; the report is {config.run.dir / REPORT_FILE}" if config.run.report else ""
+    has_report = config.run.report and result.reported
+    report = f"; the report is {config.run.dir / REPORT_FILE}" if has_report else ""
     progress.print(f"Metrics are in {result.metrics}{report}.")
     if result.saved and config.run.save_every is not None and not result.stopped:
         saved = config.run.dir / FOLDER

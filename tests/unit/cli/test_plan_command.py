@@ -117,6 +117,8 @@ def test_the_sizes_are_those_of_the_built_model(name: str, tied: str) -> None:
         ("--hardware a100-80 --write x.toml", "--write goes with --ranks"),
         ("--hardware a100-80 --most 3", "--most goes with --ranks: add that"),
         ("--hardware a100-80 --restart 3", "--restart goes with --mtbf: add that"),
+        ("--hardware a100-80 --ranks 2 --parallel.tp 2", "--parallel.tp does not go with --ranks"),
+        ("--hardware a100-80 --ranks 2 --parallel.dp=2", "--parallel.dp does not go with --ranks"),
         ("--hardware a100-80 --mtbf 0", "--mtbf is 0: give hours above 0"),
         ("--calibrate x.toml --mtbf 3", "--calibrate goes with --ranks only"),
         ("--hardware a100-80 --model.lora.rank 4", "predictions know no adapters"),

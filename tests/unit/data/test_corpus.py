@@ -68,6 +68,9 @@ def test_binary_names_the_file(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "picture.png").write_bytes(data)
     with pytest.raises(DataError, match=r"picture\.png is binary, not UTF-8 text"):
         read_documents(str(tmp_path))
+    (tmp_path / "picture.png").rename(tmp_path / "text.txt.zst")
+    with pytest.raises(DataError, match=r"text\.txt\.zst is binary, not UTF-8 text: decompress it\."):
+        read_documents(str(tmp_path))
 
 
 def test_a_pipe_in_place_of_a_file_is_refused(tmp_path: Path) -> None:

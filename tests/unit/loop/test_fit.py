@@ -272,6 +272,23 @@ def fit_quietly(batches: Any, steps: int, **options: Any) -> Any:
     return plait.fit(model(), PLANS["one"], batches, steps=steps, learning_rate=0.0, **options)
 
 
+def test_a_long_validation_is_announced(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = plait.Loader(dataset(), batch=8)
+    fit_quietly(data, 1, validation=data)
+    assert "is computed" not in capsys.readouterr().out
+    monkeypatch.setattr("plait.loop.validation._LONG", 0.0)
+    fit_quietly(data, 1, validation=data)
+    assert "step 1: the validation loss is computed of 22 rows, in about " in capsys.readouterr().out
+
+
+def test_a_run_that_was_done_before_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for steps in (3, 2):
+        fit_quietly(plait.Loader(dataset(), batch=8), steps, callbacks=[Checkpoints(tmp_path)])
+    assert "3 steps were done before, and the run has 2: none is left to take." in capsys.readouterr().out
+
+
 class Endless:
     """Batches that name no number of rows."""
 
