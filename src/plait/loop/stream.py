@@ -102,8 +102,7 @@ class RankStream:
         self.step = 0
         """Number of batches that were read."""
         self.left: int | None = None
-        """After the last batch of the last epoch the samples that fill no batch; None where batches "
-        "follow."""
+        """After the last batch of the last epoch the samples that fill no batch; None before."""
         self._mesh, self._reader, self._seed, self._epochs = mesh, reader, seed, epochs
         self._group = mesh.group("world")
         self._device = self._group.device_for_text(mesh.device)
@@ -122,8 +121,7 @@ class RankStream:
         return inputs, targets
 
     def batch(self, step: int, rows: slice) -> tuple[Value, Value]:
-        """Return `share()`, where `step` is the next one and `rows` are this rank's; else raise "
-        "`DataError`."""
+        """Return `share()`. Raises `DataError` unless `step` is the next and `rows` are this rank's."""
         mine = rank_rows(self._mesh.index("dp"), self._mesh.size("dp"), self.size)
         if step != self.step or rows != mine:
             raise DataError(

@@ -270,8 +270,7 @@ def _targets(model: nn.Module, targets: Iterable[str] | None) -> dict[str, nn.Mo
 
 
 def _is_unready(module: nn.Module) -> bool:
-    """Return whether `module` is an `nn.Linear` that a parametrization or a missing shape keeps from being "
-    "one."""
+    """Return whether `module` is an `nn.Linear` without a shape, or with a computed weight."""
     return isinstance(module, nn.Linear) and (is_parametrized(module) or isinstance(module, LazyModuleMixin))
 
 

@@ -74,8 +74,7 @@ class PreferenceLoss:
         return self._total(losses, _required(targets))
 
     def weight(self, targets: Targets) -> Tensor:
-        """Return the number of pairs, 0-d. Raises `DataError` for targets of another kind, and split "
-        "pairs."""
+        """Return the number of pairs, 0-d. Raises `DataError` for other targets and for pairs apart."""
         _required(targets)
         answers = targets["answers"]
         if self.apart and len(answers) % 2:

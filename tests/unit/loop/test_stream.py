@@ -1,5 +1,4 @@
-"""A `plait.Stream` has the order of one reader on every layout, and a resumed run goes on with the next "
-"sample."""
+"""A `plait.Stream` has one reader's order on every layout; a resumed run goes on with the next sample."""
 
 from __future__ import annotations
 
