@@ -248,6 +248,8 @@ def _targets(model: nn.Module, targets: Iterable[str] | None) -> dict[str, nn.Mo
     linears = {path: one for path, one in modules.items() if path and (is_linear(one) or _is_unready(one))}
     if isinstance(targets, str):
         targets = (targets,)
+    if targets is not None:
+        require_instance("targets of lora", targets, Iterable, "give the paths of linears", ModelError)
     if targets is None:
         last = sequence_of(model).layers[-1].path
         chosen = {path for path in linears if not last or not f"{path}.".startswith(f"{last}.")}
