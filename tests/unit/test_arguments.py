@@ -72,7 +72,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: plait.positions(torch.zeros(3)), "plait.positions was given [3]: give a tensor [rows, length"),
     (lambda: plait.save(model(), None, "a"), "the engine is an object of Sequential: give what plait.paral"),  # type: ignore[arg-type]
     (lambda: plait.load(model(), None, "a"), "the engine is an object of Sequential: give what plait.paral"),  # type: ignore[arg-type]
-    (lambda: plait.sequence_part(HEADS, Plan(), "0"), "the index of plait.sequence_part is '0'"),  # type: ignore[arg-type]
+    (lambda: plait.sequence_part(HEADS, Plan(), "0"), "plait.sequence_part was given the index '0'"),  # type: ignore[arg-type]
     (lambda: plait.lora(model(), targets=3), "targets of lora is an object of int: give the paths"),  # type: ignore[arg-type]
     (lambda: freeze(model(), [3]), "a pattern of freeze is an object of int: give a text"),  # type: ignore[list-item]
     (lambda: parameter_groups(model(), []), "the engine is an object of Sequential"),  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from plait.arguments import require_instance, whole
+from plait.arguments import require_instance
 from plait.autograd.running_sequence import ContextParallelism, LocalSequence
 from plait.comm.collectives import all_gather
 from plait.context_attention.visibility import document_bounds
@@ -58,10 +58,9 @@ def sequence_part(batch: Value, plan: Plan, index: int) -> SequencePart:
             "engine whole Microbatches, or make parts of a batch whose dim 0 can be cut."
         )
     require_instance("the plan", plan, Plan, "give a plait.Plan", DataError)
-    index = whole("the index of plait.sequence_part", index, DataError, least=0)
-    if index >= plan.cp:
+    if not isinstance(index, int) or not 0 <= index < plan.cp:
         raise DataError(
-            f"plait.sequence_part was given the index {index}, where plan.cp is {plan.cp}: give "
+            f"plait.sequence_part was given the index {index!r}, where plan.cp is {plan.cp}: give "
             'mesh.index("cp").'
         )
     value, ids = _without_documents(batch)
