@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import NamedTuple
 
 from torch import Tensor
@@ -58,7 +59,7 @@ def sequence_part(batch: Value, plan: Plan, index: int) -> SequencePart:
             "engine whole Microbatches, or make parts of a batch whose dim 0 can be cut."
         )
     require_instance("the plan", plan, Plan, "give a plait.Plan", DataError)
-    if not isinstance(index, int) or not 0 <= index < plan.cp:
+    if not isinstance(index, Integral) or not 0 <= int(index) < plan.cp:
         raise DataError(
             f"plait.sequence_part was given the index {index!r}, where plan.cp is {plan.cp}: give "
             'mesh.index("cp").'
