@@ -25,7 +25,9 @@ def whole(name: str, value: object, kind: Kind = ConfigError, *, least: int = 1)
 
 
 def require_whole(name: str, value: object, kind: Kind = ConfigError, *, least: int = 1) -> None:
-    """Raise an error of `kind` unless `value` is a whole number of at least `least`."""
+    """Raise an error of `kind` unless `value` is an int of at least `least`."""
+    if isinstance(value, Integral) and not isinstance(value, int) and int(value) >= least:
+        raise kind(f"{name} is {value!r}, a number of {type(value).__module__}: give int(…) of it.")
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise kind(f"{name} is {value!r}: give a whole number of at least {least}.")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from plait.arguments import require_choice, require_whole
+from plait.arguments import require_choice, whole
 from plait.errors import PlanError
 
 Strategy = Literal["none", "optimizer", "gradients", "full"]
@@ -122,10 +122,10 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in ("pp", "dp", "cp", "tp", "replicate", "microbatches"):
-            require_whole(f"plan.{name}", getattr(self, name), PlanError)
+            object.__setattr__(self, name, whole(f"plan.{name}", getattr(self, name), PlanError))
         for name in ("chunks", "loss_rows"):
             if getattr(self, name) is not None:
-                require_whole(f"plan.{name}", getattr(self, name), PlanError)
+                object.__setattr__(self, name, whole(f"plan.{name}", getattr(self, name), PlanError))
         for name, kind in _CHOICES.items():
             require_choice(f"plan.{name}", getattr(self, name), get_args(kind), PlanError)
         self._require_recompute()
@@ -153,10 +153,9 @@ class Plan:
                 raise PlanError(
                     f"plan.layers_per_stage is {self.layers_per_stage!r}: give one count per stage, or None."
                 )
-            for count in self.layers_per_stage:
-                require_whole("plan.layers_per_stage", count, PlanError)
+            counts = [whole("plan.layers_per_stage", count, PlanError) for count in self.layers_per_stage]
             # A list would make the plan unhashable, and unequal to one with a tuple.
-            object.__setattr__(self, "layers_per_stage", tuple(self.layers_per_stage))
+            object.__setattr__(self, "layers_per_stage", tuple(counts))
 
     def _require_masters(self) -> None:
         """Set the default of `master_precision`; raise PlanError for masters narrower than they must be."""

@@ -155,6 +155,12 @@ BAD_PAIRS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "nothing": ([], {}, "given no pairs"),
     "two sequences": ([([1], [2])], {}, "pair 0 is 2 sequences, of 1, 1: give a prompt, a chosen and a rej"),
     "short reference": ([([1], [2], [3, 3], [0.0], [0.0])], {}, "pair 0 is 5 sequences"),
+    "text": ([("a", "b", "c")], {}, "sequence 0 of pair 0 is an object of str, and no list of numbers"),
+    "names": ([{"prompt": [1], "chosen": [2], "rejected": [3]}], {}, "pair 0 is an object of dict: give a"),
+    "fractions": ([([1.5], [2], [3])], {}, "tokens that are not all whole numbers from 0"),
+    "no target": ([([1], [-100], [3])], {}, "tokens that are not all whole numbers from 0"),
+    "losses": ([([1], [2], [3], [3.0], [2.0])], {}, "no log-probabilities, at most 0"),
+    "some": ([([1], [2], [3], [-1.0], [-1.0]), ([1], [2], [3])], {}, "pair 1 has no reference, unlike"),
     "both": ([([1], [2], [3])], {"apart": True, "pairs": 2}, "apart and pairs > 1"),
 }
 

@@ -27,6 +27,7 @@ from plait.loop import (
     Report,
     Validation,
     freeze,
+    parameter_groups,
     warmup_constant,
     warmup_cosine,
     warmup_stable_decay,
@@ -61,7 +62,25 @@ def mean_accuracy(output: Tensor, targets: Tensor) -> Tensor:
 
 SMALL: dict[str, Any] = {"layers": 1, "hidden": 8, "heads": 2, "vocab": 9, "context": 8}
 TINY = Path("nowhere")
+HEADS = torch.zeros(1, 2, 4, 8)
 REFUSED: list[tuple[Callable[[], object], str]] = [
+    (lambda: plait.attention(HEADS[0], HEADS, HEADS), "attention was given a query [2, 4, 8]: give a tensor"),
+    (lambda: plait.attention(HEADS, HEADS, "k"), "attention was given a value"),  # type: ignore[arg-type]
+    (lambda: plait.attention(HEADS, HEADS, HEADS, window=True), "window = True: give a number, or None"),
+    (lambda: plait.attention(HEADS, HEADS, HEADS, scale="1"), "scale = '1': give a number"),  # type: ignore[arg-type]
+    (lambda: plait.attention(HEADS, HEADS, HEADS, dropout=0.1), "dropout = 0.1: give a module"),  # type: ignore[arg-type]
+    (lambda: plait.positions(torch.zeros(3)), "plait.positions was given [3]: give a tensor [rows, length"),
+    (lambda: plait.save(model(), None, "a"), "the engine is an object of Sequential: give what plait.paral"),  # type: ignore[arg-type]
+    (lambda: plait.load(model(), None, "a"), "the engine is an object of Sequential: give what plait.paral"),  # type: ignore[arg-type]
+    (lambda: plait.sequence_part(HEADS, Plan(), "0"), "plait.sequence_part was given the index '0'"),  # type: ignore[arg-type]
+    (lambda: plait.lora(model(), targets=3), "targets of lora is an object of int: give the paths"),  # type: ignore[arg-type]
+    (lambda: freeze(model(), [3]), "a pattern of freeze is an object of int: give a text"),  # type: ignore[list-item]
+    (lambda: parameter_groups(model(), []), "the engine is an object of Sequential"),  # type: ignore[arg-type]
+    (lambda: warmup_stable_decay(0.1, steps=9, warmup="2"), "warmup is '2': give a whole number"),  # type: ignore[arg-type]
+    (
+        lambda: warmup_constant(0.1, warmup=np.int64(2)),
+        "warmup is np.int64(2), a number of numpy: give int(…)",
+    ),
     *(
         (lambda steps=steps: fit(steps=steps), f"steps is {steps!r}: {WHOLE}")
         for steps in (True, 2.5, 0, "3")

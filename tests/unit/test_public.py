@@ -34,8 +34,7 @@ ROOT = Path(plait.__file__).parents[2]
 
 
 def test_modules_that_pages_name_are_there_after_import_plait() -> None:
-    """Whatever other tests have imported: a module is found by the `__getattr__` of the package that has "
-    "it."""
+    """Whatever other tests have imported: the `__getattr__` of its package finds a module."""
     texts = [file.read_text() for file in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))]
     missing = []
     for name in {name for text in texts for name in NAMED.findall(text)}:

@@ -26,6 +26,7 @@ from plait.autograd.replaceable import replaceable
 from plait.comm.group import Group
 from plait.comm.traffic import Traffic
 from plait.device import sent
+from plait.errors import ModelError
 from plait.layout.sequence_layout import SequenceLayout, sequence_layout
 from plait.plan import ContextLayout, ContextParallel, Plan
 
@@ -200,6 +201,9 @@ def positions(tensor: Tensor) -> Tensor:
     0, 1, 2, … in plain PyTorch. Under context parallelism those that this rank holds; with packed documents
     they begin anew in each document, for each row. A new tensor, which the caller may write to.
     """
+    if not isinstance(tensor, Tensor) or tensor.dim() < 2:
+        found = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise ModelError(f"plait.positions was given {found}: give a tensor [rows, length, ...].")
     sequence = running_sequence()
     if sequence is None:
         return torch.arange(tensor.shape[1], device=tensor.device)

@@ -37,7 +37,13 @@ from plait.checkpoint.optimizer_options import (
 )
 from plait.checkpoint.optimizer_set import GivenOptimizers, OptimizerSet
 from plait.checkpoint.optimizer_state import is_number, number_device
-from plait.checkpoint.rank_contents import Checkpointable, parameter_key, state_key, state_keys
+from plait.checkpoint.rank_contents import (
+    Checkpointable,
+    parameter_key,
+    require_engine,
+    state_key,
+    state_keys,
+)
 from plait.checkpoint.tensor_file import BETWEEN_SYNCS, portions
 from plait.comm.collectives import all_reduce
 from plait.comm.mesh import Mesh
@@ -86,6 +92,7 @@ def load_checkpoint(
     engine: Checkpointable, optimizer: GivenOptimizers, path: str | Path, options: Options
 ) -> Loaded:
     """Load a checkpoint as `load` does, which prints what differs."""
+    require_engine(engine)
     require_choice("options", options, get_args(Options), CheckpointError)
     require_instance("the path of a checkpoint", path, (str, Path), "give a path", CheckpointError)
     optimizers = OptimizerSet.of(optimizer)

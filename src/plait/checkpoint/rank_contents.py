@@ -13,6 +13,7 @@ from plait.checkpoint.optimizer_set import OptimizerSet
 from plait.checkpoint.optimizer_state import state_of
 from plait.comm.coordinates import replica_ranks
 from plait.comm.mesh import Mesh
+from plait.errors import CheckpointError
 from plait.layout import Layout
 from plait.layout.shard_plan import ShardPlan
 
@@ -35,6 +36,14 @@ class Checkpointable(Protocol):
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and value of each saved buffer of this rank's stages; buffers are not sharded."""
+
+
+def require_engine(engine: object) -> None:
+    """Raise CheckpointError for an object that is no engine, such as its model."""
+    if not hasattr(engine, "shard_plan") or not hasattr(engine, "mesh"):
+        raise CheckpointError(
+            f"the engine is an object of {type(engine).__name__}: give what plait.parallelize returns."
+        )
 
 
 @dataclass(frozen=True)

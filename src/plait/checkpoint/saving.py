@@ -23,7 +23,13 @@ from plait.checkpoint.folders import restore_name, unfinished_path
 from plait.checkpoint.manifest import FILE, Manifest, TensorEntry
 from plait.checkpoint.optimizer_set import GivenOptimizers, OptimizerSet
 from plait.checkpoint.optimizer_state import describe
-from plait.checkpoint.rank_contents import Checkpointable, RankPiece, rank_contents, written_by
+from plait.checkpoint.rank_contents import (
+    Checkpointable,
+    RankPiece,
+    rank_contents,
+    require_engine,
+    written_by,
+)
 from plait.checkpoint.save_task import ManifestPart, PendingSave, SaveTask, wait_for_folder
 from plait.checkpoint.tensor_file import DTYPES, BoxToWrite
 from plait.comm.text_collectives import first_nonempty_text
@@ -57,6 +63,7 @@ def save(
     `CheckpointError` on all ranks where one cannot write; older checkpoints are then unchanged.
     Communication: two all-reduces of 8 bytes over `world`, and one in `.wait()`.
     """
+    require_engine(engine)
     require_flag("wait", wait, CheckpointError)
     require_instance("the path of a checkpoint", path, (str, Path), "give a path", CheckpointError)
     if state is not None:

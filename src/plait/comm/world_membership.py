@@ -50,7 +50,7 @@ def join_world(world: World, timeout: float = 600.0, device: str = "auto", ranks
         store, on_one_host = meet(world, timeout)
     if on_one_host:
         _communicate_within_host()
-    limit = datetime.timedelta(seconds=timeout)
+    limit = datetime.timedelta(seconds=float(timeout))
     store.set_timeout(limit)
     try:
         dist.init_process_group(

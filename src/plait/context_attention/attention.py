@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Integral, Real
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -43,6 +44,8 @@ from plait.context_attention.weight_dropout import (
 )
 from plait.errors import ModelError
 
+_REAL = (Real, Tensor)
+
 
 @replaceable
 def attention(
@@ -71,8 +74,49 @@ def attention(
     `Plan.sequence_parallel` is "keep", keys and values, or outputs, are sent again in the backward. Raises
     ModelError for shapes that do not fit.
     """
+    _require_arguments(query, key, value, causal, window, documents, scale, softcap, dropout)
     keys = share_keys.original(key, value, causal, window, documents, query_heads=query.shape[1])
     return attend.original(query, keys, scale=scale, softcap=softcap, dropout=dropout)
+
+
+def _require_arguments(
+    query: object,
+    key: object,
+    value: object,
+    causal: object,
+    window: object,
+    documents: object,
+    scale: object,
+    softcap: object,
+    dropout: object,
+) -> None:
+    """Raise ModelError for an argument of `attention` of another type than it takes."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor) or tensor.dim() != 4:
+            found = (
+                list(tensor.shape) if isinstance(tensor, Tensor) else f"an object of {type(tensor).__name__}"
+            )
+            raise ModelError(
+                f"attention was given a {name} {found}: give a tensor [rows, heads, length, size]."
+            )
+    if not isinstance(causal, bool):
+        raise ModelError(f"attention was given causal = {causal!r}: give True or False.")
+    for name, number, kinds in (
+        ("window", window, Integral),
+        ("scale", scale, _REAL),
+        ("softcap", softcap, _REAL),
+    ):
+        if number is not None and (not isinstance(number, kinds) or isinstance(number, bool)):
+            raise ModelError(f"attention was given {name} = {number!r}: give a number, or None.")
+    if documents is not None and not isinstance(documents, Tensor):
+        raise ModelError(
+            f"attention was given documents, an object of {type(documents).__name__}: give a tensor of ids "
+            "[rows, length], or None."
+        )
+    if dropout is not None and not isinstance(dropout, AnyDropout):
+        raise ModelError(
+            f"attention was given dropout = {dropout!r}: give a module, plait.Dropout(p), or None."
+        )
 
 
 @dataclass(frozen=True)

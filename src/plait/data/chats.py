@@ -144,8 +144,7 @@ class ChatEncoder:
         return len(before), len(until)
 
     def _require_beginning(self, text: str, beginning: str, messages: Sequence[Message]) -> None:
-        """Raise DataError where the text of a whole conversation does not begin with that of its first "
-        "ones."""
+        """Raise DataError unless the text of a conversation begins with the text of its first messages."""
         if text.startswith(beginning):
             return
         same = next((at for at, (a, b) in enumerate(zip(text, beginning, strict=False)) if a != b), len(text))

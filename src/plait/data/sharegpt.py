@@ -1,5 +1,4 @@
-"""Turns of conversations as ShareGPT has them, with `from` and `value`, as messages with `role` and "
-"`content`."""
+"""Turns of conversations of ShareGPT, with `from` and `value`, as messages with `role` and `content`."""
 
 from __future__ import annotations
 

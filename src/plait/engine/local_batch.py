@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import NamedTuple
 
 from torch import Tensor
 
+from plait.arguments import require_instance
 from plait.autograd.running_sequence import ContextParallelism, LocalSequence
 from plait.comm.collectives import all_gather
 from plait.context_attention.visibility import document_bounds
@@ -56,16 +58,19 @@ def sequence_part(batch: Value, plan: Plan, index: int) -> SequencePart:
             "plait.sequence_part was given Microbatches, each of which may have its own length: give the "
             "engine whole Microbatches, or make parts of a batch whose dim 0 can be cut."
         )
-    if not 0 <= index < plan.cp:
+    require_instance("the plan", plan, Plan, "give a plait.Plan", DataError)
+    if not isinstance(index, Integral) or not 0 <= int(index) < plan.cp:
         raise DataError(
-            f"plait.sequence_part was given the index {index}, where plan.cp is {plan.cp}: give "
+            f"plait.sequence_part was given the index {index!r}, where plan.cp is {plan.cp}: give "
             'mesh.index("cp").'
         )
     value, ids = _without_documents(batch)
     layout = sequence_layout(_length(value), plan.cp, plan.context_layout)
     mine = map_tensors(lambda tensor: _at_positions(tensor, layout, index, "batch"), value)
-    whole = f"{signature(batch)}, document ids {fingerprint_of_tokens(ids)}"
-    return SequencePart(mine if ids is None else {"inputs": mine, DOCUMENT_IDS: ids}, layout, index, whole)
+    described = f"{signature(batch)}, document ids {fingerprint_of_tokens(ids)}"
+    return SequencePart(
+        mine if ids is None else {"inputs": mine, DOCUMENT_IDS: ids}, layout, index, described
+    )
 
 
 class PartOf(NamedTuple):

@@ -112,7 +112,7 @@ class _Functions(TorchFunctionMode):
     def place(self, operation: Any) -> str:
         """Return the name of an operation, and of torch's function that calls it where that is another."""
         name, function = str(operation.overloadpacket), self._name
-        is_same = function == name.partition(".")[2].rstrip("_")
+        is_same = function.rstrip("_") == name.partition(".")[2].rstrip("_")
         return name if is_same or not function or function.startswith("_") else f"{name} of {function}"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -16,6 +16,9 @@ from plait.layers.nested import Value, tensors_of
 from plait.layers.position_dims import OperationCall, PositionDim, positions_by_size, tensors_among
 from plait.layers.position_operations import REPEATED, SHAPE_IN_PLACE, UNIFORM, Rule, rule_of
 
+SIZES = frozenset({"size", "split_sizes", "repeats", "stride", "N", "HxW"})
+"""Arguments of aten operations that are sizes: those of results are compared instead."""
+SLICES = frozenset({"slice", "slice_scatter"})
 SOME_POSITIONS = "with context parallelism a rank has some of the positions"
 
 
@@ -51,9 +54,8 @@ class PositionTracker:
         given = list(tensors_among((*args, *kwargs.values())))
         others = [tensor for tensor in given if self.of(tensor) is None]
         is_pointwise = torch.Tag.pointwise in operation.tags
-        # Other whole numbers are sizes and dims.
-        kinds = (int, float, complex) if is_pointwise or name in UNIFORM else (float, complex)
-        self.record_numbers(place, [one for one in (*args, *kwargs.values()) if isinstance(one, kinds)])
+        arguments = arguments_of(operation, args, kwargs)
+        self.record_numbers(place, self._numbers(name, arguments))
         if any(map(self._by_size, others)):
             raise self._own_positions(place)
         if name in UNIFORM or (name in REPEATED and len(others) == len(given)):
@@ -61,11 +63,21 @@ class PositionTracker:
                 self._follow_by_size(tensor, place)
         elif len(others) < len(given):
             rule = rule_of(name, is_pointwise=is_pointwise) if operation.namespace == "aten" else None
-            arguments = arguments_of(operation, args, kwargs)
             self._apply(rule, name, arguments, results, place)
         elif any(map(self._by_size, results)):
             raise self._own_positions(place)
         self.constants.append((place, [self._other_sizes(tensor) for tensor in results]))
+
+    def _numbers(self, name: str, arguments: Mapping[str, Any]) -> list[Any]:
+        """Return the arguments of an operation that must not depend on the length: all numbers but sizes."""
+        if name not in SLICES:
+            return [one for argument, one in arguments.items() if argument not in SIZES]
+        tensor, dim = arguments["self"], arguments["dim"] % arguments["self"].dim()
+        at, size = self.of(tensor), tensor.shape[dim]
+        if at is not None and at.dim == dim:  # all of the positions, by the rule
+            return []
+        start, end, step = (arguments[one] for one in ("start", "end", "step"))
+        return [dim, *slice(start, end, step).indices(size)]
 
     def _apply(
         self, rule: Rule | None, name: str, arguments: dict[str, Any], results: list[Tensor], place: str

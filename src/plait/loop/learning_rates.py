@@ -41,9 +41,9 @@ def warmup_stable_decay(
     beyond fixed training durations", 2024.
     """
     require_whole("steps", steps)
+    require_whole("warmup", warmup, least=0)
     if decay is not None:
         require_whole("decay", decay)
-        require_whole("warmup", warmup, least=0)
     if decay is not None and warmup + decay > steps:
         raise ConfigError(
             f"warmup = {warmup} and decay = {decay} are more than steps = {steps} together: lower one of "

@@ -48,6 +48,9 @@ def parameter_groups(
     and order on every rank, also where a rank has no parameters of one. Raises `ConfigError` for a pattern
     that fits no parameter.
     """
+    require_instance("the engine", engine, Engine, "give what plait.parallelize returns")
+    if weight_decay is not None:
+        require_number("the weight_decay of parameter_groups", weight_decay)
     require_instance("rates", rates, Sequence, "give a list of plait.loop.ParameterRate")
     for rate in rates:
         require_instance("a rate", rate, ParameterRate, "give a plait.loop.ParameterRate")
@@ -78,6 +81,7 @@ def freeze(model: nn.Module, patterns: Sequence[str], field: str = "freeze") -> 
     that trains.
     """
     require_instance("the model", model, nn.Module, "give a torch.nn.Module")
+    require_instance(field, patterns, Iterable, "give a list of patterns")
     if isinstance(patterns, str):
         raise ConfigError(f"{field} is {patterns!r}: give a list of patterns, such as [{patterns!r}].")
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -95,6 +99,7 @@ def require_matches(patterns: Iterable[str], names: Iterable[str], field: str) -
     """Raise `ConfigError` for a pattern that fits none of `names`, with the nearest ones."""
     known = list(names)
     for pattern in patterns:
+        require_instance(f"a pattern of {field}", pattern, str, "give a text")
         if not any(fits_name(pattern, name) for name in known):
             near = _nearest(pattern, known)
             raise ConfigError(

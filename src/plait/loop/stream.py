@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-from plait.arguments import require_whole
+from plait.arguments import whole
 from plait.comm.collectives import broadcast, scatter
 from plait.comm.coordinates import index_along
 from plait.comm.mesh import Mesh
@@ -74,13 +74,12 @@ class Stream:
         given = size if self._of_batches else batch
         if given is None:
             raise DataError("a stream has no batch: give the number of samples of a step, over all ranks.")
-        require_whole("a stream's batch", given, DataError)
-        require_whole("a stream's seed", seed, DataError, least=0)
+        seed = whole("a stream's seed", seed, DataError, least=0)
         if epochs is not None:
-            require_whole("a stream's epochs", epochs, DataError)
+            epochs = whole("a stream's epochs", epochs, DataError)
         if collate is not None and not callable(collate):
             raise DataError(f"a stream's collate is {collate!r}: give a function of a list of samples.")
-        self.size: int = given
+        self.size = whole("a stream's batch", given, DataError)
         """Rows of a global batch."""
         self._source, self._collate, self._epochs, self._seed = source, collate, epochs, seed
 
@@ -102,8 +101,7 @@ class RankStream:
         self.step = 0
         """Number of batches that were read."""
         self.left: int | None = None
-        """After the last batch of the last epoch the samples that fill no batch; None where batches "
-        "follow."""
+        """After the last batch of the last epoch the samples that fill no batch; None before."""
         self._mesh, self._reader, self._seed, self._epochs = mesh, reader, seed, epochs
         self._group = mesh.group("world")
         self._device = self._group.device_for_text(mesh.device)
@@ -122,8 +120,7 @@ class RankStream:
         return inputs, targets
 
     def batch(self, step: int, rows: slice) -> tuple[Value, Value]:
-        """Return `share()`, where `step` is the next one and `rows` are this rank's; else raise "
-        "`DataError`."""
+        """Return `share()`. Raises `DataError` unless `step` is the next and `rows` are this rank's."""
         mine = rank_rows(self._mesh.index("dp"), self._mesh.size("dp"), self.size)
         if step != self.step or rows != mine:
             raise DataError(
@@ -237,6 +234,8 @@ def _bytes(tensor: Tensor) -> Tensor:
 def _require_source(source: object) -> None:
     """Raise `DataError` for a source that has no position, or gives one rank a part of the data only."""
     name = type(source).__name__
+    if isinstance(source, type):
+        raise DataError(f"the source of a stream is the class {source.__name__}: give an object of it.")
     if not hasattr(source, "__iter__"):
         raise DataError(f"the source of a stream is an object of {name}, which is no iterable: give one.")
     if not isinstance(source, Source):

@@ -248,6 +248,8 @@ def _targets(model: nn.Module, targets: Iterable[str] | None) -> dict[str, nn.Mo
     linears = {path: one for path, one in modules.items() if path and (is_linear(one) or _is_unready(one))}
     if isinstance(targets, str):
         targets = (targets,)
+    if targets is not None:
+        require_instance("targets of lora", targets, Iterable, "give the paths of linears", ModelError)
     if targets is None:
         last = sequence_of(model).layers[-1].path
         chosen = {path for path in linears if not last or not f"{path}.".startswith(f"{last}.")}
@@ -270,8 +272,7 @@ def _targets(model: nn.Module, targets: Iterable[str] | None) -> dict[str, nn.Mo
 
 
 def _is_unready(module: nn.Module) -> bool:
-    """Return whether `module` is an `nn.Linear` that a parametrization or a missing shape keeps from being "
-    "one."""
+    """Return whether `module` is an `nn.Linear` without a shape, or with a computed weight."""
     return isinstance(module, nn.Linear) and (is_parametrized(module) or isinstance(module, LazyModuleMixin))
 
 

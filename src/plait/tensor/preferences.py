@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from plait.arguments import require_flag, require_number, require_whole
+from plait.arguments import require_flag, require_instance, require_number, whole
 from plait.autograd.paired_collectives import reduce
 from plait.autograd.running_sequence import running_sequence
 from plait.data.batches import NO_TARGET
@@ -40,6 +40,9 @@ Preference = Sequence[Sequence[int] | Sequence[float] | Tensor]
 """Tokens of a prompt, a chosen answer and a rejected one, and the reference's log-probabilities, if any."""
 _KEYS = {"tokens", "answers", "begins", "reference"}
 _TERMS = CrossEntropy()
+_NO_TOKENS = (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_ROUNDING = 1e-3
+"""By how much less a log-probability may exceed 0."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,7 @@ class PreferenceLoss:
         return self._total(losses, _required(targets))
 
     def weight(self, targets: Targets) -> Tensor:
-        """Return the number of pairs, 0-d. Raises `DataError` for targets of another kind, and split "
-        "pairs."""
+        """Return the number of pairs, 0-d. Raises `DataError` for other targets and for pairs apart."""
         _required(targets)
         answers = targets["answers"]
         if self.apart and len(answers) % 2:
@@ -160,7 +162,7 @@ def dpo_loss(
             "as not: give a number below 0.5."
         )
     require_flag("dpo_loss's average", average)
-    require_whole("dpo_loss's pairs", pairs)
+    pairs = whole("dpo_loss's pairs", pairs)
     require_flag("dpo_loss's apart", apart)
     return PreferenceLoss(beta, label_smoothing, average, pairs, apart)
 
@@ -205,9 +207,13 @@ def preference_batch(
     layers that know no documents, and inputs are tokens. Targets: see `Targets`. Raises `DataError` for what
     does not fit a row, and for prompts and answers without tokens.
     """
-    require_whole("preference_batch's length", length, DataError)
-    require_whole("preference_batch's pairs", pairs, DataError)
-    given = list(preferences)
+    length = whole("preference_batch's length", length, DataError)
+    pairs = whole("preference_batch's pairs", pairs, DataError)
+    require_flag("preference_batch's apart", apart, DataError)
+    remedy = "give a list of (prompt, chosen, rejected)"
+    require_instance("preferences", preferences, Iterable, remedy, DataError)
+    given = [_sequences(number, preference) for number, preference in enumerate(preferences)]
+    _require_references(given)
     texts = 1 if apart else 2 * pairs
     rows = 2 * len(given) if apart else -(-len(given) // pairs)
     if not given or (apart and pairs > 1):
@@ -222,16 +228,8 @@ def preference_batch(
         "reference": torch.zeros(rows, length, dtype=torch.float64),
     }
     used = [0] * rows
-    for number, preference in enumerate(given):
-        prompt, *answers = (torch.as_tensor(one, dtype=torch.int64) for one in preference[:3])
-        references = [torch.as_tensor(one, dtype=torch.float64) for one in preference[3:]]
-        if len(answers) != 2 or (references and [*map(len, references)] != [*map(len, answers)]):
-            raise DataError(
-                f"pair {number} is {len(preference)} sequences, of "
-                f"{', '.join(str(len(one)) for one in preference)}: "
-                "give a prompt, a chosen and a rejected answer, and of both answers all log-probabilities, "
-                "or none."
-            )
+    for number, (prompt, *answers) in enumerate(given):
+        answers, references = answers[:2], answers[2:]
         for side, answer in enumerate(answers):
             text = 2 * number + side
             row, end = text // texts, used[text // texts] + len(prompt) + len(answer) - 1
@@ -243,14 +241,64 @@ def preference_batch(
                     "length, or fewer pairs a row."
                 )
             first, place = used[row] + len(prompt) - 1, slice(used[row], end)
-            whole, used[row] = torch.cat([prompt, answer]), end
-            inputs[row, place], ids[row, place] = whole[:-1], text
+            joined, used[row] = torch.cat([prompt, answer]), end
+            inputs[row, place], ids[row, place] = joined[:-1], text
             targets["tokens"][row, first:end] = answer
             targets["answers"][row, first:end] = side if apart else text % texts
             targets["begins"][row, first] = 1 - side
             if references:
                 targets["reference"][row, first:end] = references[side]
     return (inputs if apart else {"tokens": inputs, "document_ids": ids}), targets
+
+
+def _require_references(given: Sequence[Sequence[Tensor]]) -> None:
+    """Raise `DataError` unless pairs are of three sequences, or of five, whose references fit the answers."""
+    for number, sequences in enumerate(given):
+        answers, references = sequences[1:3], sequences[3:]
+        if len(answers) != 2 or (references and [*map(len, references)] != [*map(len, answers)]):
+            raise DataError(
+                f"pair {number} is {len(sequences)} sequences, of "
+                f"{', '.join(str(len(one)) for one in sequences)}: give a prompt, a chosen and a rejected "
+                "answer, and of both answers all log-probabilities, or none."
+            )
+        if len(sequences) != len(given[0]):
+            raise DataError(
+                f"pair {number} has {'a' if references else 'no'} reference, unlike those before: give all "
+                "pairs theirs, or none."
+            )
+
+
+def _sequences(number: int, preference: Preference) -> list[Tensor]:
+    """Return tokens and log-probabilities of a pair as tensors `[n]`. Raises `DataError` for other things."""
+    if not isinstance(preference, Sequence) or isinstance(preference, str):
+        raise DataError(
+            f"pair {number} is an object of {type(preference).__name__}: give a tuple of the tokens of a "
+            "prompt, of a chosen and of a rejected answer."
+        )
+    tokens = [_sequence(f"sequence {at} of pair {number}", one) for at, one in enumerate(preference[:3])]
+    if any(one.dtype in _NO_TOKENS or bool((one.long() < 0).any()) for one in tokens):
+        raise DataError(f"pair {number} has tokens that are not all whole numbers from 0: give token ids.")
+    found = [_sequence(f"the reference of pair {number}", one).double() for one in preference[3:]]
+    if any(not bool((one.isfinite() & (one < _ROUNDING)).all()) for one in found):
+        raise DataError(
+            f"the reference of pair {number} has numbers that are no log-probabilities, at most 0: give what "
+            "answer_log_probs returns."
+        )
+    return [*(one.long() for one in tokens), *found]
+
+
+def _sequence(what: str, given: object) -> Tensor:
+    """Return a sequence of numbers as a tensor `[n]`. Raises `DataError`, which begins with `what`."""
+    try:
+        found = torch.as_tensor(given).detach().cpu()
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        found = torch.zeros(())
+    if found.dim() != 1:
+        raise DataError(
+            f"{what} is an object of {type(given).__name__}, and no list of numbers: give a list for each, "
+            "of texts their tokens."
+        )
+    return found if len(found) else found.long()
 
 
 def _required(targets: Targets) -> Targets:

@@ -120,8 +120,7 @@ def softmax_terms(
 def overwrite_with_gradient(
     piece: Tensor, factor: Tensor, found: LocalTargets, classes: int, smoothing: float, scale: Tensor
 ) -> None:
-    """Overwrite exp(s), of `softmax_terms`, with the gradient of each row's loss times `scale`, 0-d or "
-    "`[n]`."""
+    """Overwrite exp(s), of `softmax_terms`, with each row's gradient times `scale`, 0-d or `[n]`."""
     scales = scale.where(found.counted, 0)
     piece.mul_((scales * factor)[:, None])
     found.subtract(piece, scales * (1 - smoothing))

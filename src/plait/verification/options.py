@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from plait.arguments import require_flag, require_whole
+from plait.arguments import require_flag, require_number, require_whole
 from plait.errors import PlanError
 from plait.plan import Plan
 from plait.verification.expected_dtypes import NumberFormats
@@ -61,8 +61,8 @@ class VerifyOptions:
             raise PlanError(f"optimizer is {self.optimizer!r}: give a function of parameter groups.")
         if self.mode == "exact" and self.steps != 1:
             raise PlanError(f"steps is {self.steps}: mode exact takes 1, for after it numbers are too large.")
-        if self.clip is not None and not (isinstance(self.clip, float | int) and self.clip > 0):
-            raise PlanError(f"clip is {self.clip!r}: give a norm above 0, or None.")
+        if self.clip is not None:
+            require_number("clip", self.clip, PlanError, positive=True, infinite="no limit")
 
     @property
     def norm_type(self) -> float:

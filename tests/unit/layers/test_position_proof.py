@@ -242,6 +242,15 @@ NUMBERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "branch": (lambda: Call(lambda x: x.cos() if x.shape[1] > 12 else x), "aten.cos"),
     "filled": (lambda: Call(lambda x: x / torch.full((), x.shape[1])), "aten.full"),
     "tensor": (lambda: Call(lambda x: x / torch.tensor([float(x.shape[1])])), "tensor"),
+    "entry": (lambda: Call(lambda x, t: x * t[x.shape[1] - 1], torch.linspace(0, 1, 64)), "aten.select"),
+    "part": (
+        lambda: Call(lambda x, t: x * t.narrow(0, x.shape[1] - 1, 1), torch.linspace(0, 1, 64)),
+        "aten.slice of narrow",
+    ),
+    "feature": (lambda: Call(lambda x: x * x[..., x.shape[1] % 5, None]), "aten.select"),
+    "rolled": (lambda: Call(lambda x: x.roll(x.shape[1] // 2, -1)), "aten.roll"),
+    "assigned": (lambda: Call(lambda x: x / torch.ones(1).fill_(x.shape[1])), "aten.fill_"),
+    "range": (lambda: Call(lambda x: x * torch.linspace(0, x.shape[1], 3)[1]), "aten.linspace"),
 }
 """Layers that compute with the length of the sequence, and where."""
 
