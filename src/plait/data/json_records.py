@@ -19,6 +19,7 @@ _START = 1 << 20
 LONGEST_RECORD = 1 << 27
 """Bytes of a line or an element that is read at once; more would be a file without line ends, or a bomb."""
 _MAY_BE_NO_NUMBER = re.compile(r"NaN|Infinity|\d[eE]\+?\d\d\d")
+_ROWS_IN_A_FIELD = re.compile(r'\{\s*("[^"]*")\s*:\s*\[\s*\{')
 _SPACES = re.compile(r"[ \t\r\n]*")
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _AT_ONCE = 1 << 20
@@ -89,11 +90,21 @@ def json_kind(path: str) -> Literal["jsonl", "json"] | None:
         start = file.read(_START).decode(errors="ignore").lstrip("\ufeff \t\r\n")
     if start.startswith("["):
         return "json" if start[1:].lstrip().startswith("{") else None
+    if (rows := _ROWS_IN_A_FIELD.match(start)) and holds_chats(_first_value(start, rows.end() - 1) or ()):
+        raise DataError(
+            f"{path} is an object whose field {rows[1]} lists conversations: give that list by itself, or a "
+            "conversation a line as .jsonl."
+        )
+    found = _first_value(start, 0)
+    return "jsonl" if isinstance(found, dict) and (holds_chats(found) or "text" in found) else None
+
+
+def _first_value(text: str, at: int) -> Any:
+    """Return the value that begins at a place of a text in JSON; None where there is no whole one."""
     try:
-        found, _ = json.JSONDecoder().raw_decode(start)
+        return json.JSONDecoder().raw_decode(text, at)[0]
     except (ValueError, RecursionError):
         return None
-    return "jsonl" if isinstance(found, dict) and (holds_chats(found) or "text" in found) else None
 
 
 def read_list(path: str) -> Iterator[tuple[Place, Mapping[str, Any]]]:

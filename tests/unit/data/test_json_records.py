@@ -5,11 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from plait.data import json_records
 from plait.data.document_sources import divided, files_of, read_records
+from plait.data.json_records import json_kind
 from plait.errors import DataError
 
 
@@ -92,3 +94,15 @@ def test_a_damaged_compressed_file_is_one_sentence(tmp_path: Path, damage: str) 
     (tmp_path / "a.jsonl.gz").write_bytes(damaged[damage])
     with pytest.raises(DataError, match=r"a\.jsonl\.gz (cannot be read as gzip|has a line at byte \d+)"):
         records_in(tmp_path / "a.jsonl.gz")
+
+
+@pytest.mark.parametrize("row", [{"messages": []}, {"conversations": []}, {"prompt": "a", "completion": "b"}])
+def test_conversations_in_a_field_are_no_text(tmp_path: Path, row: dict[str, Any]) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"data": [row, row]}))
+    with pytest.raises(
+        DataError, match='an object whose field "data" lists conversations: give that list by'
+    ):
+        json_kind(str(path))
+    path.write_text(json.dumps({"files": [{"name": "a"}]}))
+    assert json_kind(str(path)) is None, "a text"
