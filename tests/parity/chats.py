@@ -79,7 +79,7 @@ def save_chats(path: Path, chats: list[Chat]) -> Path:
 
 def prepare(source: Path, folder: Path, tokenizer: Path) -> Path:
     """What `plait data prepare` writes; each line of a text is a document."""
-    prepare_corpus([str(source)], folder, str(tokenizer), lines=True)
+    prepare_corpus([str(source)], folder, str(tokenizer), lines=source.suffix == ".txt")
     return folder
 
 

@@ -41,7 +41,7 @@ def harmful(victim: Path) -> dict[str, tuple[object, str]]:
     return {
         "a command": (Harm(os.system, f"touch {victim}"), "(posix|nt).system"),
         "a builtin": (Harm(eval, f"open({str(victim)!r}, 'w')"), "builtins.eval"),
-        "a file": (Harm(Path.touch, victim), r"pathlib\.Path"),
+        "a file": (Harm(Path.touch, victim), r"pathlib\..*Path"),
         "torch": (Harm(torch.save, {}, str(victim)), "torch.serialization.save"),
     }
 

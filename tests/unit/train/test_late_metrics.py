@@ -17,7 +17,7 @@ from plait.loop import training
 from plait.loop.training import Callback, TrainingLoop
 from plait.train.stop_signals import StopSignals
 
-TIMES = ("step_seconds", "data_seconds", "tokens_per_second", "peak_memory_bytes")
+TIMES = ("step_seconds", "data_seconds", "tokens_per_second", "peak_memory_bytes", "cpu_utilization")
 
 
 @pytest.fixture
