@@ -119,9 +119,10 @@ class JoinedLinears:
 
     def output(self, number: int, input: Tensor) -> Tensor:
         """Return the output of a linear, by its number."""
-        if input is self._input and number in self._outputs and input._version == self._version:
+        alone = not defers(input)  # as under `torch.no_grad()`, where an output has no gradient
+        if input is self._input and not alone and number in self._outputs and input._version == self._version:
             return self._outputs.pop(number)
-        joins = number == self.first and defers(input)
+        joins = number == self.first and not alone
         if joins and not self.is_found:
             self._find_weight()
         if not joins or self.weight is None:

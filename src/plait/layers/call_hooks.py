@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import queue
+import socket
+import threading
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +22,12 @@ HOOKS = {
 """Attributes of `nn.Module` that hold hooks, private to torch, and what registers them."""
 _OLDER_UTILITIES = ("torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm", "torch.nn.utils.prune")
 """Modules of torch whose objects are hooks that compute a weight."""
+_UNCOPIED = (
+    *(type(threading.Lock()), type(threading.RLock()), threading.Event, threading.Condition),
+    *(threading.Semaphore, threading.Barrier, threading.local, queue.Queue, queue.SimpleQueue),
+    *(io.IOBase, socket.socket, ModuleType),
+)
+"""What `copy.deepcopy` refuses, and holds no tensors of a model."""
 
 
 def call_hooks(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -81,3 +92,10 @@ def hook_objects(module: nn.Module) -> Iterator[object]:
         held = getattr(owner, "__dict__", {}).values()
         if not isinstance(owner, nn.Module) and not any(isinstance(one, nn.Module | Tensor) for one in held):
             yield owner
+
+
+def shared_objects(module: nn.Module) -> Iterator[object]:
+    """Yield the attributes of `module` that cannot be copied: locks, queues, files, Python modules."""
+    for value in vars(module).values():
+        if isinstance(value, _UNCOPIED):
+            yield value

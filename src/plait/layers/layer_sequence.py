@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from plait.autograd.dropout import from_plain_dropout, is_plain_dropout
 from plait.errors import ModelError
-from plait.layers.call_hooks import computed_by_hooks, hook_objects
+from plait.layers.call_hooks import computed_by_hooks, hook_objects, shared_objects
 from plait.layers.nested import Value
 from plait.layers.precision import convert
 from plait.rules import join
@@ -130,7 +130,7 @@ def private_copy(layers: Sequence[NamedLayer], tensors: Mapping[int, Tensor]) ->
     for layer in layers:
         memo |= {id(tensor): tensor.detach() for tensor in computed_by_hooks(layer.module)}
         for module in layer.module.modules():
-            memo |= {id(one): one for one in hook_objects(module)}
+            memo |= {id(one): one for one in (*hook_objects(module), *shared_objects(module))}
             if is_plain_dropout(module):
                 memo[id(module)] = from_plain_dropout(module)
     copies = copy.deepcopy([layer.module for layer in layers], memo)

@@ -10,11 +10,13 @@ and buffers.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
+from plait.autograd.regather import version_of
 from plait.comm.gradient_hooks import first_gradient_hook
 from plait.errors import ModelError, PlanError
 from plait.layers.call_hooks import call_hooks, computed_by_hooks, weight_utility
@@ -47,14 +49,50 @@ def refuse_lost_settings(model: nn.Module, loss: object) -> None:
 
 def _refuse_trained_loss(loss: object) -> None:
     """Raise PlanError for a loss with parameters that require a gradient: an engine trains layers only."""
-    for name, held in [("", loss), *getattr(loss, "__dict__", {}).items()]:
-        for local, parameter in held.named_parameters() if isinstance(held, nn.Module) else ():
+    for name, module in _modules_of_loss(loss):
+        for local, parameter in module.named_parameters():
             if parameter.requires_grad:
                 raise PlanError(
                     f"{join(name, local)}, a parameter of the loss {type(loss).__name__}, requires a "
                     "gradient, but an engine trains the parameters of layers only: put it into the last "
                     "layer, or set its requires_grad to False."
                 )
+
+
+def _modules_of_loss(loss: object) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the loss, and what it holds, where it is a module, by the name in the loss."""
+    for name, held in [("", loss), *getattr(loss, "__dict__", {}).items()]:
+        if isinstance(held, nn.Module):
+            yield name, held
+
+
+def buffers_of_loss(loss: object) -> dict[str, Tensor]:
+    """Return the buffers of a loss that is a module, or holds some, by name."""
+    return {
+        join(name, local): buffer
+        for name, module in _modules_of_loss(loss)
+        for local, buffer in module.named_buffers()
+    }
+
+
+@contextmanager
+def refusing_changed_buffers(loss: object) -> Iterator[None]:
+    """Within the context, raise ModelError where a run of the loss in training changes a buffer."""
+    before = {
+        name: (buffer, version_of(buffer), buffer.clone()) for name, buffer in buffers_of_loss(loss).items()
+    }
+    yield
+    for name, buffer in buffers_of_loss(loss).items():
+        held, version, value = before.get(name, (None, 0, buffer))
+        if buffer.is_meta or (held is buffer and version_of(buffer) == version):
+            continue
+        if held is not None and buffer.shape == value.shape and torch.equal(buffer.to(value), value):
+            continue
+        raise ModelError(
+            f"{name}, a buffer of the loss {type(loss).__name__}, is set in training: its value "
+            "would depend on the rank and on how the batch is cut, so compute it outside of the loss, from "
+            "all rows."
+        )
 
 
 def _refuse(name: str, reason: str | None) -> None:

@@ -35,16 +35,40 @@ class Readers:
 
 
 class ReaderRecord:
-    """Records which linears of a layer are called once, and with which tensor."""
+    """Records which linears of a layer are called once, and with which tensor.
+
+    Not where a call is apart from others: under `torch.no_grad()`, with `saved_tensors_hooks` (as inside
+    `torch.utils.checkpoint`, which counts what each operation saves), or with a backward within the forward.
+    """
 
     def __init__(self) -> None:
         self._calls: list[tuple[str, Tensor, int]] = []
         """Name, input and version of the input; holds the inputs, so that their ids stay apart."""
+        self._apart: set[str] = set()
+        self._probe = torch.ones((), device="meta", requires_grad=True)
+        self._probe_was_saved = False
 
     def note(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Record a call, as a forward pre-hook of `module`."""
         if len(inputs) == 1 and isinstance(inputs[0], Tensor):
             self._calls.append((name, inputs[0], version_of(inputs[0])))
+        if not torch.is_grad_enabled() or self._saves_elsewhere():
+            self._apart.add(name)
+
+    def note_output(self, name: str, module: nn.Module, inputs: object, output: Tensor) -> None:
+        """Record a backward that the layer itself runs, as a forward hook of `module`."""
+        if output.requires_grad:
+            output.register_hook(lambda _: self._apart.add(name))  # type: ignore[no-untyped-call]
+
+    def save(self, tensor: Tensor) -> Tensor:
+        """Record that the outermost of `saved_tensors_hooks` are in force."""
+        self._probe_was_saved |= tensor is self._probe
+        return tensor
+
+    def _saves_elsewhere(self) -> bool:
+        self._probe_was_saved = False
+        _ = self._probe * self._probe
+        return not self._probe_was_saved
 
     @property
     def readers(self) -> tuple[Readers, ...]:
@@ -52,7 +76,7 @@ class ReaderRecord:
         names = [name for name, _, _ in self._calls]
         by_tensor: dict[tuple[int, int], list[str]] = {}
         for name, tensor, version in self._calls:
-            if names.count(name) == 1:
+            if names.count(name) == 1 and name not in self._apart:
                 by_tensor.setdefault((id(tensor), version), []).append(name)
         return tuple(Readers(tuple(each)) for each in by_tensor.values() if len(each) > 1)
 
@@ -62,12 +86,17 @@ def recording_readers(layer: nn.Module) -> Iterator[ReaderRecord]:
     """Within the context, record the calls of linears in `layer`."""
     record = ReaderRecord()
     handles = [
-        module.register_forward_pre_hook(partial(record.note, name))
+        handle
         for name, module in layer.named_modules()
         if type(module) is nn.Linear or getattr(module, JOINABLE, False)
+        for handle in (
+            module.register_forward_pre_hook(partial(record.note, name)),
+            module.register_forward_hook(partial(record.note_output, name)),
+        )
     ]
     try:
-        yield record
+        with saved_tensors_hooks(record.save, _unchanged):
+            yield record
     finally:
         for handle in handles:
             handle.remove()
@@ -120,14 +149,19 @@ class PartialOutputs:
 
 
 class _AttentionInputs(TorchFunctionMode):
-    """Context that appends what enters attention: on the meta device no fused kernel saves it."""
+    """Context that appends what enters attention: on the meta device no fused kernel saves it.
+
+    Raises NotImplementedError where strides are given by the layer, who knows those of whole outputs only.
+    """
 
     def __init__(self, found: list[Tensor]) -> None:
         super().__init__()
         self._found = found
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return the result of `func`; append what enters it, if it is attention."""
+        """Return the result of `func`; append what enters it, if it is attention; refuse `as_strided`."""
+        if func in (torch.as_strided, Tensor.as_strided):
+            raise NotImplementedError("strides of a tensor of its own, which a part of another has not")
         if func is functional.scaled_dot_product_attention:
             given = (*args, *(kwargs or {}).values())
             self._found += (one.detach() for one in given if isinstance(one, Tensor))

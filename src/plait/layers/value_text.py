@@ -138,6 +138,8 @@ class ValueTexts:
     def attributes(self, thing: object, names: frozenset[str] | None = None) -> str:
         """Return the texts of an object's attributes, of all or those of `names`, separated by commas."""
         found = attributes_of(thing).items()
+        if isinstance(thing, nn.Module):  # the keys of hooks count up in a process
+            found = {name: _hooks_in_order(one) if "_hooks" in name else one for name, one in found}.items()
         return ", ".join(f"{name}={self.of(one)}" for name, one in found if names is None or name in names)
 
     def _of_object(self, thing: Any) -> str:
@@ -241,6 +243,10 @@ def text_of_tensor(tensor: Tensor) -> str:
     if tensor.is_meta or type(tensor) not in kinds or tensor.layout is not torch.strided:
         return describe(tensor)
     return f"{describe(tensor)} of bits {digest_of(bits_of(tensor))}"
+
+
+def _hooks_in_order(hooks: Any) -> Any:
+    return list(hooks.values()) if isinstance(hooks, dict) else hooks
 
 
 def _text_of_string(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from plait.autograd.engine_calls import run_backward
 from plait.errors import ModelError
+from plait.layers.lost_settings import refusing_changed_buffers
 from plait.layers.nested import Value, tensors_of
 from plait.pipeline.stage import Gradients
 
@@ -28,6 +30,8 @@ class LossStage:
         """`writes_output`: whether the loss may write to the memory of the output."""
         self.loss = loss
         self.writes_output = writes_output
+        self._runs = 0
+        """In training, up to two. The second may write to no buffer; the first may fill what is kept."""
         self._totals: dict[int, Tensor] = {}
         self._outputs: dict[int, Value] = {}
         self._targets: Sequence[Value] = ()
@@ -41,13 +45,20 @@ class LossStage:
 
     def compute(self, microbatch: int, output: Value) -> None:
         """Compute the summed loss of one micro-batch."""
-        total = self.loss.total(output, self._targets[microbatch])
+        total = self._total_of(output, self._targets[microbatch])
         if not isinstance(total, Tensor) or total.dim():
             shape = list(total.shape) if isinstance(total, Tensor) else type(total).__name__
             raise ModelError(f"loss.total gave {shape}: give the summed loss as a 0-d tensor.")
         self._totals[microbatch] = total.detach()
         if torch.is_grad_enabled():
             self._open[microbatch] = total, list(tensors_of(output))
+
+    def _total_of(self, output: Value, targets: Value) -> Any:
+        if self._runs == 2 or not torch.is_grad_enabled():
+            return self.loss.total(output, targets)
+        self._runs += 1
+        with refusing_changed_buffers(self.loss) if self._runs == 2 else nullcontext():
+            return self.loss.total(output, targets)
 
     def total(self, microbatch: int) -> Tensor:
         """Return the summed loss of a micro-batch of the latest step."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import plait
 from parity.kernels import Kernels
@@ -75,6 +76,60 @@ class ViewsOutputs(ThreeReaders):
         normed = self.norm(x)
         key, value = (one(normed).view(-1).view(x.shape) for one in (self.key, self.value))
         return x + self.output(self.query(normed) * torch.cat([key, value], -1))
+
+
+class WithoutGradient(ThreeReaders):
+    """The key has no gradient, of a tensor of which the query has one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        query, value = self.query(normed), self.value(normed)
+        with torch.no_grad():
+            key = self.key(normed)
+        return x + self.output(query * torch.cat([key, value], -1))
+
+
+class WithoutGradientOfSome(ThreeReaders):
+    """The key has no gradient for some rows, which the meta device does not show."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        query, value = self.query(normed), self.value(normed)
+        with torch.set_grad_enabled(x.is_meta):
+            key = self.key(normed)
+        return x + self.output(query * torch.cat([key, value], -1))
+
+
+class CheckpointsItself(ThreeReaders):
+    """Key and value are computed in checkpoints of their own, which count what each operation saves."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        query = self.query(normed)
+        both = [checkpoint(self._bent, one, normed, use_reentrant=False) for one in (self.key, self.value)]
+        return x + self.output(query * torch.cat(both, -1))
+
+    def _bent(self, linear: nn.Module, x: Tensor) -> Tensor:
+        return linear(x).tanh()
+
+
+class BackwardWithin(ThreeReaders):
+    """The key is an energy, whose gradient the layer takes by itself, and so a part of the graph ends."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        query, value = self.query(normed), self.value(normed)
+        (force,) = torch.autograd.grad(self.key(normed).tanh().sum(), normed)
+        return x + self.output(query * torch.cat([force, value], -1))
+
+
+class GivesStrides(ThreeReaders):
+    """Strides of an output by itself are given by the layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        key = self.key(normed).as_strided(x.shape, (WIDTH, 1))
+        return x + self.output(self.query(normed) * torch.cat([key, self.value(normed)], -1))
 
 
 class TiedWeights(ThreeReaders):
@@ -167,6 +222,7 @@ def test_a_recomputed_layer_joins_them_too(recompute: str) -> None:
         (OneReadsAnotherTensor, JOINED + 2),  # key and value read one tensor
         (CallsOneTwice, JOINED + 2),
         (ViewsOutputs, APART),
+        (GivesStrides, APART),
         (TiedWeights, JOINED + 2),
         (with_frozen_key, APART),
         (with_half_the_biases, APART),
@@ -175,6 +231,15 @@ def test_a_recomputed_layer_joins_them_too(recompute: str) -> None:
 )
 def test_others_compute_their_own(make: Make, least: int) -> None:
     assert products(make) >= least
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize(
+    "make", [WithoutGradient, WithoutGradientOfSome, CheckpointsItself, BackwardWithin, GivesStrides]
+)
+def test_a_call_that_autograd_sees_apart_is_computed_apart(make: Make, recompute: str) -> None:
+    """Each equals plain PyTorch; before, an output came from a product with other saved tensors."""
+    products(make, recompute=recompute)
 
 
 def test_lora_on_one_of_them_leaves_them_apart() -> None:

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import io
+import math
+import queue
+import threading
 from collections import OrderedDict
 
 import pytest
@@ -72,6 +76,14 @@ def test_refuses_what_is_no_module(model: object) -> None:
 def test_refuses_an_empty_model(model: nn.Module) -> None:
     with pytest.raises(ModelError, match=r"empty nn\.Sequential: give it at least one layer"):
         sequence_of(model)
+
+
+def test_a_private_copy_shares_locks_files_and_modules_of_python() -> None:
+    layer = nn.Linear(2, 2)
+    held = threading.Lock(), threading.Event(), queue.Queue(), io.BytesIO(), math  # type: ignore[var-annotated]
+    vars(layer).update({f"held{number}": one for number, one in enumerate(held)})
+    (copy,) = private_copy(sequence_of(layer).layers, {id(one): one.clone() for one in layer.parameters()})
+    assert all(getattr(copy.module, f"held{number}") is one for number, one in enumerate(held))
 
 
 def test_a_private_copy_stands_on_other_tensors() -> None:

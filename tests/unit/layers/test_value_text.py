@@ -85,6 +85,18 @@ def used(lazy: Lazy) -> Lazy:
     return lazy
 
 
+def recorder(before: int = 0) -> Any:
+    """A hook that encloses its module, registered after as many others of the process, which count up."""
+    module = nn.Linear(2, 2, device="meta")
+    for _ in range(before):
+        nn.Identity().register_forward_hook(_seen)
+    module.register_forward_hook(lambda *_: setattr(module, "seen", True), with_kwargs=True)
+    return next(iter(module._forward_hooks.values()))
+
+
+def _seen(*_: object) -> None: ...
+
+
 def holding_itself() -> list[Any]:
     held: list[Any] = [1]
     held.append(held)
@@ -104,6 +116,7 @@ ALIKE = {
     "tensors": (lambda: torch.arange(4.0), None),
     "arrays": (lambda: np.arange(4), None),
     "modules": (lambda: nn.Sequential(nn.LayerNorm(2), nn.ReLU()), None),
+    "hooks that enclose their module": (recorder, lambda: recorder(1)),
     "paths": (lambda: "/scratch/rank0/log", lambda: "/scratch/rank1/log"),
     "declared": (lambda: Free(0), lambda: Free(1)),
     "declared for a function": (lambda: marked(0), lambda: marked(1)),

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.errors import ModelError
 from plait.pipeline.loss_stage import LossStage
@@ -30,6 +31,32 @@ def test_the_seed_is_the_gradient_of_the_scaled_sum() -> None:
     assert gradient.tolist() == [3.0, 4.0]
     assert unused is None
     assert end.seed(0)[0].tolist() == [1.0, 2.0]  # type: ignore[union-attr]
+
+
+class Normed(nn.Module):
+    """A loss with a buffer that it keeps once, and one that follows its values, if it `averages`."""
+
+    def __init__(self, averages: bool) -> None:
+        super().__init__()
+        self.averages = averages
+        self.register_buffer("mean", torch.tensor(1.0))
+        self.register_buffer("weights", None)
+
+    def total(self, output: Any, targets: Any) -> Tensor:
+        self.weights = torch.ones_like(targets)
+        loss = ((output[0] - targets) ** 2 * self.weights).sum()
+        if self.averages:
+            self.mean.lerp_(loss.detach(), 0.1)
+        return loss / self.mean
+
+
+def test_a_buffer_of_the_loss_that_training_changes_is_refused() -> None:
+    for averages in (False, True):
+        end = LossStage(Normed(averages))
+        end.begin([torch.zeros(2)] * 3, torch.tensor(1.0))
+        end.compute(0, (leaf(1, 2),))
+        with pytest.raises(ModelError, match="mean, a buffer of the loss") if averages else nullcontext():
+            end.compute(1, (leaf(1, 2),))
 
 
 def test_without_gradients_nothing_is_held() -> None:
