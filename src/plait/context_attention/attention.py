@@ -113,7 +113,7 @@ def _require_arguments(
             f"attention was given documents, an object of {type(documents).__name__}: give a tensor of ids "
             "[rows, length], or None."
         )
-    if dropout is not None and not isinstance(dropout, AnyDropout):
+    if dropout is not None and not callable(dropout):
         raise ModelError(
             f"attention was given dropout = {dropout!r}: give a module, plait.Dropout(p), or None."
         )

@@ -73,8 +73,8 @@ def calls_of_a_step(make_layer: Any, recompute: Recompute, compile: Any = False)
         (Residual, "none", 53),
         (Residual, "selective", 141),
         (Residual, "full", 127),
-        (Attentive, "none", 104),
-        (Attentive, "selective", 386),
+        (Attentive, "none", 105),
+        (Attentive, "selective", 388),
     ],
 )
 def test_a_layer_calls_few_python_functions(make_layer: Any, recompute: Recompute, most: int) -> None:

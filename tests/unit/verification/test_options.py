@@ -25,9 +25,9 @@ MIXED = Plan(precision="bf16", master_precision="fp32", reduce_precision="bf16")
         ({"steps": True}, "steps is True: give a whole number of at least 1."),
         ({"seed": -1}, "seed is -1: give a whole number of at least 0."),
         ({"perturbations": 0}, "perturbations is 0: give a whole number of at least 1."),
-        ({"clip": 0.0}, "clip is 0.0: give a norm above 0, or None."),
-        ({"clip": float("nan")}, "clip is nan: give a norm above 0, or None."),
-        ({"clip": "1"}, "clip is '1': give a norm above 0, or None."),
+        ({"clip": 0.0}, "clip is 0.0: give a number above 0, or math.inf for no limit."),
+        ({"clip": float("nan")}, "clip is nan: give a number above 0, or math.inf for no limit."),
+        ({"clip": "1"}, "clip is '1': give a number above 0, or math.inf for no limit."),
         ({"mode": "exact"}, "steps is 2: mode exact takes 1, for after it numbers are too large."),
     ],
 )
