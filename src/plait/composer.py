@@ -28,6 +28,7 @@ from plait.engine import Engine, Runtime
 from plait.engine.loss_stages import build_loss_stage
 from plait.errors import ModelError, PlanError, listed
 from plait.layers.fingerprint import fingerprint, lines_of_values
+from plait.layers.late_hooks import LateHooks
 from plait.layers.layer_sequence import LayerSequence, NamedLayer, copy_attributes, private_copy, sequence_of
 from plait.layers.lost_settings import refuse_lost_settings
 from plait.layers.precision import DTYPES, convert
@@ -107,6 +108,7 @@ def parallelize(
         counted=counted_parameters(blueprint.owners, blueprint.layouts, mesh),
         vocabulary=vocabulary,
         meta_layers=meta_layers,
+        late_hooks=LateHooks(model),
         context=getattr(model, "context", None),
     )
     return Engine(runtime)

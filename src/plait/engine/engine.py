@@ -69,6 +69,7 @@ class Engine:
         the first call, the second, the fourth …: settings (256 bytes) over `world`, `dp_cp` and `tp`.
         """
         runner = self._runner
+        self._runtime.late_hooks.warn()
         self._traffic_before = self.mesh.traffic.snapshot()
         self._agreement.note_gradients()
         self._agreement.compare_at("forward_backward", input_gradients=input_gradients)

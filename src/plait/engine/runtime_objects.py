@@ -11,6 +11,7 @@ from plait.autograd.dropout import DropoutGenerator
 from plait.autograd.running_sequence import ContextParallelism
 from plait.blueprint import Blueprint
 from plait.comm.mesh import Mesh
+from plait.layers.late_hooks import LateHooks
 from plait.layers.layer_sequence import saved_buffers
 from plait.pipeline.pipeline_rank import PipelineRank
 from plait.schedules.program import Instruction
@@ -41,6 +42,8 @@ class Runtime:
     """How the model's logits are partitioned over `tp`; None where they are whole."""
     meta_layers: MetaLayers
     """All layers of the model, on the meta device."""
+    late_hooks: LateHooks
+    """Of the model that was given, whose layers are copied."""
     context: int | None
     """The longest sequence that the model takes; None where it has no attribute `context`."""
 
