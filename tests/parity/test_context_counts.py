@@ -58,8 +58,8 @@ def test_bytes_and_calls_of_a_ring(thread_ranks: Any, cp: int, mode: str, units:
     [
         ("selective", False, 3, 8),
         ("full", False, 4, 9),
-        ("none", "graphs", 3, 6),
-        ("selective", "graphs", 3, 6),
+        pytest.param("none", "graphs", 3, 6, marks=pytest.mark.full),
+        pytest.param("selective", "graphs", 3, 6, marks=pytest.mark.full),
         ("full", "graphs", 4, 9),
     ],
 )

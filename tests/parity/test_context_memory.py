@@ -121,7 +121,7 @@ def test_what_breaks_the_quarter(family: str) -> None:
     ("family", "length", "compile"),
     [
         ("llama", 1024, False),
-        ("llama", 1024, "graphs"),
+        pytest.param("llama", 1024, "graphs", marks=pytest.mark.full),
         *(
             pytest.param(family, SHORTER, compile, marks=pytest.mark.full)
             for family in FAMILIES

@@ -109,7 +109,7 @@ def gradients_of_whole_blocks(recompute: Recompute, by_backend: bool) -> list[di
     return found
 
 
-@pytest.mark.parametrize("by_backend", [False, True])
+@pytest.mark.parametrize("by_backend", [pytest.param(False, marks=pytest.mark.full), True])
 def test_sums_over_tp_inside_a_layer_are_not_taken_twice(rank_pool: Any, by_backend: bool) -> None:
     runs = [
         rank_pool.run(gradients_of_whole_blocks, recompute, by_backend, ranks=2)

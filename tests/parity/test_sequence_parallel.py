@@ -112,6 +112,7 @@ def test_other_models(thread_ranks: Any, row: dict[str, Any]) -> None:
     check_parity(thread_ranks, OTHERS[row["name"]](5), plan)
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("cut", range(1, 8))
 def test_a_cut_between_any_two_layers(thread_ranks: Any, cut: int) -> None:
     """From pieces to whole, from whole to pieces, whole to whole, and the head's."""

@@ -51,7 +51,7 @@ def whole(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
     return {name: assemble(held, ranks[0]["layouts"][name]) for name, held in pieces.items()}
 
 
-@pytest.mark.parametrize(("pp", "tp"), [(1, 1), (2, 1), pytest.param(1, 2, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("pp", "tp"), [(1, 1), *(pytest.param(*one, marks=pytest.mark.full) for one in ((2, 1), (1, 2)))])
 def test_the_same_bits(thread_ranks: Any, pp: int, tp: int) -> None:
     plan = Plan(pp=pp, tp=tp, dp=2, microbatches=2, precision="fp32")
     expected = thread_ranks.run(everything, plan, ranks=plan.world)
@@ -77,7 +77,7 @@ def check_bits(thread_ranks: Any, plans: Sequence[Plan]) -> None:
             )
 
 
-@pytest.mark.parametrize("reduce", ["last", "each"])
+@pytest.mark.parametrize("reduce", [pytest.param("last", marks=pytest.mark.full), "each"])
 def test_schedules_give_the_same_bits(thread_ranks: Any, reduce: Any) -> None:
     plan = Plan(pp=2, dp=2, microbatches=3, strategy="full", reduce=reduce, layers_per_stage=(3, 3))
     check_bits(thread_ranks, [replace(plan, schedule=name) for name in ("gpipe", "1f1b", "zb-h1", "zb-h2")])

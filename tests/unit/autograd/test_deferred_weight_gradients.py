@@ -207,7 +207,7 @@ def test_meanwhile_work_is_done_only_where_spending_is_allowed() -> None:
     assert len(queue.take()) == 1
 
 
-@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("frozen", [pytest.param(True, marks=pytest.mark.full), False])
 def test_weight_work_holds_the_input_until_it_is_done(frozen: bool) -> None:
     linear = nn.Linear(3, 2)
     linear.weight.requires_grad_(not frozen)

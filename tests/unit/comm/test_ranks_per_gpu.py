@@ -137,6 +137,7 @@ with rank_pool.RankPool(1, ranks_per_gpu=2) as pool:
 """
 
 
+@pytest.mark.full
 def test_ranks_load_another_library_first(tmp_path: Path) -> None:
     """A fork server that runs without it is replaced."""
     source, library = tmp_path / "empty.c", tmp_path / "libempty.so"

@@ -441,7 +441,10 @@ UNLIKE = {
 """What one rank of three calls otherwise, without a check: Gloo then ends the process, or sums are wrong."""
 
 
-@pytest.mark.parametrize("staged", [True, False], ids=["staged", "sent by the backend"])
+@pytest.mark.parametrize(
+    "staged",
+    [pytest.param(True, id="staged"), pytest.param(False, id="sent by the backend", marks=pytest.mark.full)],
+)
 def test_unlike_calls_that_nobody_checks_are_refused_on_every_rank(rank_pool, staged):
     def body():
         limit, transport.STAGING_LIMIT = transport.STAGING_LIMIT, 2**25 if staged else 0
