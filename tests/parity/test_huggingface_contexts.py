@@ -118,9 +118,7 @@ VERIFIED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "fields"), in_quick(product(DROPPING, VERIFIED), ("llama", "pieces"))
-)
+@pytest.mark.parametrize(("name", "fields"), in_quick(product(DROPPING, VERIFIED), ("llama", "pieces")))
 def test_verify_says_equal(thread_ranks: Any, name: str, fields: str) -> None:
     plan = VERIFIED[fields]
     inputs, targets = cases.draw_contexts(cases.GPT2_VOCAB)(8, torch.Generator().manual_seed(3))

@@ -51,7 +51,9 @@ def whole(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
     return {name: assemble(held, ranks[0]["layouts"][name]) for name, held in pieces.items()}
 
 
-@pytest.mark.parametrize(("pp", "tp"), [(1, 1), *(pytest.param(*one, marks=pytest.mark.full) for one in ((2, 1), (1, 2)))])
+@pytest.mark.parametrize(
+    ("pp", "tp"), [(1, 1), *(pytest.param(*one, marks=pytest.mark.full) for one in ((2, 1), (1, 2)))]
+)
 def test_the_same_bits(thread_ranks: Any, pp: int, tp: int) -> None:
     plan = Plan(pp=pp, tp=tp, dp=2, microbatches=2, precision="fp32")
     expected = thread_ranks.run(everything, plan, ranks=plan.world)
