@@ -20,7 +20,6 @@ from parity.stream_defects import (
     RACES,
     Defect,
     buffers_returned_too_early,
-    offloaded_gradient_read_before_it_arrives,
 )
 from plait.checkpoint.checkpoint_manager import CheckpointManager
 from plait.engine.step_agreement import StepAgreement
@@ -36,7 +35,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "kept": {"cp": 2, "pp": 2, "context_parallel": "ring", "sequence_parallel": "keep"},
     "ulysses": {"cp": 2, "pp": 2, "context_parallel": "ulysses", "schedule": "zb-h1"},
 }
-QUICK_RACES = (buffers_returned_too_early, offloaded_gradient_read_before_it_arrives)
+QUICK_RACES = (buffers_returned_too_early,)
 
 
 def train_and_save(case: Case, plan: Plan, order: AccessOrder, folder: Path) -> None:

@@ -91,7 +91,9 @@ def test_micro_batches_divide_the_batch() -> None:
     assert not any("microbatches" in change for change in changes(Plan(microbatches=4), None))
 
 
-@pytest.mark.parametrize("part", [1.0, 0.9, 0.7, 0.5, 0.3])
+@pytest.mark.parametrize(
+    "part", [1.0, *(pytest.param(part, marks=pytest.mark.full) for part in (0.9, 0.7, 0.5)), 0.3]
+)
 def test_the_first_that_fits(part: float) -> None:
     plan = Plan(dp=2, microbatches=2)
     limit = int(most_of(plan) * part)

@@ -54,7 +54,11 @@ def test_a_llama_matches_one_rank(thread_ranks: RankPool, tmp_path: Path) -> Non
     ("parallel", "ranks_as"),
     [
         ({"cp": 2}, "threads"),
-        ({"cp": 2, "pp": 2, "schedule": "zb-h1", "balance": "measured", "reorder": 2}, "processes"),
+        pytest.param(
+            {"cp": 2, "pp": 2, "schedule": "zb-h1", "balance": "measured", "reorder": 2},
+            "processes",
+            marks=pytest.mark.full,
+        ),
         pytest.param({"cp": 4, "strategy": "full"}, "processes", marks=pytest.mark.full),
         pytest.param({"cp": 2, "tp": 2, "sequence_parallel": "regather"}, "threads", marks=pytest.mark.full),
         pytest.param(
