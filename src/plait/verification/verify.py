@@ -56,12 +56,11 @@ def verify(
 ) -> VerificationReport | IndependentReport:
     """Compare `model`, parallelized by `plan`, with one device, and report the first difference, if any.
 
-    Trains on one rank in plain PyTorch, then on `plan.world` ranks from the same values and data. Compares,
-    in order: each layer's output and input gradient, each micro-batch's weight gradients, final gradients,
-    loss, norm, and after a step (of `Engine.step`, or by hand, in turns) parameters and optimizer state. Then
-    saves, loads into a new engine and under another plan, and takes one more step; not in mode `exact`.
-    With a `reference`, in float64: outputs, loss and gradients. Raises PlaitError as `parallelize` does.
-    Returns the report, the same on every rank: true where both runs are equal, and to be printed.
+    Trains on one rank in plain PyTorch, then on `plan.world` ranks from the same values and data. Compares in
+    order: each layer's output and input gradient, each micro-batch's weight gradients, final gradients, loss,
+    norm, after a step (of `Engine.step`, or by hand) parameters and optimizer state. Then saves, loads into a
+    new engine and under another plan, and takes one more step; not in mode `exact`.
+    Returns the report, on every rank: true where both are equal. Raises PlaitError as `parallelize` does.
 
     Args:
         model: as `parallelize` takes it, or a function that builds it. It is not altered.
@@ -69,17 +68,20 @@ def verify(
         inputs: those of a global batch, along dim 0; later steps take its rows in another order.
         targets: likewise.
         loss: as `parallelize` takes it.
-        rules: as `parallelize` takes them.
+        rules: likewise.
         mode: `float64`, in which little but a mistake is larger than rounding; `native`, with all precisions
             and the loss scale of the plan; `exact`, in whole numbers, where equality is that of bits.
         steps: training steps to compare; by default 2, in mode `exact` 1.
         optimizer: makes the optimizer from parameter groups; AdamW by default.
         clip: the maximum gradient norm; None: a third of the first step's, so that clipping is exercised.
-        isolate: replace each value that differs by the reference's, so that one mistake makes one difference.
+        isolate: replace each value that differs by the reference's, so that a mistake makes one difference.
         seed: seed of parameters that the model leaves uninitialised.
-        device, threads, ranks_as, ranks_per_gpu: as in `plait.launch`.
+        device: as in `plait.launch`.
+        threads: likewise.
         timeout: seconds that a rank waits for another.
-        reference: an independent model, any callable from `inputs`, in place of plait's layers on one rank.
+        ranks_as: likewise.
+        ranks_per_gpu: likewise.
+        reference: an independent model, any callable from `inputs`: its outputs, loss, gradients in float64.
     """
     _require_types(model, plan, timeout)
     if reference is not None:
@@ -88,8 +90,14 @@ def verify(
     options = VerifyOptions(
         mode=mode, steps=steps, clip=clip, optimizer=optimizer, isolate=isolate, seed=seed, resumes=alone
     )
-    where = (device, timeout, ranks_as, ranks_per_gpu)
-    case = _case(model, loss, inputs, targets, plan, options, rules, *where)
+    others = rules, device, timeout, ranks_as, ranks_per_gpu
+    case = _case(model, loss, inputs, targets, plan, options, *others)
+    return _verified(case, plan, reference, threads)
+
+
+def _verified(
+    case: Case, plan: Plan, reference: Callable[[Any], Any] | None, threads: int | None
+) -> VerificationReport | IndependentReport:
     if reference is None:
         return verify_case(case, plan, threads=threads)
     return verify_against(case, plan, IndependentReference(partial(_itself, reference)), threads=threads)
