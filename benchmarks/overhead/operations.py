@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from run import Step, python_calls
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,7 +27,6 @@ import plait
 from plait.models import gpt2, llama
 
 BLOCKS, HIDDEN, HEADS, VOCAB, CONTEXT, MICROBATCHES, ROWS = 12, 64, 4, 256, 32, 4, 1
-Step = Callable[[], object]
 MODELS: dict[str, Callable[[], nn.Sequential]] = {
     "GPT-2": partial(gpt2, layers=BLOCKS, hidden=HIDDEN, heads=HEADS, vocab=VOCAB, context=CONTEXT),
     "Llama": partial(
@@ -123,22 +122,6 @@ TIMED_ONLY: dict[str, Callable[[Callable[[], nn.Sequential]], Step]] = {
     "plain, fp32, compiled": lambda make: plain(make, torch.float32, compiled=True),
     "plait, fp32, compiled": lambda make: with_plait(make, compile=True),
 }
-
-
-def python_calls(step: Step) -> int:
-    """Return the number of Python functions that a step calls."""
-    calls = 0
-
-    def note(frame: object, event: str, argument: object) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    sys.setprofile(note)
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
-    return calls
 
 
 def count(model: str, *, details: bool) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from datetime import timedelta
 
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _MEMORY = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+_BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _COUNTS = ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"))
+_MOST_SECONDS = 1e13
+"""Of a `timedelta`."""
 
 
 def number_text(value: float, digits: int = 4) -> str:
@@ -26,6 +30,21 @@ def seconds_text(value: float, digits: int = 3) -> str:
     """Return a short time in s, ms or µs."""
     size, unit = next(((size, unit) for size, unit in _SECONDS if abs(value) >= size), _SECONDS[-1])
     return f"{number_text(value / size, digits)} {unit}"
+
+
+def duration_text(seconds: float) -> str:
+    """Return a time of a minute or more as hours, minutes and seconds, a shorter one as `seconds_text`."""
+    if not 60 <= seconds < _MOST_SECONDS:
+        return seconds_text(seconds)
+    return str(timedelta(seconds=round(seconds)))
+
+
+def bytes_text(value: float) -> str:
+    """Return bytes in the largest unit that leaves at least 1 of it; 1 MB is 10⁶ bytes."""
+    for size, unit in _BYTES:
+        if abs(value) >= size:
+            return f"{number_text(value / size, 3)} {unit}"
+    return f"{value:,.0f} bytes"
 
 
 def memory_text(value: float) -> str:

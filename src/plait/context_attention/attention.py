@@ -113,9 +113,21 @@ def _require_arguments(
             f"attention was given documents, an object of {type(documents).__name__}: give a tensor of ids "
             "[rows, length], or None."
         )
-    if dropout is not None and not callable(dropout):
+    if dropout is not None and not (
+        isinstance(dropout, nn.Module) and isinstance(getattr(dropout, "p", None), Real)
+    ):
         raise ModelError(
-            f"attention was given dropout = {dropout!r}: give a module, plait.Dropout(p), or None."
+            f"attention was given dropout = {dropout!r}: give a module with a probability p, such as "
+            "plait.Dropout(p), or None."
+        )
+
+
+def _require_mask(dropout: AnyDropout | None) -> None:
+    """Raise ModelError for a dropout whose mask is not known by position, as attention in blocks needs it."""
+    if is_active(dropout) and not isinstance(dropout, AnyDropout):
+        raise ModelError(
+            f"attention was given the dropout {type(dropout).__name__}, whose mask is not known by position, "
+            "as context parallelism, packed documents and a softcap need it: give plait.Dropout(p)."
         )
 
 
@@ -184,6 +196,8 @@ def attend(
     """
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
     trace = TRACE.get()
+    if keys.sequence is not None or softcap is not None:
+        _require_mask(dropout)
     if trace is not None and (keys.sequence is not None or softcap is not None):
         between = partial(_between_graphs, keys.mask, Scaling(scale, softcap))
         return trace.attention(between, query, keys.key, keys.value, dropout if is_active(dropout) else None)

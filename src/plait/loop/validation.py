@@ -14,7 +14,7 @@ from plait.errors import ConfigError, NonFiniteError
 from plait.loop.training import Callback, TrainingLoop
 from plait.loop.validation_means import Metric, validation_means
 from plait.loop.validation_rows import ValidationRows
-from plait.report.units import duration_text
+from plait.quantities import duration_text
 
 _LONG = 15.0
 """Seconds of a validation that is announced."""

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from statistics import median
 from typing import NamedTuple
 
+from plait.quantities import bytes_text, duration_text, number_text, seconds_text
 from plait.report.record import RunRecord
-from plait.report.units import bytes_text, duration_text, number_text, seconds_text
 
 
 class Figure(NamedTuple):

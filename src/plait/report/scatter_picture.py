@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from html import escape
 from math import ceil, floor
 
+from plait.quantities import number_text
 from plait.report.markup import svg
-from plait.report.units import number_text
 from plait.schedules.simulation.terminal import round_times
 
 _WIDTH, _HEIGHT = 860, 400

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from html import escape
 
+from plait.quantities import bytes_text, seconds_text
 from plait.report.description import PredictedRank, RunDescription
 from plait.report.markup import bar, legend, section, table, wrappable
 from plait.report.plan_picture import layers_picture, ranks_picture
@@ -14,7 +15,6 @@ from plait.report.samples import samples_section
 from plait.report.step import RecordedStep
 from plait.report.tensor_picture import tensor_picture, tensor_text
 from plait.report.timelines import StepTimeline
-from plait.report.units import bytes_text, seconds_text
 from plait.report.warnings import warnings_of
 from plait.schedules.simulation.page_timeline import timeline_markup
 

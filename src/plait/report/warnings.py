@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import fmean, median
 
+from plait.quantities import bytes_text, seconds_text
 from plait.report.rank_series import typical
 from plait.report.record import RunRecord
 from plait.report.timelines import StepTimeline
-from plait.report.units import bytes_text, seconds_text
 from plait.schedules.named_schedules import POLICIES, policy_schedule
 from plait.schedules.simulation.timeline import simulate
 

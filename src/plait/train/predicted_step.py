@@ -13,11 +13,11 @@ from plait.errors import PlaitError
 from plait.plan import Plan
 from plait.prediction.hardware import bundled_name
 from plait.prediction.step_prediction import Prediction, predict
+from plait.quantities import seconds_text
 from plait.report.metrics import read_metrics
 from plait.report.record import METRICS_FILE
 from plait.report.step import read_step
 from plait.report.timelines import StepTimeline
-from plait.report.units import seconds_text
 from plait.train.config import Config
 from plait.train.planned_config import configured_decoder
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
 import plait
 from plait.errors import ModelError
@@ -38,3 +41,20 @@ def test_documents_of_a_batch_that_runs_on_meta() -> None:
     tensors = [torch.zeros(SHAPE, device="meta")] * 3
     with pytest.raises(ModelError, match="give document_ids in the batch of the engine"):
         plait.attention(*tensors, documents=IDS)
+
+
+class ScaledDropout(nn.Dropout1d):
+    """A dropout of somebody else."""
+
+
+@pytest.mark.parametrize("options", [{"documents": IDS}, {"softcap": 5.0}], ids=["documents", "softcap"])
+def test_a_dropout_whose_mask_is_not_known_is_refused_where_attention_is_in_blocks(options: Any) -> None:
+    tensors = [torch.ones(SHAPE)] * 3
+    with pytest.raises(ModelError, match=r"the dropout ScaledDropout, whose mask is not known by position"):
+        plait.attention(*tensors, dropout=ScaledDropout(0.5), **options)
+    assert plait.attention(*tensors, dropout=ScaledDropout(0.5).eval(), **options).isfinite().all()
+
+
+def test_a_module_without_a_probability_is_no_dropout() -> None:
+    with pytest.raises(ModelError, match="give a module with a probability p"):
+        plait.attention(*[torch.ones(SHAPE)] * 3, dropout=nn.Identity())  # type: ignore[arg-type]
