@@ -50,7 +50,7 @@ def multiplies_into_float32(where: torch.device | Tensor, dtype: torch.dtype) ->
 
 
 def computation_settings() -> dict[str, object]:
-    """Return torch's settings for this process by which operations give other results, by name."""
+    """Return torch's settings that change numerical results (TF32, deterministic kernels …), by name."""
     backends, kernels = torch.backends, torch.backends.cuda
     return {
         "torch.get_default_dtype()": torch.get_default_dtype(),
@@ -101,7 +101,7 @@ def accelerator_of_rank(local_rank: int, ranks_per_gpu: int = 1) -> torch.device
 
 
 def keep_stand_in_for_gpus() -> None:
-    """Make torch's stand-in for GPUs in a thread that lasts, where torch keeps it only as long as the thread.
+    """Initialise torch 2.11's dummy CUDA guard in a thread that stays: it dies with its thread otherwise.
 
     torch 2.11 for CUDA makes one on a machine without GPUs, in the memory of the first thread that traces,
     and reads it when that thread has ended: a segmentation fault. Later versions keep it.

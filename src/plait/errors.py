@@ -21,7 +21,7 @@ def listed(names: Sequence[str], *, most: int = MOST_LISTED, between: str = ", "
 
 
 def terminal_text(text: str) -> str:
-    """Return text of files, configurations or models as a terminal may show it.
+    """Return text with control characters escaped (`\\x1b`), so that no file's text can control the terminal.
 
     Characters that it would obey, such as those of escape sequences, and halves of characters, which cannot
     be printed, are spelt: `\\x1b`.

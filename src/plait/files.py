@@ -56,7 +56,7 @@ def open_to_write(path: Path, *, append: bool = False) -> BinaryIO:
 
 
 def open_lock(path: Path) -> BinaryIO:
-    """Open a regular file, which need not exist, for reading and appending. OSError where it is a link."""
+    """Open a lock file, which need not exist, to read and append. Raises OSError where it is a link."""
     return os.fdopen(_opened(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW), "a+b")
 
 
@@ -129,7 +129,7 @@ def read_as(adapter: TypeAdapter[T], path: Path) -> T:
 
 
 def validated(adapter: TypeAdapter[T], text: str | bytes) -> T:
-    """Return JSON as the type of `adapter`, without conversions. ValueError: the first fault, as "KEY: …"."""
+    """Return JSON data checked against a pydantic type. ValueError: the first fault, as "KEY: …"."""
     from pydantic import ValidationError
 
     try:
@@ -146,7 +146,7 @@ def first_fault(error: ValidationError) -> str:
 
 
 def json_value(text: str, *, strict: bool = True) -> Any:
-    """Return what JSON text says. Raises ValueError also for a key twice in an object.
+    """Return the value of a JSON text. Raises ValueError, also where an object has a key twice.
 
     `strict`: also for more than `MOST_LEVELS` levels, and for what Python writes and JSON lacks: NaN and
     infinity, numbers beyond the range of floats, and half characters.

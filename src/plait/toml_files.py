@@ -16,7 +16,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def toml_value(text: str) -> dict[str, Any]:
-    """Return what a text in TOML says. Raises ValueError, also for integers that take more than 64 bits."""
+    """Return the table of a TOML text. Raises ValueError, also for integers that take more than 64 bits."""
     try:
         found = tomllib.loads(text)
         require_levels(found)

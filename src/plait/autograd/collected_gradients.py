@@ -28,7 +28,7 @@ def set_aside(parameters: Iterable[nn.Parameter], queue: WeightGradientQueue) ->
 
 
 def put_back(held: Held, queue: WeightGradientQueue) -> tuple[list[Tensor], list[Tensor]]:
-    """Make each `.grad` the buffer again; return the buffers of new gradients, and these."""
+    """Set each `.grad` to its buffer again; return the buffers with a new gradient, and these gradients."""
     queue.buffers.clear()
     totals, gradients = [], []
     for parameter, buffer in held:

@@ -61,7 +61,7 @@ def is_transposed_linear(module: nn.Module) -> bool:
 
 
 def bind_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
-    """Let calls of `module` run `forward`."""
+    """Set `forward` as the instance's forward method of `module`."""
     # setattr, because mypy refuses to assign to a method; nn.Module calls an instance's own forward.
     setattr(module, "forward", forward)  # noqa: B010
 

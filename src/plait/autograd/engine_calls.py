@@ -28,7 +28,7 @@ def run_backward(roots: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
 
 
 def run_backward_unseen(roots: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
-    """Do what `run_backward` does, without a `TorchFunctionMode` that sees the call."""
+    """Run autograd's backward like `run_backward`, hidden from any active `TorchFunctionMode`."""
     torch.autograd.Variable._execution_engine.run_backward(
         tuple(roots),
         tuple(seeds),

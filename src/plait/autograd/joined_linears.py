@@ -97,17 +97,17 @@ class JoinedLinears:
             bind_forward(one, partial(self.output, number))
 
     def begin_step(self) -> None:
-        """Look for the parameters' memory again, since users may replace their `.data` between steps."""
+        """Update the views of the weights before a step: users may have replaced a parameter's `.data`."""
         self.is_found = self.weights[0].is_meta
 
     def _find_weight(self) -> None:
-        """Set `weight` and `bias`, while their memory is allocated."""
+        """Set `weight` and `bias` to views of all linears' parameters, if their memory is allocated."""
         self.is_found = True
         self.bias = side_by_side(self.biases) if self.biases else None
         self.weight = side_by_side(self.weights) if len(self.biases) == 0 or self.bias is not None else None
 
     def release(self) -> None:
-        """Let each linear compute its own product, as before."""
+        """Undo the joining: each linear computes its own product again."""
         for one, alone in zip(self.linears, self._alone, strict=True):
             bind_forward(one, alone)
 
@@ -133,7 +133,7 @@ class JoinedLinears:
         return self._outputs.pop(number)
 
     def _compute(self, input: Tensor) -> tuple[Tensor, ...]:
-        """Return the outputs of all linears; under recomputation as `linear` does for one."""
+        """Return the outputs of all linears, by one autograd Function; kept under recomputation if chosen."""
         run = RECOMPUTED_RUN.get()
         if run is None:
             return self._apply(input, self.copied, is_late=False)

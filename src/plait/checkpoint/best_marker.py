@@ -77,7 +77,7 @@ def best_step(folder: Path) -> int | None:
 
 
 def _checked(read: Any) -> BestCheckpoint:
-    """Return a checkpoint of a marker. Raises ValueError, KeyError or TypeError for other values."""
+    """Return an entry of `best.json`, checked. Raises ValueError, KeyError or TypeError for other values."""
     step, loss = read["step"], read.get("validation_loss", math.nan)
     if type(step) is not int or step < 0 or not isinstance(loss, int | float):
         raise ValueError("no number of steps")

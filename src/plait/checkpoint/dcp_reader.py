@@ -206,7 +206,7 @@ def _damaged(folder: Path, what: str) -> CheckpointError:
 
 
 def _known(module: str, name: str, path: Path) -> object:
-    """Return what stands for a name in the metadata `path`. CheckpointError for one that is not torch's."""
+    """Return the dtype, layout or `PickledClass` of a name in metadata. CheckpointError for other names."""
     value = vars(torch).get(name) if module == "torch" else None
     if isinstance(value, torch.dtype | torch.layout):
         return value

@@ -126,7 +126,7 @@ def load_checkpoint(
 def _compare_groups(
     engine: Checkpointable, optimizers: OptimizerSet, manifest: Manifest, options: Options
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the options that differ from the saved ones: see `differences`.
+    """Return the optimizer options that differ from the saved ones, as `differences` gives them.
 
     Raises CheckpointError, on all ranks, where saved options count and groups with different ones were merged
     or split.

@@ -64,7 +64,7 @@ class StoredBox(NamedTuple):
         return key_of(self.tensor, self.box)
 
     def entry(self, dtype: Dtype) -> TensorEntry:
-        """Return the shape and dtype that the box has in the file, where the tensor is of `dtype`."""
+        """Return the shape and dtype of the safetensors entry that stores this box of a tensor of `dtype`."""
         return TensorEntry(self.sizes, dtype)
 
 

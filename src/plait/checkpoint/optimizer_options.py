@@ -25,7 +25,7 @@ _CYCLED = ("momentum", "betas")
 
 
 def of_schedulers(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a scheduler of torch has put into a saved group, which goes on where `now` is the same run.
+    """Return the options that a torch scheduler added to a saved group, such as `initial_lr`, to be restored.
 
     That is its learning rate, where the group starts from the same one as when it was saved.
     """
@@ -86,7 +86,7 @@ def _is_alike(now: Any, value: Any) -> bool:
 
 
 def _like(value: Any, now: Any) -> Any:
-    """Return `value`, an option read from JSON, in the type of the option's current value `now`."""
+    """Return the option `value`, read from JSON, converted to the type of its current value `now`."""
     if isinstance(now, Tensor):
         return now.fill_(value)
     return tuple(value) if isinstance(now, tuple) and isinstance(value, list) else value

@@ -59,7 +59,7 @@ class _Machine:
         self._find = find
 
     def run(self, name: str, argument: Any) -> None:
-        """Do one instruction."""
+        """Execute one pickle opcode on the stack."""
         stack = self.stack
         if name in _VALUES:
             stack.append(argument)
@@ -104,7 +104,7 @@ class _Machine:
             _of(self.stack[-1], dict).update(zip(items[::2], items[1::2], strict=True))
 
     def _make(self, name: str, argument: Any) -> None:
-        """Do an instruction about a class or an object."""
+        """Execute an opcode that names a class or builds an object; nothing is imported or called."""
         stack = self.stack
         if name == "GLOBAL":
             module, _, found = argument.partition(" ")

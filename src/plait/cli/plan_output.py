@@ -113,7 +113,7 @@ def notes(result: PlanSearchResult) -> list[str]:
 
 
 def behind(result: PlanSearchResult) -> float:
-    """Return by which part the next time, after that of the first plan, is longer; 0 where there is none."""
+    """Return by how much the next slower plan is slower than the fastest, as a fraction; 0 without one."""
     first, *others = groups(result.best)
     return others[0][0].step_seconds / first[0].step_seconds - 1 if others else 0.0
 

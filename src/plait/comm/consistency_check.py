@@ -188,5 +188,5 @@ def _encode(text: str) -> bytes:
 
 
 def _length(header: bytes) -> int:
-    """Return the number of bytes of the text whose header this is."""
+    """Return the length in bytes of a rank's text, from its fixed-size header."""
     return int.from_bytes(header[_DIGEST_BYTES:][:_LENGTH_BYTES], "little")

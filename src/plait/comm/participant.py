@@ -1,4 +1,4 @@
-"""What a rank says of itself at the rendezvous, and whether two ranks are of one run."""
+"""Identity of a rank at the rendezvous: its run, user, host and process; whether two ranks are of one run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Participant:
 
     @classmethod
     def of(cls, world: World) -> Self:
-        """Return what this process says of itself in `world`."""
+        """Return the identity of this process as a rank of `world`."""
         identity = host_identity()
         return cls(
             world.rank,

@@ -58,7 +58,7 @@ def decode(text: str) -> Any:
 
 
 def _tree(value: Any) -> Any:
-    """Return `value` as JSON: atoms as they are, all else as a list of a tag and what it holds."""
+    """Return `value` as JSON data: numbers and text as they are, others as [tag, content]."""
     kind = type(value)
     if kind in _ATOMS:
         return value

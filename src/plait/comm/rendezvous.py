@@ -91,7 +91,7 @@ def _open(host: str, ports: tuple[int, ...], own: Participant) -> Store:
 
 
 def _holder(host: str, port: int, own: Participant) -> Participant | None:
-    """Return rank 0 of the run whose store has a port, None if it is not plait's.
+    """Return rank 0 of the run whose store listens at a port; None if that store is not plait's.
 
     Where that waits for ranks of the same run, it learns that there is this second rank 0.
     """
@@ -140,7 +140,7 @@ def _gather(store: Store, own: Participant, deadline: float, *, replaces: bool) 
 
 
 def _second_process(first: Participant | None, second: Participant) -> str:
-    """Return that two processes are one rank, as an error, or ""."""
+    """Return an error text if two processes claim the same rank; else ""."""
     if first is None or first.token == second.token:
         return ""
     return (
@@ -176,7 +176,7 @@ def _report(world: World, own: Participant, deadline: float) -> Meeting:
 
 
 def _ask(store: Store, own: Participant, begun_by: float, deadline: float, *, replaces: bool) -> Meeting:
-    """Arrive in the current attempt, and in each later one, until rank 0 answers.
+    """Register this rank in the current restart attempt, or the next ones, until rank 0 answers.
 
     `begun_by`: when rank 0 of a run of plait has begun the first one. Raises `_AnotherRun` where the store is
     not this run's, `CommunicationError` where rank 0 refuses.

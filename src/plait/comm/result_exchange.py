@@ -80,7 +80,7 @@ def _raise_first_error(texts: list[bytes]) -> None:
 
 
 class _Ranks:
-    """This rank's access to the others: all-gathers of bytes."""
+    """All-gathers of bytes over all ranks, of unequal lengths."""
 
     def __init__(self, rank: int, size: int, transport: Transport, device: torch.device) -> None:
         self.rank, self._size, self._transport, self._device = rank, size, transport, device

@@ -35,7 +35,7 @@ _LISTENS = "0A"
 
 
 def require_known(host: str, deadline: float) -> None:
-    """Return once `host` has an address. Raises `CommunicationError` where it has none for a while.
+    """Block until `host` resolves to an address. Raises `CommunicationError` after some seconds without.
 
     Until then it is looked up again and again, after a line on stderr; not beyond `deadline`.
     """
@@ -122,7 +122,7 @@ def within(seconds: float, function: Callable[[], T]) -> T | None:
 
 
 def is_gone(store: Store) -> bool:
-    """Return whether nothing listens any more where a TCP store is; torch would print frames to say so."""
+    """Return whether a TCP store's server is gone, checked by a socket: torch would print a C++ stack."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if not isinstance(store, TCPStore):

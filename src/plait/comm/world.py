@@ -164,7 +164,7 @@ def _local_size(names: _Variables, size: int, variables: Mapping[str, str]) -> i
 
 
 def _job(names: _Variables, one_host: bool, variables: Mapping[str, str]) -> str:
-    """Return what tells a run from others of its launcher: ids of its job, or the launcher's process."""
+    """Return the identity of this run: the job ids of its launcher, or the launcher's process."""
     if names.launcher == "torchrun":
         return variables.get("TORCHELASTIC_RUN_ID", "")
     known = [variables[name] for name in _JOB_IDS if name in variables]

@@ -84,7 +84,7 @@ def _end(connection: Connection, process: int, owner: int) -> None:
 
 
 def _serve(connection: Connection, function: Callable[..., Any], seconds: float, memory: int) -> NoReturn:
-    """Answer calls until the other process closes the connection or ends."""
+    """Run in the child process: execute calls from the connection until its owner closes it."""
     try:
         os.closerange(3, connection.fileno())  # locks and connections of the other process
         os.closerange(connection.fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])

@@ -54,14 +54,14 @@ class ChatTemplate:
         self._process = BoundedProcess(self._computed, _SECONDS, _MEMORY)
 
     def _call(self, what: str, *arguments: Any) -> Any:
-        """Return what the method named `what` returns, computed in the process of the template."""
+        """Return the result of the method `what`, called in the bounded child process."""
         try:
             return self._process.call(what, *arguments)
         except CallFailedError as error:
             raise DataError(f"is refused by the chat template of {self._name}: {error}") from None
 
     def _computed(self, what: str, *arguments: Any) -> Any:
-        """Return what the method named `what` returns; called in the process of the template."""
+        """Return the result of the method `what`; runs in the bounded child process."""
         return getattr(self, what)(*arguments)
 
     @property
@@ -160,7 +160,7 @@ class ChatTemplate:
     def _rendering(
         self, what: str, messages: Sequence[Message], variables: Mapping[str, Any], *more: Any
     ) -> Any:
-        """Return what a method returns of messages. Raises DataError for those that the template refuses."""
+        """Return the result of the method `what` for messages. DataError if the template refuses them."""
         try:
             return self._process.call(what, list(messages), dict(variables), *more)
         except CallFailedError as error:

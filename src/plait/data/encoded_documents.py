@@ -1,4 +1,4 @@
-"""The documents of some ranges of sources, in tokens."""
+"""Tokenization of the documents in ranges of text files, JSON records and tables."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class EncodedPart(NamedTuple):
 
 
 def encoded_documents(ranges: Sequence[SourceRange], settings: TextEncoding) -> Iterator[EncodedPart]:
-    """Yield the documents of some ranges in tokens."""
+    """Yield the tokens of each document in ranges of source files."""
     if settings.chats:
         for one in ranges:
             yield from _encoded_chats(one, settings.tokenizer)
@@ -119,7 +119,7 @@ class _LongDocument:
             yield EncodedPart(whole, ends=part.ends)
 
     def _opened(self, tokens: Tokens) -> Tokens:
-        """Return tokens with those before a document, where they are its first."""
+        """Return tokens, preceded by the document's opening tokens if they are its first."""
         before = self._around.opening(tokens) if self._begins else ()
         self._begins = False
         return np.concatenate([np.array(before, tokens.dtype), tokens])
@@ -144,11 +144,11 @@ def _encoded_chats(one: SourceRange, tokenizer: str) -> Iterator[EncodedPart]:
 
 @lru_cache(maxsize=1)
 def _chat_encoder(folder: str) -> ChatEncoder:
-    """Return the tokenizer and chat template of a folder, which a process opens once."""
+    """Return the encoder of conversations of a tokenizer folder, cached in each process."""
     return ChatEncoder(folder)
 
 
 @lru_cache(maxsize=1)
 def _tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer, which a process opens once."""
+    """Return the tokenizer at a path, cached in each process."""
     return open_tokenizer(name)

@@ -28,7 +28,7 @@ _TRIED = 4
 
 
 class Cut(NamedTuple):
-    """A place where a text can be cut."""
+    """A place where a text can be cut without changing its tokens."""
 
     at: int
     tokens: int
@@ -52,7 +52,7 @@ def _ends_with(tokens: Tokens, last: Tokens) -> bool:
 
 
 def _places(text: str, first: int, last: int) -> Iterator[int]:
-    """Yield where to try: behind line ends, before spaces and behind spaces, each between words.
+    """Yield the places to try for a cut: after line ends, before spaces, after spaces.
 
     Not within words, whose tokens may depend on how many letters or digits stand before.
     """

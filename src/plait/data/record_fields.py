@@ -49,7 +49,7 @@ def are_chats(files: Sequence[SourceFile]) -> bool:
 
 
 def _has_chat(file: SourceFile) -> bool:
-    """Return whether a row of a file is a conversation: by its columns, or by the first row that is."""
+    """Return whether a file has conversations: by a table's columns, or by any row of JSON."""
     if file.kind not in _RECORDS or holds_chats(field_names(file)):
         return file.kind in _RECORDS
     if file.kind == "json":

@@ -25,7 +25,7 @@ _SHIFTS = (0, 1, 2, 3, 5, 7)
 
 
 def text_cuts(path: str, size: int, total: int, encode: Encode | None) -> Iterator[int]:
-    """Yield where to cut a text file of `total` bytes into ranges of about `size`, and where it ends.
+    """Yield the ends, in bytes, of the ranges of about `size` into which a text file of `total` bytes is cut.
 
     `encode`: of the tokenizer, whose tokens no cut may change; None: of bytes, of which no cut does.
     """
@@ -96,7 +96,7 @@ def decoded(data: bytes, path: str, at: int) -> str:
 
 
 def not_text_remedy(path: str) -> str:
-    """Return what to do with a file that was to be text and is none."""
+    """Return the remedy, as text, for a file that is not UTF-8 text."""
     if path.lower().endswith(_COMPRESSED):
         return "decompress it"
     return "name the text files alone, for instance with a glob such as 'folder/**/*.txt'"

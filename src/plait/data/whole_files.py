@@ -62,7 +62,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def file_checksum(path: Path) -> str:
-    """Return the CRC-32 of a regular file as `ChecksumWriter` does. Raises OSError."""
+    """Return the CRC-32 of a regular file, as eight hexadecimal digits. Raises OSError."""
     crc = 0
     with open_file(path) as file:
         while data := file.read(_READ_AT_ONCE):

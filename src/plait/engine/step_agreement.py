@@ -28,7 +28,7 @@ from plait.sharding.optimizer_check import is_free_of_order
 
 
 class StepAgreement:
-    """Notes what this rank does in steps, and compares it with the other ranks."""
+    """Records this rank's optimizers, their options and its calls, and compares them with other ranks'."""
 
     def __init__(self, runtime: Runtime, scale: LossScale) -> None:
         """`scale`: the engine's loss scale."""
@@ -47,11 +47,11 @@ class StepAgreement:
         """After which call of `forward_backward` each optimizer stepped, or was given, last."""
 
     def note_decay(self, weight_decay: float | None) -> None:
-        """Note that groups of parameters were made with this weight decay; None: the optimizer's own."""
+        """Record the `weight_decay` given to `parameter_groups`; None: the optimizer's default."""
         self._decays.add(weight_decay)
 
     def note_optimizer(self, optimizer: Optimizer, steps: int = 1) -> None:
-        """Note that an optimizer is about to take some steps, or was given to the engine.
+        """Record an optimizer, and `steps` that it is about to take, for the next comparison of ranks.
 
         One without parameters of this rank, such as that of a stage that has none, is as good as none.
         """
@@ -61,7 +61,7 @@ class StepAgreement:
         self._latest[optimizer] = self._calls["forward_backward"]
 
     def note_gradients(self) -> None:
-        """Note that a step is about to add to the gradients."""
+        """Count a call of `forward_backward` since gradients were None, for the next comparison."""
         self._accumulated = self._accumulated + 1 if self._has_gradients() else 1
 
     def _has_gradients(self) -> bool:
@@ -121,12 +121,12 @@ class StepAgreement:
             )
 
     def _latest_optimizers(self) -> list[Optimizer]:
-        """Return those that stepped, or were given, after the latest step that had any."""
+        """Return the optimizers that took a step, or were given to the engine, most recently."""
         latest = max(self._latest.values(), default=0)
         return [one for one, when in self._latest.items() if when == latest]
 
     def _of_optimizers(self, optimizers: list[Optimizer], *, single: bool) -> Iterator[str]:
-        """Yield what ranks with optimizers have alike; where no rank has several, also class and defaults."""
+        """Yield the lines about optimizers that all ranks compare; `single`: also class, defaults, steps."""
         if optimizers:
             yield f"calls of forward_backward since zero_grad = {self._accumulated}"
         if optimizers and single:

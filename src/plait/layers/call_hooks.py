@@ -1,4 +1,4 @@
-"""What a module has beside its class: hooks, what they compute, which objects they are; a `forward`."""
+"""Inspection of what was set on module instances: hooks on calls, their objects, an own `forward`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tensors a layer's forward writes in training, and from what: found by a run on the meta device.
+"""Refusal of layers whose result depends on earlier runs, such as running means; found on the meta device.
 
     a parameter                                      refused: the optimizer has its own memory of it
     a buffer that is saved, from the inputs          refused: ranks and micro-batches have other inputs
@@ -28,7 +28,7 @@ from plait.rules import join
 
 
 def refuse_carried_values(layer: NamedLayer, value: Value, length: int) -> tuple[str, ...]:
-    """Return the names of what counts the runs of `layer`, from runs for `value` on the meta device.
+    """Return the names of buffers and numbers that count runs of `layer`; raise ModelError for other state.
 
     `layer` is in training, and is changed: give a copy. Raises ModelError where it writes to a parameter,
     sets a saved buffer from its inputs, gives an output that depends on the inputs of the run before, or
@@ -151,7 +151,7 @@ def _refuse_memory_of_inputs(layer: NamedLayer, value: Value, length: int, left:
 
 
 def _counting(before: _Held, after: _Held, sources: MemorySources) -> tuple[str, ...]:
-    """Return the buffers that were written from buffers that were written."""
+    """Return the written buffers that depend on earlier values of written buffers, as counters do."""
     numbers = {name: INPUT << number for number, name in enumerate(before.buffers, 1)}
     written = [
         name

@@ -1,4 +1,4 @@
-"""Refusal of what a user has set on a model and a rank's copy of its layers would not have.
+"""Refusal of settings on a model, such as hooks on parameters, that copies of its layers would lose.
 
 The layers of a rank are copies, whose parameters are new memory. Modules are copied with their hooks and
 attributes, parameters and buffers with their attributes. What cannot be copied is refused, by name: hooks on
@@ -152,7 +152,7 @@ def _lost_of_buffer(buffer: Tensor) -> str | None:
 
 
 def _refuse_attributes(layer: nn.Module, path: str) -> None:
-    """Raise ModelError for a tensor that is neither parameter nor buffer, and is trained or has no value."""
+    """Raise ModelError for a plain attribute with a tensor that requires a gradient or is on meta."""
     own = {id(tensor) for tensor in (*layer.parameters(), *layer.buffers(), *computed_by_hooks(layer))}
     for name, tensor in _attributes(layer):
         if id(tensor) in own:
@@ -187,7 +187,7 @@ def _attributes(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _refuse_other_state(model: nn.Module, sequence: LayerSequence) -> None:
-    """Raise ModelError where `model.state_dict()` is not what its parameters and saved buffers are."""
+    """Raise ModelError where `model.state_dict()` is not the model's parameters and persistent buffers."""
     held: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     held.update(model.named_buffers(remove_duplicate=False))
     saved = model.state_dict()

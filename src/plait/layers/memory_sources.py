@@ -27,7 +27,7 @@ FROM_SHAPES = frozenset(
 
 
 class MemorySources:
-    """The sources of each memory that operations have met, as bits."""
+    """For each storage: the set of source tensors from which it was computed, as a bit mask."""
 
     def __init__(self) -> None:
         self._bits: dict[int, int] = {}  # by the `id` of a storage
@@ -44,7 +44,7 @@ class MemorySources:
             self._set(tensor, self.of(tensor) | bits)
 
     def write(self, tensor: Tensor, bits: int, *, whole: bool) -> None:
-        """Note that a tensor was written from sources; `whole`: nothing is left of what was there."""
+        """Record a write to a tensor from sources; `whole`: all of its earlier content was overwritten."""
         self._set(tensor, bits if whole else self.of(tensor) | bits)
         self.written.add(id(_memory(tensor)))
 
@@ -63,7 +63,7 @@ def _memory(tensor: Tensor) -> Any:
 
 
 class FollowSources(TorchDispatchMode):
-    """Context that follows the sources of memory through operations."""
+    """Dispatch mode that propagates the sources of tensors through each operation."""
 
     def __init__(self, sources: MemorySources, random: int = INPUT) -> None:
         """`random`: the sources of random numbers."""

@@ -42,7 +42,7 @@ class Selection:
         return self.dims[0] if is_one_block else 0
 
     def of_others(self, at: PositionDim) -> PositionDim | None:
-        """Return where the result has positions that `self` has at `at`; None where their dim is indexed."""
+        """Return where the dim `at` of `self` is in the result; None where it is indexed."""
         if at.dim in self.dims:
             return None
         other = at.dim - sum(dim < at.dim for dim in self.dims)
@@ -54,7 +54,7 @@ class Selection:
 
 
 def indexed_along(call: OperationCall) -> PositionDim | None:
-    """`self` is read or written along `dim` at `index`, which has as many dims: `gather`, `scatter`."""
+    """Rule of `gather` and `scatter`: `self` is read or written along `dim` at `index`, of as many dims."""
     at, index = call.of("self"), call.of("index")
     (dim,) = call.dims("dim", call.tensor("self").dim())
     if at is None:  # a table that is read, and may be larger than the index along other dims
@@ -65,7 +65,7 @@ def indexed_along(call: OperationCall) -> PositionDim | None:
 
 
 def selected(call: OperationCall) -> PositionDim | None:
-    """`self` is read along `dim` at the numbers in `index`, a tensor with one dim."""
+    """Rule of `index_select`: `self` is read along `dim` at the numbers in the 1-d tensor `index`."""
     at, index = call.of("self"), call.of("index")
     (dim,) = call.dims("dim", call.tensor("self").dim())
     if at is None:
@@ -74,7 +74,7 @@ def selected(call: OperationCall) -> PositionDim | None:
 
 
 def written_along(call: OperationCall) -> PositionDim | None:
-    """`self` is written along `dim` at the numbers in `index`: `index_add`, `index_copy`, `index_fill`."""
+    """Rule of `index_add`, `index_copy`, `index_fill`: `self` is written along `dim` at `index`."""
     at, count = call.of("self"), call.tensor("self").dim()
     (dim,) = call.dims("dim", count)
     source = call.arguments.get("source", call.arguments.get("value"))
@@ -84,7 +84,7 @@ def written_along(call: OperationCall) -> PositionDim | None:
 
 
 def part_replaced(call: OperationCall) -> PositionDim | None:
-    """`src` is written to a part of `self` along `dim`: `select_scatter`, `slice_scatter`."""
+    """Rule of `select_scatter` and `slice_scatter`: `src` is written to a part of `self` along `dim`."""
     at, (dim,) = call.of("self"), call.dims("dim", call.tensor("self").dim())
     if at is None or at.dim == dim:
         return None
@@ -93,16 +93,16 @@ def part_replaced(call: OperationCall) -> PositionDim | None:
 
 
 def taken(call: OperationCall) -> PositionDim | None:
-    """`self` in row-major order is a table that is read at `index`."""
+    """Rule of `take`: `self`, flattened, is read at `index`."""
     return call.only("index")
 
 
 def indexed(call: OperationCall) -> PositionDim | None:
-    """`self` is read at `indices`: tensors of numbers, masks, or None for all, for its first dims."""
+    """Rule of `self[indices]`: tensors of numbers, masks, or None (all), for the first dims of `self`."""
     at, given = call.of("self"), call.arguments["indices"]
     indices: list[Tensor] = [index for index in given if index is not None]
     has_positions = any(id(index) in call.positions for index in indices)
-    if _has_flag(indices) or (has_positions and any(index.dtype in MASKS for index in indices)):
+    if _has_scalar_mask(indices) or (has_positions and any(index.dtype in MASKS for index in indices)):
         return None
     selection = Selection.of(given)
     if at is None:
@@ -112,10 +112,10 @@ def indexed(call: OperationCall) -> PositionDim | None:
 
 
 def written_at(call: OperationCall) -> PositionDim | None:
-    """`values` are written to `self` at `indices`, which are as in `indexed`: `index_put`."""
+    """Rule of `index_put`: `values` are written to `self` at `indices`, which are as in `indexed`."""
     at, values, given = call.of("self"), call.tensor("values"), call.arguments["indices"]
     indices: list[Tensor] = [index for index in given if index is not None]
-    if at is None or _has_flag(indices):
+    if at is None or _has_scalar_mask(indices):
         return None
     selection = Selection.of(given)
     ndim = selection.ndim(call.tensor("self").dim())
@@ -132,6 +132,6 @@ def written_at(call: OperationCall) -> PositionDim | None:
     return at if is_mask and same else None
 
 
-def _has_flag(indices: Sequence[Tensor]) -> bool:
-    """Return whether an index is a mask without dims, which adds one."""
+def _has_scalar_mask(indices: Sequence[Tensor]) -> bool:
+    """Return whether an index is a 0-d boolean tensor, with which `tensor[index]` has one dim more."""
     return any(index.dtype in MASKS and not index.dim() for index in indices)

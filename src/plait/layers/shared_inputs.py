@@ -112,7 +112,7 @@ class PartialOutputs:
 
     @contextmanager
     def giving_parts(self) -> Iterator[None]:
-        """Within the context, they do so; what the layer saves for its backward is recorded."""
+        """Context in which linears return parts of larger tensors; records tensors saved for backward."""
         handles = [
             self._layer.get_submodule(name).register_forward_hook(partial(self._give_part, name))
             for each in self._readers
@@ -127,7 +127,7 @@ class PartialOutputs:
 
     @property
     def readers(self) -> tuple[Readers, ...]:
-        """The readers, and whose output is better copied."""
+        """The linears that can be joined, and the names of those whose outputs are to be copied."""
         saved = {id(one.untyped_storage()) for one in self._saved}
         found = []
         for each in self._readers:
@@ -149,7 +149,7 @@ class PartialOutputs:
 
 
 class _AttentionInputs(TorchFunctionMode):
-    """Context that appends what enters attention: on the meta device no fused kernel saves it.
+    """Function mode that records the inputs of attention: meta kernels do not save them for backward.
 
     Raises NotImplementedError where strides are given by the layer, who knows those of whole outputs only.
     """
@@ -159,7 +159,7 @@ class _AttentionInputs(TorchFunctionMode):
         self._found = found
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return the result of `func`; append what enters it, if it is attention; refuse `as_strided`."""
+        """Call `func`; record its inputs if it is attention, and raise for `as_strided`."""
         if func in (torch.as_strided, Tensor.as_strided):
             raise NotImplementedError("strides of a tensor of its own, which a part of another has not")
         if func is functional.scaled_dot_product_attention:

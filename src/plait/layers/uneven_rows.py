@@ -44,7 +44,7 @@ def counted_microbatches(
 
 
 def _cut(value: Value, bounds: Sequence[tuple[int, int]], times: int) -> Microbatches:
-    """Return the rows `bounds` of `value`, which has `times` as many rows as the bounds count."""
+    """Return rows `bounds[0] * times` to `bounds[1] * times` of `value`."""
     return Microbatches(
         map_tensors(lambda tensor, rows=slice(times * begin, times * end): tensor[rows], value)  # type: ignore[misc]
         for begin, end in bounds

@@ -41,7 +41,7 @@ def repeated_rows(batches: Batches) -> str:
 
 
 def uneven_epochs(batches: Batches, steps: int) -> str:
-    """Return a line where some rows are taken once more than others, after the first epoch, or ""."""
+    """Return a note, as text, if the last epoch is cut so that some rows are used once more; else ""."""
     rows, size = row_total(batches), batches.size
     epochs, more = divmod(steps * size, rows) if rows else (0, 0)
     if not rows or not epochs or not more:

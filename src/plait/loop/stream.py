@@ -84,7 +84,7 @@ class Stream:
         self._source, self._collate, self._epochs, self._seed = source, collate, epochs, seed
 
     def on(self, mesh: Mesh) -> RankStream:
-        """Return the stream for this rank; all ranks call it. `plait.fit` does."""
+        """Return the `RankStream` of this rank, connected to the reader on rank 0; all ranks call it."""
         reader = StreamReader(
             self._source, self.size, self._seed, self._collate, self._of_batches, self._epochs
         )
@@ -162,7 +162,7 @@ class RankStream:
         self.left = 0 if ended is not None and self._epochs is not None and ended >= self._epochs else None
 
     def _messages(self) -> tuple[int, list[Tensor]]:
-        """Return, on rank 0, what is left and the message to each rank."""
+        """Return, on rank 0, how many rows the next batch has, and the message with each rank's rows."""
         try:
             found = self._reader.next()
             ranks = self._mesh.size("dp")
@@ -176,7 +176,7 @@ class RankStream:
         return _GOES_ON if found.left is None else found.left, [shares[index] for index in of_rank]
 
     def _received(self, sent: tuple[int, list[Tensor]] | None) -> tuple[int, Tensor]:
-        """Return what is left and this rank's message of those that rank 0 has sent."""
+        """Return how many rows the next batch has, and this rank's message from rank 0."""
         longest = 0 if sent is None else max(one.numel() for one in sent[1])
         head = torch.tensor([0 if sent is None else sent[0], longest], device=self._device)
         left, longest = (

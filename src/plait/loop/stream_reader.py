@@ -23,7 +23,7 @@ class Source(Protocol):
         """Return an iterator from the position that was loaded on, else from the beginning."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the latest iterator."""
+        """Return the position of the iterator made last, as values that `load_state_dict` takes."""
 
     def load_state_dict(self, state: Any, /) -> None:
         """Take a position, for the next iterator."""
@@ -78,7 +78,7 @@ class StreamReader:
         return ReadBatch(value, len(self._pending) if self._ahead is None else None)
 
     def state(self) -> str:
-        """Return the position behind the last batch as text."""
+        """Return the position after the last batch, as JSON text."""
         return self._now() if self._position is None else self._position
 
     def load(self, state: str) -> None:
@@ -100,7 +100,7 @@ class StreamReader:
         self._items = self._read()
 
     def _read_again(self, samples: int) -> None:
-        """Read the samples of an epoch that a run has had, since their number is all of its position."""
+        """Read past the samples of an epoch that were used, where only their number is known."""
         self._samples, self._items = 0, self._read()
         for _ in range(samples):
             try:
@@ -166,7 +166,7 @@ class StreamReader:
         return found[0], found[1]
 
     def _read(self) -> Iterator[Any]:
-        """Yield what the source does, from its position on."""
+        """Yield the samples or batches of the source, from its current position on."""
         while self._epochs is None or self._epoch < self._epochs:
             self._set_epoch()
             for item in self._source:

@@ -224,7 +224,7 @@ class TrainingLoop:
         return self.engine.forward_backward(inputs, targets)
 
     def _end_with_data(self, steps: int | None = None) -> None:
-        """Where a stream has ended, make `steps` the last ones, by default those that are `done`."""
+        """Reduce `steps` to what a stream that ends still allows."""
         last = self.done if steps is None else steps
         if not isinstance(self.batches, RankStream) or self.batches.left is None or last >= self.steps:
             return

@@ -13,7 +13,7 @@ from plait.loop.stream import RankStream, Stream
 
 
 class RowShare(NamedTuple):
-    """A rank's rows of one validation batch."""
+    """The rows of one validation batch that a data-parallel rank evaluates."""
 
     batch: int
     rows: slice

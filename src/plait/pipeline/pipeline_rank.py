@@ -119,7 +119,7 @@ class PipelineRank:
         return self._stage_outputs[-1]
 
     def set_back(self) -> None:
-        """Set what counts the runs of layers to its value before the step: an evaluation counts none."""
+        """Restore the layers' run counters to their values before an evaluation, which must not count."""
         for stage in self.stages.values():
             stage.set_back()
 

@@ -221,7 +221,7 @@ class Stage:
             held.clear()
 
     def set_back(self) -> None:
-        """Set what counts the runs of layers to its value before the step."""
+        """Restore the layers' run counters to their values before the step."""
         for layer, before in self.starts.items():
             set_attributes(self.layers[layer].module, before)
 
@@ -248,7 +248,7 @@ class Stage:
         return self._without_parameters(output, layer) if info.returns_parameter else output
 
     def _restart(self, layer: int, counting: Sequence[str]) -> None:
-        """Set what counts a layer's runs to the values before this step, which counts once."""
+        """Restore a layer's run counters, so that the micro-batches of a step count once together."""
         module = self.layers[layer].module
         if layer not in self.starts:
             self.starts[layer] = read_attributes(module, counting)

@@ -210,7 +210,7 @@ def _gathered(shape: StepShape) -> float:
 
 
 def _bias(shape: StepShape) -> float:
-    """Return the bytes of a bias's gradient, which waits to be added with those of the other biases."""
+    """Return the bytes of a bias's gradient that is kept until all small gradients are added together."""
     return shape.item * shape.decoder.hidden if shape.decoder.biases else 0.0
 
 

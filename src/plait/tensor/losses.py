@@ -51,7 +51,7 @@ class PiecewiseLoss(Loss, Protocol):
 
 @runtime_checkable
 class SequenceLoss(Loss, Protocol):
-    """A loss of whole sequences, which itself adds up what the ranks of `cp` have of them.
+    """Protocol of a loss over whole sequences that reduces the context-parallel ranks' parts itself.
 
     `total` is called within `running`; of the ranks of `cp` the first returns the loss and the others 0, each
     with the gradient of its part. `weight` is of a part, as of other losses.

@@ -124,7 +124,7 @@ def _bounds(field: Schema) -> str:
 
 
 def _number(bound: float) -> float:
-    """Return a bound without `.0`, with which older versions of pydantic give whole ones."""
+    """Return a bound from pydantic's message as text, whole numbers without `.0`."""
     return int(bound) if bound == int(bound) else bound
 
 

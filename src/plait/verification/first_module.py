@@ -26,7 +26,7 @@ _EQUAL = (
 
 @dataclass
 class ModuleCall:
-    """What a module was given and what it gave, of its first call."""
+    """Inputs and output of a module's first call."""
 
     given: Tensor | None
     output: Tensor | None

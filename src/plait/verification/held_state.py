@@ -19,7 +19,7 @@ class HeldState:
 
     @staticmethod
     def of(layers: Iterable[NamedLayer]) -> HeldState:
-        """Return what `layers` hold now; the buffers' values must not be written to from now on."""
+        """Return the current buffers and number attributes of `layers`; the buffers are not copied."""
         modules = [module for layer in layers for module in layer.module.modules()]
         return HeldState(
             tuple(
@@ -29,11 +29,11 @@ class HeldState:
         )
 
     def set_back(self) -> None:
-        """Give the modules these buffers and numbers."""
+        """Set the modules' buffers and numbers back to the recorded ones."""
         self._set({id(buffer): buffer for _, _, buffer in self.buffers})
 
     def set_copies(self) -> None:
-        """Give the modules these numbers, and copies of these buffers; shared ones stay shared."""
+        """Set the modules' numbers, and buffers to copies of the recorded ones; shared ones stay shared."""
         self._set({id(buffer): buffer.clone() for _, _, buffer in self.buffers})
 
     def _set(self, values: dict[int, Tensor]) -> None:

@@ -38,7 +38,7 @@ class IndependentReport:
 
     @property
     def first(self) -> Compared | None:
-        """The first difference: what it depends on is equal."""
+        """The first difference in order of computation, so that all its inputs were equal; None if none."""
         return next((one for one in self.compared_tensors if not one.equal), None)
 
     @property

@@ -203,7 +203,7 @@ class AnnouncedPending:
         self._pending.wait(awaited)
 
     def abandon(self) -> bool:
-        """Compare no calls any more, and return what the operation of the backend returns."""
+        """Stop comparing calls, and abandon the operation; return whether it was cancelled."""
         with suppress(OSError):  # after an error the channels are closed
             self._finish_comparison()
         return self._pending.abandon()
@@ -267,7 +267,7 @@ class SharedMemoryTransport(TorchTransport):
         return reduction(tensor, total, op, self.staging)
 
     def reduce(self, tensor: Tensor, op: Op, destination: int) -> Pending:
-        """Start a reduce by the backend."""
+        """Start a reduce over the process group (Gloo), not in shared memory."""
         self._call("reduce", tensor, op, f"to {destination}")
         return self._announced(tensor, partial(super().reduce, tensor, op, destination))
 
@@ -305,33 +305,33 @@ class SharedMemoryTransport(TorchTransport):
         return all_to_all_uneven_staged(tensor, received, sizes, most, self.staging)
 
     def broadcast(self, tensor: Tensor, source: int) -> Pending:
-        """Start a broadcast by the backend."""
+        """Start a broadcast over the process group (Gloo), not in shared memory."""
         self._call("broadcast", tensor, f"from {source}")
         return self._announced(tensor, partial(super().broadcast, tensor, source))
 
     def gather(self, tensor: Tensor, whole: Tensor | None, destination: int) -> Pending:
-        """Start a gather by the backend."""
+        """Start a gather over the process group (Gloo), not in shared memory."""
         self._call("gather", tensor, f"to {destination}")
         return self._announced(tensor, partial(super().gather, tensor, whole, destination))
 
     def scatter(self, pieces: Tensor | None, own: Tensor, source: int) -> Pending:
-        """Start a scatter by the backend."""
+        """Start a scatter over the process group (Gloo), not in shared memory."""
         self._call("scatter", own, f"from {source}")
         return self._announced(own, partial(super().scatter, pieces, own, source))
 
     def barrier(self) -> Pending:
-        """Start a barrier of the backend."""
+        """Start a barrier of the process group (Gloo)."""
         self._call("barrier", None)
         return self._announced(None, super().barrier)
 
     def _call(self, kind: str, tensor: Tensor | None, *details: object) -> None:
-        """Note the call that the next messages to other ranks belong to."""
+        """Set the description of the call that the next messages to other ranks carry."""
         if tensor is None or tensor.device.type == "cpu":
             shape = None if tensor is None else (tensor.dtype, tensor.shape)
             self.channels.call = _described(kind, shape, details)
 
     def _announced(self, tensor: Tensor | None, start: Callable[[], Pending]) -> Pending:
-        """Start an operation of the backend, after a comparison with the calls that other ranks have made.
+        """Start an operation of the process group, and compare its description with the other ranks' calls.
 
         Where sizes differ a backend ends the process. On a GPU, whose waits do not block, none are compared.
         """
