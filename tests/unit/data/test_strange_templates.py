@@ -41,8 +41,9 @@ STRANGE = {
 def test_a_strange_template_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(chat_templates, "_SECONDS", 0.2)
     template, reason = STRANGE[name]
+    if "seconds" in reason:  # where another reason is expected, a busy machine must not give this one
+        monkeypatch.setattr(chat_templates, "_SECONDS", 0.2)
     save_tokenizer(tmp_path, template)
     encoder = ChatEncoder(str(tmp_path))
     with pytest.raises(DataError, match=rf"is refused by the chat template of .*({reason})"):
@@ -50,7 +51,7 @@ def test_a_strange_template_is_refused_by_name(
 
 
 def test_the_conversation_after_a_refused_one_is_rendered(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(chat_templates, "_SECONDS", 0.2)
+    monkeypatch.setattr(chat_templates, "_SECONDS", 1.0)
     endless = "{% if messages | length > 2 %}" + _LOOP * 4 + "{% endfor %}" * 4 + "{% endif %}" + PLAIN
     save_tokenizer(tmp_path, endless)
     encoder = ChatEncoder(str(tmp_path))
