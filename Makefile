@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install demo test test-all test-share versions check format docs docs-serve package clean
+.PHONY: help install demo test test-all test-share mutants versions check format docs docs-serve package clean
 
 help:  ## list these verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -33,6 +33,11 @@ test-all: install  ## run the tests with all examples and the full products, tho
 SEED ?= 0
 test-share: install  ## run a twentieth of the full products, chosen by SEED=..., for at most three minutes
 	$(BIN)/pytest -n 2 --dist loadgroup -m full --twentieth $(SEED)
+
+COUNT ?= 60
+mutants: install  ## change COUNT=... random lines of src, chosen by SEED=..., and see which the tests notice; half an hour
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt pytest-cov
+	$(BIN)/python benchmarks/mutation/run.py --seed $(SEED) --count $(COUNT)
 
 # Interpreters, by default that of .venv; the environments take several GB each.
 PYTHONS ?= $(BIN)/python
