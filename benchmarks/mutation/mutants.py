@@ -41,7 +41,7 @@ class Mutant:
 
 
 def draw_mutants(root: Path, seed: int, count: int, only: str = "") -> list[Mutant]:
-    """Return `count` mutants of `src/plait` below `root`, of different lines; of files with `only` in their path."""
+    """Return `count` mutants of `root/src/plait`, one a line, in files with `only` in their path."""
     files = {
         str(path.relative_to(root)): path.read_bytes() for path in sorted((root / "src/plait").rglob("*.py"))
     }

@@ -42,7 +42,7 @@ class Worker:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def run(self, mutant: Mutant | None, tests: list[str], seconds: float) -> list[str]:
-        """Return `["lived"]`, or the test that noticed a mutant, and why. Without one: of the tree as it is."""
+        """Return `["lived"]`, or the test that noticed the mutant (if any is given), and why."""
         assert self._process.stdin
         assert self._process.stdout
         files = {test.partition("::")[0] for test in tests}
