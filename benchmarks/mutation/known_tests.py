@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / "build/mutation"
 SECONDS = 15.0, 45.0
 """What tests of one mutant took in the run with coverage: those tried first, and the others."""
+_POOL = "src/plait/comm/rank_pool.py"
+"""What tests with ranks as processes run in their own."""
 _LEAST = 0.01
 """Seconds that a test counts with at least."""
 
@@ -63,12 +65,14 @@ class KnownTests:
     def of(self, mutant: Mutant) -> tuple[list[str], list[str]]:
         """Return the tests of a mutant's line, nearest first: those to try first, and those to try then.
 
-        They run the line; or, where no test does (it runs in processes of ranks, or on import), its module.
+        They run the line, then those that run its module otherwise, then those with ranks as processes, whose
+        lines were not seen.
         """
         lines = self._tests_by_line(mutant.path)
         of_line = self._of_line(mutant, lines)
         of_module = set().union(*lines.values()) - of_line
-        chosen = [*self._nearest(mutant, of_line), *self._nearest(mutant, of_module)]
+        of_ranks = set().union(*self._tests_by_line(_POOL).values()) - of_line - of_module
+        chosen = [test for tests in (of_line, of_module, of_ranks) for test in self._nearest(mutant, tests)]
         parts: tuple[list[str], list[str]] = [], []
         taken = 0.0
         for test in chosen:
