@@ -66,6 +66,27 @@ def test_the_page_of_one_plan_has_its_changes_and_its_timeline(
     number, unit = printed.split()[1:3]
     step = float(number) * {"s": 1.0, "ms": 1e-3, "µs": 1e-6}[unit.rstrip(",")]
     assert 0.5 * step < data["length"] * data["tick"] / 1e3 <= step
+    told = re.match(
+        r"step +(\S+) ms, (\S+) tokens/s on 2 ranks, MFU (\S+),.*\nmemory +(.*?) allocated", printed
+    )
+    assert told is not None
+    assert re.findall(r'<div title="(.*?)"><dt>(.*?)</dt><dd>(.*?)</dd></div>', page) == [
+        ("predicted", "time of a step", f"{float(told[1]):.3g} ms"),
+        ("of all ranks together", "tokens/s", told[2]),
+        ("model FLOPs utilisation", "MFU", told[3]),
+        ("of the rank with most", "memory", told[4]),
+        ("", "pp × tp × cp × dp", "2 × 1 × 1 × 1"),
+    ]
+    uses = re.findall(r"<td>([^<]+)</td><td><span.*?width: (\S+)%.*?<td class=number>(\S+ \S+?)</td>", page)
+    parts = re.findall(r"^([a-z][a-z -]+?)  +([\d.]+ \S+)  +([\d.]+)%$", printed, re.M)
+    assert sorted(name for name, _, _ in uses) == sorted(name for name, _, _ in parts)
+    assert [float(share) for _, share, _ in uses] == sorted(
+        (float(share) for _, share, _ in uses), reverse=True
+    )
+    for name, share, time in uses:
+        its_time, its_share = next(rest for other, *rest in parts if other == name)
+        assert float(share) == pytest.approx(float(its_share), abs=0.06)
+        assert float(time.split()[0]) == pytest.approx(float(its_time.split()[0]), rel=6e-3)
 
 
 @pytest.mark.full
