@@ -121,13 +121,6 @@ def read_json(path: Path) -> Any:
     return json_value(read_text(path))
 
 
-def read_as(adapter: TypeAdapter[T], path: Path) -> T:
-    """Return the content of a JSON file as the type of `adapter`. Raises OSError, ValueError otherwise."""
-    text = read_text(path)
-    json_value(text)
-    return validated(adapter, text)
-
-
 def validated(adapter: TypeAdapter[T], text: str | bytes) -> T:
     """Return JSON data checked against a pydantic type. ValueError: the first fault, as "KEY: …"."""
     from pydantic import ValidationError
