@@ -9,9 +9,10 @@ from __future__ import annotations
 import ast
 import random
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 from operators import Change, changes_of
@@ -41,22 +42,41 @@ class Mutant:
 
 
 def draw_mutants(root: Path, seed: int, count: int, only: str = "") -> list[Mutant]:
-    """Return `count` mutants of `root/src/plait`, one a line, in files with `only` in their path."""
+    """Return `count` mutants of `root/src/plait`, one a line, in files with `only` in their path.
+
+    A line's own text decides when it is drawn and how it is changed: what a seed draws stays where other
+    lines change.
+    """
     files = {
         str(path.relative_to(root)): path.read_bytes() for path in sorted((root / "src/plait").rglob("*.py"))
     }
-    lines = [(path, line) for path in files if only in path for line in _code_lines(files[path])]
-    chance = random.Random(seed)
+    lines = sorted(
+        (hash_of, path, line)
+        for path in files
+        if only in path
+        for hash_of, line in _hashes(seed, path, files[path])
+    )
     changes: dict[str, dict[int, list[Change]]] = {}
-    drawn: dict[tuple[str, int], Mutant] = {}
-    while len(drawn) < count and lines:
-        path, line = lines.pop(chance.randrange(len(lines)))
+    drawn: list[Mutant] = []
+    for hash_of, path, line in lines:
+        if len(drawn) == count:
+            break
         if path not in changes:
             changes[path] = _changes_by_line(files[path])
+        chance = random.Random(hash_of)
         mutant = _choose(chance, path, line, files[path], changes[path].get(line, []))
         if mutant is not None:
-            drawn[path, line] = mutant
-    return list(drawn.values())
+            drawn.append(mutant)
+    return drawn
+
+
+def _hashes(seed: int, path: str, source: bytes) -> Iterator[tuple[str, int]]:
+    """Yield a hash of the seed, the file, a line's text and how often that came, and the line."""
+    texts, came = source.decode().splitlines(), Counter[str]()
+    for line in _code_lines(source):
+        text = texts[line - 1].strip()
+        came[text] += 1
+        yield sha256(f"{seed} {path} {text} {came[text]}".encode()).hexdigest(), line
 
 
 def _choose(chance: random.Random, path: str, line: int, source: bytes, found: list[Change]) -> Mutant | None:
