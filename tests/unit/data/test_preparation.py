@@ -44,7 +44,7 @@ def as_jsonl(documents: list[str]) -> str:
 
 @pytest.mark.parametrize("portion", [1, 7, 1000])
 def test_each_kind_of_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, portion: int) -> None:
-    in_one_process(monkeypatch)
+    written = in_one_process(monkeypatch)
     texts = tmp_path / "texts"
     texts.mkdir()
     (texts / "a first one.txt").write_text("")
@@ -57,6 +57,8 @@ def test_each_kind_of_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, po
     expected = ["first\nof two lines\n", "second", "thïrd\nline", "fourth", "no line end"]
     assert documents_in(tmp_path / "out") == expected
     assert (index.documents, index.end, index.dtype) == (5, None, "uint16")
+    assert written == list(range(len(index.shards))), "each shard once"
+    assert (len(written) == 1) == (portion == 1000)
 
 
 @pytest.mark.parametrize("portion", [1, 5, 64])
@@ -164,7 +166,8 @@ def test_the_end_token_follows_each_document(
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", b"\xff\xfe", "is no UTF-8 text at byte 0"),
+        ("a.txt", b"\xff\xfe", "is no UTF-8 text at byte 0:"),
+        ("a.txt", b"a longer text \xff", "is no UTF-8 text at byte 14:"),
         ("a.jsonl", b'{"text": "a"}\nnothing\n', r"a\.jsonl:2 is no JSON object"),
         (
             "a.jsonl",
@@ -192,9 +195,14 @@ def test_what_cannot_be_read_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes, message: str
 ) -> None:
     in_one_process(monkeypatch)
+    monkeypatch.setattr("plait.data.text_files.PART", 4)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         prepare_corpus([str(tmp_path / name)], tmp_path / "out", "bytes")
+    if name == "a.txt":
+        (tmp_path / name).write_bytes(b"fine\n" + content)
+        with pytest.raises(DataError, match=f"is no UTF-8 text at byte {5 + content.index(255)}:"):
+            prepare_corpus([str(tmp_path / name)], tmp_path / "lines", "bytes", lines=True)
 
 
 @pytest.mark.parametrize(
@@ -248,43 +256,37 @@ def test_a_folder_holds_one_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         open_corpus(tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("text", "options", "difference"),
-    [
-        ("more text", {}, "txt has another size"),
-        ("text", {"tokenizer": "{other}"}, "another tokenizer: bytes, now "),
-        ("Text", {}, "txt was written again since"),
-    ],
-)
 def test_another_preparation_is_told_apart_in_words(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    word_tokenizer: Path,
-    text: str,
-    options: dict[str, Any],
-    difference: str,
-) -> None:
-    in_one_process(monkeypatch)
-    source = tmp_path / "a.txt"
-    source.write_text("text")
-    prepare_corpus([str(source)], tmp_path / "out", "bytes")
-    source.write_text(text)
-    given = {"tokenizer": "bytes", **options}
-    tokenizer = str(given.pop("tokenizer")).format(other=word_tokenizer)
-    with pytest.raises(DataError, match=difference):
-        prepare_corpus([str(source)], tmp_path / "out", tokenizer, **given)
-
-
-def test_a_tokenizer_that_has_changed_does_not_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word_tokenizer: Path
 ) -> None:
     in_one_process(monkeypatch)
-    (tmp_path / "a.txt").write_text("a b c")
-    arguments = [str(tmp_path / "a.txt")], tmp_path / "out", str(word_tokenizer)
-    prepare_corpus(*arguments)
-    (word_tokenizer.parent / "chat_template.jinja").write_text("x")
-    with pytest.raises(DataError, match=r"the files of the tokenizer .* have changed since"):
-        prepare_corpus(*arguments)
+    source, other, folder, words = tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "out", word_tokenizer
+    source.write_text(as_jsonl(["a b c", "b a c"]))
+    usual: dict[str, Any] = {"sources": [str(source)], "tokenizer": str(words), "end": "a"}
+    prepare_corpus(folder=folder, **usual)
+    written = (folder / "preparation.json").read_text()
+
+    def refused(difference: str, **options: Any) -> None:
+        with pytest.raises(DataError, match=rf"out holds another preparation \({difference}\): repeat its"):
+            prepare_corpus(folder=folder, **{**usual, **options})
+
+    refused(f"another tokenizer: {words}, now bytes", tokenizer="bytes", end=None)
+    refused("another --column: text, now body", column="body")
+    refused("another --end: token 1, now token 2", end="b")
+    refused("another --end: token 1, now none", end="")
+    refused("another --shard, or another order of the files", portion=10)
+    other.write_text(source.read_text())
+    refused(f"another source: {other} is newly among the files", sources=[str(source), str(other)])
+    refused(f"another source: {source} is no longer among the files", sources=[str(other)])
+    (folder / "preparation.json").write_text("{}")
+    refused(r"its preparation\.json is of another version, or damaged")
+    (folder / "preparation.json").write_text(written)
+    source.write_text(as_jsonl(["a b c", "b a b"]))
+    refused(rf"{source} was written again since")
+    source.write_text(as_jsonl(["a b c"]))
+    refused(rf"{source} has another size")
+    (words.parent / "chat_template.jinja").write_text("x")
+    refused(f"the files of the tokenizer {words} have changed since")
 
 
 def test_rows_of_two_kinds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
