@@ -144,14 +144,19 @@ def test_rows_are_counted_and_described() -> None:
     for limit, rows in ((None, 5), (1, 4), (2, 5)):
         made = ValidationBatches(windows, 4, limit)
         assert description(made) == {"size": 4, "rows": 5, "taken": rows}
-    assert (row_total(RandomBatches(7, 5, 4, 0)), description(RandomBatches(7, 5, 4, 0))) == (None, {"size": 4})
+    assert (row_total(RandomBatches(7, 5, 4, 0)), description(RandomBatches(7, 5, 4, 0))) == (
+        None,
+        {"size": 4},
+    )
     assert ConcatenatedRows([windows, windows, whole]).count == 10
 
 
 def test_ranks_that_cannot_share_a_batch_are_refused() -> None:
     assert [rank_rows(rank, 3, 12) for rank in range(3)] == [slice(0, 4), slice(4, 8), slice(8, 12)]
     for batch, fitting in ((13, 10), (3, 5)):
-        with pytest.raises(DataError, match=rf"have {batch} rows, which 5 .*: give batches of {fitting} rows"):
+        with pytest.raises(
+            DataError, match=rf"have {batch} rows, which 5 .*: give batches of {fitting} rows"
+        ):
             rank_rows(0, 5, batch)
 
 

@@ -111,14 +111,21 @@ def test_an_index_says_what_it_counts_and_contradicts_itself_nowhere(tmp_path: P
     ]
     empty = replace(index, shards=())
     assert (empty.largest, empty.names("unread"), empty.notes()) == (-1, "", [])
-    fitting = replace(index, vocab=1 << 16), replace(index, vocab=1 << 32, dtype="uint32"), replace(index, end=None)
+    fitting = (
+        replace(index, vocab=1 << 16),
+        replace(index, vocab=1 << 32, dtype="uint32"),
+        replace(index, end=None),
+    )
     for one in (index, empty, *fitting):
         write_index(tmp_path, one)
         assert read_index(tmp_path) == one
     for other, told in (
         (replace(index, vocab=(1 << 16) + 1), "vocab: 65537 is more than uint16 can count"),
         (replace(index, end=10), "end: 10 is no token of 10"),
-        (replace(index, shards=(replace(shards[0], answers=6),)), r"shards\.0: it has more answers than tokens"),
+        (
+            replace(index, shards=(replace(shards[0], answers=6),)),
+            r"shards\.0: it has more answers than tokens",
+        ),
         (replace(index, chats=False), r"shards\.0: it has 4 checksums"),
     ):
         write_index(tmp_path, other)
@@ -132,7 +139,9 @@ def test_an_index_says_what_it_counts_and_contradicts_itself_nowhere(tmp_path: P
         read_index(tmp_path)
 
 
-def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, done, usual = tmp_path / "a", list[object](), (os.fsync, Path.replace)
 
     def synchronised(handle: int) -> None:

@@ -50,7 +50,11 @@ def test_ranks_share_the_batches_of_a_seed_and_an_epoch_has_each_sample_once() -
     assert plait.Loader(Noisy(), batch=4, seed=4).order(0) != loader.order(0)
     assert plait.Loader(Noisy(), batch=4, shuffle=False).order(2) == [8, 9, 10, 0]
     assert loader.order(2, slice(1, 3)) == loader.order(2)[1:3]
-    assert (loader.size, loader.rows, loader.describe()) == (4, 11, {"samples": 11, "seed": 3, "shuffle": True})
+    assert (loader.size, loader.rows, loader.describe()) == (
+        4,
+        11,
+        {"samples": 11, "seed": 3, "shuffle": True},
+    )
     assert [loader.steps(epochs) for epochs in (1, 2, 4, 0.5)] == [3, 6, 11, 2]
     assert torch.equal(torch.cat([loader.share(7, rank, 2)[0] for rank in range(2)]), whole[7][0])
 

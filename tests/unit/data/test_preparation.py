@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from in_process import in_one_process
 
 from plait.cli.data import run
-from plait.data.document_sources import divided, files_of, read_texts
+from plait.data import preparation
+from plait.data.document_sources import SourceRange, divided, files_of, read_texts
 from plait.data.preparation import portion_size, prepare_corpus
 from plait.data.token_shards import Corpus, TokenShard, open_corpus
 from plait.errors import ConfigError, DataError
@@ -108,6 +109,15 @@ def test_the_pieces_of_a_text_are_the_text(
 def test_shards_of_a_small_corpus_are_small(total: int, size: int) -> None:
     """So that each process has work, and the last one of a large corpus is not long."""
     assert portion_size(total) == size
+
+
+def test_a_shard_has_as_many_portions_as_fit() -> None:
+    portions = [
+        SourceRange(str(number), "text", 0, size, size) for number, size in enumerate([3, 3, 3, 5, 1, 9, 1])
+    ]
+    shards = preparation._shards(portions, 6)
+    assert [[one.size for one in shard] for shard in shards] == [[3, 3], [3], [5, 1], [9], [1]]
+    assert [*itertools.chain(*shards)] == portions
 
 
 def test_one_command_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +270,12 @@ def test_another_preparation_is_told_apart_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word_tokenizer: Path
 ) -> None:
     in_one_process(monkeypatch)
-    source, other, folder, words = tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "out", word_tokenizer
+    source, other, folder, words = (
+        tmp_path / "a.jsonl",
+        tmp_path / "b.jsonl",
+        tmp_path / "out",
+        word_tokenizer,
+    )
     source.write_text(as_jsonl(["a b c", "b a c"]))
     usual: dict[str, Any] = {"sources": [str(source)], "tokenizer": str(words), "end": "a"}
     prepare_corpus(folder=folder, **usual)

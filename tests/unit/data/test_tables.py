@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -146,3 +147,9 @@ def test_a_column_without_text_is_refused(tmp_path: Path) -> None:
     (portion,) = divided(files_of(str(tmp_path / "a.parquet"))[0], 1 << 20)
     with pytest.raises(DataError, match=r"row 0, has a 'text' that is .b'bytes'., and no text"):
         list(read_texts(portion, "text"))
+    with pytest.raises(DataError, match=r"a\.parquet has no column 'body' .it has: text.: give --column"):
+        list(read_texts(portion, "body"))
+    for name in ("b.parquet", "b.arrow"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(DataError, match=r"b\.\w+ cannot be read: it is a pipe"):
+            column_names(str(tmp_path / name))

@@ -69,7 +69,9 @@ def test_a_tokenizer_that_changes_texts_and_adds_tokens_around_them(word_tokeniz
     word_tokenizer.write_text(json.dumps(written))
     config = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "add_bos_token": True}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "special_tokens_map.json").write_text('{"additional_special_tokens": ["<new>", {"content": "<x>"}]}')
+    (folder / "special_tokens_map.json").write_text(
+        '{"additional_special_tokens": ["<new>", {"content": "<x>"}]}'
+    )
     tokenizer = FileTokenizer(folder)
     assert tokenizer.special_tokens() == ["<s>", "</s>", "<new>", "<x>"]
     assert (tokenizer.vocab, tokenizer.name, tokenizer.token(5)) == (8, "tokenizer.json", "</s>")

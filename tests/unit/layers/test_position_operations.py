@@ -160,8 +160,8 @@ STEPS: dict[str, Step] = {
     "advanced index": advanced_index,
     "looked up": looked_up,
     "gathered from a table": lambda x, a, b: TABLE.flatten().gather(0, classes(x).flatten()),
-    "gathered by number": lambda x, a, b: torch.linspace(-1, 1, 7 * 601).view(7, 601).gather(
-        0, classes(x).flatten(1)
+    "gathered by number": lambda x, a, b: (
+        torch.linspace(-1, 1, 7 * 601).view(7, 601).gather(0, classes(x).flatten(1))
     ),
     "scattered": scattered,
     "filled at numbers": lambda x, a, b: x.index_fill(dim_of(x, a), zeros(x.shape[dim_of(x, b)]), 2.0),
@@ -245,7 +245,13 @@ EACH = torch.eye(LENGTH, dtype=torch.bool)
 """Each position changes with that of the input."""
 REFUSED_THOUGH_APART = {
     *("cat", "gather", "tril", "written", "indexed in place", "assigned", "replaced"),
-    *("gathered by number", "scattered", "filled at numbers", "viewed as another dtype", "product of matrices"),
+    *(
+        "gathered by number",
+        "scattered",
+        "filled at numbers",
+        "viewed as another dtype",
+        "product of matrices",
+    ),
 }
 """Some programs with these are refused: `[x, y]` along positions, or treating positions by their number."""
 
