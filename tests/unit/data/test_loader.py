@@ -35,10 +35,16 @@ def joined(loader: plait.Loader, step: int, ranks: int) -> Tensor:
 
 def test_ranks_share_the_batches_of_a_seed_and_an_epoch_has_each_sample_once() -> None:
     loader = plait.Loader(Noisy(), batch=4, seed=3)
-    state = torch.get_rng_state(), random.getstate()
+    np.random.seed(5)
+    state, of_numpy = (torch.get_rng_state(), random.getstate()), np.random.get_state()[1].tolist()  # type: ignore[union-attr]
     whole = [loader.batch(step, slice(None)) for step in range(11)]
     assert torch.equal(torch.get_rng_state(), state[0])
     assert random.getstate() == state[1]
+    assert np.random.get_state()[1].tolist() == of_numpy  # type: ignore[union-attr]
+    word = int(np.random.SeedSequence((3, 4 * 7 + 1)).generate_state(1, np.uint64)[0])
+    drawn = torch.rand((), generator=torch.Generator().manual_seed(word)), random.Random(word).random()
+    expected = [loader.order(7)[1], *map(float, drawn), np.random.RandomState(word % 2**32).rand()]
+    assert whole[7][0][1].tolist() == expected, "noise of the seed and the sample's number in the run"
     for step in (0, 7, 10):
         assert all(torch.equal(joined(loader, step, ranks), whole[step][0]) for ranks in (1, 2, 4))
         assert loader.order(step) == whole[step][1].tolist()

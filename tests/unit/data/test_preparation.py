@@ -23,7 +23,7 @@ from in_process import in_one_process
 from plait.cli.data import run
 from plait.data import preparation
 from plait.data.document_sources import SourceRange, divided, files_of, read_texts
-from plait.data.preparation import portion_size, prepare_corpus
+from plait.data.preparation import PreparationProgress, portion_size, prepare_corpus
 from plait.data.token_shards import Corpus, TokenShard, open_corpus
 from plait.errors import ConfigError, DataError
 
@@ -54,7 +54,15 @@ def test_each_kind_of_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, po
     with gzip.open(texts / "c.jsonl.Gz", "wt") as file:
         file.write(as_jsonl(["fourth"]))
     (texts / "d.txt").write_text("no line end")
-    index = prepare_corpus([str(texts)], tmp_path / "out", "bytes", portion=portion)
+    told: list[Any] = []
+    given = [str(texts)], tmp_path / "out", "bytes"
+    index = prepare_corpus(*given, portion=portion, report=lambda done, total: told.append((done, total)))
+    assert [done.size for done, _ in told] == sorted(done.size for done, _ in told)
+    size = sum(file.size for file in files_of(str(texts)))
+    assert told[0] == (PreparationProgress(0, 0, 0), size)
+    assert told[-1] == (PreparationProgress(size, index.documents, index.tokens), size)
+    assert len(told) == len(index.shards) + 1
+    assert not list((tmp_path / "out").glob("*.counts.json"))
     expected = ["first\nof two lines\n", "second", "thïrd\nline", "fourth", "no line end"]
     assert documents_in(tmp_path / "out") == expected
     assert (index.documents, index.end, index.dtype) == (5, None, "uint16")

@@ -152,7 +152,7 @@ STEPS: dict[str, Step] = {
     "chunk": lambda x, a, b: x.tensor_split(2, dim_of(x, a))[0],
     "cat": lambda x, a, b: torch.cat([x, x.sin()], dim_of(x, a)),
     "stack": lambda x, a, b: torch.stack([x, x.sin()], a % (x.dim() + 1)),
-    "pad": lambda x, a, b: functional.pad(x, (a % 2, 0, b % 2, 0)[: 2 * min(2, x.dim())]),
+    "pad": lambda x, a, b: functional.pad(x, (a % 2, 0, b % 2, 0, a // 2, 0)[: 2 * min(3, x.dim())]),
     "unbind": lambda x, a, b: sum(x.unbind(dim_of(x, a)), torch.zeros(())),
     "diagonal": lambda x, a, b: x.diagonal(0, 0, -1) if x.dim() > 1 else x,
     "tril": lambda x, a, b: x.tril() if x.dim() > 1 else x,

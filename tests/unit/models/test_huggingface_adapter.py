@@ -88,6 +88,14 @@ def test_a_plans_precision_does_not_round_the_angles() -> None:
     like = torch.zeros(1, 8, 24, dtype=torch.float64)
     for angles, others in zip(one(like), rounded(like), strict=True):
         assert torch.equal(angles, others)
+    before = one.bits.clone()
+    model.model.rotary_emb.inv_freq += 1
+    assert torch.equal(one.bits, before), "of its own"
+    one.require_all_features(2 * len(before))
+    with pytest.raises(
+        ModelError, match=rf"rotates {2 * len(before)} of a head's {2 * len(before) + 2} features"
+    ):
+        one.require_all_features(2 * len(before) + 2)
 
 
 @pytest.mark.parametrize("make", [cases.llama, cases.gpt_neox])
