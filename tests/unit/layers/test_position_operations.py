@@ -114,6 +114,13 @@ def looked_up(x: Tensor, a: int, b: int) -> Tensor:
     return TABLE[(*[slice(None)] * (a % 3), classes(x), *[slice(None)] * (b % 2), classes(1 - x))[: 2 + a]]
 
 
+def convolved(x: Tensor, a: int, b: int) -> Tensor:
+    """By a kernel of 1, or of 3 with or without stride, with or without padding."""
+    three = x.reshape(len(x), -1, x.shape[-1])
+    weight = torch.linspace(-1, 1, 2 * three.shape[1] * (1 + a // 2 * 2)).view(2, three.shape[1], -1)
+    return functional.conv1d(three, weight, padding=a % 2, stride=1 + b % 2 * (a // 2))
+
+
 def product_of_matrices(x: Tensor, a: int, b: int) -> Tensor:
     rows = x.flatten(0, -2)
     return rows @ torch.ones(rows.shape[1], 2) if b % 2 else torch.ones(2, len(rows)) @ rows
@@ -167,6 +174,9 @@ STEPS: dict[str, Step] = {
     "filled at numbers": lambda x, a, b: x.index_fill(dim_of(x, a), zeros(x.shape[dim_of(x, b)]), 2.0),
     "viewed as another dtype": lambda x, a, b: x.contiguous().view(torch.float64 if b % 2 else torch.int32),
     "product of matrices": product_of_matrices,
+    "t": lambda x, a, b: x.flatten(1).t(),
+    "matrix and vector": lambda x, a, b: torch.mv(x.flatten(0, -2), torch.ones(x.shape[-1])),
+    "convolution": convolved,
     "difference": lambda x, a, b: x.unsqueeze(dim_of(x, a)) - x.unsqueeze(dim_of(x, a) + b % 2),
     "masked": lambda x, a, b: x.unsqueeze(dim_of(x, a)).masked_fill(
         x.unsqueeze(dim_of(x, a) + b % 2) > 0.5, -1.0

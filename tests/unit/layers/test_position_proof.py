@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -283,50 +284,43 @@ def works_on_pieces(layer: nn.Module) -> bool:
     return all(a.shape == b.shape and torch.allclose(a.double(), b.double(), atol=1e-12) for a, b in pairs)
 
 
-@pytest.mark.parametrize("name", APART)
-def test_layers_that_work_on_each_position_pass(name: str) -> None:
-    layer = made(APART[name])
-    output = proved(copy.deepcopy(layer))
-    with torch.no_grad():
-        assert works_on_pieces(layer)
-    (length,) = {tensor.shape[1] for tensor in tensors_of(output) if tensor.dim() > 1}
-    assert length == 13
-    assert all(tensor.is_meta for tensor in tensors_of(output))
+def test_layers_that_work_on_each_position_pass() -> None:
+    for name, build in APART.items():
+        layer = made(build)
+        output = proved(copy.deepcopy(layer))
+        with torch.no_grad():
+            assert works_on_pieces(layer), name
+        (length,) = {tensor.shape[1] for tensor in tensors_of(output) if tensor.dim() > 1}
+        assert length == 13, name
+        assert all(tensor.is_meta for tensor in tensors_of(output)), name
 
 
-@pytest.mark.parametrize("name", MIXING)
-def test_layers_that_mix_positions_are_refused(name: str) -> None:
-    build, place = MIXING[name]
-    with pytest.raises(
-        ModelError,
-        match=rf"^layer 'blocks.0' mixes positions of the sequence at {place}.*, which context parallelism "
-        r"cuts: use plait.attention, or set plan.cp to 1\.$",
-    ):
-        proved(made(build))
-    with torch.no_grad():
-        assert not works_on_pieces(made(build))
-
-
-@pytest.mark.parametrize("name", OWN_POSITIONS)
-def test_layers_that_number_positions_are_refused(name: str) -> None:
-    build, place = OWN_POSITIONS[name]
-    with pytest.raises(
-        ModelError,
-        match=rf"^layer 'blocks.0' numbers the positions of the sequence by itself at {place}, but with",
-    ):
-        proved(made(build))
-    assert not works_on_pieces(made(build))
-
-
-@pytest.mark.parametrize("name", NUMBERS)
-def test_layers_that_compute_with_the_length_are_refused(name: str) -> None:
-    build, place = NUMBERS[name]
-    with pytest.raises(
-        ModelError,
-        match=rf"computes with a number that depends on the length of the sequence at {place}, but",
-    ):
-        proved(made(build))
-    assert not works_on_pieces(made(build))
+@pytest.mark.parametrize(
+    ("layers", "told"),
+    [
+        (
+            MIXING,
+            r"^layer 'blocks.0' mixes positions of the sequence at {place}.*, which context parallelism "
+            r"cuts: use plait.attention, or set plan.cp to 1\.$",
+        ),
+        (
+            OWN_POSITIONS,
+            "^layer 'blocks.0' numbers the positions of the sequence by itself at {place}, but with",
+        ),
+        (NUMBERS, "computes with a number that depends on the length of the sequence at {place}, but"),
+    ],
+    ids=["mixing", "own positions", "numbers"],
+)
+def test_other_layers_are_refused(layers: dict[str, tuple[Callable[[], nn.Module], str]], told: str) -> None:
+    for name, (build, place) in layers.items():
+        refusal = ""
+        try:
+            proved(made(build))
+        except ModelError as error:
+            refusal = str(error)
+        assert re.search(told.replace("{place}", place), refusal), name
+        with torch.no_grad():
+            assert not works_on_pieces(made(build)), name
 
 
 def test_layers_for_one_length_only_are_refused() -> None:
