@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
 from zlib import crc32
 
 import numpy as np
 import pytest
 
-from plait.data import long_documents
+from plait.data import long_documents, text_files
 from plait.data.long_documents import Cut, DocumentEncoder, find_cut
+from plait.data.text_files import text_ahead, text_cuts
 from plait.data.tokenizer import Tokens
 from plait.errors import DataError
 
@@ -97,3 +100,24 @@ def test_a_document_that_cannot_be_cut_is_encoded_at_once_up_to_a_limit(
     assert encoder.end().tolist() == behind_a_mark(["a" * 199])[0].tolist()
     with pytest.raises(DataError, match=r"a\.txt has a document of more than .*: divide it into documents"):
         [*encoder.add("a")]
+
+
+@pytest.mark.parametrize("size", [50, 200])
+def test_a_file_is_cut_where_no_token_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(text_files, "AHEAD", 8)
+    monkeypatch.setattr(text_files, "_WINDOW", 96)
+    path, text = tmp_path / "a.txt", "ein Wörtchen, 漢字🙂\nnoch eins " * 30
+    path.write_text(text)
+    data = text.encode()
+    cuts = [*text_cuts(str(path), size, len(data), letters)]
+    assert cuts[-1] == len(data)
+    for begin, cut in pairwise([0, *cuts[:-1]]):
+        assert size < cut - begin <= size + 96
+        assert data[cut - 1 : cut] == b"\n", "the last line end of the window"
+        part = data[:cut].decode()
+        assert text_ahead(str(path), cut) == text[len(part) : len(part) + 8]
+    assert len(data) - (cuts[-2] if len(cuts) > 1 else 0) <= size + 96
+    assert [*text_cuts(str(path), size, len(data), behind_a_mark)] == [len(data)]
+    assert [*text_cuts(str(path), len(data), len(data), letters)] == [len(data)]

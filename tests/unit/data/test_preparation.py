@@ -22,9 +22,9 @@ from in_process import in_one_process
 
 from plait.cli.data import run
 from plait.data import preparation
-from plait.data.document_sources import SourceRange, divided, files_of, read_texts
+from plait.data.document_sources import SourceRange, divided, field_names, files_of, read_texts
 from plait.data.preparation import PreparationProgress, portion_size, prepare_corpus
-from plait.data.token_shards import Corpus, TokenShard, open_corpus
+from plait.data.token_shards import Corpus, TokenShard, corpus_of, open_corpus
 from plait.errors import ConfigError, DataError
 
 
@@ -117,6 +117,55 @@ def test_the_pieces_of_a_text_are_the_text(
 def test_shards_of_a_small_corpus_are_small(total: int, size: int) -> None:
     """So that each process has work, and the last one of a large corpus is not long."""
     assert portion_size(total) == size
+
+
+def test_what_a_file_is_read_as_follows_from_its_name(tmp_path: Path) -> None:
+    rows = '[{"text": "a"}]'
+    for name in ("a.txt", "b.jsonl", "c.NDJSON", "e.json", "f.py"):
+        (tmp_path / name).write_text(rows)
+    (tmp_path / "d.ndjson.gz").write_bytes(gzip.compress(b'{"text": "a"}'))
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "g.json").write_text(rows)
+
+    def kinds(source: str, **options: bool) -> dict[str, str]:
+        return {Path(one.path).name: one.kind for one in files_of(str(tmp_path / source), **options)}
+
+    whole = {"a.txt": "text", "b.jsonl": "jsonl", "c.NDJSON": "jsonl", "d.ndjson.gz": "jsonl"}
+    rest = {"e.json": "text", "f.py": "text", "g.json": "text"}
+    assert kinds(".") == whole | rest, "beside texts a .json is one"
+    assert kinds("rows") == {"g.json": "json"}
+    assert kinds("*.json") == {"e.json": "json"}
+    assert kinds("e.json") == {"e.json": "json"}
+    assert kinds("e.json", lines=True) == {"e.json": "lines"}
+    assert kinds("?.*", lines=True)["b.jsonl"] == "jsonl"
+    (file,) = files_of(str(tmp_path / "b.jsonl"))
+    ranges = [(one.begin, one.end, one.size) for one in divided(file, 6)]
+    assert ranges == [(0, 6, 6), (6, 12, 6), (12, 15, 3)]
+    assert field_names(files_of(str(tmp_path / "a.txt"))[0]) == []
+    assert field_names(files_of(str(tmp_path / "rows"))[0]) == ["text"]
+    (zipped,) = files_of(str(tmp_path / "d.ndjson.gz"))
+    assert [(one.begin, one.end) for one in divided(zipped, 6)] == [(0, zipped.size)]
+
+
+def test_documents_of_shards_of_which_one_does_not_know_them() -> None:
+    shards = [
+        TokenShard(np.arange(3), np.array([2])),
+        TokenShard(np.arange(3, 5), None, np.array([1, 0], dtype=np.uint8)),
+        TokenShard(np.arange(5, 9), np.array([1, 4]), None, np.array([0, 2], dtype=np.uint32)),
+    ]
+    corpus = Corpus((3, 2, 4), True, shards)
+    assert (len(corpus), corpus.document_count) == (9, 4)
+    assert corpus.document_ends(0, 4).tolist() == [2, 5, 6, 9]
+    assert corpus.document_ends(1, 3).tolist() == [5, 6]
+    assert corpus.first_answers(0, 4).tolist() == [1, 1, 0, 2]
+    assert corpus.read(2, 4).tolist() == [2, 3, 4, 5]
+    assert corpus.answers(3, 2).tolist() == [True, False]  # type: ignore[union-attr]
+    assert corpus.answers(5, 4) is None
+    assert corpus.read(4, 0).tolist() == corpus.document_ends(2, 2).tolist() == []
+    assert [corpus.document_length(first) for first in range(9)] == [2, 1, 4, 3, 2, 1, 3, 2, 1]
+    assert corpus.documents(5, 4).tolist() == [0, 1, 1, 1]
+    assert corpus_of(np.arange(3)).documents(1, 2).tolist() == [0, 0]
+    assert corpus_of(np.arange(3)).document_length(1) == 2
 
 
 def test_a_shard_has_as_many_portions_as_fit() -> None:
@@ -310,6 +359,10 @@ def test_another_preparation_is_told_apart_in_words(
     refused(rf"{source} has another size")
     (words.parent / "chat_template.jinja").write_text("x")
     refused(f"the files of the tokenizer {words} have changed since")
+    (folder / "preparation.json").unlink()
+    (folder / "preparation.json").mkdir()
+    with pytest.raises(DataError, match=r"preparation\.json cannot be read \(it is a folder\): choose another"):
+        prepare_corpus(folder=folder, **usual)
 
 
 def test_rows_of_two_kinds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,16 @@
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from plait.data.corpus_index import CorpusIndex, write_index
+from plait.data.recorded_tokenizer import files_hash, record_tokenizer, recorded_tokenizer, tokenizer_files
 from plait.data.tokenizer import ByteTokenizer, FileTokenizer, open_tokenizer, printable
 from plait.data.tokenizer_file import SurroundingTokens
+from plait.data.tokenizer_match import tokenizer_mismatch
 from plait.errors import ConfigError, DataError
 
 
@@ -100,6 +104,57 @@ def test_a_tokenizer_that_changes_texts_and_adds_tokens_around_them(word_tokeniz
         (folder / "tokenizer_config.json").write_text(json.dumps(wrong))
         with pytest.raises(DataError, match=told):
             FileTokenizer(folder)
+
+
+def test_a_corpus_keeps_the_files_of_its_tokenizer(word_tokenizer: Path, tmp_path: Path) -> None:
+    own, folder = word_tokenizer.parent, tmp_path / "corpus"
+    (own / "additional_chat_templates").mkdir()
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        (own / name).write_text("{}")
+    for name in ("chat_template.jinja", "additional_chat_templates/tools.jinja", "other.txt"):
+        (own / name).write_text(name)
+    renamed = own / "words.json"
+    renamed.write_bytes(word_tokenizer.read_bytes())
+    names = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"]
+    names.append("additional_chat_templates/tools.jinja")
+    assert [*tokenizer_files(str(own))] == [*tokenizer_files(str(renamed))] == names
+    assert tokenizer_files("bytes") == tokenizer_files(str(own / "none")) == {}
+    record_tokenizer(folder, str(renamed))
+    kept = {str(one.relative_to(folder / "tokenizer")) for one in (folder / "tokenizer").rglob("*.j*")}
+    assert kept == {*names}
+    digest = files_hash(str(own))
+    assert digest == files_hash(str(renamed)) == files_hash(str(folder / "tokenizer"))
+    assert (len(digest), files_hash("bytes")) == (16, "")
+
+    assert recorded_tokenizer(str(folder)) is None, "without an index"
+    index = CorpusIndex("tokenizer.json", 4, "uint16", None, True, (), digest)
+    write_index(folder, index)
+    assert recorded_tokenizer(str(folder)) == str(folder / "tokenizer")
+    write_index(tmp_path, replace(index, tokenizer="bytes"))
+    assert recorded_tokenizer(str(tmp_path)) == "bytes"
+
+    tokenizer = open_tokenizer(str(renamed))
+    assert tokenizer_mismatch(folder, index, tokenizer) == ""
+    other = replace(index, vocab=5)
+    assert tokenizer_mismatch(folder, other, tokenizer) == (
+        f"{folder} was prepared with tokenizer.json (vocabulary 5), and the tokenizer given is words.json "
+        "(vocabulary 4)"
+    )
+    assert "the tokenizer given is bytes (vocabulary 256)" in tokenizer_mismatch(
+        folder, index, ByteTokenizer()
+    )
+    was = f"{folder} was prepared with another tokenizer than {renamed}, which"
+    (own / "chat_template.jinja").write_text("another")
+    assert files_hash(str(own)) != digest
+    assert tokenizer_mismatch(folder, index, tokenizer) == f"{was} has another chat template"
+    assert tokenizer_mismatch(folder, replace(index, chats=False), tokenizer) == ""
+    written = renamed.read_text()
+    renamed.write_text(written.replace('"Whitespace"', '"WhitespaceSplit"'))
+    rules = tokenizer_mismatch(folder, index, open_tokenizer(str(renamed)))
+    assert rules == f"{was} divides texts into tokens by other rules"
+    renamed.write_text(written.replace('"a"', '"z"'))
+    numbers = tokenizer_mismatch(folder, index, open_tokenizer(str(renamed)))
+    assert numbers == f"{was} gives its tokens other numbers"
 
 
 def test_missing_tokenizer_file(tmp_path: Path) -> None:
