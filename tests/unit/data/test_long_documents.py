@@ -34,27 +34,28 @@ def words(texts: Sequence[str]) -> list[Tokens]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("text", "first", "last", "at"),
-    [
-        ("one two\nthree four", 2, 17, 8),
-        ("one two\nthree\nfour", 2, 17, 14),
-        ("one two\nthree\nfour", 2, 13, 8),
-        ("one two\n\nthree four", 2, 17, 14),
-        ("one two three", 2, 12, 7),
-        ("one two three", 3, 6, 4),
-        ("one two three", 4, 6, None),
-        ("one  two  three", 2, 12, None),
-        ("onetwothree", 2, 10, None),
-    ],
-)
-def test_a_cut_is_after_a_line_end_else_before_a_space_else_behind_one(
-    text: str, first: int, last: int, at: int | None
-) -> None:
-    found = letters([text, text[1:]])
-    assert find_cut(letters, text, found, first, last) == (None if at is None else Cut(at, at))
-    assert find_cut(behind_a_mark, text, behind_a_mark([text]), first, last) is None
-    assert find_cut(letters, text, [*found, letters([text[:-1]])[0]], first, last) is None, "all agree"
+CUTS = [
+    ("one two\nthree four", 2, 17, 8),
+    ("one two\nthree\nfour", 2, 17, 14),
+    ("one two\nthree\nfour", 2, 13, 8),
+    ("one two\n\nthree four", 2, 17, 14),
+    ("one two three", 2, 12, 7),
+    ("one two three", 3, 6, 4),
+    ("one two three", 4, 6, None),
+    ("one  two  three", 2, 12, None),
+    ("onetwothree", 2, 10, None),
+]
+"""Texts, and of each the range in which it may be cut, and where it is."""
+
+
+def test_a_cut_is_after_a_line_end_else_before_a_space_else_behind_one() -> None:
+    for text, first, last, at in CUTS:
+        found = letters([text, text[1:]])
+        expected = None if at is None else Cut(at, at)
+        assert find_cut(letters, text, found, first, last) == expected, text
+        assert find_cut(behind_a_mark, text, behind_a_mark([text]), first, last) is None
+        unlike = [*found, letters([text[:-1]])[0]]
+        assert find_cut(letters, text, unlike, first, last) is None, "all agree"
 
 
 @pytest.mark.parametrize("piece", [1, 7, 1000])

@@ -361,7 +361,9 @@ def test_another_preparation_is_told_apart_in_words(
     refused(f"the files of the tokenizer {words} have changed since")
     (folder / "preparation.json").unlink()
     (folder / "preparation.json").mkdir()
-    with pytest.raises(DataError, match=r"preparation\.json cannot be read \(it is a folder\): choose another"):
+    with pytest.raises(
+        DataError, match=r"preparation\.json cannot be read \(it is a folder\): choose another"
+    ):
         prepare_corpus(folder=folder, **usual)
 
 

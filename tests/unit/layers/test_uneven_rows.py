@@ -11,32 +11,29 @@ from plait.errors import DataError
 from plait.layers.nested import Microbatches
 from plait.layers.uneven_rows import counted_microbatches
 
+CASES: list[tuple[int, int, int | None, list[list[int]], int]] = [
+    (5, 2, None, [[0, 1], [2, 3, 4]], 2),
+    (5, 3, None, [[0], [1, 2], [3, 4]], 3),
+    (6, 3, 4, [[0], [1], [2, 3]], 3),
+    (6, 3, 2, [[0], [1], [0]], 2),
+    (2, 4, None, [[0], [1], [0], [0]], 2),
+    (3, 2, 0, [[0], [0]], 0),
+    (4, 2, 3, [[0], [1, 2]], 2),
+]
+"""Rows that are given, micro-batches, rows that count; the rows of each, and how many count."""
 
-@pytest.mark.parametrize(
-    ("given", "microbatches", "rows", "expected", "counted"),
-    [
-        (5, 2, None, [[0, 1], [2, 3, 4]], 2),
-        (5, 3, None, [[0], [1, 2], [3, 4]], 3),
-        (6, 3, 4, [[0], [1], [2, 3]], 3),
-        (6, 3, 2, [[0], [1], [0]], 2),
-        (2, 4, None, [[0], [1], [0], [0]], 2),
-        (3, 2, 0, [[0], [0]], 0),
-        (4, 2, 3, [[0], [1, 2]], 2),
-    ],
-)
-def test_rows_are_shared_out_from_the_first_on(
-    given: int, microbatches: int, rows: int | None, expected: list[list[int]], counted: int
-) -> None:
+
+def test_rows_are_shared_out_from_the_first_on() -> None:
     """Two rows of targets for each of the inputs."""
-    inputs, targets = {"x": torch.arange(given)}, torch.arange(2 * given)
-    cut, of_targets, count = counted_microbatches(inputs, targets, microbatches, rows)
-    assert isinstance(cut, Microbatches)
-    assert isinstance(of_targets, Microbatches)
-    assert [one["x"].tolist() for one in cut.values] == expected
-    assert [one.tolist() for one in of_targets.values] == [
-        [2 * row + n for row in own for n in (0, 1)] for own in expected
-    ]
-    assert count == counted
+    for given, microbatches, rows, expected, counted in CASES:
+        inputs, targets = {"x": torch.arange(given)}, torch.arange(2 * given)
+        cut, of_targets, count = counted_microbatches(inputs, targets, microbatches, rows)
+        assert isinstance(cut, Microbatches)
+        assert isinstance(of_targets, Microbatches)
+        assert [one["x"].tolist() for one in cut.values] == expected
+        twice = [[2 * row + n for row in own for n in (0, 1)] for own in expected]
+        assert [one.tolist() for one in of_targets.values] == twice
+        assert count == counted
 
 
 def test_what_divides_is_returned_as_it_is_and_what_does_not_fit_is_refused() -> None:
