@@ -43,6 +43,14 @@ def test_the_layers_hold_the_models_own_parameters(name: str) -> None:
     assert {key: bits_of(value) for key, value in model.state_dict().items()} == before
     assert model.config.to_dict() == config
     assert sequence.context == cases.GPT2_CONTEXT
+    heads = model.config.num_attention_heads
+    width = heads * (getattr(model.config, "head_dim", None) or model.config.hidden_size // heads)
+    costs = [one for one in sequence_of(sequence).layers if hasattr(one.module, "cost")]
+    assert len(costs) >= model.config.num_hidden_layers
+    for layer, cost in zip(costs, layer_costs(costs), strict=True):
+        matrices = sum(one.numel() for one in layer.module.parameters() if one.dim() > 1)
+        seen = min(cases.GPT2_CONTEXT, getattr(layer.module, "window", None) or cases.GPT2_CONTEXT)
+        assert cost == matrices + 2 * seen * width, layer.path
 
 
 def test_names_can_be_read() -> None:
