@@ -397,7 +397,10 @@ def test_a_loss_whose_buffer_changes_is_refused() -> None:
 
 def test_a_state_dict_that_is_not_the_models_is_refused() -> None:
     for change, told in (
-        (lambda state: state.__delitem__("0.weight"), "^model.state_dict.. has no entry of 0.weight by a hook"),
+        (
+            lambda state: state.__delitem__("0.weight"),
+            "^model.state_dict.. has no entry of 0.weight by a hook",
+        ),
         (lambda state: state.update(new=torch.ones(1)), "has the entry new by a hook or get_extra_state"),
         (
             lambda state: state.update({"0.bias": state["0.bias"].clone()}),
