@@ -73,7 +73,8 @@ def test_each_kind_of_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, po
 @pytest.mark.parametrize("portion", [1, 5, 64])
 def test_lines_as_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, portion: int) -> None:
     in_one_process(monkeypatch)
-    (tmp_path / "a.txt").write_text("one\n\ntwo and more\nthree")
+    monkeypatch.setattr("plait.data.json_records._START", 2)
+    (tmp_path / "a.txt").write_bytes(b"one\r\n\ntwo and more\nthree")
     prepare_corpus([str(tmp_path / "a.txt")], tmp_path / "out", "bytes", portion=portion, lines=True)
     assert documents_in(tmp_path / "out") == ["one", "two and more", "three"]
 
