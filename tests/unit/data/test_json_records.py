@@ -74,6 +74,9 @@ def test_a_line_that_is_no_record_is_refused_by_its_place(
         path.write_bytes(b'{"text": "a"}\n' + line + b"\n")
         with pytest.raises(DataError, match=r"a\.jsonl:2 is no JSON object .*" + told):
             records_in(path)
+    path.write_text("[3]\n")
+    with pytest.raises(DataError, match=r"a\.jsonl:1 is no JSON object: mend or remove it"):
+        records_in(path)
 
 
 def test_the_longest_record_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -383,6 +383,23 @@ def test_rows_of_two_kinds_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
         prepare_corpus([str(tmp_path / "a.jsonl")], tmp_path / "out", "bytes", column="text")
 
 
+def test_interrupted_it_goes_on_behind_the_shards_that_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, folder = [str(tmp_path / "a.jsonl")], tmp_path / "out"
+    (tmp_path / "a.jsonl").write_text(as_jsonl([f"document {number}" for number in range(9)]))
+    in_one_process(monkeypatch)
+    index = prepare_corpus(source, tmp_path / "whole", "bytes", portion=60)
+    in_one_process(monkeypatch, stops_at=3)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_corpus(source, folder, "bytes", portion=60)
+    (folder / "00001.documents.bin").write_bytes(b"")
+    written = in_one_process(monkeypatch)
+    assert prepare_corpus(source, folder, "bytes", portion=60) == index
+    assert written == [1, *range(3, len(index.shards))]
+    assert contents(folder) == contents(tmp_path / "whole")
+
+
 def test_killed_before_its_settings_have_their_name_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

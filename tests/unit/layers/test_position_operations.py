@@ -166,6 +166,7 @@ STEPS: dict[str, Step] = {
     "index": lambda x, a, b: x.index_select(dim_of(x, a), zeros(x.shape[dim_of(x, a)] if b % 2 else 2)),
     "advanced index": advanced_index,
     "looked up": looked_up,
+    "at one number": lambda x, a, b: torch.ops.aten.index(x, [*[None] * dim_of(x, a), torch.tensor(0)]),
     "gathered from a table": lambda x, a, b: TABLE.flatten().gather(0, classes(x).flatten()),
     "gathered by number": lambda x, a, b: (
         torch.linspace(-1, 1, 7 * 601).view(7, 601).gather(0, classes(x).flatten(1))
@@ -255,13 +256,7 @@ EACH = torch.eye(LENGTH, dtype=torch.bool)
 """Each position changes with that of the input."""
 REFUSED_THOUGH_APART = {
     *("cat", "gather", "tril", "written", "indexed in place", "assigned", "replaced"),
-    *(
-        "gathered by number",
-        "scattered",
-        "filled at numbers",
-        "viewed as another dtype",
-        "product of matrices",
-    ),
+    *("gathered by number", "scattered", "filled at numbers", "viewed as another dtype"),
 }
 """Some programs with these are refused: `[x, y]` along positions, or treating positions by their number."""
 

@@ -192,6 +192,14 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "sorted": (lambda: Call(lambda x: x.sort(1)[0]), "aten.sort"),
     "gathered": (lambda: Call(lambda x: x.gather(1, x.argsort(1))), "aten.sort of argsort"),
     "gathered first": (lambda: Call(lambda x: x.gather(1, x.long().clamp(0, 0))), "aten.gather"),
+    "rows by as many numbers": (
+        lambda: Call(lambda x: x[torch.zeros(x.shape[1], dtype=torch.int64)].sum(0)),
+        "aten.index",
+    ),
+    "read by as many numbers": (
+        lambda: Call(lambda x: x[:, torch.zeros(x.shape[1], dtype=torch.int64)]),
+        "aten.index",
+    ),
     "input as table": (lambda: Call(lambda x: functional.embedding(x.argmax(-1), x[0])), "aten.embedding"),
     "written at positions": (lambda: Call(written_first), r"aten\.index_(put|fill)_"),
     "written in another order": (
