@@ -124,6 +124,10 @@ APART: dict[str, Callable[[], nn.Module]] = {
     "einsum": lambda: Call(lambda x, w: torch.einsum("bld,dhk->bhlk", x, w).mT.permute(0, 3, 1, 2), W),
     "over heads": lambda: Call(lambda x: own_attention(x.reshape(-1, 1, HIDDEN)).view(x.shape)),
     "pointwise convolution": lambda: Call(lambda x, c: c(x.mT).mT, nn.Conv1d(12, 6, 1)),
+    "convolved features": lambda: Call(
+        lambda x, c: c(x[:, None]).transpose(1, 2).flatten(2),
+        nn.Conv2d(1, 2, (1, 3), stride=(1, 2), padding=(0, 1)),
+    ),
     "groups of each position": lambda: Call(
         lambda x, n: n(x.flatten(0, 1)).view_as(x), nn.GroupNorm(3, HIDDEN)
     ),
@@ -170,6 +174,10 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "depthwise convolution": (
         lambda: Call(lambda x, c: c(x.mT).mT, nn.Conv1d(12, 12, 3, padding=1, groups=12)),
         "aten.convolution of conv1d",
+    ),
+    "convolved positions": (
+        lambda: Call(lambda x, c: c(x[:, None]).squeeze(1), nn.Conv2d(1, 1, (3, 1), padding=(1, 0))),
+        "aten.convolution of conv2d",
     ),
     "shift": (lambda: nn.ZeroPad2d((0, 0, 1, -1)), "aten.constant_pad_nd of pad"),
     "shift by slices": (
