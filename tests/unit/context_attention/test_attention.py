@@ -55,6 +55,19 @@ def test_a_dropout_whose_mask_is_not_known_is_refused_where_attention_is_in_bloc
     assert plait.attention(*tensors, dropout=ScaledDropout(0.5).eval(), **options).isfinite().all()
 
 
-def test_a_module_without_a_probability_is_no_dropout() -> None:
-    with pytest.raises(ModelError, match="give a module with a probability p"):
-        plait.attention(*[torch.ones(SHAPE)] * 3, dropout=nn.Identity())  # type: ignore[arg-type]
+def test_what_is_no_argument_of_attention_is_refused() -> None:
+    for name, wrong, told in (
+        ("dropout", nn.Identity(), "give a module with a probability p"),
+        ("query", 3, "a query an object of int: give a tensor"),
+        ("value", torch.ones(4, 6, 8), r"a value \[4, 6, 8\]: give a tensor \[rows, heads, length, size\]"),
+        ("causal", 1, "causal = 1: give True or False"),
+        ("window", 2.0, r"window = 2\.0: give a number, or None"),
+        ("window", True, "window = True: give a number, or None"),
+        ("scale", "1", "scale = '1': give a number, or None"),
+        ("softcap", 0.0, "softcap = 0: give a bound above 0, or None"),
+        ("documents", [0], "documents, an object of list: give a tensor of ids"),
+        ("documents", IDS[:, :5], "keys .* of 6 positions, where this rank has 5"),
+    ):
+        given: dict[str, Any] = dict.fromkeys(("query", "key", "value"), torch.ones(SHAPE))
+        with pytest.raises(ModelError, match=told):
+            plait.attention(**{**given, name: wrong})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -159,9 +159,12 @@ def test_calls_of_a_rank_make_up_its_attention(layout: str, window: int | None, 
 
 
 @pytest.mark.parametrize(("n", "m"), [(20, 20), (20, 13), (13, 20), (1, 5), (5, 1)])
-@pytest.mark.parametrize("mask", ["full", "causal"])
-@pytest.mark.parametrize("fused", [True, False])
-def test_calls_without_a_mask(n: int, m: int, mask: str, fused: bool) -> None:
+def test_calls_without_a_mask(n: int, m: int) -> None:
+    for mask, fused in product(("full", "causal"), (True, False)):
+        call_without_a_mask(n, m, mask, fused)
+
+
+def call_without_a_mask(n: int, m: int, mask: str, fused: bool) -> None:
     torch.manual_seed(n)
     inputs = random_inputs(kv_heads=2, n=n, m=m)
     gradient = torch.randn(2, 4, n, 8, dtype=torch.float64)
@@ -343,10 +346,12 @@ def test_merging_does_not_hide_what_is_not_finite() -> None:
 @pytest.mark.parametrize(
     "sizes", [{"n": 0}, {"m": 0}, {"n": 0, "m": 0}, {"rows": 0}, {"heads": 0, "kv_heads": 0}]
 )
-@pytest.mark.parametrize("mask", ["full", "causal", "tensor"])
-@pytest.mark.parametrize("dropped", [False, True])
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_empty_blocks(sizes: dict[str, int], mask: str, dropped: bool, device: str) -> None:
+def test_empty_blocks(sizes: dict[str, int]) -> None:
+    for mask, dropped, device in product(("full", "causal", "tensor"), (False, True), ("cpu", "meta")):
+        empty_block(sizes, mask, dropped, device)
+
+
+def empty_block(sizes: dict[str, int], mask: str, dropped: bool, device: str) -> None:
     query, key, value = (one.to(device) for one in random_inputs(**sizes))  # type: ignore[arg-type]
     n, m = query.shape[2], key.shape[2]
     pairs = torch.ones(n, m, dtype=torch.bool) if mask == "tensor" else mask
@@ -366,11 +371,13 @@ def test_empty_blocks(sizes: dict[str, int], mask: str, dropped: bool, device: s
         assert not any(one.any() for one in gradients)
 
 
-@pytest.mark.parametrize("mask", ["full", "causal", "tensor"])
-@pytest.mark.parametrize("dropped", [False, True])
-@pytest.mark.parametrize("width", [8, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_meta_gives_what_the_cpu_gives(mask: str, dropped: bool, width: int, dtype: torch.dtype) -> None:
+def test_meta_gives_what_the_cpu_gives(dtype: torch.dtype) -> None:
+    for mask, dropped, width in product(("full", "causal", "tensor"), (False, True), (8, 5)):
+        meta_block(mask, dropped, width, dtype)
+
+
+def meta_block(mask: str, dropped: bool, width: int, dtype: torch.dtype) -> None:
     def described(device: str) -> list[tuple[torch.Size, torch.dtype]]:
         inputs = [one.to(device, dtype) for one in random_inputs(kv_heads=2, width=width)]
         pairs = torch.ones(37, 53, dtype=torch.bool) if mask == "tensor" else mask

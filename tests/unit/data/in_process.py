@@ -9,6 +9,8 @@ import pytest
 
 from plait.data import preparation
 
+WRITTEN, WRITE_SHARD = preparation._written, preparation.write_shard
+
 
 def in_one_process(monkeypatch: pytest.MonkeyPatch, stops_at: int | None = None) -> list[int]:
     """Write shards here instead of in other processes; return the numbers of those that are written.
@@ -17,12 +19,12 @@ def in_one_process(monkeypatch: pytest.MonkeyPatch, stops_at: int | None = None)
     """
     numbers: list[int] = []
 
-    def written(folder: Path, waiting: Any, asked: Any, processes: int) -> Any:
-        for number in sorted(waiting):
-            if number == stops_at:
-                raise KeyboardInterrupt
-            numbers.append(number)
-            yield number, preparation.write_shard(folder, number, waiting[number], asked)
+    def counted(folder: Path, number: int, *arguments: Any) -> Any:
+        if number == stops_at:
+            raise KeyboardInterrupt
+        numbers.append(number)
+        return WRITE_SHARD(folder, number, *arguments)
 
-    monkeypatch.setattr(preparation, "_written", written)
+    monkeypatch.setattr(preparation, "write_shard", counted)
+    monkeypatch.setattr(preparation, "_written", lambda *given: WRITTEN(*given[:-1], 1))
     return numbers

@@ -6,12 +6,15 @@ from hypothesis import strategies as st
 
 from plait.data.batches import (
     Batches,
+    ConcatenatedRows,
     RandomBatches,
     ShuffledBatches,
     TokenWindows,
     ValidationBatches,
+    description,
     permute,
     rank_rows,
+    row_total,
 )
 from plait.data.token_shards import Corpus, TokenShard, corpus_of
 from plait.errors import DataError
@@ -28,6 +31,17 @@ def counting(windows: int, context: int) -> TokenWindows:
 def test_permutation_is_one_to_one(count: int, seed: int, epoch: int) -> None:
     permuted = permute(np.arange(count), count, seed, np.full(count, epoch))
     assert sorted(permuted.tolist()) == list(range(count))
+
+
+def test_an_order_stays_that_of_earlier_versions() -> None:
+    """A run goes on with the samples that it has not seen."""
+    epochs = np.repeat([0, 1], 5)
+    assert permute(np.arange(10), 10, 3, epochs).tolist() == [4, 8, 3, 2, 9, 7, 9, 3, 8, 2]
+    places, epochs = np.array([0, 1, 2, 999]), np.array([0, 1, 2, 1 << 40])
+    assert permute(places, 1000, 1 << 63, epochs).tolist() == [414, 163, 971, 541]
+    inputs, targets = RandomBatches(100, 3, 2, seed=7, stream=1).batch(5, slice(None))
+    assert inputs.tolist() == [[14, 55, 11], [68, 58, 86]]
+    assert targets.tolist() == [[55, 11, 11], [58, 86, 54]]
 
 
 def test_permutations_differ_by_seed_and_epoch() -> None:
@@ -117,7 +131,36 @@ def test_random_tokens_cover_the_vocabulary_and_change_with_step_and_seed() -> N
     assert not torch.equal(inputs, RandomBatches(7, 50, 20, seed=1, stream=1).batch(0, slice(None))[0])
 
 
-@pytest.mark.parametrize(("token", "remedy"), [(300, "at least 301"), (-1, "from 0 on")])
+def test_rows_are_counted_and_described() -> None:
+    corpus = corpus_of(np.arange(100))
+    windows = TokenWindows(corpus, 7, 100, "some", start=10, stop=50)
+    assert (windows.size, windows.count, windows.left) == (40, 5, 4)
+    assert windows.take(np.array([4]))[1].tolist() == [[39, 40, 41, 42, 43, 44, 45]]
+    whole = TokenWindows(corpus, 99, 100, "some", start=1)
+    assert (whole.size, whole.count, whole.left) == (99, 0, 98)
+    assert TokenWindows(corpus, 3, 100, "some", start=100).count == 0
+    made: Batches = ShuffledBatches(windows, 4, seed=3)
+    assert (row_total(made), description(made)) == (5, {"size": 4, "seed": 3, "rows": 5})
+    for limit, rows in ((None, 5), (1, 4), (2, 5)):
+        made = ValidationBatches(windows, 4, limit)
+        assert description(made) == {"size": 4, "rows": 5, "taken": rows}
+    assert (row_total(RandomBatches(7, 5, 4, 0)), description(RandomBatches(7, 5, 4, 0))) == (
+        None,
+        {"size": 4},
+    )
+    assert ConcatenatedRows([windows, windows, whole]).count == 10
+
+
+def test_ranks_that_cannot_share_a_batch_are_refused() -> None:
+    assert [rank_rows(rank, 3, 12) for rank in range(3)] == [slice(0, 4), slice(4, 8), slice(8, 12)]
+    for batch, fitting in ((13, 10), (3, 5)):
+        with pytest.raises(
+            DataError, match=rf"have {batch} rows, which 5 .*: give batches of {fitting} rows"
+        ):
+            rank_rows(0, 5, batch)
+
+
+@pytest.mark.parametrize(("token", "remedy"), [(256, "at least 257,"), (-1, "from 0 on")])
 def test_a_token_outside_the_vocabulary_is_named_with_its_position(token: int, remedy: str) -> None:
     tokens = np.zeros(1021, dtype=np.int64)
     tokens[1013] = token

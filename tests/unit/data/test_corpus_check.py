@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from in_process import in_one_process
 from plait.cli.main import main
 from plait.data import whole_files
 from plait.data.corpus_check import require_intact
-from plait.data.corpus_index import read_index, write_index
+from plait.data.corpus_index import CorpusIndex, ShardEntry, read_index, write_index
 from plait.data.preparation import prepare_corpus
 from plait.data.token_shards import open_corpus
 from plait.errors import DataError
@@ -93,6 +94,73 @@ def test_an_index_of_another_preparation_is_no_end(corpus: Path) -> None:
         write_index(corpus, other)
         prepared(corpus)
         assert contents(corpus) == before
+
+
+def test_an_index_says_what_it_counts_and_contradicts_itself_nowhere(tmp_path: Path) -> None:
+    roles = tuple(f"r{number}" for number in range(6))
+    shards = (
+        ShardEntry(5, 2, 3, 1, 1, 9, ("id",), (), roles, ("0" * 8,) * 4),
+        ShardEntry(7, 1, 7, 0, 1, 8, ("id", "url"), (), ("x", "r0", "y", "z"), ("1" * 8,) * 4),
+    )
+    index = CorpusIndex("a.json", 10, "uint16", 9, True, shards, "hash")
+    assert (index.tokens, index.documents, index.largest, index.count("answers")) == (12, 3, 9, 10)
+    assert index.notes() == [
+        "2 documents of less than two tokens are left out",
+        "the chat template leaves out messages of the roles 'r0', 'r1', 'r2', 'r3', 'r4', 'r5', 'x', 'y', …",
+        "not read: 'id', 'url'",
+    ]
+    empty = replace(index, shards=())
+    assert (empty.largest, empty.names("unread"), empty.notes()) == (-1, "", [])
+    fitting = (
+        replace(index, vocab=1 << 16),
+        replace(index, vocab=1 << 32, dtype="uint32"),
+        replace(index, end=None),
+    )
+    for one in (index, empty, *fitting):
+        write_index(tmp_path, one)
+        assert read_index(tmp_path) == one
+    for other, told in (
+        (replace(index, vocab=(1 << 16) + 1), "vocab: 65537 is more than uint16 can count"),
+        (replace(index, end=10), "end: 10 is no token of 10"),
+        (
+            replace(index, shards=(replace(shards[0], answers=6),)),
+            r"shards\.0: it has more answers than tokens",
+        ),
+        (replace(index, chats=False), r"shards\.0: it has 4 checksums"),
+    ):
+        write_index(tmp_path, other)
+        with pytest.raises(DataError, match=rf"index\.json is damaged \({told}\): repeat its"):
+            read_index(tmp_path)
+    (tmp_path / "index.json").write_text("[]")
+    with pytest.raises(DataError, match=r"index\.json holds no JSON object: repeat"):
+        read_index(tmp_path)
+    (tmp_path / "index.json").write_text('{"format": 2}')
+    with pytest.raises(DataError, match="is of another version of plait: prepare the corpus again"):
+        read_index(tmp_path)
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, done, usual = tmp_path / "a", list[object](), (os.fsync, Path.replace)
+
+    def synchronised(handle: int) -> None:
+        done.append((os.fstat(handle).st_size, path.exists()))
+        usual[0](handle)
+
+    def renamed(self: Path, target: Path) -> Path:
+        done.append((self.name, target.name))
+        return usual[1](self, target)
+
+    monkeypatch.setattr(os, "fsync", synchronised)
+    monkeypatch.setattr(Path, "replace", renamed)
+    with whole_files.whole_file(path) as file:
+        for data in (b"ab", b"c"):
+            file.write(data)
+    assert done == [(3, False), ("a.partial", "a")]
+    assert file.checksum == whole_files.file_checksum(path) == f"{zlib.crc32(b'abc'):08x}"
+    monkeypatch.setattr(whole_files, "_READ_AT_ONCE", 1)
+    assert whole_files.file_checksum(path) == file.checksum
 
 
 def test_a_corpus_of_an_earlier_version_opens_without_checksums(corpus: Path) -> None:

@@ -35,39 +35,57 @@ def test_a_list_is_read_in_pieces_of_any_size(
     assert not list(json_records.read_list(str(path)))
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ('[{"text": "a"}, {"text": "b"]', "is no JSON behind element 0: "),
-        ('[{"text": "a"}', "is no JSON behind element 0: there is no comma"),
-        ('[{"text": "a"} {}]', "there is no comma"),
-        ('[{"text": "a"}] {}', "it goes on behind the list"),
-        ('[{"text": "a"}, 3]', "has an element 1 that is no JSON object"),
-        ('[{"text": "a"}, {"text": "b", "text": "c"}]', "it has the key 'text' twice"),
-        ('[{"text": "a", "n": 1e999}]', "Out of range float values"),
-        ('[{"text": "a"}, ' + "[" * 100_000, "nested"),
-    ],
-)
-def test_a_list_that_is_none_is_refused(tmp_path: Path, text: str, told: str) -> None:
-    (path := tmp_path / "a.json").write_text(text)
-    with pytest.raises(DataError, match=r"a\.json .*" + told):
+NO_LISTS = [
+    ('[{"text": "a"}, {"text": "b"]', "is no JSON behind element 0: "),
+    ('[{"text": "a"}', "is no JSON behind element 0: there is no comma"),
+    ('[{"text": "a"} {}]', "there is no comma"),
+    ('[{"text": "a"}] {}', "it goes on behind the list"),
+    ('[{"text": "a"}, 3]', "has an element 1 that is no JSON object"),
+    ('[{"text": "a"}, {"text": "b", "text": "c"}]', "it has the key 'text' twice"),
+    ('[{"text": "a", "n": 1e999}]', "Out of range float values"),
+    ('[{"text": "a"}, ' + "[" * 100_000, "nested"),
+]
+
+
+def test_a_list_that_is_none_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    for text, told in NO_LISTS:
+        path.write_text(text)
+        with pytest.raises(DataError, match=r"a\.json .*" + told):
+            records_in(path)
+
+
+NO_RECORDS = [
+    (b'{"text": "a", "text": "b"}', "it has the key 'text' twice"),
+    (b'{"text": "a", "n": NaN}', "Out of range float values"),
+    (b'{"text": ' + b"[" * 100_000, "nested"),
+    (b'{"text": "a"', "delimiter"),
+    ('{"text": "a"}'.encode("utf-16"), "no UTF-8"),
+    (b'{"text": "\xff"}', "it is no UTF-8 at byte 24"),
+]
+
+
+def test_a_line_that_is_no_record_is_refused_by_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_records, "_AT_ONCE", 4)
+    path = tmp_path / "a.jsonl"
+    for line, told in NO_RECORDS:
+        path.write_bytes(b'{"text": "a"}\n' + line + b"\n")
+        with pytest.raises(DataError, match=r"a\.jsonl:2 is no JSON object .*" + told):
+            records_in(path)
+    path.write_text("[3]\n")
+    with pytest.raises(DataError, match=r"a\.jsonl:1 is no JSON object: mend or remove it"):
         records_in(path)
 
 
-@pytest.mark.parametrize(
-    ("line", "told"),
-    [
-        (b'{"text": "a", "text": "b"}', "it has the key 'text' twice"),
-        (b'{"text": "a", "n": NaN}', "Out of range float values"),
-        (b'{"text": ' + b"[" * 100_000, "nested"),
-        (b'{"text": "a"', "delimiter"),
-        ('{"text": "a"}'.encode("utf-16"), "no UTF-8"),
-        (b'{"text": "\xff"}', "it is no UTF-8 at byte 24"),
-    ],
-)
-def test_a_line_that_is_no_record_is_refused_by_its_place(tmp_path: Path, line: bytes, told: str) -> None:
-    (path := tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n' + line + b"\n")
-    with pytest.raises(DataError, match=r"a\.jsonl:2 is no JSON object .*" + told):
+def test_the_longest_record_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = '{"text": "abc"}\n'
+    (path := tmp_path / "a.jsonl").write_text(line * 2)
+    monkeypatch.setattr(json_records, "LONGEST_RECORD", len(line))
+    assert records_in(path) == [{"text": "abc"}] * 2
+    monkeypatch.setattr(json_records, "LONGEST_RECORD", len(line) - 1)
+    with pytest.raises(DataError, match=r"a\.jsonl has a line of more than 0 MiB at byte 0: divide it"):
         records_in(path)
 
 

@@ -35,10 +35,16 @@ def joined(loader: plait.Loader, step: int, ranks: int) -> Tensor:
 
 def test_ranks_share_the_batches_of_a_seed_and_an_epoch_has_each_sample_once() -> None:
     loader = plait.Loader(Noisy(), batch=4, seed=3)
-    state = torch.get_rng_state(), random.getstate()
+    np.random.seed(5)
+    state, of_numpy = (torch.get_rng_state(), random.getstate()), np.random.get_state()[1].tolist()  # type: ignore[union-attr]
     whole = [loader.batch(step, slice(None)) for step in range(11)]
     assert torch.equal(torch.get_rng_state(), state[0])
     assert random.getstate() == state[1]
+    assert np.random.get_state()[1].tolist() == of_numpy  # type: ignore[union-attr]
+    word = int(np.random.SeedSequence((3, 4 * 7 + 1)).generate_state(1, np.uint64)[0])
+    drawn = torch.rand((), generator=torch.Generator().manual_seed(word)), random.Random(word).random()
+    expected = [loader.order(7)[1], *map(float, drawn), np.random.RandomState(word % 2**32).rand()]
+    assert whole[7][0][1].tolist() == expected, "noise of the seed and the sample's number in the run"
     for step in (0, 7, 10):
         assert all(torch.equal(joined(loader, step, ranks), whole[step][0]) for ranks in (1, 2, 4))
         assert loader.order(step) == whole[step][1].tolist()
@@ -49,6 +55,14 @@ def test_ranks_share_the_batches_of_a_seed_and_an_epoch_has_each_sample_once() -
     assert len(samples[:, 1:].flatten().unique()) == 3 * 44, "noise that came twice"
     assert plait.Loader(Noisy(), batch=4, seed=4).order(0) != loader.order(0)
     assert plait.Loader(Noisy(), batch=4, shuffle=False).order(2) == [8, 9, 10, 0]
+    assert loader.order(2, slice(1, 3)) == loader.order(2)[1:3]
+    assert (loader.size, loader.rows, loader.describe()) == (
+        4,
+        11,
+        {"samples": 11, "seed": 3, "shuffle": True},
+    )
+    assert [loader.steps(epochs) for epochs in (1, 2, 4, 0.5)] == [3, 6, 11, 2]
+    assert torch.equal(torch.cat([loader.share(7, rank, 2)[0] for rank in range(2)]), whole[7][0])
 
 
 def read(dataset: Dataset[Any], workers: int) -> list[Tensor]:
@@ -77,6 +91,17 @@ def test_what_is_no_map_style_dataset_of_pairs_is_refused() -> None:
         plait.Loader(Stream(), batch=1)
     with pytest.raises(DataError, match="a dataset of 0 samples: give at least one"):
         plait.Loader([], batch=1)
+    usual: Any = {"dataset": Noisy(), "batch": 1}
+    for name, wrong, told in (
+        *((name, value, f"a loader's {name}") for name in ("batch", "ahead") for value in (0, 1.0)),
+        *((name, value, f"a loader's {name}") for name in ("seed", "workers") for value in (-1, True)),
+        ("shuffle", 1, "a loader's shuffle"),
+        ("context", "threads", "a loader's context"),
+        ("collate", 3, "a loader's collate is 3: give a function of a list of samples"),
+    ):
+        with pytest.raises(DataError, match=told):
+            plait.Loader(**{**usual, name: wrong})
+    plait.Loader(Noisy(), batch=1, seed=0, workers=0, ahead=1, context="spawn")
     with pytest.raises(DataError, match="collate returned a Tensor, not inputs and targets"):
         plait.Loader(torch.arange(3), batch=1).batch(0, slice(None))  # type: ignore[arg-type]
     with pytest.raises(DataError, match="collate returned a dict"):

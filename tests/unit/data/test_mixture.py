@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.data.batches import ConcatenatedRows, RandomBatches
+from plait.data.batches import ConcatenatedRows, RandomBatches, description, row_total
 from plait.data.document_rows import DocumentRows
 from plait.data.mixture import BLOCK, MixedBatches
 from plait.data.read_ahead import ReadAhead
@@ -54,11 +54,18 @@ def test_shares_and_epochs(weights: list[float], rows: list[int], seed: int) -> 
         assert times.max() - times.min() <= 1
 
 
-def test_parts_of_a_batch_are_the_batch() -> None:
+def test_parts_of_a_batch_are_the_batch_and_it_stays_that_of_earlier_versions() -> None:
     made = MixedBatches([Numbered(0, 7), Numbered(1, 9)], [1, 2], 12, 3)
-    whole, _ = made.batch(5, slice(None))
-    parts = [made.batch(5, slice(first, first + 4))[0] for first in (0, 4, 8)]
+    whole, _ = made.batch(90, slice(None))
+    parts = [made.batch(90, slice(first, first + 4))[0] for first in (0, 4, 8)]
     assert torch.equal(torch.cat(parts), whole)
+    of_second = [4, None, 6, None, 4, None, 2, 2, 4, 0, None, 0]
+    of_first = iter([2, 4, 4, 6])
+    assert whole.tolist() == [[0, next(of_first)] if row is None else [1, row] for row in of_second]
+    assert description(made) == {"size": 12, "seed": 3, "rows": [7, 9], "weights": [1, 2]}
+    assert (made.rows, made.shares.tolist()) == (min(1024 * 7 // 341, 1024 * 9 // 683), [341, 683])
+    assert made.epochs(100) == [1200 * 341 / 1024 / 7, 1200 * 683 / 1024 / 9]
+    assert MixedBatches([Numbered(0, 7), Numbered(1, 9)], [1, 1 << 20], 12, 3).rows == 9, "none of the first"
 
 
 def test_documents_stay_apart_beside_corpora_without() -> None:
@@ -91,6 +98,7 @@ def test_the_next_batch_is_read_meanwhile() -> None:
             return plain.batch(step, rows)
 
     ahead = ReadAhead(Watched())
+    assert (ahead.size, ahead.rows, row_total(ahead), ahead.describe()) == (4, None, None, {"size": 4})
     for step in (0, 1, 2, 7):
         assert torch.equal(ahead.batch(step, slice(1, 3))[0], plain.batch(step, slice(1, 3))[0])
     ahead.batch(8, slice(1, 3))

@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 from in_process import in_one_process
 
 from plait.cli.data import run
-from plait.data.document_sources import divided, files_of, read_texts
-from plait.data.preparation import portion_size, prepare_corpus
-from plait.data.token_shards import Corpus, TokenShard, open_corpus
+from plait.data import preparation
+from plait.data.document_sources import SourceRange, divided, field_names, files_of, read_texts
+from plait.data.preparation import PreparationProgress, portion_size, prepare_corpus
+from plait.data.token_shards import Corpus, TokenShard, corpus_of, open_corpus
 from plait.errors import ConfigError, DataError
 
 
@@ -42,9 +43,9 @@ def as_jsonl(documents: list[str]) -> str:
     return "".join(json.dumps({"text": one}) + "\n" for one in documents)
 
 
-@pytest.mark.parametrize("portion", [1, 7, 1000])
+@pytest.mark.parametrize("portion", [7, 1000])
 def test_each_kind_of_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, portion: int) -> None:
-    in_one_process(monkeypatch)
+    written = in_one_process(monkeypatch)
     texts = tmp_path / "texts"
     texts.mkdir()
     (texts / "a first one.txt").write_text("")
@@ -53,16 +54,27 @@ def test_each_kind_of_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, po
     with gzip.open(texts / "c.jsonl.Gz", "wt") as file:
         file.write(as_jsonl(["fourth"]))
     (texts / "d.txt").write_text("no line end")
-    index = prepare_corpus([str(texts)], tmp_path / "out", "bytes", portion=portion)
+    told: list[Any] = []
+    given = [str(texts)], tmp_path / "out", "bytes"
+    index = prepare_corpus(*given, portion=portion, report=lambda done, total: told.append((done, total)))
+    assert [done.size for done, _ in told] == sorted(done.size for done, _ in told)
+    size = sum(file.size for file in files_of(str(texts)))
+    assert told[0] == (PreparationProgress(0, 0, 0), size)
+    assert told[-1] == (PreparationProgress(size, index.documents, index.tokens), size)
+    assert len(told) == len(index.shards) + 1
+    assert not list((tmp_path / "out").glob("*.counts.json"))
     expected = ["first\nof two lines\n", "second", "thïrd\nline", "fourth", "no line end"]
     assert documents_in(tmp_path / "out") == expected
     assert (index.documents, index.end, index.dtype) == (5, None, "uint16")
+    assert written == list(range(len(index.shards))), "each shard once"
+    assert (len(written) == 1) == (portion == 1000)
 
 
 @pytest.mark.parametrize("portion", [1, 5, 64])
 def test_lines_as_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, portion: int) -> None:
     in_one_process(monkeypatch)
-    (tmp_path / "a.txt").write_text("one\n\ntwo and more\nthree")
+    monkeypatch.setattr("plait.data.json_records._START", 2)
+    (tmp_path / "a.txt").write_bytes(b"one\r\n\ntwo and more\nthree")
     prepare_corpus([str(tmp_path / "a.txt")], tmp_path / "out", "bytes", portion=portion, lines=True)
     assert documents_in(tmp_path / "out") == ["one", "two and more", "three"]
 
@@ -106,6 +118,64 @@ def test_the_pieces_of_a_text_are_the_text(
 def test_shards_of_a_small_corpus_are_small(total: int, size: int) -> None:
     """So that each process has work, and the last one of a large corpus is not long."""
     assert portion_size(total) == size
+
+
+def test_what_a_file_is_read_as_follows_from_its_name(tmp_path: Path) -> None:
+    rows = '[{"text": "a"}]'
+    for name in ("a.txt", "b.jsonl", "c.NDJSON", "e.json", "f.py"):
+        (tmp_path / name).write_text(rows)
+    (tmp_path / "d.ndjson.gz").write_bytes(gzip.compress(b'{"text": "a"}'))
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "g.json").write_text(rows)
+
+    def kinds(source: str, **options: bool) -> dict[str, str]:
+        return {Path(one.path).name: one.kind for one in files_of(str(tmp_path / source), **options)}
+
+    whole = {"a.txt": "text", "b.jsonl": "jsonl", "c.NDJSON": "jsonl", "d.ndjson.gz": "jsonl"}
+    rest = {"e.json": "text", "f.py": "text", "g.json": "text"}
+    assert kinds(".") == whole | rest, "beside texts a .json is one"
+    assert kinds("rows") == {"g.json": "json"}
+    assert kinds("*.json") == {"e.json": "json"}
+    assert kinds("e.json") == {"e.json": "json"}
+    assert kinds("e.json", lines=True) == {"e.json": "lines"}
+    assert kinds("?.*", lines=True)["b.jsonl"] == "jsonl"
+    (file,) = files_of(str(tmp_path / "b.jsonl"))
+    ranges = [(one.begin, one.end, one.size) for one in divided(file, 6)]
+    assert ranges == [(0, 6, 6), (6, 12, 6), (12, 15, 3)]
+    assert field_names(files_of(str(tmp_path / "a.txt"))[0]) == []
+    assert field_names(files_of(str(tmp_path / "rows"))[0]) == ["text"]
+    (zipped,) = files_of(str(tmp_path / "d.ndjson.gz"))
+    assert [(one.begin, one.end) for one in divided(zipped, 6)] == [(0, zipped.size)]
+
+
+def test_documents_of_shards_of_which_one_does_not_know_them() -> None:
+    shards = [
+        TokenShard(np.arange(3), np.array([2])),
+        TokenShard(np.arange(3, 5), None, np.array([1, 0], dtype=np.uint8)),
+        TokenShard(np.arange(5, 9), np.array([1, 4]), None, np.array([0, 2], dtype=np.uint32)),
+    ]
+    corpus = Corpus((3, 2, 4), True, shards)
+    assert (len(corpus), corpus.document_count) == (9, 4)
+    assert corpus.document_ends(0, 4).tolist() == [2, 5, 6, 9]
+    assert corpus.document_ends(1, 3).tolist() == [5, 6]
+    assert corpus.first_answers(0, 4).tolist() == [1, 1, 0, 2]
+    assert corpus.read(2, 4).tolist() == [2, 3, 4, 5]
+    assert corpus.answers(3, 2).tolist() == [True, False]  # type: ignore[union-attr]
+    assert corpus.answers(5, 4) is None
+    assert corpus.read(4, 0).tolist() == corpus.document_ends(2, 2).tolist() == []
+    assert [corpus.document_length(first) for first in range(9)] == [2, 1, 4, 3, 2, 1, 3, 2, 1]
+    assert corpus.documents(5, 4).tolist() == [0, 1, 1, 1]
+    assert corpus_of(np.arange(3)).documents(1, 2).tolist() == [0, 0]
+    assert corpus_of(np.arange(3)).document_length(1) == 2
+
+
+def test_a_shard_has_as_many_portions_as_fit() -> None:
+    portions = [
+        SourceRange(str(number), "text", 0, size, size) for number, size in enumerate([3, 3, 3, 5, 1, 9, 1])
+    ]
+    shards = preparation._shards(portions, 6)
+    assert [[one.size for one in shard] for shard in shards] == [[3, 3], [3], [5, 1], [9], [1]]
+    assert [*itertools.chain(*shards)] == portions
 
 
 def test_one_command_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +234,8 @@ def test_the_end_token_follows_each_document(
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", b"\xff\xfe", "is no UTF-8 text at byte 0"),
+        ("a.txt", b"\xff\xfe", "is no UTF-8 text at byte 0:"),
+        ("a.txt", b"a longer text \xff", "is no UTF-8 text at byte 14:"),
         ("a.jsonl", b'{"text": "a"}\nnothing\n', r"a\.jsonl:2 is no JSON object"),
         (
             "a.jsonl",
@@ -192,9 +263,14 @@ def test_what_cannot_be_read_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes, message: str
 ) -> None:
     in_one_process(monkeypatch)
+    monkeypatch.setattr("plait.data.text_files.PART", 4)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         prepare_corpus([str(tmp_path / name)], tmp_path / "out", "bytes")
+    if name == "a.txt":
+        (tmp_path / name).write_bytes(b"fine\n" + content)
+        with pytest.raises(DataError, match=f"is no UTF-8 text at byte {5 + content.index(255)}:"):
+            prepare_corpus([str(tmp_path / name)], tmp_path / "lines", "bytes", lines=True)
 
 
 @pytest.mark.parametrize(
@@ -248,43 +324,48 @@ def test_a_folder_holds_one_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         open_corpus(tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("text", "options", "difference"),
-    [
-        ("more text", {}, "txt has another size"),
-        ("text", {"tokenizer": "{other}"}, "another tokenizer: bytes, now "),
-        ("Text", {}, "txt was written again since"),
-    ],
-)
 def test_another_preparation_is_told_apart_in_words(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    word_tokenizer: Path,
-    text: str,
-    options: dict[str, Any],
-    difference: str,
-) -> None:
-    in_one_process(monkeypatch)
-    source = tmp_path / "a.txt"
-    source.write_text("text")
-    prepare_corpus([str(source)], tmp_path / "out", "bytes")
-    source.write_text(text)
-    given = {"tokenizer": "bytes", **options}
-    tokenizer = str(given.pop("tokenizer")).format(other=word_tokenizer)
-    with pytest.raises(DataError, match=difference):
-        prepare_corpus([str(source)], tmp_path / "out", tokenizer, **given)
-
-
-def test_a_tokenizer_that_has_changed_does_not_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word_tokenizer: Path
 ) -> None:
     in_one_process(monkeypatch)
-    (tmp_path / "a.txt").write_text("a b c")
-    arguments = [str(tmp_path / "a.txt")], tmp_path / "out", str(word_tokenizer)
-    prepare_corpus(*arguments)
-    (word_tokenizer.parent / "chat_template.jinja").write_text("x")
-    with pytest.raises(DataError, match=r"the files of the tokenizer .* have changed since"):
-        prepare_corpus(*arguments)
+    source, other, folder, words = (
+        tmp_path / "a.jsonl",
+        tmp_path / "b.jsonl",
+        tmp_path / "out",
+        word_tokenizer,
+    )
+    source.write_text(as_jsonl(["a b c", "b a c"]))
+    usual: dict[str, Any] = {"sources": [str(source)], "tokenizer": str(words), "end": "a"}
+    prepare_corpus(folder=folder, **usual)
+    written = (folder / "preparation.json").read_text()
+
+    def refused(difference: str, **options: Any) -> None:
+        with pytest.raises(DataError, match=rf"out holds another preparation \({difference}\): repeat its"):
+            prepare_corpus(folder=folder, **{**usual, **options})
+
+    refused(f"another tokenizer: {words}, now bytes", tokenizer="bytes", end=None)
+    refused("another --column: text, now body", column="body")
+    refused("another --end: token 1, now token 2", end="b")
+    refused("another --end: token 1, now none", end="")
+    refused("another --shard, or another order of the files", portion=10)
+    other.write_text(source.read_text())
+    refused(f"another source: {other} is newly among the files", sources=[str(source), str(other)])
+    refused(f"another source: {source} is no longer among the files", sources=[str(other)])
+    (folder / "preparation.json").write_text("{}")
+    refused(r"its preparation\.json is of another version, or damaged")
+    (folder / "preparation.json").write_text(written)
+    source.write_text(as_jsonl(["a b c", "b a b"]))
+    refused(rf"{source} was written again since")
+    source.write_text(as_jsonl(["a b c"]))
+    refused(rf"{source} has another size")
+    (words.parent / "chat_template.jinja").write_text("x")
+    refused(f"the files of the tokenizer {words} have changed since")
+    (folder / "preparation.json").unlink()
+    (folder / "preparation.json").mkdir()
+    with pytest.raises(
+        DataError, match=r"preparation\.json cannot be read \(it is a folder\): choose another"
+    ):
+        prepare_corpus(folder=folder, **usual)
 
 
 def test_rows_of_two_kinds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,6 +381,23 @@ def test_rows_of_two_kinds_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
         prepare_corpus([str(tmp_path / "a.jsonl")], tmp_path / "out", "bytes")
     with pytest.raises(DataError, match=r"a\.jsonl:2 is a conversation, and the column 'text' is to be read"):
         prepare_corpus([str(tmp_path / "a.jsonl")], tmp_path / "out", "bytes", column="text")
+
+
+def test_interrupted_it_goes_on_behind_the_shards_that_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, folder = [str(tmp_path / "a.jsonl")], tmp_path / "out"
+    (tmp_path / "a.jsonl").write_text(as_jsonl([f"document {number}" for number in range(9)]))
+    in_one_process(monkeypatch)
+    index = prepare_corpus(source, tmp_path / "whole", "bytes", portion=60)
+    in_one_process(monkeypatch, stops_at=3)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_corpus(source, folder, "bytes", portion=60)
+    (folder / "00001.documents.bin").write_bytes(b"")
+    written = in_one_process(monkeypatch)
+    assert prepare_corpus(source, folder, "bytes", portion=60) == index
+    assert written == [1, *range(3, len(index.shards))]
+    assert contents(folder) == contents(tmp_path / "whole")
 
 
 def test_killed_before_its_settings_have_their_name_it_goes_on(

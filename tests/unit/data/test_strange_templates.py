@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +64,25 @@ def test_the_conversation_after_a_refused_one_is_rendered(tmp_path: Path, monkey
 
 
 def test_a_process_that_ends_is_named_and_another_one_goes_on() -> None:
-    def function(code: int) -> int:
-        return code or os._exit(1)
-
-    process = BoundedProcess(function, seconds=5, memory=1 << 28)
-    assert process.call(3) == 3
-    with pytest.raises(CallFailedError, match="its process was ended"):
-        process.call(0)
-    assert process.call(4) == 4
+    """None of them stays, nor its connection: whether it ended, took too long or nobody needs it."""
+    calls: dict[str, Any] = {"number": os.getpid, "end": lambda: os._exit(1), "sleep": lambda: time.sleep(60)}
+    process = BoundedProcess(lambda name: calls[name](), seconds=60, memory=1 << 28)
+    for call, told in (("end", "its process was ended"), ("sleep", r"it takes more than 0\.1 seconds")):
+        process._seconds = 60
+        number, connection = process.call("number"), process._connection
+        assert number == process.call("number") != os.getpid()
+        process._seconds = 0.1 if call == "sleep" else 60
+        with pytest.raises(CallFailedError, match=told):
+            process.call(call)
+        assert connection.closed
+        with pytest.raises(ProcessLookupError):
+            os.kill(number, 0)
+    process._seconds = 60
+    number = process.call("number")
+    with pytest.raises(CallFailedError, match="'none'"):
+        process.call("none")
+    assert process.call("number") == number, "an error ends nothing"
+    del process
+    gc.collect()
+    with pytest.raises(ProcessLookupError):
+        os.kill(number, 0)

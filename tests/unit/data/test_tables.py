@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 from in_process import in_one_process
 
+from plait.data import tables
 from plait.data.document_sources import divided, files_of, read_records, read_texts
 from plait.data.preparation import prepare_corpus
-from plait.data.tables import dataset_files, is_dataset
+from plait.data.tables import column_names, dataset_files, is_dataset, row_ranges
 from plait.errors import DataError
 
 
@@ -82,14 +84,36 @@ def test_a_data_set_by_name_goes_on_and_keeps_its_division(
         prepare_corpus([str(tmp_path / "splits")], tmp_path / "none", "bytes")
 
 
-@pytest.mark.full
-def test_rows_are_named_by_their_numbers(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_dict({"text": list("abcdefghij")}).to_parquet(tmp_path / "a.parquet", batch_size=3)
-    portions = list(divided(files_of(str(tmp_path / "a.parquet"))[0], 1))
-    assert len(portions) == 4
-    places = [place for one in portions for place, _ in read_records(one, ("text",))]
-    assert places == [f"in row {number}" for number in range(10)]
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_each_row_is_read_once_and_named_by_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Of row groups, or batches, of three rows, which are read two at a time."""
+    monkeypatch.setattr(tables, "_ROWS_AT_ONCE", 2)
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path, rows = tmp_path / name, [{"text": letter, "n": n} for n, letter in enumerate("abcdefghij")]
+    table = pyarrow.Table.from_pylist(rows)
+    if name == "a.parquet":
+        parquet.write_table(table, path, row_group_size=3)
+    else:
+        with pyarrow.ipc.new_stream(path, table.schema) as file:
+            file.write_table(table, max_chunksize=3)
+    assert column_names(str(path)) == ["text", "n"]
+    whole = sum(held for _, _, held in row_ranges(str(path), 1))
+    counts = []
+    for size in (1, whole // 3, whole // 2, whole, 2 * whole):
+        portions = list(divided(files_of(str(path))[0], size))
+        read = [found for one in portions for found in read_records(one, ("text", "none"))]
+        assert [row for _, row in read] == [{"text": one["text"]} for one in rows]
+        assert [str(place) for place, _ in read] == [f"{path}, row {n}," for n in range(10)]
+        assert sum(one.size for one in portions) == whole
+        assert all(one.size >= min(size, whole) * 0.75 for one in portions[:-1])
+        counts.append(len(portions))
+        (first, *_) = portions
+        assert [row for _, row in read_records(first, None)] == rows[: len(list(read_records(first, None)))]
+    assert counts[0] == (4 if name == "a.parquet" else 10)
+    assert counts[1:] == sorted(counts[1:], reverse=True)
+    assert counts[-2:] == [1, 1]
 
 
 def test_text_that_is_no_utf_8_is_named_by_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,3 +147,9 @@ def test_a_column_without_text_is_refused(tmp_path: Path) -> None:
     (portion,) = divided(files_of(str(tmp_path / "a.parquet"))[0], 1 << 20)
     with pytest.raises(DataError, match=r"row 0, has a 'text' that is .b'bytes'., and no text"):
         list(read_texts(portion, "text"))
+    with pytest.raises(DataError, match=r"a\.parquet has no column 'body' .it has: text.: give --column"):
+        list(read_texts(portion, "body"))
+    for name in ("b.parquet", "b.arrow"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(DataError, match=r"b\.\w+ cannot be read: it is a pipe"):
+            column_names(str(tmp_path / name))

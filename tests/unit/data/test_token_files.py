@@ -43,6 +43,16 @@ def test_token_arrays_that_cannot_be_used(tmp_path: Path) -> None:
     refused("float.npy", r"holds float64 of shape \(3,\)")
     np.save(tmp_path / "square.npy", np.zeros((2, 2), dtype=np.uint16))
     refused("square.npy", r"holds uint16 of shape \(2, 2\)")
+    np.savez(tmp_path / "several.npz", np.zeros(2, dtype=np.uint16))
+    (tmp_path / "several.npz").rename(tmp_path / "several.npy")
+    refused("several.npy", r"several\.npy is an archive of arrays: save the tokens as one \.npy array")
+    header = np.array([20240801, 1, 0, *[0] * 253], dtype=np.int32).tobytes()
+    (tmp_path / "none.bin").write_bytes(header + bytes(8))
+    refused("none.bin", r"none\.bin announces 0 tokens: it is damaged")
+    (tmp_path / "none.bin").write_bytes(header[:-1])
+    refused("none.bin", r"none\.bin ends within its header")
+    (tmp_path / "short.bin").write_bytes(np.array([20240801, 1, 1, *[0] * 253], dtype=np.int32).tobytes())
+    refused("short.bin", r"short\.bin is empty: give token arrays with tokens")
 
 
 def test_files_of_a_folder_are_one_corpus(tmp_path: Path) -> None:
@@ -77,9 +87,30 @@ def test_megatrons_index(tmp_path: Path) -> None:
     assert corpus.has_documents
     assert corpus.read(0, 10).tolist() == list(range(10))
     assert corpus.documents(0, 10).tolist() == [0] * 5 + [1] * 5
-    (tmp_path / "a.idx").write_bytes(head[:20])
-    with pytest.raises(DataError, match=r"a\.idx is no index of Megatron's, or damaged"):
-        open_tokens(str(tmp_path / "a.bin"), "uint16")
+    assert corpus.document_count == 2
+    assert holds_tokens(str(tmp_path))
+    whole = (tmp_path / "a.idx").read_bytes()
+    for code, dtype in ((1, np.uint8), (2, np.int8), (3, np.int16), (5, np.int64), (8, np.uint16)):
+        np.arange(10, dtype=dtype).tofile(tmp_path / "a.bin")
+        (tmp_path / "a.idx").write_bytes(whole[:17] + bytes([code]) + whole[18:])
+        read = open_tokens(str(tmp_path / "a.bin"), "uint16").read(0, 10)
+        assert (read.tolist(), read.dtype) == (list(range(10)), dtype)
+    lengths, places = slice(34, 34 + 16), slice(34 + 48, None)
+    damaged = {
+        "short": whole[:-1],
+        "no header": head[:20],
+        "another file": b"x" + whole[1:],
+        "version 2": whole[:9] + b"\2" + whole[10:],
+        "dtype 6": whole[:17] + b"\6" + whole[18:],
+        "negative length": whole[: lengths.start] + np.int32(-1).tobytes() + whole[lengths.start + 4 :],
+        "negative place": whole[: places.start] + np.int64(-1).tobytes() + whole[places.start + 8 :],
+        "descending": whole[: places.start] + np.array([0, 3, 2, 4], dtype=np.int64).tobytes(),
+        "beyond the end": whole[: places.start] + np.array([0, 2, 2, 5], dtype=np.int64).tobytes(),
+    }
+    for name, data in damaged.items():
+        (tmp_path / "a.idx").write_bytes(data)
+        with pytest.raises(DataError, match=r"a\.idx is no index of Megatron's, or damaged"):
+            open_tokens(str(tmp_path / "a.bin"), name)
 
 
 def test_tokens_of_more_bytes_than_their_dtype_are_refused(tmp_path: Path) -> None:

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.layers.layer_sequence import layer_costs, private_copy, sequence_of
+from plait.layers.layer_sequence import (
+    MISSING,
+    aliases_of,
+    layer_costs,
+    private_copy,
+    sequence_of,
+    set_attributes,
+)
 
 
 def paths(model: nn.Module) -> list[str]:
@@ -62,8 +69,27 @@ def test_a_tied_parameter_is_a_unit_of_its_own() -> None:
 def test_a_parameter_used_twice_within_a_layer_is_no_tie() -> None:
     layer = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     layer[1].weight = layer[0].weight
-    sequence = sequence_of(nn.Sequential(layer))
-    assert sequence.users["0.0.weight"] == (0,)
+    sequence = sequence_of(nn.Sequential(layer, nn.Linear(2, 2), layer[0]))
+    assert sequence.users == {
+        "0.0.weight": (0, 2),
+        "0.0.bias": (0, 2),
+        "0.1.bias": (0,),
+        "1.weight": (1,),
+    } | {"1.bias": (1,)}
+    assert aliases_of(sequence.layers) == {
+        "0.1.weight": "0.0.weight",
+        "2.weight": "0.0.weight",
+        "2.bias": "0.0.bias",
+    }
+    assert aliases_of(sequence_of(nn.Sequential(nn.Linear(2, 2))).layers) == {}
+
+
+def test_attributes_are_set_to_copies_and_missing_ones_deleted() -> None:
+    module, value = nn.Sequential(nn.Linear(2, 2)), torch.ones(2)
+    set_attributes(module, {"0.scale": value, "kind": "a", "0.none": MISSING, "0.bias": MISSING})
+    assert torch.equal(module[0].scale, value)
+    assert module[0].scale is not value
+    assert (module.kind, hasattr(module[0], "bias"), hasattr(module[0], "none")) == ("a", False, False)
 
 
 @pytest.mark.parametrize("model", [torch.zeros(2), None, [nn.Linear(2, 2)], nn.Linear])

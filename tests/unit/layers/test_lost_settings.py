@@ -16,7 +16,7 @@ from plait.comm.gradient_hooks import first_gradient_hook
 from plait.comm.pickling import dumps_call
 from plait.errors import DataError, ModelError, PlanError
 from plait.layers.call_hooks import call_hooks
-from plait.layers.lost_settings import refuse_lost_settings
+from plait.layers.lost_settings import buffers_of_loss, refuse_lost_settings, refusing_changed_buffers
 from plait.models.tensor_sources import LocalSource, locate_tensors
 from plait.tensor import mean_loss
 
@@ -333,3 +333,87 @@ def test_attributes_of_parameters_are_there_in_the_layers_and_for_the_optimizer(
         first, second = nn.Linear(4, 3).double(), nn.Linear(3, 3).double()
         wanted = nn.functional.cross_entropy(second(first(rows()[:4]) * factor), TARGETS[:4])
         assert loss == pytest.approx(wanted.item(), rel=1e-12)
+
+
+class Counting(nn.Module):
+    """A loss with a buffer."""
+
+    def __init__(self, value: float = 1.0) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.full((2,), value))
+
+
+class Holding:
+    """A loss that is no module, and holds one."""
+
+    def __init__(self) -> None:
+        self.inner, self.number = Counting(float("-0.0")), 3
+
+
+def set_of(loss: Any, value: Tensor) -> None:
+    loss.seen = value
+
+
+def test_a_loss_whose_buffer_changes_is_refused() -> None:
+    assert [*buffers_of_loss(Holding())] == ["inner.seen"]
+    assert [*buffers_of_loss(Counting())] == ["seen"]
+    assert buffers_of_loss(mean_loss) == {}
+    same: list[Callable[[Any], object]] = [
+        lambda loss: None,
+        lambda loss: loss.seen.copy_(torch.ones(2)),
+        lambda loss: set_of(loss, torch.ones(2)),
+        lambda loss: set_of(loss, torch.zeros(2, device="meta")),
+    ]
+    changed: list[Callable[[Any], object]] = [
+        lambda loss: loss.seen.add_(1),
+        lambda loss: set_of(loss, torch.zeros(2)),
+        lambda loss: set_of(loss, torch.ones(1)),
+        lambda loss: loss.register_buffer("seen", torch.ones(3)),
+    ]
+    for change in same:
+        with refusing_changed_buffers(loss := Counting()):
+            change(loss)
+    for change in changed:
+        loss = Counting()
+        with (
+            pytest.raises(
+                ModelError, match=r"^seen, a buffer of the loss Counting, is set in training: its value"
+            ),
+            refusing_changed_buffers(loss),
+        ):
+            change(loss)
+    held = Holding()
+    with (
+        pytest.raises(ModelError, match=r"^inner.seen, a buffer of the loss Holding"),
+        refusing_changed_buffers(held),
+    ):
+        held.inner.seen += 1
+    with (
+        pytest.raises(ModelError, match=r"^added, a buffer of the loss"),
+        refusing_changed_buffers(held.inner),
+    ):
+        held.inner.register_buffer("added", torch.ones(1))
+
+
+def test_a_state_dict_that_is_not_the_models_is_refused() -> None:
+    for change, told in (
+        (
+            lambda state: state.__delitem__("0.weight"),
+            "^model.state_dict.. has no entry of 0.weight by a hook",
+        ),
+        (lambda state: state.update(new=torch.ones(1)), "has the entry new by a hook or get_extra_state"),
+        (
+            lambda state: state.update({"0.bias": state["0.bias"].clone()}),
+            "has another value of 0.bias by a hook",
+        ),
+        (
+            lambda state: state.update({"0.bias": state["0.bias"][:2]}),
+            "has another value of 0.bias by a hook",
+        ),
+        (lambda state: state.update({"0.bias": 3}), "has another value of 0.bias by a hook"),
+    ):
+        model = made()
+        refuse_lost_settings(model, mean_loss)
+        model.register_state_dict_post_hook(lambda module, state, *_, change=change: change(state))
+        with pytest.raises(ModelError, match=told):
+            refuse_lost_settings(model, mean_loss)

@@ -92,6 +92,45 @@ def normalised(x: Tensor, a: int, b: int) -> Tensor:
     )
 
 
+def zeros(*sizes: int) -> Tensor:
+    return torch.zeros(*sizes, dtype=torch.int64)
+
+
+def advanced_index(x: Tensor, a: int, b: int) -> Tensor:
+    """At numbers of one or two dims, or as many as there are indices of that dim."""
+    dim = dim_of(x, a)
+    return x[(*[slice(None)] * dim, zeros(2, 1) if b % 2 else zeros(x.shape[dim]))]
+
+
+TABLE = torch.linspace(-1, 1, 168).view(2, 3, 4, 7)
+
+
+def classes(x: Tensor) -> Tensor:
+    return (x > 0.5).long()
+
+
+def looked_up(x: Tensor, a: int, b: int) -> Tensor:
+    """In a table, behind some of its dims; by two numbers of each element, which may not be neighbours."""
+    return TABLE[(*[slice(None)] * (a % 3), classes(x), *[slice(None)] * (b % 2), classes(1 - x))[: 2 + a]]
+
+
+def convolved(x: Tensor, a: int, b: int) -> Tensor:
+    """By a kernel of 1, or of 3 with or without stride, with or without padding."""
+    three = x.reshape(len(x), -1, x.shape[-1])
+    weight = torch.linspace(-1, 1, 2 * three.shape[1] * (1 + a // 2 * 2)).view(2, three.shape[1], -1)
+    return functional.conv1d(three, weight, padding=a % 2, stride=1 + b % 2 * (a // 2))
+
+
+def product_of_matrices(x: Tensor, a: int, b: int) -> Tensor:
+    rows = x.flatten(0, -2)
+    return rows @ torch.ones(rows.shape[1], 2) if b % 2 else torch.ones(2, len(rows)) @ rows
+
+
+def scattered(x: Tensor, a: int, b: int) -> Tensor:
+    dim = dim_of(x, a)
+    return x.scatter(dim, classes(x).clamp(max=x.shape[dim] - 1), 2.0 if b % 2 else x.flip(0))
+
+
 STEPS: dict[str, Step] = {
     "transpose": lambda x, a, b: x.transpose(dim_of(x, a), dim_of(x, b)),
     "movedim": lambda x, a, b: x.movedim(dim_of(x, a), dim_of(x, b)),
@@ -120,12 +159,25 @@ STEPS: dict[str, Step] = {
     "chunk": lambda x, a, b: x.tensor_split(2, dim_of(x, a))[0],
     "cat": lambda x, a, b: torch.cat([x, x.sin()], dim_of(x, a)),
     "stack": lambda x, a, b: torch.stack([x, x.sin()], a % (x.dim() + 1)),
-    "pad": lambda x, a, b: functional.pad(x, (a % 2, 0, b % 2, 0)[: 2 * min(2, x.dim())]),
+    "pad": lambda x, a, b: functional.pad(x, (a % 2, 0, b % 2, 0, a // 2, 0)[: 2 * min(3, x.dim())]),
     "unbind": lambda x, a, b: sum(x.unbind(dim_of(x, a)), torch.zeros(())),
     "diagonal": lambda x, a, b: x.diagonal(0, 0, -1) if x.dim() > 1 else x,
     "tril": lambda x, a, b: x.tril() if x.dim() > 1 else x,
-    "index": lambda x, a, b: x.index_select(dim_of(x, a), torch.zeros(2, dtype=torch.int64)),
-    "advanced index": lambda x, a, b: x.transpose(0, dim_of(x, a))[torch.tensor([[0], [0]])],
+    "index": lambda x, a, b: x.index_select(dim_of(x, a), zeros(x.shape[dim_of(x, a)] if b % 2 else 2)),
+    "advanced index": advanced_index,
+    "looked up": looked_up,
+    "at one number": lambda x, a, b: torch.ops.aten.index(x, [*[None] * dim_of(x, a), torch.tensor(0)]),
+    "gathered from a table": lambda x, a, b: TABLE.flatten().gather(0, classes(x).flatten()),
+    "gathered by number": lambda x, a, b: (
+        torch.linspace(-1, 1, 7 * 601).view(7, 601).gather(0, classes(x).flatten(1))
+    ),
+    "scattered": scattered,
+    "filled at numbers": lambda x, a, b: x.index_fill(dim_of(x, a), zeros(x.shape[dim_of(x, b)]), 2.0),
+    "viewed as another dtype": lambda x, a, b: x.contiguous().view(torch.float64 if b % 2 else torch.int32),
+    "product of matrices": product_of_matrices,
+    "t": lambda x, a, b: x.flatten(1).t(),
+    "matrix and vector": lambda x, a, b: torch.mv(x.flatten(0, -2), torch.ones(x.shape[-1])),
+    "convolution": convolved,
     "difference": lambda x, a, b: x.unsqueeze(dim_of(x, a)) - x.unsqueeze(dim_of(x, a) + b % 2),
     "masked": lambda x, a, b: x.unsqueeze(dim_of(x, a)).masked_fill(
         x.unsqueeze(dim_of(x, a) + b % 2) > 0.5, -1.0
@@ -202,7 +254,10 @@ def candidates(program: list[tuple[str, int, int]]) -> dict[PositionDim, Tensor]
 
 EACH = torch.eye(LENGTH, dtype=torch.bool)
 """Each position changes with that of the input."""
-REFUSED_THOUGH_APART = {"cat", "gather", "tril", "written", "indexed in place", "assigned", "replaced"}
+REFUSED_THOUGH_APART = {
+    *("cat", "gather", "tril", "written", "indexed in place", "assigned", "replaced"),
+    *("gathered by number", "scattered", "filled at numbers", "viewed as another dtype"),
+}
 """Some programs with these are refused: `[x, y]` along positions, or treating positions by their number."""
 
 
@@ -210,6 +265,8 @@ REFUSED_THOUGH_APART = {"cat", "gather", "tril", "written", "indexed in place", 
 def test_each_step_from_each_layout(layout: str) -> None:
     for name, a, b in product_of(STEPS, range(4), range(2)):
         program = [*LAYOUTS[layout], (name, a, b)]
+        if name == "viewed as another dtype" and b and layout == "rows, features, positions":
+            continue  # two positions are one number
         at, changes = found(program), candidates(program)
         if at is not None:
             assert not (changes[at] & ~EACH).any(), program

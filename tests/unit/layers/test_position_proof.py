@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -123,6 +124,10 @@ APART: dict[str, Callable[[], nn.Module]] = {
     "einsum": lambda: Call(lambda x, w: torch.einsum("bld,dhk->bhlk", x, w).mT.permute(0, 3, 1, 2), W),
     "over heads": lambda: Call(lambda x: own_attention(x.reshape(-1, 1, HIDDEN)).view(x.shape)),
     "pointwise convolution": lambda: Call(lambda x, c: c(x.mT).mT, nn.Conv1d(12, 6, 1)),
+    "convolved features": lambda: Call(
+        lambda x, c: c(x[:, None]).transpose(1, 2).flatten(2),
+        nn.Conv2d(1, 2, (1, 3), stride=(1, 2), padding=(0, 1)),
+    ),
     "groups of each position": lambda: Call(
         lambda x, n: n(x.flatten(0, 1)).view_as(x), nn.GroupNorm(3, HIDDEN)
     ),
@@ -170,6 +175,10 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Call(lambda x, c: c(x.mT).mT, nn.Conv1d(12, 12, 3, padding=1, groups=12)),
         "aten.convolution of conv1d",
     ),
+    "convolved positions": (
+        lambda: Call(lambda x, c: c(x[:, None]).squeeze(1), nn.Conv2d(1, 1, (3, 1), padding=(1, 0))),
+        "aten.convolution of conv2d",
+    ),
     "shift": (lambda: nn.ZeroPad2d((0, 0, 1, -1)), "aten.constant_pad_nd of pad"),
     "shift by slices": (
         lambda: Call(lambda x: torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)),
@@ -191,6 +200,14 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "sorted": (lambda: Call(lambda x: x.sort(1)[0]), "aten.sort"),
     "gathered": (lambda: Call(lambda x: x.gather(1, x.argsort(1))), "aten.sort of argsort"),
     "gathered first": (lambda: Call(lambda x: x.gather(1, x.long().clamp(0, 0))), "aten.gather"),
+    "rows by as many numbers": (
+        lambda: Call(lambda x: x[torch.zeros(x.shape[1], dtype=torch.int64)].sum(0)),
+        "aten.index",
+    ),
+    "read by as many numbers": (
+        lambda: Call(lambda x: x[:, torch.zeros(x.shape[1], dtype=torch.int64)]),
+        "aten.index",
+    ),
     "input as table": (lambda: Call(lambda x: functional.embedding(x.argmax(-1), x[0])), "aten.embedding"),
     "written at positions": (lambda: Call(written_first), r"aten\.index_(put|fill)_"),
     "written in another order": (
@@ -283,50 +300,43 @@ def works_on_pieces(layer: nn.Module) -> bool:
     return all(a.shape == b.shape and torch.allclose(a.double(), b.double(), atol=1e-12) for a, b in pairs)
 
 
-@pytest.mark.parametrize("name", APART)
-def test_layers_that_work_on_each_position_pass(name: str) -> None:
-    layer = made(APART[name])
-    output = proved(copy.deepcopy(layer))
-    with torch.no_grad():
-        assert works_on_pieces(layer)
-    (length,) = {tensor.shape[1] for tensor in tensors_of(output) if tensor.dim() > 1}
-    assert length == 13
-    assert all(tensor.is_meta for tensor in tensors_of(output))
+def test_layers_that_work_on_each_position_pass() -> None:
+    for name, build in APART.items():
+        layer = made(build)
+        output = proved(copy.deepcopy(layer))
+        with torch.no_grad():
+            assert works_on_pieces(layer), name
+        (length,) = {tensor.shape[1] for tensor in tensors_of(output) if tensor.dim() > 1}
+        assert length == 13, name
+        assert all(tensor.is_meta for tensor in tensors_of(output)), name
 
 
-@pytest.mark.parametrize("name", MIXING)
-def test_layers_that_mix_positions_are_refused(name: str) -> None:
-    build, place = MIXING[name]
-    with pytest.raises(
-        ModelError,
-        match=rf"^layer 'blocks.0' mixes positions of the sequence at {place}.*, which context parallelism "
-        r"cuts: use plait.attention, or set plan.cp to 1\.$",
-    ):
-        proved(made(build))
-    with torch.no_grad():
-        assert not works_on_pieces(made(build))
-
-
-@pytest.mark.parametrize("name", OWN_POSITIONS)
-def test_layers_that_number_positions_are_refused(name: str) -> None:
-    build, place = OWN_POSITIONS[name]
-    with pytest.raises(
-        ModelError,
-        match=rf"^layer 'blocks.0' numbers the positions of the sequence by itself at {place}, but with",
-    ):
-        proved(made(build))
-    assert not works_on_pieces(made(build))
-
-
-@pytest.mark.parametrize("name", NUMBERS)
-def test_layers_that_compute_with_the_length_are_refused(name: str) -> None:
-    build, place = NUMBERS[name]
-    with pytest.raises(
-        ModelError,
-        match=rf"computes with a number that depends on the length of the sequence at {place}, but",
-    ):
-        proved(made(build))
-    assert not works_on_pieces(made(build))
+@pytest.mark.parametrize(
+    ("layers", "told"),
+    [
+        (
+            MIXING,
+            r"^layer 'blocks.0' mixes positions of the sequence at {place}.*, which context parallelism "
+            r"cuts: use plait.attention, or set plan.cp to 1\.$",
+        ),
+        (
+            OWN_POSITIONS,
+            "^layer 'blocks.0' numbers the positions of the sequence by itself at {place}, but with",
+        ),
+        (NUMBERS, "computes with a number that depends on the length of the sequence at {place}, but"),
+    ],
+    ids=["mixing", "own positions", "numbers"],
+)
+def test_other_layers_are_refused(layers: dict[str, tuple[Callable[[], nn.Module], str]], told: str) -> None:
+    for name, (build, place) in layers.items():
+        refusal = ""
+        try:
+            proved(made(build))
+        except ModelError as error:
+            refusal = str(error)
+        assert re.search(told.replace("{place}", place), refusal), name
+        with torch.no_grad():
+            assert not works_on_pieces(made(build)), name
 
 
 def test_layers_for_one_length_only_are_refused() -> None:

@@ -7,10 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
+from plait.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.layers.call_hooks import call_hooks
 from plait.layers.layer_sequence import sequence_of
 from plait.layers.shape_inference import infer
-from plait.layers.shared_inputs import Readers
+from plait.layers.shared_inputs import PartialOutputs, Readers, join_linears, recording_readers
 from plait.models import gpt2, llama
 
 SIZES: dict[str, Any] = {"layers": 1, "hidden": 16, "heads": 2, "vocab": 16, "context": 8}
@@ -74,3 +77,62 @@ def test_a_layer_that_needs_whole_outputs_has_none() -> None:
 def test_an_evaluation_has_none() -> None:
     with torch.no_grad():
         assert readers_of(nn.Sequential(Pair()), torch.zeros(3, 4)) == [()]
+
+
+class Unlike(nn.Module):
+    """Linears of one tensor: two that can be joined, and others whose calls are apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(4, 4) for _ in range(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other, twice, without, checkpointed, backward, changed = self.linears
+        found = one(x) + other(x) + twice(x) + twice(x)
+        with torch.no_grad():
+            found = found + without(x)
+        found = found + checkpoint(checkpointed, x, use_reentrant=False)
+        (gradient,) = torch.autograd.grad(backward(x).sum(), x)
+        x.data.add_(1)
+        return found + gradient + changed(x.detach().add_(1))
+
+
+def test_calls_that_are_apart_are_not_joined_and_no_hook_stays() -> None:
+    layer, x = Unlike(), torch.ones(3, 4, requires_grad=True)
+    with recording_readers(layer) as record:
+        layer(x)
+    assert record.readers == (Readers(("linears.0", "linears.1")),)
+    parts = PartialOutputs(layer, record.readers)
+    with parts.giving_parts():
+        output = layer(x)
+    assert torch.equal(output.detach() * 0, torch.zeros(3, 4))
+    assert parts.readers == record.readers
+    assert [*call_hooks(layer)] == [one for module in layer.modules() for one in call_hooks(module)] == []
+
+
+def test_linears_that_follow_each_other_in_memory_are_joined() -> None:
+    """Not those with a hook, a frozen bias, a bias beside others without, or a place elsewhere."""
+    memory = torch.zeros(5 * 8 + 6 * 2)
+
+    def linear(place: int, bias: int | None) -> nn.Linear:
+        made = nn.Linear(4, 2, bias=bias is not None)
+        made.weight.data = memory[8 * place : 8 * place + 8].view(2, 4)
+        if made.bias is not None and bias is not None:
+            made.bias.data = memory[40 + 2 * bias : 42 + 2 * bias]
+        made.forward = made.forward  # type: ignore[method-assign]  # as where its weight gradient is deferred
+        return made
+
+    def joined(linears: list[nn.Linear]) -> list[tuple[list[int], int, list[int]]]:
+        readers = [Readers(tuple(map(str, range(len(linears)))), frozenset(["1"]))]
+        found = join_linears(nn.ModuleList(linears), readers, WeightGradientQueue())
+        return [([linears.index(one) for one in each.linears], each.first, [*each.copied]) for each in found]
+
+    assert joined([linear(1, 1), linear(0, 0), linear(2, 2)]) == [([1, 0, 2], 1, [0])]
+    assert joined([linear(0, None), linear(1, None)]) == [([0, 1], 0, [1])]
+    assert joined([linear(0, 0), linear(1, None)]) == []
+    assert joined([linear(0, 0), linear(2, 1), linear(3, 2)]) == [([1, 2], 0, [0])]
+    assert joined([linear(0, 1), linear(1, 0)]) == []
+    frozen, hooked = linear(1, 1), linear(1, 1)
+    frozen.bias.requires_grad_(False)
+    hooked.register_forward_hook(lambda *_: None)
+    assert joined([linear(0, 0), frozen]) == joined([linear(0, 0), hooked]) == []

@@ -118,10 +118,12 @@ def test_an_untrained_model_is_undecided() -> None:
     assert loss.item() == pytest.approx(math.log(200), abs=0.1)
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_sizes_below_one_are_refused(name: str) -> None:
-    with pytest.raises(ModelError, match=rf"model\.{name} is 0: give a whole number of at least 1"):
-        gpt2(**{**SMALL, name: 0})
+def test_sizes_below_one_and_what_is_no_flag_are_refused() -> None:
+    for name in SMALL:
+        with pytest.raises(ModelError, match=rf"model\.{name} is 0: give a whole number of at least 1"):
+            gpt2(**{**SMALL, name: 0})
+    with pytest.raises(ModelError, match=r"model\.tied is 1: "):
+        gpt2(**SMALL, tied=1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("hidden", "near"), [(18, "16 or 20"), (3, "4, ")])

@@ -43,6 +43,14 @@ def test_the_layers_hold_the_models_own_parameters(name: str) -> None:
     assert {key: bits_of(value) for key, value in model.state_dict().items()} == before
     assert model.config.to_dict() == config
     assert sequence.context == cases.GPT2_CONTEXT
+    heads = model.config.num_attention_heads
+    width = heads * (getattr(model.config, "head_dim", None) or model.config.hidden_size // heads)
+    costs = [one for one in sequence_of(sequence).layers if hasattr(one.module, "cost")]
+    assert len(costs) >= model.config.num_hidden_layers
+    for layer, cost in zip(costs, layer_costs(costs), strict=True):
+        matrices = sum(one.numel() for one in layer.module.parameters() if one.dim() > 1)
+        seen = min(cases.GPT2_CONTEXT, getattr(layer.module, "window", None) or cases.GPT2_CONTEXT)
+        assert cost == matrices + 2 * seen * width, layer.path
 
 
 def test_names_can_be_read() -> None:
@@ -88,6 +96,14 @@ def test_a_plans_precision_does_not_round_the_angles() -> None:
     like = torch.zeros(1, 8, 24, dtype=torch.float64)
     for angles, others in zip(one(like), rounded(like), strict=True):
         assert torch.equal(angles, others)
+    before = one.bits.clone()
+    model.model.rotary_emb.inv_freq += 1
+    assert torch.equal(one.bits, before), "of its own"
+    one.require_all_features(2 * len(before))
+    with pytest.raises(
+        ModelError, match=rf"rotates {2 * len(before)} of a head's {2 * len(before) + 2} features"
+    ):
+        one.require_all_features(2 * len(before) + 2)
 
 
 @pytest.mark.parametrize("make", [cases.llama, cases.gpt_neox])

@@ -258,10 +258,12 @@ def test_initial_values() -> None:
     assert all((value == 1).all() for value in norms)
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_sizes_below_one_are_refused(name: str) -> None:
-    with pytest.raises(ModelError, match=rf"model\.{name} is 0: give a whole number of at least 1"):
-        llama(**{**SMALL, name: 0})
+def test_sizes_below_one_and_what_is_no_flag_are_refused() -> None:
+    for name in SMALL:
+        with pytest.raises(ModelError, match=rf"model\.{name} is 0: give a whole number of at least 1"):
+            llama(**{**SMALL, name: 0})
+    with pytest.raises(ModelError, match=r"model\.tied is 1: "):
+        llama(**SMALL, tied=1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

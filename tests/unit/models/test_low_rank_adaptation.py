@@ -143,6 +143,8 @@ def test_what_makes_no_adapter(options: dict[str, Any], text: str) -> None:
 def test_a_model_is_adapted_once() -> None:
     with pytest.raises(ModelError, match="has adapters already"):
         plait.lora(plait.lora(tied()))
+    with pytest.raises(ModelError, match="lora has no targets: name linears, or give None"):
+        plait.lora(tied(), targets=())
 
 
 NOT_PARAMETERS = {

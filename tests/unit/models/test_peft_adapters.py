@@ -24,17 +24,31 @@ def model(inner: int = 6) -> nn.Sequential:
         return nn.Sequential(nn.Linear(4, inner), nn.Tanh(), nn.Linear(inner, 3), nn.Linear(3, 2))
 
 
+def learnt() -> nn.Sequential:
+    """The model with adapters of other values than they begin with."""
+    adapted = plait.lora(model(), rank=2, alpha=3.0, dropout=0.25)
+    for number, parameter in enumerate(one for one in adapted.parameters() if one.requires_grad):
+        parameter.data += number + 1
+    return adapted
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    save_adapter(plait.lora(model(), rank=2), tmp_path / "adapter")
+    save_adapter(learnt(), tmp_path / "adapter")
     return tmp_path / "adapter"
 
 
 def test_a_model_with_values_gets_those_of_the_adapter(folder: Path) -> None:
-    expected, found = plait.lora(model(), rank=2), model()
+    expected, found = learnt(), model()
     values = load_adapter(found, folder)
     assert_equal(dict(found.state_dict()), dict(expected.state_dict()), 0.0, "the value")
     assert values.keys() == {f"{path}.{half}.weight" for path in "02" for half in ("down", "up")}
+    assert repr(found[0]) == repr(expected[0])
+    assert "4, 6, rank=2, alpha=3" in repr(found[0])
+    assert found[0].dropout.p == 0.25
+    assert [name for name, one in found.named_parameters() if one.requires_grad] == [*values]
+    with pytest.raises(ModelError, match="has adapters already: give load_adapter a model without any"):
+        load_adapter(found, folder)
 
 
 def rename(folder: Path) -> None:
