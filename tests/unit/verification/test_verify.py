@@ -21,7 +21,6 @@ from plait.errors import DataError, ModelError, PlaitError, PlanError, ScheduleE
 from plait.layers.layer_sequence import bits_of
 from plait.plan import Plan
 from plait.tensor.losses import cross_entropy
-from plait.verification import rank_verification
 from plait.verification.case import Case
 from plait.verification.location import StepPhase
 from plait.verification.options import VerifyOptions
@@ -153,26 +152,6 @@ def masked(kind: torch.dtype) -> Case:
 @pytest.mark.parametrize("kind", [torch.bool, torch.float64])
 def test_masks_that_flow_between_layers(kind: torch.dtype) -> None:
     assert verify_here(masked(kind))
-
-
-Break = Callable[[Engine], None]
-Replace = Callable[[nn.Sequential], nn.Sequential]
-
-
-@pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Have each engine that is verified damaged after it was made, or made of another model."""
-    right = rank_verification.parallelize
-
-    def install(damage: Break = lambda engine: None, replace: Replace = lambda model: model) -> None:
-        def parallelize(model: nn.Sequential, *arguments: Any, **options: Any) -> Engine:
-            engine = right(replace(model), *arguments, **options)
-            damage(engine)
-            return engine
-
-        monkeypatch.setattr(rank_verification, "parallelize", parallelize)
-
-    return install
 
 
 def moved_weight(engine: Engine) -> None:
