@@ -21,12 +21,14 @@ from plait.errors import DataError, ModelError, PlaitError, PlanError, ScheduleE
 from plait.layers.layer_sequence import bits_of
 from plait.plan import Plan
 from plait.tensor.losses import cross_entropy
+from plait.verification import verify as verify_module
 from plait.verification.case import Case
 from plait.verification.location import StepPhase
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank
 from plait.verification.report import VerificationReport
 from plait.verification.report_from_ranks import build_report
+from plait.verification.sweep import RefusedPlan
 from plait.verification.verify import verify_all
 
 PLAN = Plan(microbatches=2)
@@ -317,3 +319,46 @@ def test_every_layout_of_a_batch_without_rows_is_a_sentence(inputs: Any) -> None
     case = replace(mlp_case(steps=1), batches=[(inputs, torch.zeros(2, dtype=torch.int64))])
     with pytest.raises((DataError, PlanError), match="the inputs have"):
         verify_all(case, PLAN, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"model": "a name"}, "the model is 'a name': give an nn.Module, or a function that builds one."),
+        ({"plan": 3}, "the plan is an object of int: give a plait.Plan."),
+        ({"timeout": 0}, "timeout is 0: give a number above 0, or math.inf for no limit."),
+        ({"reference": 3}, "the reference is 3: give an nn.Module, or a function of the inputs."),
+        ({"reference": mlp(), "steps": 1}, "steps = 1 does not go with a reference"),
+    ],
+)
+def test_arguments_of_another_type_are_refused(arguments: dict[str, Any], told: str) -> None:
+    inputs, targets = rows_and_classes()
+    given = {"model": mlp(), "plan": PLAN, "inputs": inputs, "targets": targets} | arguments
+    with pytest.raises(PlaitError) as caught:
+        plait.verify(**given)
+    assert str(caught.value).startswith(told)
+
+
+@pytest.mark.parametrize(("mode", "in_chunks"), [("float64", True), ("exact", False)])
+def test_every_plan_of_a_sweep_is_verified_or_refused(
+    monkeypatch: pytest.MonkeyPatch, mode: Any, in_chunks: bool
+) -> None:
+    given, progress = [], []
+    plans = (Plan(microbatches=3), PLAN, replace(PLAN, microbatches=4))
+
+    def two(*arguments: Any, **options: Any) -> tuple[Plan, ...]:
+        given.append((arguments, options))
+        return plans
+
+    monkeypatch.setattr(verify_module, "plans_on", two)
+    case = replace(mlp_case(mode=mode, steps=1), ranks_as="threads")
+    sweep = verify_all(case, PLAN, 1, report_progress=lambda done, of: progress.append((done, of)))
+    assert given == [((1, PLAN, 4), {"in_pieces": False, "in_chunks": in_chunks})]
+    assert (sweep.ranks, tuple(plan for plan, _ in sweep.rows)) == (1, plans)
+    assert [isinstance(result, RefusedPlan) for _, result in sweep.rows] == [True, False, False]
+    assert [report.plan for report in sweep.reports] == list(plans[1:])
+    assert sweep
+    assert progress == [(2, 3), (3, 3)]
+    other = replace(case, loss=lambda output, targets: output.sum())
+    verify_all(other, PLAN, 1)
+    assert given[1] == ((1, PLAN, 4), {"in_pieces": False, "in_chunks": False})
