@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 from verification_cases import mlp, mlp_case, verify_here
 
 from plait.engine import Engine
 from plait.plan import Plan
-from plait.verification.location import StepPhase
+from plait.verification.location import Location, StepPhase
 from plait.verification.step_comparison import LOSS_SCALE
 
 PARAMETERS = len(list(mlp().parameters()))
@@ -203,3 +204,51 @@ def test_groups_of_the_optimizer_are_compared_by_what_they_do(
     assert report.first.difference.location.name == name
     assert cause in report.first.cause
     assert report.tallies[StepPhase.OPTIMIZER].different == different
+
+
+class TwiceInTheBackward(nn.Linear):
+    """Gives what a linear gives, and twice the gradient of its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, 2 * self.weight - self.weight.detach(), self.bias)
+
+
+def with_twice(model: nn.Sequential) -> nn.Sequential:
+    wrong = TwiceInTheBackward(*reversed(model[3].weight.shape))
+    wrong.weight, wrong.bias = model[3].weight, model[3].bias
+    return nn.Sequential(*model[:3], wrong)
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+def test_a_wrong_weight_gradient_is_counted_once_a_micro_batch_where_it_is_replaced(
+    broken: Broken, isolate: bool
+) -> None:
+    broken(replace=with_twice)
+    report = verify_here(mlp_case(steps=2, isolate=isolate))
+    assert report.first is not None
+    assert report.first.difference.location == Location(0, StepPhase.WEIGHT_GRADIENT, 3, 0, "3.weight")
+    assert "it was added twice" in report.first.cause
+    different = {phase: tally.different for phase, tally in report.tallies.items() if tally.different}
+    if isolate:
+        assert different == {StepPhase.WEIGHT_GRADIENT: 2 * PLAN.microbatches}
+    else:  # the gradient that was found is that to which the next is added
+        assert different[StepPhase.WEIGHT_GRADIENT] >= 2 * PLAN.microbatches
+        assert {StepPhase.REDUCTION, StepPhase.NORM} <= different.keys()
+
+
+def of_another_loss(engine: Engine) -> None:
+    """Its mean loss is a little off, and its evaluation more."""
+    train, evaluate = engine.forward_backward, engine.evaluate
+    engine.forward_backward = lambda *given: train(*given) * (1 + 1e-9)  # type: ignore[method-assign]
+    engine.evaluate = lambda *given: evaluate(*given) * (1 + 1e-6)  # type: ignore[method-assign]
+
+
+def test_mean_losses_are_compared_in_each_step_and_in_the_evaluation(broken: Broken) -> None:
+    broken(of_another_loss)
+    report = verify_here(mlp_case(steps=2))
+    assert report.first is not None
+    assert report.first.difference.location == Location(0, StepPhase.MEAN_LOSS, name="")
+    different = {phase: tally.different for phase, tally in report.tallies.items() if tally.different}
+    assert different == {StepPhase.MEAN_LOSS: 2, StepPhase.EVALUATION: 1}
+    (last,) = [one for one in report.others if one.location.phase is StepPhase.EVALUATION]
+    assert (last.location.step, last.location.evaluating) == (2, True)
