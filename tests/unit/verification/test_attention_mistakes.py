@@ -81,7 +81,13 @@ def test_documents_of_others_in_the_mask_the_positions_or_both() -> None:
 def test_documents_that_a_micro_batch_may_have_by_mistake() -> None:
     ids = {
         RecordScope(step, number, evaluated): torch.tensor([step, number])
-        for step, number, evaluated in ((0, 0, False), (0, 1, False), (0, 0, True), (1, 0, False), (1, 1, False))
+        for step, number, evaluated in (
+            (0, 0, False),
+            (0, 1, False),
+            (0, 0, True),
+            (1, 0, False),
+            (1, 1, False),
+        )
     }
     found = other_documents(ids, RecordScope(1, 1))
     assert {name: one.tolist() for name, one in found.items()} == {
@@ -97,7 +103,10 @@ def test_a_mistake_is_recognised_where_all_sums_are_equal_up_to_rounding() -> No
     sums = [("right", expected), ("of another shape", expected[:1]), ("off in one", expected.clone())]
     sums[2][1][1, 0, 2] += 1e-3
     assert [name for name, _ in fitting_mistakes(X, 1e-9, sums)] == ["right"]
-    assert [name for name, _ in fitting_mistakes(X, 1e-3 / (1.5 * 4) * 1.001, sums)] == ["right", "off in one"]
+    assert [name for name, _ in fitting_mistakes(X, 1e-3 / (1.5 * 4) * 1.001, sums)] == [
+        "right",
+        "off in one",
+    ]
     assert [name for name, _ in fitting_mistakes(X, 1e-3 / (1.5 * 4) * 0.999, sums)] == ["right"]
     assert all(value is X for _, value in fitting_mistakes(X, 1e-9, sums))
     for actual in (X[0, 0], X.long()):

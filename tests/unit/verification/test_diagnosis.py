@@ -632,9 +632,7 @@ def test_degrees_over_which_tensors_of_a_phase_are_summed() -> None:
     none = (P.LOAD, P.INITIAL, P.INPUT, P.PARAMETERS, P.MESSAGE, P.GRADIENT_MESSAGE)
     for phase in StepPhase:
         for partitioned in (True, False):
-            made = Symptoms(
-                difference_at(Location(0, phase), EXPECTED, NOISE), {}, [], [], plan, partitioned
-            )
+            made = Symptoms(difference_at(Location(0, phase), EXPECTED, NOISE), {}, [], [], plan, partitioned)
             expected = [] if phase in none else list(ALL)
             if phase in (P.FORWARD, P.INPUT_GRADIENT):
                 expected = ["tp"] if partitioned else []
@@ -664,7 +662,12 @@ def test_what_has_another_shape_is_no_multiple_no_shift_and_no_order() -> None:
 
 def test_shifts_by_one_or_two_places_either_way() -> None:
     rows = torch.randn(9, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    for places, words in ((1, "1 place later"), (2, "2 places later"), (-1, "1 place earlier"), (-2, "2 places")):
+    for places, words in (
+        (1, "1 place later"),
+        (2, "2 places later"),
+        (-1, "1 place earlier"),
+        (-2, "2 places"),
+    ):
         for dim in (0, 1):
             expected = rows if dim == 0 else rows.T.contiguous()
             actual = expected.roll(places, dim)

@@ -296,7 +296,12 @@ SINGLE, BRAIN, HALF = 2.0**-23, 2.0**-7, 2.0**-10
     ],
 )
 def test_a_rounding_on_the_way_is_a_difference_within_the_tolerance_too(
-    findings: Findings, actual: Tensor, expected: Tensor, rounding: float | None, allowed: float, hint: str | None
+    findings: Findings,
+    actual: Tensor,
+    expected: Tensor,
+    rounding: float | None,
+    allowed: float,
+    hint: str | None,
 ) -> None:
     """Not if `rounding` allows for it, of few elements, of 16-bit numbers, or where it is no rounding."""
     equal = findings.compare(

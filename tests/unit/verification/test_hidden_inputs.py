@@ -76,7 +76,9 @@ def test_the_last_of_the_layers_tensors_is_seen_in_the_graph() -> None:
 
 def test_a_loss_that_can_be_called_once_for_an_output_is_named() -> None:
     KEPT.clear()
-    with pytest.raises(ModelError, match=r"called again with the same output and targets, fails with IndexError"):
+    with pytest.raises(
+        ModelError, match=r"called again with the same output and targets, fails with IndexError"
+    ):
         verified(keep, Summed(lambda: KEPT.pop()))
 
 

@@ -307,7 +307,9 @@ def test_what_is_known_of_two_tensors(actual: Any, expected: Any, size: float, f
 def test_one_nan_is_an_infinite_difference_and_another_shape_is_refused() -> None:
     one = compare(0, "loss", "", torch.tensor([1.0, NAN]), torch.tensor([1.0, 2.0]), 1e9)
     assert (one.largest, one.index, one.equal) == (float("inf"), (1,), False)
-    with pytest.raises(DataError, match=r"^the output of a has the shape \[2\], and that of the reference \[1\]:"):
+    with pytest.raises(
+        DataError, match=r"^the output of a has the shape \[2\], and that of the reference \[1\]:"
+    ):
         compare(0, "output", "a", torch.ones(2), torch.ones(1), 0.0)
 
 
@@ -336,7 +338,9 @@ def test_the_report_on_all_ranks() -> None:
     assert order == [(0, "output"), (0, "loss"), (0, "gradient"), (1, "output"), (1, "loss")]
     assert (report.unmatched, report.place, report.seconds) == (2, "a place", 2.5)
     assert report
-    assert str(report).startswith("EQUAL to the reference: 5 tensors differ by at most 6.2e-02 of their size.")
+    assert str(report).startswith(
+        "EQUAL to the reference: 5 tensors differ by at most 6.2e-02 of their size."
+    )
     wrong = replace(ranks[1], compared=(one(0, "loss", off=1.0), one(0, "gradient", "b", off=2.0)))
     report = independent_report([ranks[0], wrong], ONE, "the reference")
     text = " ".join(str(report).split())

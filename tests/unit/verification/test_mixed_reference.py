@@ -155,7 +155,12 @@ EPSILON = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0*
         (MIXED, torch.float32, torch.float32, torch.float32),
         (replace(MIXED, reduce_precision="bf16"), torch.float32, torch.bfloat16, torch.float32),
         (replace(MIXED, master_precision="bf16"), torch.float32, torch.bfloat16, torch.float32),
-        (replace(HALF, gradient_precision="fp16", loss_scale=8.0), torch.float32, torch.float16, torch.float32),
+        (
+            replace(HALF, gradient_precision="fp16", loss_scale=8.0),
+            torch.float32,
+            torch.float16,
+            torch.float32,
+        ),
     ],
 )
 def test_losses_gradients_and_norms_have_the_epsilon_of_what_they_were_computed_in(

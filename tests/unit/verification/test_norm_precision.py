@@ -122,7 +122,7 @@ def test_more_than_a_quarter_of_the_features_makes_a_difference(
     for features in (torch.arange(24), piece):
         found = {"other|given|0|15": given, "n|given|0|15": given[features], "n|gives|0|15": gives[features]}
         if features is piece:
-            found = {name: one[:FEW * 2].clone() for name, one in found.items()}
+            found = {name: one[: FEW * 2].clone() for name, one in found.items()}
         found["n|given|0|15"] = found["n|given|0|15"] + 1e-9 * (given_off > 0)
         share = off if features is not piece else off // 2 + (off == FEW + 1)
         output = found["n|gives|0|15"].clone()

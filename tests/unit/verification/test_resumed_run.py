@@ -137,7 +137,12 @@ def test_what_was_not_loaded_is_named(field: str, cause: str) -> None:
         report = build_report([verify_rank(case, Plan(microbatches=2))], Plan(microbatches=2), case.options)
     assert report.first is not None
     location = report.first.difference.location
-    names = {"parameters": "0.weight", "buffers": "0.seen", "passes": "run state passes", "state": "0.weight/step"}
+    names = {
+        "parameters": "0.weight",
+        "buffers": "0.seen",
+        "passes": "run state passes",
+        "state": "0.weight/step",
+    }
     assert (location.step, location.phase) == (1, StepPhase.LOAD)
     differing = {one.location.name for one in (report.first.difference, *report.others)}
     assert names[field] in differing

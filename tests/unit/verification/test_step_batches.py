@@ -28,6 +28,10 @@ def test_each_micro_batch_has_other_inputs_and_targets_than_in_the_step_before(
 ) -> None:
     steps = batches_of_steps(*numbered(rows), 4, microbatches)
     assert len(steps) == 4
+    shift = rows // microbatches + 1 if microbatches > 1 and rows > 2 else 1
+    assert [targets.tolist() for _, targets in steps] == [
+        torch.arange(rows).roll(shift * step).tolist() for step in range(4)
+    ]
     for (before, old), (inputs, targets) in pairwise(steps):
         assert torch.equal(inputs[:, 0], targets)  # rows keep their targets
         assert sorted(targets.tolist()) == list(range(rows))

@@ -216,7 +216,10 @@ def test_a_layout_in_words(plan: Plan, words: str) -> None:
     [
         (Plan(), ""),
         (Plan(precision="bf16", master_precision="bf16"), "bf16, master bf16"),
-        (Plan(precision="fp16", master_precision="fp32", loss_scale=1024.0), "fp16, master fp32, loss scale 1024"),
+        (
+            Plan(precision="fp16", master_precision="fp32", loss_scale=1024.0),
+            "fp16, master fp32, loss scale 1024",
+        ),
         (Plan(gradient_precision="fp32", reduce_precision="bf16"), "gradient fp32, reduce bf16"),
     ],
 )
