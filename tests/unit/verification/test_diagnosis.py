@@ -71,10 +71,10 @@ def test_of_every_phase_something_is_known() -> None:
     assert UNEXPLAINED.keys() == set(StepPhase)
 
 
-@pytest.mark.parametrize("phase", list(StepPhase))
-def test_at_one_rank_no_rank_is_to_blame(phase: StepPhase) -> None:
-    told = cause(NOISE, location=Location(0, phase, 1, 0)) if phase is not StepPhase.NORM else "no sum"
-    assert not re.search(r"\btp\b|region|reduction|piece of|other ranks'", told), told
+def test_at_one_rank_no_rank_is_to_blame() -> None:
+    for phase in StepPhase:
+        told = cause(NOISE, location=Location(0, phase, 1, 0)) if phase is not StepPhase.NORM else "no sum"
+        assert not re.search(r"\btp\b|region|reduction|piece of|other ranks'", told), told
 
 
 def test_a_region_is_suspected_only_where_the_layer_is_divided() -> None:

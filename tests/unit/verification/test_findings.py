@@ -278,40 +278,31 @@ SINGLE, BRAIN, HALF = 2.0**-23, 2.0**-7, 2.0**-10
 """Machine epsilons of float32, bfloat16 and float16."""
 
 
-@pytest.mark.parametrize(
-    ("actual", "expected", "rounding", "allowed", "hint"),
-    [
-        (REAL.bfloat16(), REAL, SINGLE, 0.1, "it was rounded to bfloat16 on the way"),
-        (REAL.bfloat16(), REAL, SINGLE, SMALL, "it was rounded to bfloat16 on the way"),
-        (REAL.bfloat16(), REAL, BRAIN, 0.1, None),
-        (REAL.bfloat16(), REAL, None, 0.1, None),
-        (REAL.half(), REAL, SINGLE, 0.1, "it was rounded to float16 on the way"),
-        (REAL.half(), REAL, HALF, 0.1, None),
-        (REAL.float(), REAL, FINE, 0.1, "it was rounded to float32 on the way"),
-        (REAL.float(), REAL, SINGLE, 0.1, None),
-        (REAL[1:].float(), REAL[1:], FINE, 0.1, None),
-        (2 * REAL.bfloat16(), REAL, SINGLE, SMALL, ""),
-        (REAL.mul(1e-5).half(), REAL * 1e-5, SINGLE, SMALL, "it was rounded to float16 on the way"),
-        (REAL.half().bfloat16(), REAL.half(), SINGLE, 0.1, None),
-    ],
-)
-def test_a_rounding_on_the_way_is_a_difference_within_the_tolerance_too(
-    findings: Findings,
-    actual: Tensor,
-    expected: Tensor,
-    rounding: float | None,
-    allowed: float,
-    hint: str | None,
-) -> None:
+ROUNDED: list[tuple[Tensor, Tensor, float | None, float, str | None]] = [
+    (REAL.bfloat16(), REAL, SINGLE, 0.1, "it was rounded to bfloat16 on the way"),
+    (REAL.bfloat16(), REAL, SINGLE, SMALL, "it was rounded to bfloat16 on the way"),
+    (REAL.bfloat16(), REAL, BRAIN, 0.1, None),
+    (REAL.bfloat16(), REAL, None, 0.1, None),
+    (REAL.half(), REAL, SINGLE, 0.1, "it was rounded to float16 on the way"),
+    (REAL.half(), REAL, HALF, 0.1, None),
+    (REAL.float(), REAL, FINE, 0.1, "it was rounded to float32 on the way"),
+    (REAL.float(), REAL, SINGLE, 0.1, None),
+    (REAL[1:].float(), REAL[1:], FINE, 0.1, None),
+    (2 * REAL.bfloat16(), REAL, SINGLE, SMALL, ""),
+    (REAL.mul(1e-5).half(), REAL * 1e-5, SINGLE, SMALL, "it was rounded to float16 on the way"),
+    (REAL.half().bfloat16(), REAL.half(), SINGLE, 0.1, None),
+]
+
+
+def test_a_rounding_on_the_way_is_a_difference_within_the_tolerance_too() -> None:
     """Not if `rounding` allows for it, of few elements, of 16-bit numbers, or where it is no rounding."""
-    equal = findings.compare(
-        FORWARD, actual.to(expected.dtype), expected, Tolerance(4.0, allowed), rounding=rounding
-    )
-    assert equal is (hint is None)
-    if hint is not None:
-        (difference,) = findings.differences
-        assert (difference.hint, difference.size) == (hint, 4.0)
-        assert difference.allowed == (0.0 if hint else allowed)
+    for actual, expected, rounding, allowed, hint in ROUNDED:
+        findings, bound = Findings(layers=3), Tolerance(4.0, allowed)
+        equal = findings.compare(FORWARD, actual.to(expected.dtype), expected, bound, rounding=rounding)
+        assert equal is (hint is None), (actual.dtype, rounding)
+        for difference in findings.differences:
+            assert (difference.hint, difference.size) == (hint, 4.0)
+            assert difference.allowed == (0.0 if hint else allowed)
 
 
 TINY, DIGIT = REAL * 1e-5, 2.0**-24

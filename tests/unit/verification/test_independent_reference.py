@@ -212,8 +212,8 @@ def test_the_first_difference_is_named(change: str) -> None:
         "gradient": "the gradient of 1.bias differs",
         "initial values": "the initial values of 3.bias differs",
         "output": "1 gives something else for the same input",
-        "behind all modules": "on one rank all modules that both have give the same: look at what follows 3.",
-        "between modules": "on one rank 3 is given something else, where 0 and 1 give the same: look at what is",
+        "behind all modules": "all modules that both have give the same: look at what follows 3.",
+        "between modules": "on one rank 3 is given something else, where 0 and 1 give the same: look at",
     }
     assert text[change] in " ".join(str(report).split())
     told = report.as_json()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -146,8 +147,10 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize(("scope", "key", "location"), PLACES)
+@pytest.mark.parametrize(
+    ("scope", "key", "location", "schedule"),
+    [(*place, schedule) for place, schedule in zip(PLACES, cycle(["1f1b", "zb-h1"]))],
+)
 def test_the_place_is_found(scope: RecordScope, key: RecordKey, location: Location, schedule: str) -> None:
     findings = found(damaged(scope, key), plan=replace(PLAN, schedule=schedule))
     assert findings.differences[0].location == location

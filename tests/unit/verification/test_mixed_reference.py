@@ -180,7 +180,7 @@ def test_losses_gradients_and_norms_have_the_epsilon_of_what_they_were_computed_
 
 @pytest.mark.parametrize(("plan", "clip"), [(HALF, 0.05), (HALF, None), (MIXED, 0.05), (MIXED, None)])
 def test_the_bound_of_each_step(plan: Plan, clip: float | None) -> None:
-    """The given one in all, else a third of the first norm; where norms are checked once twice each second."""
+    """The given one in all steps; else a third of the first norm, or each second one of twice its own."""
     scopes = run_of(reference_of(plan, clip=clip, scale=64.0), steps=3)
     steps = [scopes[RecordScope(step, WHOLE_STEP)] for step in range(3)]
     norms, bounds = ([float(step[RecordKey(kind)]) for step in steps] for kind in ("norm", "clip"))

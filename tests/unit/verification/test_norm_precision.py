@@ -83,7 +83,7 @@ def test_a_norm_of_other_epsilons_weights_and_rows_is_its_definition() -> None:
 
 
 def pieces_of_norms(x: Tensor) -> tuple[int, int]:
-    """Of a norm that two ranks partition: its differences, and those after its input was changed on rank 1."""
+    """Of a norm that two ranks partition: differences, and those after its input was changed on rank 1."""
     mesh = Mesh(Plan(tp=2))
     mine = slice(12 * mesh.rank, 12 * mesh.rank + 12)
     norm = ParallelRMSNorm(nn.Parameter(torch.linspace(1, 2, 24)[mine].bfloat16()), 1e-6, mesh.group("tp"))

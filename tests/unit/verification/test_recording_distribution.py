@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from verification_cases import CLASSES, ROWS, rows_and_classes
 
-from plait.comm.mesh import Mesh
 from plait.comm import collectives
+from plait.comm.mesh import Mesh
 from plait.comm.rank_pool import RankPool
 from plait.errors import ModelError, PlaitError
 from plait.layers.layer_sequence import bits_of

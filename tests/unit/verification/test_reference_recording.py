@@ -256,29 +256,32 @@ def test_micro_batches_are_counted_by_step() -> None:
 INF, NAN = math.inf, math.nan
 
 
-@pytest.mark.parametrize(
-    ("actual", "expected", "expected_difference"),
-    [
-        ([1.0, 2.0], [1.0, 2.0], 0.0),
-        ([1.0, 2.0], [1.5, 4.0], 2.0),
-        ([NAN, 1.0], [NAN, 1.0], 0.0),
-        ([NAN, 1.0], [NAN, 1.25], 0.25),
-        ([NAN, 1.0], [1.0, 1.0], INF),
-        ([1.0, 1.0], [NAN, 1.0], INF),
-        ([INF, 1.0], [INF, 1.0], 0.0),
-        ([INF, 1.0], [INF, 3.0], 2.0),
-        ([INF], [-INF], INF),
-        ([1.0], [-INF], INF),
-        ([INF], [NAN], INF),
-        ([True, False], [True, False], 0.0),
-        ([True, False], [True, True], 1.0),
-        ([3, -4], [3, 4], 8.0),
-        ([], [], 0.0),
-        (2.0, 1.0, 1.0),
-    ],
-)
-def test_the_largest_difference(actual: object, expected: object, expected_difference: float) -> None:
-    assert largest_difference(torch.tensor(actual), torch.tensor(expected)) == expected_difference
+DIFFERENCES: list[tuple[object, object, float]] = [
+    ([1.0, 2.0], [1.0, 2.0], 0.0),
+    ([1.0, 2.0], [1.5, 4.0], 2.0),
+    ([NAN, 1.0], [NAN, 1.0], 0.0),
+    ([NAN, 1.0], [NAN, 1.25], 0.25),
+    ([NAN, 1.0], [1.0, 1.0], INF),
+    ([1.0, 1.0], [NAN, 1.0], INF),
+    ([INF, 1.0], [INF, 1.0], 0.0),
+    ([INF, 1.0], [INF, 3.0], 2.0),
+    ([INF], [-INF], INF),
+    ([1.0], [-INF], INF),
+    ([INF], [NAN], INF),
+    ([True, False], [True, False], 0.0),
+    ([True, False], [True, True], 1.0),
+    ([3, -4], [3, 4], 8.0),
+    ([], [], 0.0),
+    (2.0, 1.0, 1.0),
+]
+
+
+def test_the_largest_difference() -> None:
+    for actual, expected, difference in DIFFERENCES:
+        assert largest_difference(torch.tensor(actual), torch.tensor(expected)) == difference, (
+            actual,
+            expected,
+        )
 
 
 def test_a_difference_over_dtypes_is_that_of_the_values() -> None:
@@ -288,9 +291,8 @@ def test_a_difference_over_dtypes_is_that_of_the_values() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("tensor", "largest"),
-    [
+def test_the_size_of_a_tensor_is_its_largest_number() -> None:
+    for tensor, largest in (
         (torch.tensor([1.0, -3.0]), 3.0),
         (torch.tensor([-7, 2]), 7.0),
         (torch.tensor(-0.5), 0.5),
@@ -298,7 +300,5 @@ def test_a_difference_over_dtypes_is_that_of_the_values() -> None:
         (torch.tensor([False, True]), 1.0),
         (torch.tensor([-torch.inf, 2.0]), 2.0),
         (torch.tensor([-torch.inf]), 0.0),
-    ],
-)
-def test_the_size_of_a_tensor_is_its_largest_number(tensor: Tensor, largest: float) -> None:
-    assert largest_magnitude(tensor) == largest
+    ):
+        assert largest_magnitude(tensor) == largest, tensor

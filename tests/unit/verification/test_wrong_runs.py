@@ -1,4 +1,4 @@
-"""Wrong runs of one rank that differ from right ones in one number: each is seen, where it is, and counted."""
+"""Wrong runs of one rank that one number tells from right ones: each is seen, where it is, and counted."""
 
 from __future__ import annotations
 

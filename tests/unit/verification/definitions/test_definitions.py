@@ -155,7 +155,7 @@ def defined(model: nn.Module, tokens: Tensor) -> Tensor:
 def test_layers_of_huggingface_by_definition_give_what_transformers_gives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Angles too, whatever plait computes for them; up to float32, in which transformers has norms and angles."""
+    """Angles too, whatever plait has for them; up to float32, in which transformers computes some numbers."""
     from plait.models.huggingface.common import Rotary
 
     tokens = draw_contexts(GPT2_VOCAB)(3, torch.Generator().manual_seed(3))[0]
