@@ -33,6 +33,7 @@ from plait.verification.independent_comparison import (
 from plait.verification.independent_reference import (
     FACTOR,
     PART_OF_LARGEST,
+    PERTURBED_RUNS,
     Expected,
     IndependentReference,
 )
@@ -156,8 +157,16 @@ def test_a_function_of_the_inputs_is_compared_by_outputs_and_input_gradients(
 ) -> None:
     model = mlp()
     plan = Plan(pp=2, dp=2, microbatches=2)
-    report = beside(model, partial(plain, model), plan, rows_and_classes(8), thread_ranks)
+    calls: list[Tensor] = []
+
+    def counted(inputs: Tensor) -> Tensor:
+        calls.append(inputs)
+        return plain(model, inputs)
+
+    report = beside(model, counted, plan, rows_and_classes(8), thread_ranks)
     assert report, report
+    assert len(calls) == 1 + PERTURBED_RUNS
+    assert not any(torch.equal(calls[0], other) for other in calls[1:])
     assert [one.what for one in report.compared_tensors].count("input gradient") == 2
     assert report.unmatched == 6
     report = beside(model, partial(plain, model, slope=1 + 1e-8), plan, rows_and_classes(8), thread_ranks)
@@ -218,6 +227,9 @@ def test_the_first_difference_is_named(change: str) -> None:
     assert text[change] in " ".join(str(report).split())
     told = report.as_json()
     assert (told["equal"], told["first"]["what"], told["against"]) == (False, change_of, "the reference")
+    assert told["first"]["batch"] == 0
+    phases = ["initial values"] if change == "initial values" else []
+    assert list(told["phases"]) == [*phases, "output", "loss", "gradient", "input gradient"]
 
 
 def test_a_mistake_of_the_plan_is_told_from_one_of_the_model() -> None:

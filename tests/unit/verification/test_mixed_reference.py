@@ -114,7 +114,8 @@ def test_a_run_that_follows_deviates_by_roundings_of_what_it_just_made() -> None
     main = ReferenceRecording()
     for scope, values in recorded(MIXED).items():
         main.add(scope, values)
-    shaken = recorded(MIXED, perturbation=1, baseline=main)
+    run = reference_of(MIXED, perturbation=1, baseline=main)
+    shaken = run_of(run)
 
     def apart(scope: RecordScope, kind: str) -> float:
         pairs = [(v, shaken[scope][k]) for k, v in main.values[scope].items() if k.kind == kind]
@@ -125,6 +126,11 @@ def test_a_run_that_follows_deviates_by_roundings_of_what_it_just_made() -> None
     for kind in ("final", "clipped", "value", "state"):
         assert 0 < apart(last, kind) < 1e-5 or kind == "value", kind
     assert apart(last, "value") < 1e-6
+    recorded_last = main.values[last]  # which each step of the run goes on from
+    for name, parameter in run.parameters.items():
+        assert torch.equal(parameter, recorded_last[RecordKey("value", name=name)])
+        momenta = run.update.optimizer.state[parameter]["momentum_buffer"]
+        assert torch.equal(momenta, recorded_last[RecordKey("state", name=f"{name}/momentum_buffer")])
 
 
 def test_a_fixed_scale_that_overflows_is_refused() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -47,13 +49,17 @@ def test_the_other_plan_has_as_many_ranks_and_the_same_precisions(plan: Plan, ex
 @pytest.mark.parametrize(
     "plan", [Plan(pp=2, microbatches=2), Plan(dp=2, microbatches=2, strategy="full")], ids=str
 )
-def test_it_is_compared_after_loading_and_after_one_more_step(thread_ranks: Any, plan: Plan) -> None:
+def test_it_is_compared_after_loading_and_after_one_more_step(
+    thread_ranks: Any, plan: Plan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     case = mlp_case(steps=1, resumes=True)
     report = build_report(thread_ranks.run(verify_rank, case, plan, ranks=2), plan, case.options)
     assert report, report
     assert report.tallies[StepPhase.LOAD].compared > 20
     assert report.tallies[StepPhase.OPTIMIZER].compared > 40
     assert not report.left_out
+    assert not list(tmp_path.iterdir()), "the checkpoint stayed"
 
 
 def test_what_no_checkpoint_holds_is_said() -> None:
@@ -82,6 +88,38 @@ def test_nothing_is_written_where_the_disk_has_no_room() -> None:
         report = plait.verify(mlp(), Plan(microbatches=2), *rows_and_classes(), ranks_as="threads")
     assert report
     assert "GB free" in report.left_out
+
+
+@pytest.mark.parametrize(
+    ("wrong", "names", "cause"),
+    [
+        ("parameter", {"0.weight"}, ""),
+        ("state", {f"0.weight/{entry}" for entry in ("step", "exp_avg", "exp_avg_sq")}, "has no such state"),
+    ],
+)
+def test_what_is_wrong_under_another_plan_only_is_named(
+    thread_ranks: Any, wrong: str, names: set[str], cause: str
+) -> None:
+    plan = Plan(dp=2, microbatches=2)
+
+    def wrong_under_pp(engine: Any, optimizer: Any, path: Any) -> None:
+        load(engine, optimizer, path)
+        weight = dict(engine.named_parameters()).get("0.weight")
+        if engine.plan.pp == 2 and weight is not None and wrong == "parameter":
+            weight.data.mul_(1 + 1e-6)
+        elif engine.plan.pp == 2 and weight is not None:
+            optimizer.state.pop(weight)
+
+    case = mlp_case(steps=1, resumes=True)
+    with patch.object(resumed_run, "load", wrong_under_pp):
+        report = build_report(thread_ranks.run(verify_rank, case, plan, ranks=2), plan, case.options)
+    assert report.first is not None
+    found = {
+        (one.location.step, one.location.phase, one.location.name)
+        for one in (report.first.difference, *report.others)
+    }
+    assert found == {(1, StepPhase.LOAD, name) for name in names}
+    assert cause in report.first.cause
 
 
 def test_mode_exact_does_not_go_on() -> None:
