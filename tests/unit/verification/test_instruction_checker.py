@@ -309,8 +309,19 @@ def test_gathered_parameters_are_those_that_the_step_before_left(plan: Plan, thr
         assert places <= {gathered, Location(0, StepPhase.OPTIMIZER, name="3.weight")}
 
 
-def found_in_damaged(scope: RecordScope, key: RecordKey, plan: Plan) -> Findings:
-    return found(damaged(scope, key, plan.dp * plan.microbatches), plan=plan)
+def found_in_damaged(scope: RecordScope, key: RecordKey, plan: Plan, isolate: bool = False) -> Findings:
+    return found(damaged(scope, key, plan.dp * plan.microbatches), plan=plan, isolate=isolate)
+
+
+def test_with_isolate_a_layer_runs_on_the_parameters_that_it_should_have(thread_ranks: RankPool) -> None:
+    """The recording is wrong here, and so is then what is computed from it."""
+    scope, key = RecordScope(-1), RecordKey("value", name="3.weight")
+    for isolate in (False, True):
+        for findings in thread_ranks.run(found_in_damaged, scope, key, WAYS[3], isolate, ranks=2):
+            places = {one.location for one in findings.differences}
+            assert Location(0, StepPhase.PARAMETERS, 3, name="3.weight") in places
+            computed = {one.microbatch for one in places if one.phase is StepPhase.FORWARD and not one.step}
+            assert bool(computed) is isolate
 
 
 @pytest.mark.parametrize("plan", WAYS, ids=way)

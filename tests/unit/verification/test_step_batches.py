@@ -64,7 +64,9 @@ def test_targets_of_the_first_step_are_seen_where_one_batch_was_given() -> None:
         kept.append(targets)
         return original(self, inputs, kept[0], *rows, **how)
 
-    with patch.object(Runner, "loss_batch", loss_batch):
-        report = plait.verify(mlp(), Plan(microbatches=2), *rows_and_classes(), ranks_as="threads")
-    assert report.first is not None
-    assert "it is the loss for the targets of the step before" in report.first.cause
+    for plan in (Plan(microbatches=2), Plan(microbatches=2, loss_rows=2)):
+        kept.clear()
+        with patch.object(Runner, "loss_batch", loss_batch):
+            report = plait.verify(mlp(), plan, *rows_and_classes(), ranks_as="threads")
+        assert report.first is not None
+        assert "it is the loss for the targets of the step before" in report.first.cause
