@@ -145,7 +145,7 @@ class Findings:
         tally.compared += 1
         if not actual.numel():
             self.empty.add(location)
-        actual, expected = actual.detach(), expected.to(actual.device)
+        actual, expected = actual.detach(), expected.detach().to(actual.device)
         largest = torch.inf if _misfit(actual, expected) else largest_difference(actual, expected)
         narrower = None if rounding is None else _narrower(actual, expected, rounding)
         if narrower is not None and (largest <= tolerance.allowed or _is_near(actual, expected, narrower)):

@@ -276,7 +276,7 @@ class InstructionChecker:
                 phase,
                 layer,
                 scope.microbatch,
-                tensor=int(key.name or 0),
+                tensor=int(key.name),
                 evaluating=self.evaluating,
             ),
             actual,

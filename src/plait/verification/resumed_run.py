@@ -65,10 +65,7 @@ def _loaded(candidate: CandidateRun, make_engine: MakeEngine, step: int, path: P
     old = candidate.comparison
     engine = make_engine(candidate.engine.plan, candidate.engine.mesh)
     run = CandidateRun(old.of_engine(engine))
-    for (
-        _,
-        buffer,
-    ) in engine.named_buffers():  # other values than the saved ones, which show if nothing is loaded
+    for _, buffer in engine.named_buffers():  # set to values that show if nothing is loaded
         buffer.copy_(~buffer if buffer.dtype == torch.bool else buffer + 1)
     first = {name: tensor.detach().clone() for name, tensor, _ in _saved_tensors(run)}
     load(engine, run.update.optimizer, path)
@@ -91,10 +88,9 @@ def _after_mistakes(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield what `name` may be after loading, each after a sentence on the mistake."""
     if name not in loaded:
-        yield (
-            "the loaded optimizer has no such state",
-            next(torch.zeros_like(t) for n, t, _ in saved if n == name),
-        )
+        nothing = next(torch.zeros_like(tensor) for other, tensor, _ in saved if other == name)
+        yield "the loaded optimizer has no such state", nothing
+        return
     if name in first:
         yield "it is what a new engine starts with: it was not loaded", first[name]
     for other, tensor, _ in saved:

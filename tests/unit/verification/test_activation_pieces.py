@@ -11,7 +11,7 @@ from torch import Tensor
 
 from plait.comm.coordinates import coordinate_of, sizes_of_plan
 from plait.plan import ContextLayout, Plan
-from plait.tensor.losses import cross_entropy
+from plait.tensor.losses import SequenceLoss, cross_entropy
 from plait.verification.activation_pieces import ActivationPieces
 from plait.verification.location import RecordKey
 from plait.verification.reference_recording import NO_TOLERANCE, Tolerance
@@ -58,6 +58,10 @@ def test_a_rank_of_tp_has_its_piece_of_them() -> None:
     plan = Plan(cp=2, tp=2)
     for rank, own in enumerate([[0, 1], [6, 7], [2, 3], [4, 5]]):
         assert torch.equal(of_rank(plan, rank, dim=1), WHOLE[:, own])
+        pieces = pieces_of(plan, rank, dim=1)
+        assert pieces.is_partitioned(OUTPUT)
+        for other in (OUTPUT._replace(name="1"), OUTPUT._replace(layer=-1), OUTPUT._replace(layer=0)):
+            assert not pieces.is_partitioned(other)
 
 
 def test_or_its_classes() -> None:
@@ -116,6 +120,17 @@ def test_a_loss_that_is_no_sum_differs_on_every_rank() -> None:
         pieces = pieces_of(Plan(cp=2), rank)
         own, tolerance = pieces.total(loss, LOGITS, TARGETS, recorded, Tolerance(1.0, 1e-13))
         assert abs(float(own - loss.total(pieces.of_cp(LOGITS), TARGETS))) > tolerance.allowed
+
+
+def test_a_loss_of_whole_sequences_is_that_of_one_rank() -> None:
+    class OfSequences(SequenceLoss):
+        def __init__(self) -> None:
+            pass
+
+    bound = Tolerance(1.0, 1e-13)
+    for rank, expected in ((0, TOTAL), (1, 0 * TOTAL)):
+        own, tolerance = pieces_of(Plan(cp=2), rank).total(OfSequences(), LOGITS, TARGETS, TOTAL, bound)
+        assert (float(own), own.dtype, tolerance) == (float(expected), TOTAL.dtype, bound)
 
 
 def test_a_loss_in_whole_numbers_has_no_tolerance() -> None:

@@ -14,7 +14,9 @@ from verification_cases import coordinates_of, difference_at, evidence_of
 from plait.plan import Plan
 from plait.verification.diagnosis import Symptoms, likely_cause
 from plait.verification.diagnosis.cause import HYPOTHESES, UNEXPLAINED, unexplained
+from plait.verification.diagnosis.misplaced_values import permuted, range_of, shifted
 from plait.verification.diagnosis.rounding import rounded
+from plait.verification.diagnosis.single_tensor import _degrees, product_of
 from plait.verification.location import Location, StepPhase
 from plait.verification.tensor_sketches import InnerDifference
 
@@ -69,10 +71,10 @@ def test_of_every_phase_something_is_known() -> None:
     assert UNEXPLAINED.keys() == set(StepPhase)
 
 
-@pytest.mark.parametrize("phase", list(StepPhase))
-def test_at_one_rank_no_rank_is_to_blame(phase: StepPhase) -> None:
-    told = cause(NOISE, location=Location(0, phase, 1, 0)) if phase is not StepPhase.NORM else "no sum"
-    assert not re.search(r"\btp\b|region|reduction|piece of|other ranks'", told), told
+def test_at_one_rank_no_rank_is_to_blame() -> None:
+    for phase in StepPhase:
+        told = cause(NOISE, location=Location(0, phase, 1, 0)) if phase is not StepPhase.NORM else "no sum"
+        assert not re.search(r"\btp\b|region|reduction|piece of|other ranks'", told), told
 
 
 def test_a_region_is_suspected_only_where_the_layer_is_divided() -> None:
@@ -620,3 +622,78 @@ class TestCircumstances:
         )
         circumstances = "equal on tp 1; micro-batches before it are equal; the steps before it are equal."
         assert likely_cause(made) == f"{unexplained(made)}; {circumstances}"
+
+
+P, ALL = StepPhase, {"tp": 3, "cp": 5, "dp": 2, "the number of micro-batches": 4, "pp": 7}
+
+
+def test_degrees_over_which_tensors_of_a_phase_are_summed() -> None:
+    plan = Plan(pp=7, dp=2, cp=5, tp=3, microbatches=4)
+    none = (P.LOAD, P.INITIAL, P.INPUT, P.PARAMETERS, P.MESSAGE, P.GRADIENT_MESSAGE)
+    for phase in StepPhase:
+        for partitioned in (True, False):
+            made = Symptoms(difference_at(Location(0, phase), EXPECTED, NOISE), {}, [], [], plan, partitioned)
+            expected = [] if phase in none else list(ALL)
+            if phase in (P.FORWARD, P.INPUT_GRADIENT):
+                expected = ["tp"] if partitioned else []
+            elif phase in (P.LOSS, P.WEIGHT_GRADIENT):
+                expected = ["tp"] if phase is P.LOSS else list(ALL)[:-1]
+            assert _degrees(made) == {name: ALL[name] for name in expected}, phase
+            alone = replace(made, plan=ONE)
+            assert _degrees(alone) == {}
+
+
+def test_factors_in_words() -> None:
+    words = {
+        **{2.0: "2", -2.0: "-2", 1.0: "1", 0.5: "1/2", 1.5: "3/2", 2 / 3: "2/3", 0.25: "1/4", 5 / 6: "5/6"},
+        **{0.375: "3/8", 1.004: "1 + 4.0e-03", 0.996: "1 - 4.0e-03", 7.31: "7.31", 1.02: "1.02", 0.2: "0.2"},
+    }
+    assert {ratio: product_of(ratio) for ratio in words} == words
+
+
+def test_what_has_another_shape_is_no_multiple_no_shift_and_no_order() -> None:
+    for actual, base in ((EXPECTED, None), (2 * EXPECTED, EXPECTED), (0 * EXPECTED, EXPECTED)):
+        made = symptoms(actual, base=base)
+        whole = made.first
+        flat = None if base is None else base[:2].flatten()
+        short = replace(whole, actual=actual[:2].flatten(), base=flat)
+        assert fitting(replace(made, evidence={0: short})) == []
+
+
+def test_shifts_by_one_or_two_places_either_way() -> None:
+    rows = torch.randn(9, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    for places, words in (
+        (1, "1 place later"),
+        (2, "2 places later"),
+        (-1, "1 place earlier"),
+        (-2, "2 places"),
+    ):
+        for dim in (0, 1):
+            expected = rows if dim == 0 else rows.T.contiguous()
+            actual = expected.roll(places, dim)
+            kept = [slice(None)] * 2
+            kept[dim] = slice(0, places) if places > 0 else slice(places, None)
+            actual[tuple(kept)] = 9.0
+            told = shifted(symptoms(actual, expected=expected))
+            assert told is not None
+            assert told.startswith(f"it is shifted: along dim {dim} it stands {words}")
+    assert shifted(symptoms(rows.roll(3, 0), expected=rows)) is None
+
+
+def test_of_permuted_slices_the_first_are_listed() -> None:
+    rows = torch.randn(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    told = permuted(symptoms(rows.roll(1, 0), expected=rows))
+    assert told == "dim 0 is in another order: it has 7 at 0, 0 at 1, 1 at 2, 2 at 3 and 4 more"
+    columns = permuted(symptoms(rows[:, [1, 0, 2]], expected=rows, location=Location(0, P.PARAMETERS, 1)))
+    assert columns == "dim 1 is in another order: it has 1 at 0, 0 at 1; pieces were gathered to other places"
+    assert permuted(symptoms(rows[:1, :1], expected=rows[:1, :1] + 1)) is None
+
+
+def test_scattered_elements_in_a_box_are_no_part_of_a_dim() -> None:
+    box = {"box": ((0, 2), (0, 6)), "whole_box": False}
+    for share, part in ((12 / 24, (0, 0, 2, 4)), (6 / 24, (0, 0, 2, 4)), (5 / 24, None)):
+        assert range_of(symptoms(NOISE, share=share, **box)) == part
+    corner = {"box": ((0, 2), (1, 6)), "whole_box": False}
+    assert range_of(symptoms(NOISE, share=10 / 24, **corner)) is None
+    assert range_of(symptoms(NOISE, share=1.0, box=((0, 2), (0, 6)), whole_box=True)) is None
+    assert range_of(symptoms(NOISE, share=1.0, box=(), whole_box=False)) is None

@@ -13,9 +13,11 @@ from plait.layout import Flat, Layout, Shard, shard
 from plait.verification.findings import (
     EVIDENCE_ELEMENTS,
     MAX_LISTED,
+    MIN_ROUNDED_ELEMENTS,
     Findings,
     Piece,
     Tally,
+    has_only_small_digits_of_float16,
     piece_of,
 )
 from plait.verification.location import Location, StepPhase
@@ -45,9 +47,11 @@ def test_what_rounding_explains_is_equal(findings: Findings) -> None:
     assert findings.differences == []
     assert findings.evidence is None
     tally = findings.tallies[StepPhase.FORWARD]
-    assert (tally.compared, tally.different) == (2, 0)
-    assert tally.used == pytest.approx(0.25)
-    assert tally.relative == pytest.approx(2.5e-4 / 8)
+    assert (tally.used, tally.relative) == (pytest.approx(0.25), pytest.approx(2.5e-4 / 8))
+    for share in (4.0, 4.5):  # of a size of 8: half of it, and more than half
+        assert findings.compare(FORWARD, changed((1, 2), by=1.0), EXPECTED, Tolerance(8.0, share))
+    assert tally == Tally(4, 0, tally.used, 1 / 8, vague=1)
+    assert not findings.empty
 
 
 def test_where_it_differs(findings: Findings) -> None:
@@ -121,6 +125,7 @@ def test_a_piece_without_elements_is_equal(findings: Findings) -> None:
     assert nothing.shape == (0,)
     assert findings.compare(FORWARD, nothing, nothing.clone(), BOUND, piece=piece)
     assert findings.tallies[StepPhase.FORWARD].compared == 1
+    assert findings.empty == {FORWARD}
 
 
 def test_a_scalar(findings: Findings) -> None:
@@ -139,15 +144,24 @@ def test_masks_and_whole_numbers(findings: Findings) -> None:
     assert [difference.largest for difference in findings.differences] == [1.0, 1.0]
 
 
-def test_another_shape(findings: Findings) -> None:
-    assert not findings.compare(FORWARD, EXPECTED[:2], EXPECTED, BOUND)
+@pytest.mark.parametrize(
+    ("actual", "hint"),
+    [
+        (EXPECTED[:2], "its shape is [2, 6] instead of [4, 6]"),
+        (EXPECTED[:1], "its shape is [1, 6] instead of [4, 6]"),
+        (EXPECTED.float(), "its dtype is float32 instead of float64"),
+        (torch.empty(0, 6, dtype=torch.float64), "its shape is [0, 6] instead of [4, 6]"),
+    ],
+)
+def test_another_shape_or_dtype_differs_whatever_the_values(
+    findings: Findings, actual: Tensor, hint: str
+) -> None:
+    assert not findings.compare(FORWARD, actual, EXPECTED, Tolerance(8.0, 1e9))
     (difference,) = findings.differences
-    assert difference.hint == "its shape is [2, 6] instead of [4, 6]"
-    assert (difference.shape, difference.largest) == ((2, 6), math.inf)
-
-
-def test_a_shape_that_could_be_broadcast_is_another_shape(findings: Findings) -> None:
-    assert not findings.compare(FORWARD, torch.ones(1, 6), torch.ones(4, 6), BOUND)
+    assert (difference.hint, difference.shape, difference.box) == (hint, tuple(actual.shape), ())
+    assert (difference.largest, difference.size, difference.allowed) == (math.inf, 8.0, 1e9)
+    assert (difference.whole_box, difference.share, difference.worst) == (True, 1.0, ())
+    assert all(math.isnan(value) for value in difference.values)
 
 
 def test_empty_tensors_are_equal(findings: Findings) -> None:
@@ -209,10 +223,11 @@ def test_evidence_has_what_flowed_into_the_layer_where_it_can_be_part_of_it(find
     findings.compare(FORWARD, changed((0, 0)), EXPECTED, BOUND, base=torch.ones(4, 6, dtype=torch.float64))
     assert findings.evidence is not None
     assert findings.evidence.base is not None
-    other = Findings(layers=3)
-    other.compare(FORWARD, changed((0, 0)), EXPECTED, BOUND, base=torch.ones(4, 5, dtype=torch.float64))
-    assert other.evidence is not None
-    assert other.evidence.base is None
+    for misfit in (torch.ones(4, 5, dtype=torch.float64), torch.ones(4, 6)):
+        other = Findings(layers=3)
+        other.compare(FORWARD, changed((0, 0)), EXPECTED, BOUND, base=misfit)
+        assert other.evidence is not None
+        assert other.evidence.base is None
 
 
 def test_long_evidence_is_shortened(findings: Findings) -> None:
@@ -256,3 +271,65 @@ def test_a_gradient_that_is_compared_may_want_a_gradient(findings: Findings) -> 
     leaf = EXPECTED.clone().requires_grad_()
     assert findings.compare(FORWARD, leaf * 1, EXPECTED, BOUND)
     assert not findings.compare(FORWARD, leaf * 2, EXPECTED, BOUND)
+
+
+SMALL, FINE, REAL = 1e-9, 2.0**-52, torch.linspace(1.1, 2.2, MIN_ROUNDED_ELEMENTS, dtype=torch.float64)
+SINGLE, BRAIN, HALF = 2.0**-23, 2.0**-7, 2.0**-10
+"""Machine epsilons of float32, bfloat16 and float16."""
+
+
+ROUNDED: list[tuple[Tensor, Tensor, float | None, float, str | None]] = [
+    (REAL.bfloat16(), REAL, SINGLE, 0.1, "it was rounded to bfloat16 on the way"),
+    (REAL.bfloat16(), REAL, SINGLE, SMALL, "it was rounded to bfloat16 on the way"),
+    (REAL.bfloat16(), REAL, BRAIN, 0.1, None),
+    (REAL.bfloat16(), REAL, None, 0.1, None),
+    (REAL.half(), REAL, SINGLE, 0.1, "it was rounded to float16 on the way"),
+    (REAL.half(), REAL, HALF, 0.1, None),
+    (REAL.float(), REAL, FINE, 0.1, "it was rounded to float32 on the way"),
+    (REAL.float(), REAL, SINGLE, 0.1, None),
+    (REAL[1:].float(), REAL[1:], FINE, 0.1, None),
+    (2 * REAL.bfloat16(), REAL, SINGLE, SMALL, ""),
+    (REAL.mul(1e-5).half(), REAL * 1e-5, SINGLE, SMALL, "it was rounded to float16 on the way"),
+    (REAL.half().bfloat16(), REAL.half(), SINGLE, 0.1, None),
+]
+
+
+def test_a_rounding_on_the_way_is_a_difference_within_the_tolerance_too() -> None:
+    """Not if `rounding` allows for it, of few elements, of 16-bit numbers, or where it is no rounding."""
+    for actual, expected, rounding, allowed, hint in ROUNDED:
+        findings, bound = Findings(layers=3), Tolerance(4.0, allowed)
+        equal = findings.compare(FORWARD, actual.to(expected.dtype), expected, bound, rounding=rounding)
+        assert equal is (hint is None), (actual.dtype, rounding)
+        for difference in findings.differences:
+            assert (difference.hint, difference.size) == (hint, 4.0)
+            assert difference.allowed == (0.0 if hint else allowed)
+
+
+TINY, DIGIT = REAL * 1e-5, 2.0**-24
+"""Numbers that float16 has few digits for; the last of these digits."""
+
+
+def test_small_elements_may_have_only_the_digits_of_float16() -> None:
+    coarse = TINY.half().double()
+    several, off, other = TINY.repeat(10), coarse.repeat(10), coarse.repeat(10)
+    off[:32] += 2 * DIGIT  # a tenth of them
+    other[:31] += 2 * DIGIT
+    for expected, actual, few in (
+        (TINY, coarse, True),
+        (TINY, TINY, False),
+        (TINY, coarse + DIGIT, False),
+        (TINY[1:], coarse[1:], False),
+        (TINY, coarse.float(), False),
+        (REAL, REAL.half().double(), False),
+        (several, off, False),
+        (several, other, True),
+    ):
+        assert has_only_small_digits_of_float16(actual, expected) is few
+
+
+def test_of_complex_numbers_the_larger_part_counts(findings: Findings) -> None:
+    actual, expected = torch.tensor([1 + 1j, 2 + 0j, 3 - 4j]), torch.tensor([1 + 1j, 2 + 0.5j, 3 + 0j])
+    assert not findings.compare(FORWARD, actual, expected, BOUND)
+    (difference,) = findings.differences
+    assert (difference.largest, difference.share, difference.box) == (4.0, 2 / 3, ((1, 3),))
+    assert (difference.worst, difference.values) == ((2,), (5.0, 3.0))

@@ -74,6 +74,14 @@ def test_the_last_of_the_layers_tensors_is_seen_in_the_graph() -> None:
         verified(keep, Summed(lambda: KEPT[-1]))
 
 
+def test_a_loss_that_can_be_called_once_for_an_output_is_named() -> None:
+    KEPT.clear()
+    with pytest.raises(
+        ModelError, match=r"called again with the same output and targets, fails with IndexError"
+    ):
+        verified(keep, Summed(lambda: KEPT.pop()))
+
+
 def test_what_a_trial_run_left_is_named() -> None:
     KEPT.clear()
     keep(torch.ones((), device="meta"))  # as the first run of a layer with these sizes does

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -23,8 +24,19 @@ from plait.models.huggingface.pretrained import logits_of
 from plait.plan import Plan
 from plait.verification.case import Case
 from plait.verification.float64_mode import Float64Mode
-from plait.verification.independent_comparison import compare_with_reference
-from plait.verification.independent_reference import IndependentReference
+from plait.verification.independent_comparison import (
+    Compared,
+    RankComparison,
+    compare,
+    compare_with_reference,
+)
+from plait.verification.independent_reference import (
+    FACTOR,
+    PART_OF_LARGEST,
+    PERTURBED_RUNS,
+    Expected,
+    IndependentReference,
+)
 from plait.verification.independent_report import IndependentReport, independent_report
 from plait.verification.options import VerifyOptions
 from unit.verification.verification_cases import mlp, rows_and_classes
@@ -145,8 +157,16 @@ def test_a_function_of_the_inputs_is_compared_by_outputs_and_input_gradients(
 ) -> None:
     model = mlp()
     plan = Plan(pp=2, dp=2, microbatches=2)
-    report = beside(model, partial(plain, model), plan, rows_and_classes(8), thread_ranks)
+    calls: list[Tensor] = []
+
+    def counted(inputs: Tensor) -> Tensor:
+        calls.append(inputs)
+        return plain(model, inputs)
+
+    report = beside(model, counted, plan, rows_and_classes(8), thread_ranks)
     assert report, report
+    assert len(calls) == 1 + PERTURBED_RUNS
+    assert not any(torch.equal(calls[0], other) for other in calls[1:])
     assert [one.what for one in report.compared_tensors].count("input gradient") == 2
     assert report.unmatched == 6
     report = beside(model, partial(plain, model, slope=1 + 1e-8), plan, rows_and_classes(8), thread_ranks)
@@ -163,7 +183,25 @@ class Detached(nn.Sequential):
         return result
 
 
-@pytest.mark.parametrize("change", ["gradient", "initial values", "output"])
+class Behind(nn.Sequential):
+    """`mlp` whose output is squared after its last module."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = super().forward(inputs)
+        return result.square()
+
+
+class Between(nn.Sequential):
+    """`mlp` that scales what its last module is given."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self[3](2 * self[2](self[1](self[0](inputs))))
+        return result
+
+
+@pytest.mark.parametrize(
+    "change", ["gradient", "initial values", "output", "behind all modules", "between modules"]
+)
 def test_the_first_difference_is_named(change: str) -> None:
     model: Any = mlp()
     reference: Any = copy.deepcopy(model)
@@ -171,19 +209,27 @@ def test_the_first_difference_is_named(change: str) -> None:
         reference = Detached(*reference)
     elif change == "initial values":
         reference[3].bias.data.add_(0.5)
-    else:
+    elif change == "output":
         reference[1].eps = 1e-3
+    else:
+        reference = {"behind all modules": Behind, "between modules": Between}[change](*reference)
     report = beside(model, reference)
     assert report.first is not None
-    assert report.first.what == change
+    change_of = change if change in ("gradient", "initial values") else "output"
+    assert report.first.what == change_of
     text = {
         "gradient": "the gradient of 1.bias differs",
         "initial values": "the initial values of 3.bias differs",
         "output": "1 gives something else for the same input",
+        "behind all modules": "all modules that both have give the same: look at what follows 3.",
+        "between modules": "on one rank 3 is given something else, where 0 and 1 give the same: look at",
     }
     assert text[change] in " ".join(str(report).split())
     told = report.as_json()
-    assert (told["equal"], told["first"]["what"], told["against"]) == (False, change, "the reference")
+    assert (told["equal"], told["first"]["what"], told["against"]) == (False, change_of, "the reference")
+    assert told["first"]["batch"] == 0
+    phases = ["initial values"] if change == "initial values" else []
+    assert list(told["phases"]) == [*phases, "output", "loss", "gradient", "input gradient"]
 
 
 def test_a_mistake_of_the_plan_is_told_from_one_of_the_model() -> None:
@@ -246,3 +292,74 @@ def test_casts_to_narrower_formats_keep_float64() -> None:
         assert not mode.narrow
         assert wide.type_as(torch.zeros(1)).dtype is torch.float32
         assert mode.narrow
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "size", "found"),
+    [
+        ([[1.0, 2.0], [3.0, 4.0]], [[1.0, 2.0], [5.0, -8.0]], 0.0, (12.0, 8.0, (1, 1), (4.0, -8.0))),
+        ([[1.0, 2.0], [3.0, 4.0]], [[1.0, 2.5], [3.0, 4.0]], 9.0, (0.5, 9.0, (0, 1), (2.0, 2.5))),
+        ([1.0, NAN], [1.0, NAN], 3.0, (0.0, 3.0, (0,), (1.0, 1.0))),
+        ([], [], 0.0, (0.0, 0.0, (), (0.0, 0.0))),
+        (2.0, -1.0, 0.0, (3.0, 1.0, (), (2.0, -1.0))),
+    ],
+)
+def test_what_is_known_of_two_tensors(actual: Any, expected: Any, size: float, found: Any) -> None:
+    one = compare(1, "output", "a", torch.tensor(actual), torch.tensor(expected), 0.25, size)
+    largest, known, index, values = found
+    if actual == expected == [1.0, NAN]:
+        known = one.size
+    assert one == Compared(1, "output", "a", largest, known, 0.25, index, values)
+    assert one.equal is (largest <= 0.25)
+
+
+def test_one_nan_is_an_infinite_difference_and_another_shape_is_refused() -> None:
+    one = compare(0, "loss", "", torch.tensor([1.0, NAN]), torch.tensor([1.0, 2.0]), 1e9)
+    assert (one.largest, one.index, one.equal) == (float("inf"), (1,), False)
+    with pytest.raises(
+        DataError, match=r"^the output of a has the shape \[2\], and that of the reference \[1\]:"
+    ):
+        compare(0, "output", "a", torch.ones(2), torch.ones(1), 0.0)
+
+
+def test_a_tensor_of_the_reference_may_differ_by_a_multiple_of_its_deviation() -> None:
+    gradients = {"a": torch.tensor([-8.0, 1.0]), "b": torch.tensor([2.0]), "none": torch.empty(0)}
+    expected = Expected([torch.ones(1)], torch.tensor(1.0), gradients, [torch.ones(2)], {"loss": 0.5}, 0.125)
+    assert [name for name, _ in expected.named()] == [
+        *("output 0", "input gradient 0", "loss", "gradient a", "gradient b", "gradient none")
+    ]
+    assert expected.allowed("loss", 2.0) == FACTOR * 0.5
+    assert expected.allowed("loss", 16.0) == expected.allowed("output 0", 16.0) == FACTOR * 2.0
+    assert replace(expected, accuracy=FACTOR).allowed("loss", 2.0) == FACTOR * 2.0
+    assert expected.smallest_size() == PART_OF_LARGEST * 8.0
+
+
+def test_the_report_on_all_ranks() -> None:
+    def one(batch: int, what: str, name: str = "", off: float = 0.0) -> Compared:
+        return Compared(batch, what, name, off, 2.0, 0.25, (3,), (1.0 + off, 1.0))
+
+    ranks = [
+        RankComparison(0, {}, (one(1, "loss"), one(0, "gradient", "a"), one(0, "loss")), 2, "a place", 1.5),
+        RankComparison(1, {}, (one(0, "output", off=0.125), one(1, "output")), 7, "another", 2.5),
+    ]
+    report = independent_report(ranks, ONE, "the reference")
+    order = [(each.batch, each.what) for each in report.compared_tensors]
+    assert order == [(0, "output"), (0, "loss"), (0, "gradient"), (1, "output"), (1, "loss")]
+    assert (report.unmatched, report.place, report.seconds) == (2, "a place", 2.5)
+    assert report
+    assert str(report).startswith(
+        "EQUAL to the reference: 5 tensors differ by at most 6.2e-02 of their size."
+    )
+    wrong = replace(ranks[1], compared=(one(0, "loss", off=1.0), one(0, "gradient", "b", off=2.0)))
+    report = independent_report([ranks[0], wrong], ONE, "the reference")
+    text = " ".join(str(report).split())
+    assert "NOT EQUAL to the reference: the loss differs by 5.0e-01 of its size." in text
+    assert "first batch 1, the loss where worst at [3]: 2 instead of 1" in text
+    assert "likely the outputs are equal, and the loss of them is not. in all 2 of 5 tensors differ" in text
+    assert "without the gradients of 2 parameters, which" in text
+    phases = report.as_json()["phases"]
+    assert phases["loss"] == {"compared": 3, "different": 1, "largest": 0.5}
+    assert phases["gradient"] == {"compared": 2, "different": 1, "largest": 1.0}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -34,7 +36,13 @@ DOUBLE = NumberFormats(compute=torch.float64)
 
 
 def recorded(microbatches: int = PLAN.microbatches) -> ReferenceRecording:
-    """Two steps of `mlp`, as they are and shaken once."""
+    """Two steps of `mlp`, as they are and shaken once; tensors may be replaced by others."""
+    made = recorded_once(microbatches)
+    return ReferenceRecording({scope: dict(values) for scope, values in made.values.items()}, made.tolerances)
+
+
+@cache
+def recorded_once(microbatches: int) -> ReferenceRecording:
     recording, device = ReferenceRecording(), torch.device("cpu")
     inputs, targets = rows_and_classes()
     for number in range(2):
@@ -146,8 +154,10 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize(("scope", "key", "location"), PLACES)
+@pytest.mark.parametrize(
+    ("scope", "key", "location", "schedule"),
+    [(*place, schedule) for place, schedule in zip(PLACES, cycle(["1f1b", "zb-h1"]))],
+)
 def test_the_place_is_found(scope: RecordScope, key: RecordKey, location: Location, schedule: str) -> None:
     findings = found(damaged(scope, key), plan=replace(PLAN, schedule=schedule))
     assert findings.differences[0].location == location
@@ -306,8 +316,19 @@ def test_gathered_parameters_are_those_that_the_step_before_left(plan: Plan, thr
         assert places <= {gathered, Location(0, StepPhase.OPTIMIZER, name="3.weight")}
 
 
-def found_in_damaged(scope: RecordScope, key: RecordKey, plan: Plan) -> Findings:
-    return found(damaged(scope, key, plan.dp * plan.microbatches), plan=plan)
+def found_in_damaged(scope: RecordScope, key: RecordKey, plan: Plan, isolate: bool = False) -> Findings:
+    return found(damaged(scope, key, plan.dp * plan.microbatches), plan=plan, isolate=isolate)
+
+
+def test_with_isolate_a_layer_runs_on_the_parameters_that_it_should_have(thread_ranks: RankPool) -> None:
+    """The recording is wrong here, and so is then what is computed from it."""
+    scope, key = RecordScope(-1), RecordKey("value", name="3.weight")
+    for isolate in (False, True):
+        for findings in thread_ranks.run(found_in_damaged, scope, key, WAYS[3], isolate, ranks=2):
+            places = {one.location for one in findings.differences}
+            assert Location(0, StepPhase.PARAMETERS, 3, name="3.weight") in places
+            computed = {one.microbatch for one in places if one.phase is StepPhase.FORWARD and not one.step}
+            assert bool(computed) is isolate
 
 
 @pytest.mark.parametrize("plan", WAYS, ids=way)

@@ -24,6 +24,10 @@ def edges(step: int, layers: int, layer: int, microbatch: int) -> Iterator[tuple
     first, last = layer == 0, layer == layers - 1
     yield whole(P.BATCH), at(P.INPUT, -1)
     yield whole(P.INITIAL, "weight"), at(P.INPUT, -1)
+    yield whole(P.LOAD, "weight"), whole(P.BATCH)
+    yield Location(step, P.OPTIMIZER, name="weight"), Location(step + 1, P.LOAD, name="weight")
+    yield whole(P.REDUCTION, "weight"), Location(step, P.INPUT, -1, 0, evaluating=True)
+    yield at(P.FORWARD, layer), Location(step, P.FORWARD, layer, microbatch, tensor=1)
     yield whole(P.INITIAL, "weight"), at(P.FORWARD, layer)
     yield (at(P.INPUT, -1) if first else at(P.MESSAGE, layer - 1)), at(P.FORWARD, layer)
     yield (at(P.INPUT, -1) if first else at(P.FORWARD, layer - 1)), at(P.FORWARD, layer)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from plait.verification.expected_dtypes import formats_of
 from plait.verification.location import WHOLE_STEP, RecordKey, Records, RecordScope
 from plait.verification.options import VerifyOptions
 from plait.verification.perturbation import Perturbation
+from plait.verification.rank_verification import settled_scale
 from plait.verification.reference_recording import ReferenceRecording
 from plait.verification.reference_run import ReferenceRun
 from plait.verification.reference_update import exact_bound
@@ -34,14 +37,28 @@ def momentum(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
 
 
-def recorded(
-    plan: Plan, perturbation: int = 0, baseline: ReferenceRecording | None = None, rows: int = 4
-) -> dict[RecordScope, Records]:
-    options = VerifyOptions(mode="native", optimizer=momentum, weight_decay=0.0, clip=math.inf)
+def reference_of(
+    plan: Plan,
+    perturbation: int = 0,
+    baseline: ReferenceRecording | None = None,
+    clip: float | None = math.inf,
+    scale: float | None = None,
+) -> ReferenceRun:
+    options = VerifyOptions(mode="native", optimizer=momentum, weight_decay=0.0, clip=clip)
     given = (sequence_of(mlp()), cross_entropy, options, unchanged, formats_of(plan), torch.device("cpu"))
-    reference = ReferenceRun(*given, Perturbation(perturbation), math.inf, baseline=baseline)
-    inputs, targets = rows_and_classes(rows)
-    return dict(reference.run([(inputs.bfloat16(), targets)] * STEPS, plan.microbatches))
+    return ReferenceRun(*given, Perturbation(perturbation), clip, baseline=baseline, scale=scale)
+
+
+def run_of(reference: ReferenceRun, steps: int = STEPS, microbatches: int = 2) -> dict[RecordScope, Records]:
+    inputs, targets = rows_and_classes()
+    batch = inputs.to(reference.formats.compute or torch.float64), targets
+    return dict(reference.run([batch] * steps, microbatches))
+
+
+def recorded(
+    plan: Plan, perturbation: int = 0, baseline: ReferenceRecording | None = None
+) -> dict[RecordScope, Records]:
+    return run_of(reference_of(plan, perturbation, baseline), STEPS, plan.microbatches)
 
 
 def by_hand(microbatches: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -97,7 +114,8 @@ def test_a_run_that_follows_deviates_by_roundings_of_what_it_just_made() -> None
     main = ReferenceRecording()
     for scope, values in recorded(MIXED).items():
         main.add(scope, values)
-    shaken = recorded(MIXED, perturbation=1, baseline=main)
+    run = reference_of(MIXED, perturbation=1, baseline=main)
+    shaken = run_of(run)
 
     def apart(scope: RecordScope, kind: str) -> float:
         pairs = [(v, shaken[scope][k]) for k, v in main.values[scope].items() if k.kind == kind]
@@ -108,6 +126,11 @@ def test_a_run_that_follows_deviates_by_roundings_of_what_it_just_made() -> None
     for kind in ("final", "clipped", "value", "state"):
         assert 0 < apart(last, kind) < 1e-5 or kind == "value", kind
     assert apart(last, "value") < 1e-6
+    recorded_last = main.values[last]  # which each step of the run goes on from
+    for name, parameter in run.parameters.items():
+        assert torch.equal(parameter, recorded_last[RecordKey("value", name=name)])
+        momenta = run.update.optimizer.state[parameter]["momentum_buffer"]
+        assert torch.equal(momenta, recorded_last[RecordKey("state", name=f"{name}/momentum_buffer")])
 
 
 def test_a_fixed_scale_that_overflows_is_refused() -> None:
@@ -125,3 +148,73 @@ def test_a_bound_by_which_gradients_are_scaled_without_rounding(norm: int, grain
 
 def test_nothing_is_clipped_where_there_is_nothing() -> None:
     assert exact_bound(torch.tensor(0.0, dtype=torch.float64)) == math.inf
+
+
+HALF = replace(MIXED, precision="fp16")
+EPSILON = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-23, torch.float64: 2.0**-52}
+
+
+@pytest.mark.parametrize(
+    ("plan", "loss", "final", "norm"),
+    [
+        (Plan(precision="fp64"), torch.float64, torch.float64, None),
+        (MIXED, torch.float32, torch.float32, torch.float32),
+        (replace(MIXED, reduce_precision="bf16"), torch.float32, torch.bfloat16, torch.float32),
+        (replace(MIXED, master_precision="bf16"), torch.float32, torch.bfloat16, torch.float32),
+        (
+            replace(HALF, gradient_precision="fp16", loss_scale=8.0),
+            torch.float32,
+            torch.float16,
+            torch.float32,
+        ),
+    ],
+)
+def test_losses_gradients_and_norms_have_the_epsilon_of_what_they_were_computed_in(
+    plan: Plan, loss: torch.dtype, final: torch.dtype, norm: torch.dtype | None
+) -> None:
+    reference = reference_of(plan)
+    assert reference.epsilon(RecordKey("total")) == 0.0
+    run_of(reference, steps=1)
+    for kind in ("total", "mean", "whole", "evaluation"):
+        assert reference.epsilon(RecordKey(kind)) == EPSILON[loss]
+    assert reference.epsilon(RecordKey("final", name="0.weight")) == EPSILON[final]
+    for kind in ("norm", "largest"):
+        assert reference.epsilon(RecordKey(kind)) == (EPSILON[norm] if norm else 0.0)
+    for kind in ("output", "clipped", "value", "state", "scale", "clip"):
+        assert reference.epsilon(RecordKey(kind, name="0.weight")) == 0.0
+
+
+@pytest.mark.parametrize(("plan", "clip"), [(HALF, 0.05), (HALF, None), (MIXED, 0.05), (MIXED, None)])
+def test_the_bound_of_each_step(plan: Plan, clip: float | None) -> None:
+    """The given one in all steps; else a third of the first norm, or each second one of twice its own."""
+    scopes = run_of(reference_of(plan, clip=clip, scale=64.0), steps=3)
+    steps = [scopes[RecordScope(step, WHOLE_STEP)] for step in range(3)]
+    norms, bounds = ([float(step[RecordKey(kind)]) for step in steps] for kind in ("norm", "clip"))
+    usual = (norms[0] + 1e-6) / 3 if clip is None else clip
+    second = 2 * (norms[1] + 1e-6) if plan is HALF and clip is None else usual
+    assert bounds == [usual, second, usual]
+    scales = [float(step[RecordKey("scale")]) for step in steps]
+    assert scales == ([64.0, 128.0, 128.0] if plan is HALF else [1.0] * 3)
+
+
+def test_a_dynamic_scale_settles_at_half_of_the_largest_that_does_not_overflow() -> None:
+    def settled(largest: float, *, overflows: bool = True) -> tuple[float, list[float]]:
+        tried: list[float] = []
+
+        def make(perturbation: Perturbation, clip: float | None, *, scale: float) -> Any:
+            def run(batches: Any, microbatches: int) -> Iterator[None]:
+                yield
+                if scale > largest:
+                    raise ModelError("the gradients are not finite")
+
+            tried.append(scale)
+            return SimpleNamespace(run=run, update=SimpleNamespace(overflowed=overflows))
+
+        return settled_scale(make, None, [], 2), tried
+
+    assert settled(2.0**20) == (2.0**15, [2.0**16])
+    assert settled(2.0**13) == (2.0**12, [2.0**16, 2.0**15, 2.0**14, 2.0**13])
+    assert settled(1.0)[0] == 0.5
+    for largest, overflows in ((0.5, True), (2.0**13, False)):
+        with pytest.raises(ModelError, match="not finite"):
+            settled(largest, overflows=overflows)

@@ -11,30 +11,33 @@ from torch import nn
 
 from plait.errors import PlanError
 from plait.plan import Plan
+from plait.verification.expected_dtypes import formats_of
 from plait.verification.options import VerifyOptions, adamw, usual_steps
 
 MIXED = Plan(precision="bf16", master_precision="fp32", reduce_precision="bf16")
 
 
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"mode": "fast"}, "mode is 'fast': choose one of exact, float64, native."),
-        ({"steps": 0}, "steps is 0: give a whole number of at least 1."),
-        ({"steps": 1.0}, "steps is 1.0: give a whole number of at least 1."),
-        ({"steps": True}, "steps is True: give a whole number of at least 1."),
-        ({"seed": -1}, "seed is -1: give a whole number of at least 0."),
-        ({"perturbations": 0}, "perturbations is 0: give a whole number of at least 1."),
-        ({"clip": 0.0}, "clip is 0.0: give a number above 0, or math.inf for no limit."),
-        ({"clip": float("nan")}, "clip is nan: give a number above 0, or math.inf for no limit."),
-        ({"clip": "1"}, "clip is '1': give a number above 0, or math.inf for no limit."),
-        ({"mode": "exact"}, "steps is 2: mode exact takes 1, for after it numbers are too large."),
-    ],
-)
-def test_what_cannot_be_is_refused(changes: dict[str, Any], told: str) -> None:
-    with pytest.raises(PlanError) as caught:
-        VerifyOptions(**changes)
-    assert str(caught.value) == told
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"mode": "fast"}, "mode is 'fast': choose one of exact, float64, native."),
+    ({"steps": 0}, "steps is 0: give a whole number of at least 1."),
+    ({"steps": 1.0}, "steps is 1.0: give a whole number of at least 1."),
+    ({"steps": True}, "steps is True: give a whole number of at least 1."),
+    ({"seed": -1}, "seed is -1: give a whole number of at least 0."),
+    ({"perturbations": 0}, "perturbations is 0: give a whole number of at least 1."),
+    ({"clip": 0.0}, "clip is 0.0: give a number above 0, or math.inf for no limit."),
+    ({"clip": float("nan")}, "clip is nan: give a number above 0, or math.inf for no limit."),
+    ({"clip": "1"}, "clip is '1': give a number above 0, or math.inf for no limit."),
+    ({"optimizer": 3}, "optimizer is 3: give a function of parameter groups."),
+    ({"isolate": 1}, "isolate is 1: give True or False."),
+    ({"mode": "exact"}, "steps is 2: mode exact takes 1, for after it numbers are too large."),
+]
+
+
+def test_what_cannot_be_is_refused() -> None:
+    for changes, told in REFUSED:
+        with pytest.raises(PlanError) as caught:
+            VerifyOptions(**changes)
+        assert str(caught.value) == told
 
 
 def test_what_can_be() -> None:
@@ -44,6 +47,16 @@ def test_what_can_be() -> None:
 
 def test_two_steps_unless_told_and_one_of_whole_numbers() -> None:
     assert [usual_steps(mode) for mode in ("float64", "native", "exact")] == [2, 2, 1]
+
+
+def test_a_run_is_perturbed_twice_and_more_often_in_16_bits() -> None:
+    wide, narrow = formats_of(Plan()), formats_of(MIXED)
+    for options, expected in (
+        (VerifyOptions(), (2, 6)),
+        (VerifyOptions(perturbations=7), (7, 7)),
+        (VerifyOptions(mode="exact", steps=1), (0, 0)),
+    ):
+        assert (options.perturbed_runs(wide), options.perturbed_runs(narrow)) == expected
 
 
 def test_only_mode_native_keeps_the_precision_of_the_plan() -> None:
@@ -79,3 +92,4 @@ def test_the_optimizer_keeps_the_decay_of_its_groups() -> None:
     ]
     made = adamw(groups)
     assert [group["weight_decay"] for group in made.param_groups] == [0.1, 0.0]
+    assert (made.defaults["lr"], made.defaults["betas"]) == (1e-3, (0.9, 0.95))

@@ -33,6 +33,30 @@ def test_an_error_is_at_most_a_rounding_of_the_element_and_of_the_usual_size(dty
     assert error.median() > largest.median() / 8
 
 
+def test_by_element_an_error_is_at_most_a_rounding_of_it() -> None:
+    tensor = torch.cat([WIDE, torch.zeros(4, dtype=torch.float64)])
+    for epsilon, largest in ((None, 2.0**-52), (2.0**-10, 2.0**-10)):
+        shaken = Perturbation(1).perturb_elementwise(tensor, epsilon)
+        error = (shaken - tensor).abs()
+        assert (error <= (largest + 2.0**-52) * tensor.abs()).all()
+        assert error.median() > largest * tensor.abs().median() / 8
+        assert not torch.equal(shaken, Perturbation(2).perturb_elementwise(tensor, epsilon))
+    coarse = WIDE.bfloat16()
+    assert 0 < (Perturbation(1).perturb_elementwise(coarse) - coarse).abs().max() <= 2 * 5 * 2.0**-7
+    assert Perturbation(0).perturb_elementwise(WIDE) is WIDE
+    for left in (torch.arange(5), torch.empty(0, 4)):
+        assert Perturbation(1).perturb_elementwise(left) is left
+
+
+def test_small_numbers_of_float16_are_off_by_their_last_digit() -> None:
+    """Which is that of the smallest normal number; zeros alone stay."""
+    digit = 2.0**-24
+    small = torch.full((256,), 16 * digit, dtype=torch.float16)
+    errors = (Perturbation(1).perturb(small) - small).double() / digit
+    assert set(errors.tolist()) == {-1.0, 0.0, 1.0}
+    assert not Perturbation(1).perturb(torch.zeros(256, dtype=torch.float16)).any()
+
+
 def test_a_zero_among_others_is_shaken_for_it_may_be_a_sum_that_cancels() -> None:
     tensor = torch.zeros(64, dtype=torch.float64)
     assert torch.equal(Perturbation(1).perturb(tensor), tensor)

@@ -131,6 +131,12 @@ def test_the_micro_batches_of_the_global_batch_stay_where_they_can(ranks: int, p
         assert one.dp * one.microbatches == expected
 
 
+def test_ranks_of_dp_divide_the_rows_under_cp_too() -> None:
+    plans = plans_on(8, Plan(), 6, in_pieces=True)
+    assert {plan.dp for plan in plans if plan.cp > 1} == {1, 2}
+    assert {plan.dp for plan in plans_on(6, Plan(), 6, in_pieces=True) if plan.cp > 1} == {1, 2, 3}
+
+
 def test_a_plan_is_one_of_those_on_its_own_ranks() -> None:
     plan = Plan(pp=2, dp=2, tp=2, microbatches=2, schedule="zb-h1", precision="bf16", overlap=True)
     assert plan in plans_on(8, plan, 8)

@@ -114,3 +114,10 @@ def test_it_draws_nothing_from_the_generator_of_the_process() -> None:
     made(model)
     made(on_meta())
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_whole_numbers_and_nothing_do_not_move() -> None:
+    change = add_offsets(0)
+    for value in (torch.arange(5), torch.ones(2, dtype=torch.bool)):
+        assert change("any", value) is value
+    assert change("none", torch.empty(0, 3)).shape == (0, 3)

@@ -28,6 +28,10 @@ def test_each_micro_batch_has_other_inputs_and_targets_than_in_the_step_before(
 ) -> None:
     steps = batches_of_steps(*numbered(rows), 4, microbatches)
     assert len(steps) == 4
+    shift = rows // microbatches + 1 if microbatches > 1 and rows > 2 else 1
+    assert [targets.tolist() for _, targets in steps] == [
+        torch.arange(rows).roll(shift * step).tolist() for step in range(4)
+    ]
     for (before, old), (inputs, targets) in pairwise(steps):
         assert torch.equal(inputs[:, 0], targets)  # rows keep their targets
         assert sorted(targets.tolist()) == list(range(rows))
@@ -60,7 +64,9 @@ def test_targets_of_the_first_step_are_seen_where_one_batch_was_given() -> None:
         kept.append(targets)
         return original(self, inputs, kept[0], *rows, **how)
 
-    with patch.object(Runner, "loss_batch", loss_batch):
-        report = plait.verify(mlp(), Plan(microbatches=2), *rows_and_classes(), ranks_as="threads")
-    assert report.first is not None
-    assert "it is the loss for the targets of the step before" in report.first.cause
+    for plan in (Plan(microbatches=2), Plan(microbatches=2, loss_rows=2)):
+        kept.clear()
+        with patch.object(Runner, "loss_batch", loss_batch):
+            report = plait.verify(mlp(), plan, *rows_and_classes(), ranks_as="threads")
+        assert report.first is not None
+        assert "it is the loss for the targets of the step before" in report.first.cause

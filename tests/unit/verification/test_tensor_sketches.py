@@ -105,6 +105,14 @@ def test_a_piece_of_the_features_is_found_among_all(swap: bool) -> None:
     )
 
 
+def test_more_features_than_all_are_another_tensor() -> None:
+    expected = sketches_of(layer())
+    found = {**expected, "up|gives|0|15": torch.cat([expected["up|gives|0|15"]] * 2)}
+    told = first(found, expected)
+    assert told is not None
+    assert told.order == list(expected).index("up|gives|0|15")
+
+
 def test_what_has_other_rows_is_not_compared_and_that_is_said() -> None:
     expected = sketches_of(layer())
     found = {name.replace("norm|gives|0|15", "norm|gives|0|8"): one for name, one in expected.items()}

@@ -21,13 +21,14 @@ from plait.errors import DataError, ModelError, PlaitError, PlanError, ScheduleE
 from plait.layers.layer_sequence import bits_of
 from plait.plan import Plan
 from plait.tensor.losses import cross_entropy
-from plait.verification import rank_verification
+from plait.verification import verify as verify_module
 from plait.verification.case import Case
 from plait.verification.location import StepPhase
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank
 from plait.verification.report import VerificationReport
 from plait.verification.report_from_ranks import build_report
+from plait.verification.sweep import RefusedPlan
 from plait.verification.verify import verify_all
 
 PLAN = Plan(microbatches=2)
@@ -155,26 +156,6 @@ def test_masks_that_flow_between_layers(kind: torch.dtype) -> None:
     assert verify_here(masked(kind))
 
 
-Break = Callable[[Engine], None]
-Replace = Callable[[nn.Sequential], nn.Sequential]
-
-
-@pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Have each engine that is verified damaged after it was made, or made of another model."""
-    right = rank_verification.parallelize
-
-    def install(damage: Break = lambda engine: None, replace: Replace = lambda model: model) -> None:
-        def parallelize(model: nn.Sequential, *arguments: Any, **options: Any) -> Engine:
-            engine = right(replace(model), *arguments, **options)
-            damage(engine)
-            return engine
-
-        monkeypatch.setattr(rank_verification, "parallelize", parallelize)
-
-    return install
-
-
 def moved_weight(engine: Engine) -> None:
     with torch.no_grad():
         next(iter(engine.parameters())).mul_(1 + 1e-6)
@@ -273,24 +254,6 @@ def test_a_model_that_is_not_trained() -> None:
     assert report, report
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ({"mode": "fast"}, "mode is 'fast'"),
-        ({"steps": 0}, "steps is 0"),
-        ({"steps": "2"}, "steps is '2'"),
-        ({"steps": 2.0}, "steps is 2.0"),
-        ({"clip": -1.0}, "clip is -1.0"),
-        ({"seed": -1}, "seed is -1"),
-        ({"mode": "exact", "steps": 2}, "steps is 2: mode exact takes 1"),
-    ],
-)
-def test_bad_arguments_are_refused_before_any_rank_starts(arguments: dict[str, Any], told: str) -> None:
-    with pytest.raises(PlanError) as caught:
-        plait.verify(mlp(), PLAN, *rows_and_classes(), **arguments)
-    assert str(caught.value).startswith(told)
-
-
 def refused_by_parallelize(model: nn.Module, plan: Plan) -> str:
     mesh = Mesh(plan)
     try:
@@ -338,3 +301,50 @@ def test_every_layout_of_a_batch_without_rows_is_a_sentence(inputs: Any) -> None
     case = replace(mlp_case(steps=1), batches=[(inputs, torch.zeros(2, dtype=torch.int64))])
     with pytest.raises((DataError, PlanError), match="the inputs have"):
         verify_all(case, PLAN, 1)
+
+
+BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"model": "a name"}, "the model is 'a name': give an nn.Module, or a function that builds one."),
+    ({"plan": 3}, "the plan is an object of int: give a plait.Plan."),
+    ({"timeout": 0}, "timeout is 0: give a number above 0, or math.inf for no limit."),
+    ({"reference": 3}, "the reference is 3: give an nn.Module, or a function of the inputs."),
+    ({"reference": mlp(), "steps": 1}, "steps = 1 does not go with a reference"),
+    ({"mode": "fast"}, "mode is 'fast'"),
+    ({"steps": "2"}, "steps is '2'"),
+    ({"clip": -1.0}, "clip is -1.0"),
+    ({"mode": "exact", "steps": 2}, "steps is 2: mode exact takes 1"),
+]
+
+
+def test_bad_arguments_are_refused_before_any_rank_starts() -> None:
+    inputs, targets = rows_and_classes()
+    for arguments, told in BAD_ARGUMENTS:
+        given = {"model": mlp(), "plan": PLAN, "inputs": inputs, "targets": targets} | arguments
+        with pytest.raises(PlaitError) as caught:
+            plait.verify(**given)
+        assert str(caught.value).startswith(told)
+
+
+@pytest.mark.parametrize(("mode", "in_chunks"), [("float64", True), ("exact", False)])
+def test_every_plan_of_a_sweep_is_verified_or_refused(
+    monkeypatch: pytest.MonkeyPatch, mode: Any, in_chunks: bool
+) -> None:
+    given, progress = [], []
+    plans = (Plan(microbatches=3), PLAN, replace(PLAN, microbatches=4))
+
+    def two(*arguments: Any, **options: Any) -> tuple[Plan, ...]:
+        given.append((arguments, options))
+        return plans
+
+    monkeypatch.setattr(verify_module, "plans_on", two)
+    case = replace(mlp_case(mode=mode, steps=1), ranks_as="threads")
+    sweep = verify_all(case, PLAN, 1, report_progress=lambda done, of: progress.append((done, of)))
+    assert given == [((1, PLAN, 4), {"in_pieces": False, "in_chunks": in_chunks})]
+    assert (sweep.ranks, tuple(plan for plan, _ in sweep.rows)) == (1, plans)
+    assert [isinstance(result, RefusedPlan) for _, result in sweep.rows] == [True, False, False]
+    assert [report.plan for report in sweep.reports] == list(plans[1:])
+    assert sweep
+    assert progress == [(2, 3), (3, 3)]
+    other = replace(case, loss=lambda output, targets: output.sum())
+    verify_all(other, PLAN, 1)
+    assert given[1] == ((1, PLAN, 4), {"in_pieces": False, "in_chunks": False})

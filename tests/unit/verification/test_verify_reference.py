@@ -54,31 +54,23 @@ def of_kind(records: Records, kind: str) -> dict[str, Tensor]:
     return {key.name: value for key, value in records.items() if key.kind == kind}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_equals_autograd_on_the_whole_batch_at_once(name: str) -> None:
-    case = CASES[name]
-    expected = plain.train(case, ROWS, PlainRecipe(steps=2, clip=CLIP), torch.float64)
-    scopes = recorded(case)
-    steps = [scopes[RecordScope(step, WHOLE_STEP)] for step in range(2)]
-    assert_equal(of_kind(steps[0], "final"), expected.gradients, TOLERANCE, "the gradient")
-    assert_equal(of_kind(steps[1], "value"), expected.parameters, TOLERANCE, "the parameter")
-    for records, loss, norm in zip(steps, expected.losses, expected.norms, strict=True):
-        assert_close(float(records[RecordKey("mean")]), loss, TOLERANCE, "the mean")
-        assert_close(float(records[RecordKey("whole")]), loss, TOLERANCE, "the mean of the uncut batch")
-        assert_close(float(records[RecordKey("norm")]), norm, TOLERANCE, "the norm")
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_contributions_of_all_uses_sum_to_the_gradient(name: str) -> None:
-    for step, (scopes, records) in enumerate(by_step(recorded(CASES[name]))):
-        final = of_kind(records, "final")
-        sums = {parameter: torch.zeros_like(value) for parameter, value in final.items()}
-        for microbatch in scopes:
-            for key, value in microbatch.items():
-                if key.kind == "contribution":
-                    sums[key.name] += value
-        assert len(scopes) == MICROBATCHES
-        assert_equal(sums, final, TOLERANCE, f"the sum in step {step}")
+def test_equals_autograd_on_the_whole_batch_at_once_and_contributions_of_all_uses_sum_to_it() -> None:
+    for name, case in CASES.items():
+        expected = plain.train(case, ROWS, PlainRecipe(steps=2, clip=CLIP), torch.float64)
+        steps = list(by_step(recorded(case)))
+        assert_equal(of_kind(steps[0][1], "final"), expected.gradients, TOLERANCE, f"{name}: the gradient")
+        assert_equal(of_kind(steps[1][1], "value"), expected.parameters, TOLERANCE, f"{name}: the parameter")
+        for (parts, records), loss, norm in zip(steps, expected.losses, expected.norms, strict=True):
+            for kind, value in (("mean", loss), ("whole", loss), ("norm", norm), ("clip", CLIP)):
+                assert_close(float(records[RecordKey(kind)]), value, TOLERANCE, f"{name}: the {kind}")
+            final = of_kind(records, "final")
+            sums = {parameter: torch.zeros_like(value) for parameter, value in final.items()}
+            for part in parts:
+                for key, value in part.items():
+                    if key.kind == "contribution":
+                        sums[key.name] += value
+            assert len(parts) == MICROBATCHES
+            assert_equal(sums, final, TOLERANCE, f"{name}: the sum")
 
 
 def by_step(scopes: dict[RecordScope, Records]) -> Iterator[tuple[list[Records], Records]]:

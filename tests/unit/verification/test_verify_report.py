@@ -20,7 +20,7 @@ from plait.verification.location import Location, StepPhase
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import RankOutcome
 from plait.verification.reference_recording import Tolerance
-from plait.verification.report import LISTED, VerificationReport, layout_of
+from plait.verification.report import LISTED, VerificationReport, formats_in, layout_of
 from plait.verification.report_from_ranks import build_report
 from plait.verification.tensor_sketches import InnerDifference
 
@@ -199,6 +199,8 @@ def test_a_place_in_words(location: Location, words: str) -> None:
             "pp 1 · dp 4 · tp 1 (2 x 2) · full each · offload parameters",
         ),
         (Plan(pp=2, recompute="full"), "pp 2 · dp 1 · tp 1 · recompute full"),
+        (Plan(tp=2, sequence_parallel="keep"), "pp 1 · dp 1 · tp 2 · sequence keep"),
+        (Plan(loss_rows=5), "pp 1 · dp 1 · tp 1 · loss of 5 rows"),
         (
             Plan(dp=2, strategy="full", recompute=("none", "selective")),
             "pp 1 · dp 2 · tp 1 · full · recompute by layer",
@@ -207,6 +209,34 @@ def test_a_place_in_words(location: Location, words: str) -> None:
 )
 def test_a_layout_in_words(plan: Plan, words: str) -> None:
     assert layout_of(plan) == words
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (Plan(), ""),
+        (Plan(precision="bf16", master_precision="bf16"), "bf16, master bf16"),
+        (
+            Plan(precision="fp16", master_precision="fp32", loss_scale=1024.0),
+            "fp16, master fp32, loss scale 1024",
+        ),
+        (Plan(gradient_precision="fp32", reduce_precision="bf16"), "gradient fp32, reduce bf16"),
+    ],
+)
+def test_formats_in_words_which_mode_native_names(plan: Plan, words: str) -> None:
+    assert formats_in(plan) == words
+    text = " ".join(str(report_of(plan=plan, mode="native")).split())
+    assert f"native{f' ({words})' if words else ''}, 1" in text
+    assert "float64, 1" in " ".join(str(report_of(plan=plan)).split())
+
+
+def test_the_text_of_a_number_that_differs() -> None:
+    findings = Findings(len(PATHS))
+    findings.compare(Location(0, StepPhase.MEAN_LOSS), torch.tensor(2.0), torch.tensor(1.5), BOUND)
+    report = build_report(
+        [RankOutcome(0, coordinates_of(Plan())[0], PATHS, findings, 0.1, 1.0)], Plan(), VerifyOptions()
+    )
+    assert "  where    2 instead of 1.5" in str(report).splitlines()
 
 
 def test_the_text_of_a_difference() -> None:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 import plait
+from parity import huggingface_cases as cases
+from parity.cases import GPT2_VOCAB, draw_contexts
 from plait.autograd.replaceable import replaceable, replacing
+from plait.autograd.running_sequence import ContextParallelism, running
+from plait.engine.local_batch import local_inputs
+from plait.layers.layer_sequence import sequence_of
 from plait.verification.definitions import Definitions, attention
 from plait.verification.definitions.attention import Visibility, softmax_attention
 from plait.verification.definitions.documents import numbers_of, positions_in, separated
+from plait.verification.definitions.huggingface import FORWARDS
 from plait.verification.definitions.rotary import angles_at, base_frequencies, rotated, scaled_frequencies
 
 IDS = torch.tensor([[7, 7, 7, 2, 2, 7], [1, 2, 2, 2, 2, 2]])
@@ -99,42 +106,76 @@ def test_rotation_is_a_product_of_complex_numbers() -> None:
 
 
 SCALINGS = {
-    "default": {},
     "linear": {"factor": 3.0},
     "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "yarn": {"factor": 4.0},
     "yarn-set": {"factor": 16.0, "beta_fast": 20.0, "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 0.9},
     "yarn-given": {"factor": 2.0, "attention_factor": 1.25},
+    "yarn-exact": {"factor": 4.0, "truncate": False},
+    "yarn-one": {"factor": 1.0},
 }
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", SCALINGS)
-@pytest.mark.parametrize("original", [8, 64, 2048])
-def test_scaled_frequencies_are_those_of_transformers(name: str, original: int) -> None:
+@pytest.mark.transformers
+def test_scaled_frequencies_are_those_of_transformers() -> None:
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    parameters = {
-        "rope_type": name.partition("-")[0],
-        "rope_theta": 500.0,
-        "original_max_position_embeddings": original,
-        **SCALINGS[name],
-    }
-    if name == "default":
-        assert scaled_frequencies(parameters, 16, 8)[1] == 1.0  # type: ignore[index]
-        return
-    config = LlamaConfig(
-        hidden_size=64, num_attention_heads=4, max_position_embeddings=4096, rope_parameters=parameters
-    )
-    expected, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, "cpu")
-    found = scaled_frequencies(config.rope_parameters, 16, 4096)
-    assert found is not None
-    torch.testing.assert_close(found[0].float(), expected, rtol=1e-6, atol=0)
-    assert found[1] == pytest.approx(factor)
+    for name, original in product(SCALINGS, (8, 64, 2048)):
+        parameters = {
+            "rope_type": name.partition("-")[0],
+            "rope_theta": 500.0,
+            "original_max_position_embeddings": original,
+            **SCALINGS[name],
+        }
+        config = LlamaConfig(
+            hidden_size=64, num_attention_heads=4, max_position_embeddings=4096, rope_parameters=parameters
+        )
+        expected, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, "cpu")
+        found = scaled_frequencies(config.rope_parameters, 16, 4096)
+        assert found is not None
+        assert found[0].dtype == torch.float64
+        torch.testing.assert_close(found[0].float(), expected, rtol=1e-6, atol=0)
+        assert found[1] == pytest.approx(factor), (name, original)
+
+
+def defined(model: nn.Module, tokens: Tensor) -> Tensor:
+    """What plait's layers around a model of transformers give by definition."""
+    layers = [layer.module for layer in sequence_of(plait.models.from_huggingface(model)).layers]
+    book, value = Definitions(), tokens
+    book.install(layers, FORWARDS)
+    (sequence,) = local_inputs([tokens], ContextParallelism.of_one_rank()).sequences
+    with torch.no_grad(), running(sequence), book.running(None):
+        for layer in layers:
+            value = layer(value)
+    return value
+
+
+@pytest.mark.transformers
+def test_layers_of_huggingface_by_definition_give_what_transformers_gives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Angles too, whatever plait has for them; up to float32, in which transformers computes some numbers."""
+    from plait.models.huggingface.common import Rotary
+
+    tokens = draw_contexts(GPT2_VOCAB)(3, torch.Generator().manual_seed(3))[0]
+    right = Rotary.forward
+    for name, make in cases.MODELS.items():
+        model = cases.drawn(make).eval()
+        with torch.no_grad():
+            expected = model(tokens).logits
+        found = [defined(model, tokens)]
+        with monkeypatch.context() as patched:
+            patched.setattr(Rotary, "forward", lambda *given: [1 - one for one in right(*given)])
+            found.append(defined(model, tokens))
+        for logits in found:
+            assert float((logits - expected).abs().max()) < 1e-5 * float(expected.abs().max()), name
 
 
 def test_a_scaling_without_a_definition_is_left_to_the_model() -> None:
+    plain = scaled_frequencies({"rope_theta": 100.0}, 4, 16)
+    assert plain is not None
+    assert (plain[0].tolist(), plain[1]) == (pytest.approx([1.0, 0.1]), 1.0)
     assert scaled_frequencies({"rope_type": "longrope", "rope_theta": 100.0}, 8, 16) is None
 
 
