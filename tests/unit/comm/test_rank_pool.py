@@ -1,3 +1,5 @@
+import gc
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -58,15 +60,34 @@ def test_ranks_live_on(pool):
     assert pool.run(os.getpid) == pool.run(os.getpid)
 
 
-def test_environment_directory_and_threads_are_the_callers(pool, monkeypatch, tmp_path):
-    pool.run(os.getpid)
+def test_a_rank_has_the_state_of_its_caller(pool, monkeypatch, tmp_path):
+    """What the caller has changed since the pool was started, too; and a rank collects garbage."""
+
+    def leave_behind():
+        os.environ["PLAIT_TEST_LEFT"] = "yes"
+        torch.set_default_dtype(torch.float64)
+
+    pool.run(leave_behind)
     monkeypatch.setenv("PLAIT_TEST", "yes")
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "module_of_a_caller.py").write_text("def number():\n    return 7\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "a script", raising=False)
+    number = importlib.import_module("module_of_a_caller").number
 
     def look():
-        return os.environ["PLAIT_TEST"], os.getcwd(), torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+        numbers = torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], number(), gc.isenabled()
+        return os.environ["PLAIT_TEST"], os.environ.get("PLAIT_TEST_LEFT"), os.getcwd(), numbers
 
-    assert pool.run(look) == [("yes", str(tmp_path), 1, "1")] * 3
+    assert pool.run(look) == [("yes", None, str(tmp_path), (1, "1", 7, True))] * 3
+    assert pool.run(number) == [7] * 3
+
+    def look_further():
+        method = multiprocessing.get_start_method()
+        return sys.modules["__main__"].__file__, torch.get_default_dtype(), method, sys.path[0]
+
+    seen = "a script", torch.float32, multiprocessing.get_all_start_methods()[0], str(tmp_path)
+    assert pool.run(look_further) == [seen] * 3
 
 
 def test_seeds_differ_between_ranks_and_repeat(pool):
