@@ -15,7 +15,6 @@ import torch
 from plait import device
 from plait.comm import ranks_per_gpu, world_membership
 from plait.comm.failure_log import FailureTrace
-from plait.comm.launch import launch
 from plait.comm.operation_error import _reason
 from plait.comm.ranks_per_gpu import explained_sharing, newer_nccl, ranks_that_share, share_gpu
 from plait.comm.world import World
@@ -150,12 +149,3 @@ def test_ranks_load_another_library_first(tmp_path: Path) -> None:
         [sys.executable, "-c", PROGRAM, library], env=environment, capture_output=True, text=True, check=True
     )
     assert ran.stdout.split() == ["False", "True", "None"]
-
-
-def test_sharing_is_refused_where_it_means_nothing() -> None:
-    with pytest.raises(MeshError, match="ranks_per_gpu is 2, and the ranks were asked to run on the CPU"):
-        launch(print, "", ranks=2, ranks_as="threads", ranks_per_gpu=2)
-    with pytest.raises(MeshError, match="ranks_per_gpu is True: give a whole number"):
-        launch(print, "", ranks_per_gpu=True)
-    with pytest.raises(MeshError, match="up to 2 ranks per GPU were asked for, and this host has no GPU"):
-        launch(print, "", ranks=2, ranks_per_gpu=2)
