@@ -1,4 +1,4 @@
-"""What torch is asked about a GPU, with stand-ins for it: events, copies, memory, random numbers; its settings."""
+"""What torch is asked about a GPU, with stand-ins: events, copies, memory, random numbers; its settings."""
 
 from __future__ import annotations
 
