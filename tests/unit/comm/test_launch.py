@@ -3,6 +3,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -207,23 +208,31 @@ def test_a_process_of_a_launcher_joins_the_others_and_leaves_them(rank_pool):
 
 
 def test_a_failure_under_a_launcher_leaves_the_world_within_a_share_of_its_timeout(monkeypatch):
-    given: list[float] = []
+    """Signals and the launcher are watched meanwhile; without a failure queued work is finished first."""
+    noted: list[Any] = []
 
     def abandon(patience: float) -> None:
-        given.append(patience)
+        noted.append(patience)
         leave_world()
 
     monkeypatch.setattr(launch_module, "_abandon", abandon)
+    monkeypatch.setattr(launch_module, "Watchdog", lambda name: nullcontext(noted.append(name)))
+    monkeypatch.setattr(launch_module, "OrphanWatch", lambda world: nullcontext(noted.append(world.launcher)))
+    monkeypatch.setattr(
+        launch_module, "finish_queued_work", lambda seconds: noted.append(("finish", seconds))
+    )
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    for timeout in (20.0, 600.0):
+    for timeout, patience in ((20.0, 1.0), (600.0, 2.0)):
+        noted.clear()
         monkeypatch.setenv("MASTER_PORT", free_port())
         with pytest.raises(ZeroDivisionError):
             launch(lambda: 1 / 0, device="cpu", timeout=timeout)
         assert launch(dist.get_world_size, device="cpu", timeout=timeout) == [1]
         assert not dist.is_initialized()
-    assert given == [1.0, 2.0]
+        watches = ["rank 0", "torchrun"]
+        assert noted == [*watches, patience, *watches, ("finish", timeout)]
 
 
 @pytest.mark.parametrize("has_left", [True, False])

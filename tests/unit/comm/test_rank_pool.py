@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from plait.comm.fork_server import stop_fork_server
 from plait.comm.rank_pool import RankPool
-from plait.errors import CommunicationError, PlaitError, PlanError, RankError
+from plait.errors import CommunicationError, MeshError, PlaitError, PlanError, RankError
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +39,8 @@ def wait_for_all():
     dist.all_reduce(torch.ones(4))
 
 
-def gone(pids):
-    deadline = time.monotonic() + 5
+def gone(pids, patience=5.0):
+    deadline = time.monotonic() + patience
     while time.monotonic() < deadline and any(Path(f"/proc/{pid}").exists() for pid in pids):
         time.sleep(0.02)
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)
@@ -228,6 +228,15 @@ def test_a_stopped_rank_is_ended_too(pool):
     with pytest.raises(RankError, match="rank 0: no answer: the process is stopped"):
         pool.run(lambda: os.kill(os.getpid(), signal.SIGSTOP), ranks=1, timeout=0.3)
     assert gone(pids)
+
+
+def test_the_end_of_a_pools_context_ends_its_ranks(pool):
+    with RankPool(1, device="cpu") as own:
+        pids = own.run(os.getpid)
+        assert not gone(pids, patience=0.0)
+    assert gone(pids)
+    with pytest.raises(MeshError, match="0 ranks were asked for: give at least 1"):
+        pool.run(os.getpid, ranks=0)
 
 
 def test_a_run_leaves_no_files(pool, monkeypatch, tmp_path):

@@ -117,6 +117,25 @@ def test_a_newer_nccl_is_one_that_is_new_enough(monkeypatch: pytest.MonkeyPatch,
     assert newer_nccl() is None
 
 
+def test_the_version_of_a_library_is_asked_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        assert options == {"capture_output": True, "text": True, "timeout": 60, "check": True}
+        asked.append(command)
+        if command[-1] == "broken":
+            raise subprocess.CalledProcessError(1, command)
+        return subprocess.CompletedProcess(command, 0, "2 30 7\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert ranks_per_gpu._version_of("libnccl.so.2") == (2, 30, 7)
+    assert ranks_per_gpu._version_of("broken") == ()
+    assert [(command[0], command[-1]) for command in asked] == [
+        (sys.executable, "libnccl.so.2"),
+        (sys.executable, "broken"),
+    ]
+
+
 PROGRAM = """
 import os, sys
 from dataclasses import replace
