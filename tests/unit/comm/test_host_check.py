@@ -40,6 +40,7 @@ def test_a_good_host_needs_no_change() -> None:
     assert found["open files"] == "65,536 of at most unlimited"
     assert found["shared memory"].startswith("7 of 8 GB free in ")
     assert "lo" in found["interfaces"]
+    assert found["host name"] == f"{socket.gethostname()} is 10.0.0.1"
 
 
 @pytest.mark.usefixtures("good_host")

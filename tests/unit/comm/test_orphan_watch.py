@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.comm import orphan_watch
+from plait.comm import launcher_process, orphan_watch
 from plait.comm.launcher_process import parents_up_to_launcher
 from plait.comm.orphan_watch import OrphanWatch, end_orphan
 from plait.comm.world import World
@@ -83,6 +84,21 @@ def test_the_line_to_the_launcher() -> None:
     done = subprocess.run(command, env=os.environ | {mark: "1"}, capture_output=True, text=True, timeout=60)
     shell, line = done.stdout.splitlines()
     assert list(eval(line).values()) == [int(shell), own], done.stderr
+
+
+def test_parents_and_runs_of_launchers_are_read_from_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, parent = os.getpid(), os.getppid()
+    (above,) = re.findall(r"PPid:\s+(\d+)", Path(f"/proc/{parent}/status").read_text())
+    assert [launcher_process.parent_of(one) for one in (own, parent, 2**30)] == [parent, int(above), None]
+    started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    assert launcher_process.process_of_launcher("NO_SUCH_VARIABLE") == f"{parent}-{started}"
+    lines = {parent: "mpirun", int(above): "hydra_pmi_proxy\0--control-port\0host:77\0"}
+    monkeypatch.setattr(launcher_process, "_read", lambda process, file: lines.get(process, ""))
+    assert launcher_process.run_of_launcher("NO_SUCH_VARIABLE") == "host:77"
+    lines[parent] = "proxy --upstream-port=5 --rank 1"
+    assert launcher_process.run_of_launcher("NO_SUCH_VARIABLE") == "5"
+    lines.clear()
+    assert launcher_process.run_of_launcher("NO_SUCH_VARIABLE") == ""
 
 
 MARKS = {

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from plait.comm.fork_server import stop_fork_server
 from plait.comm.rank_pool import RankPool
+from plait.comm.rank_process import STOP_SIGNAL
 from plait.errors import CommunicationError, MeshError, PlaitError, PlanError, RankError
 
 
@@ -84,9 +85,13 @@ def test_a_rank_has_the_state_of_its_caller(pool, monkeypatch, tmp_path):
 
     def look_further():
         method = multiprocessing.get_start_method()
-        return sys.modules["__main__"].__file__, torch.get_default_dtype(), method, sys.path[0]
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, []) & {STOP_SIGNAL, signal.SIGTERM}
+        signals = blocked, signal.getsignal(signal.SIGINT), multiprocessing.current_process().daemon
+        return sys.modules["__main__"].__file__, torch.get_default_dtype(), method, sys.path[0], signals
 
-    seen = "a script", torch.float32, multiprocessing.get_all_start_methods()[0], str(tmp_path)
+    method = multiprocessing.get_all_start_methods()[0]
+    signals = {STOP_SIGNAL}, signal.SIG_IGN, False  # Ctrl-C reaches all processes: the parent ends the ranks
+    seen = "a script", torch.float32, method, str(tmp_path), signals
     assert pool.run(look_further) == [seen] * 3
 
 
@@ -251,7 +256,18 @@ def test_a_rank_may_have_children(pool):
         loader = torch.utils.data.DataLoader(data, num_workers=1)
         return sum(batch.item() for (batch,) in loader)
 
+    def ended():
+        context = multiprocessing.get_context("fork")
+        begun = context.Event()
+        child = context.Process(target=lambda: (begun.set(), time.sleep(60)))
+        child.start()
+        assert begun.wait(60)
+        child.terminate()  # a rank itself does not end by this signal
+        child.join(60)
+        return child.exitcode
+
     assert pool.run(children, ranks=1) == [6.0]
+    assert pool.run(ended, ranks=1) == [-signal.SIGTERM]
 
 
 OF_MAIN = """

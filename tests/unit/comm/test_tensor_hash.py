@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -108,4 +109,6 @@ def test_ranks_that_are_not_guarded_compare_nothing() -> None:
     require_same_bits(torch.ones(2), unguarded, "do it with")
     alone = Mesh(guarded=True).group("tp")
     require_same_bits(torch.ones(2), alone, "do it with")
-    assert unguarded.traffic.snapshot() == alone.traffic.snapshot() == {}
+    guarded = Group("tp", (0, 1), 0, Mock(), Traffic(), 1.0, guarded=True)
+    require_same_bits(torch.ones(2, device="meta"), guarded, "do it with")
+    assert guarded.traffic.snapshot() == unguarded.traffic.snapshot() == alone.traffic.snapshot() == {}
