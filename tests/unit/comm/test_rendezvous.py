@@ -157,6 +157,21 @@ def test_two_processes_of_one_rank_end_the_run_with_a_sentence():
     assert all("two processes are rank 1 of 3, process" in str(one) for one in results), results
 
 
+def test_a_second_rank_0_ends_the_run_with_a_sentence():
+    (port,) = free_ports(1)
+    own = Participant.of(world(0, 2, port))
+    second = replace(own, process="another process", token="another")
+
+    def look() -> Participant:
+        while (holder := rendezvous._holder("127.0.0.1", port, second)) is None:
+            time.sleep(0.01)
+        return holder
+
+    told, holder = outcomes(lambda: meet(world(0, 2, port), 20.0), look)
+    assert f"two processes are rank 0 of 2, {own.process} and another process: start each" in told
+    assert holder.is_process_of(own)
+
+
 def test_ranks_of_worlds_of_two_sizes_end_with_a_sentence():
     (port,) = free_ports(1)
     results = meeting(world(0, 2, port), world(2, 3, port))
