@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import queue
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -145,7 +147,10 @@ def test_a_rank_ends_once_one_of_its_parents_has_another(monkeypatch: pytest.Mon
     assert looks.empty(), "nobody looks after the context"
 
 
-def test_an_orphan_says_why_it_ends() -> None:
+def test_an_orphan_says_why_it_ends_and_ends_what_it_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here a process that stands in for what it has started: a fork would end the ranks of this process."""
+    child = SimpleNamespace(kill=lambda: os.write(2, b"killed"))
+    monkeypatch.setattr(multiprocessing, "active_children", lambda: [child])
     read, write = os.pipe()
     process = os.fork()
     if not process:
@@ -153,5 +158,5 @@ def test_an_orphan_says_why_it_ends() -> None:
         end_orphan("rank 3: its parent is gone")
     os.close(write)
     with os.fdopen(read) as said:
-        assert said.read() == "rank 3: its parent is gone, so it ends.\n"
+        assert said.read() == "rank 3: its parent is gone, so it ends.\nkilled"
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 1
