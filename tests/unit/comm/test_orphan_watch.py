@@ -154,8 +154,11 @@ def test_an_orphan_says_why_it_ends_and_ends_what_it_has_started(monkeypatch: py
     read, write = os.pipe()
     process = os.fork()
     if not process:
-        os.dup2(write, 2)
-        end_orphan("rank 3: its parent is gone")
+        try:
+            os.dup2(write, 2)
+            end_orphan("rank 3: its parent is gone")
+        finally:
+            os._exit(9)  # not reached
     os.close(write)
     with os.fdopen(read) as said:
         assert said.read() == "rank 3: its parent is gone, so it ends.\nkilled"
