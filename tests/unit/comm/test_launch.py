@@ -175,7 +175,6 @@ def as_ranks_of(launchers: list[str], ports: list[str]) -> list[Any]:
         launch(fail_on_rank_1, device="cpu", timeout=60.0)
     except (ValueError, RuntimeError) as error:
         found.append(str(error))
-    assert not dist.is_initialized()
     return found
 
 
