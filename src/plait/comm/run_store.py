@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
@@ -110,10 +111,8 @@ def within(seconds: float, function: Callable[[], T]) -> T | None:
     results: list[T] = []
 
     def call() -> None:
-        try:
+        with suppress(RuntimeError, ValueError, OSError):  # nothing answers, or what is no store
             results.append(function())
-        except (RuntimeError, ValueError, OSError):  # nothing answers, or what is no store
-            return
 
     thread = threading.Thread(target=call, name="plait-store", daemon=True)
     thread.start()

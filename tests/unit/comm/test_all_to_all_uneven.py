@@ -175,26 +175,26 @@ UNLIKE: dict[str, tuple[Any, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("ranks_as", ["threads", "processes"])
-@pytest.mark.parametrize("what", UNLIKE)
+@pytest.mark.parametrize("ranks", ["thread_ranks", "rank_pool"])
 def test_calls_that_do_not_agree_are_an_error_on_every_rank_and_harm_nothing(
-    rank_pool: Any, thread_ranks: Any, what: str, ranks_as: str
+    ranks: str, request: pytest.FixtureRequest
 ) -> None:
-    first, second, wanted = UNLIKE[what]
-
-    def body() -> tuple[str, Any, float]:
-        mesh = Mesh(dp=2)
+    def body() -> list[tuple[str, Any, float]]:
+        mesh, found = Mesh(dp=2), []
         group = mesh.group("dp")
-        message = error_of(lambda: (second if group.index else first)(group))
-        counted = mesh.traffic.snapshot()
-        return message, counted, all_reduce(torch.ones(1), group).wait().item()
+        for first, second, _ in UNLIKE.values():
+            before = mesh.traffic.snapshot()
+            message = error_of(lambda: (second if group.index else first)(group))  # noqa: B023 (called at once)
+            counted = mesh.traffic.since(before)
+            found.append((message, counted, all_reduce(torch.ones(1), group).wait().item()))
+        return found
 
-    pool = thread_ranks if ranks_as == "threads" else rank_pool
-    (message, *after), (other, *after_other) = pool.run(body, ranks=2)
-    assert message == other
-    assert "the ranks of dp do not agree" in message
-    assert wanted in message
-    assert after == after_other == [{}, 2.0]
+    one, two = request.getfixturevalue(ranks).run(body, ranks=2)
+    assert one == two
+    for (message, *after), (_, _, wanted) in zip(one, UNLIKE.values(), strict=True):
+        assert "the ranks of dp do not agree" in message
+        assert wanted in message
+        assert after == [{}, 2.0]
 
 
 def test_threads_tell_of_sizes_that_were_not_checked(thread_ranks: Any) -> None:
@@ -264,16 +264,15 @@ WRONG: dict[str, tuple[Callable[[Group], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_wrong_arguments(thread_ranks: Any, what: str) -> None:
-    call, wanted = WRONG[what]
+def test_wrong_arguments(thread_ranks: Any) -> None:
+    def body() -> list[str]:
+        group = Mesh(dp=2).group("dp")
+        return [error_of(lambda: call(group)) for call, _ in WRONG.values()]  # noqa: B023 (called at once)
 
-    def body() -> str:
-        return error_of(lambda: call(Mesh(dp=2).group("dp")))
-
-    for message in thread_ranks.run(body, ranks=2):
-        assert wanted in message
-        assert "all_to_all in uneven pieces of float32" in message
+    for messages in thread_ranks.run(body, ranks=2):
+        for message, (_, wanted) in zip(messages, WRONG.values(), strict=True):
+            assert wanted in message
+            assert "all_to_all in uneven pieces of float32" in message
 
 
 def test_a_rank_alone_gets_its_own_tensor() -> None:

@@ -98,14 +98,20 @@ def test_every_rank_gets_the_whole_of_a_tensor(rank_pool: RankPool) -> None:
     assert rank_pool.run(wholes_in_a_rank, ranks=4) == [[True] * 5] * 4
 
 
-def neighbours_in_a_rank() -> tuple[tuple[int, ...], ...]:
+def neighbours_in_a_rank() -> list[tuple[str, tuple[int, ...], int]]:
     mesh = GridMesh(rows=2, columns=4)
-    return tuple(mesh.neighbours("columns", size).ranks for size in (1, 2, 4))
+    groups = [*(mesh.neighbours("columns", size) for size in (1, 2, 4)), mesh.neighbours("rows", 2, "mine")]
+    return [(group.name, group.ranks, group.index) for group in groups]
 
 
 def test_neighbours_along_an_axis(rank_pool: RankPool) -> None:
     found = rank_pool.run(neighbours_in_a_rank, ranks=8)
-    assert found[6] == ((6,), (6, 7), (4, 5, 6, 7))
+    assert found[6] == [
+        ("copies", (6,), 0),
+        ("copies", (6, 7), 0),
+        ("copies", (4, 5, 6, 7), 2),
+        ("mine", (2, 6), 1),
+    ]
 
 
 def test_a_mesh_is_the_grid_of_a_plans_axes() -> None:
@@ -120,24 +126,27 @@ def test_a_mesh_is_the_grid_of_a_plans_axes() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("make", "parts"),
-    [
-        (lambda: GridMesh(), ["axes are none", "at least one"]),
-        (lambda: GridMesh(world=1), ["axes are world", "none of the name world"]),
-        (lambda: GridMesh(rows=0), ["rows is 0"]),
-        (lambda: GridMesh(rows=2, columns=3), ["needs 6 ranks (rows 2 × columns 3)", "the world has 1"]),
-        (lambda: GridMesh(rows=1).group("dp"), ["no axis 'dp'", "choose one of rows, world"]),
-        (lambda: GridMesh(rows=1).rank_at(columns=0), ["no axis 'columns'", "choose among rows."]),
-        (lambda: GridMesh(rows=1).rank_at(rows=1), ["no rows = 1"]),
-        (lambda: GridMesh(rows=1).neighbours("rows", 2), ["1 ranks along rows do not divide"]),
-        (lambda: GridMesh(rows=1).neighbours("rows", 0), ["is 0: give a whole number"]),
-    ],
-)
-def test_errors_say_what_and_how_to_mend(make: Any, parts: list[str]) -> None:
-    with pytest.raises(MeshError) as caught:
-        make()
-    assert all(part in str(caught.value) for part in parts), str(caught.value)
+REFUSED: list[tuple[Any, list[str]]] = [
+    (lambda: GridMesh(), ["axes are none", "at least one"]),
+    (lambda: GridMesh(world=1), ["axes are world", "none of the name world"]),
+    (lambda: GridMesh(rows=0), ["rows is 0"]),
+    (lambda: GridMesh(rows=2, columns=3), ["needs 6 ranks (rows 2 × columns 3)", "the world has 1"]),
+    (lambda: GridMesh(rows=1).group("dp"), ["no axis 'dp'", "choose one of rows, world"]),
+    (lambda: GridMesh(rows=1).rank_at(columns=0), ["no axis 'columns'", "choose among rows."]),
+    (lambda: GridMesh(rows=1).rank_at(rows=1), ["no rows = 1"]),
+    (lambda: GridMesh(rows=1).neighbours("rows", 2), ["1 ranks along rows do not divide"]),
+    (lambda: GridMesh(rows=1).neighbours("rows", 0), ["is 0: give a whole number"]),
+    (lambda: GridMesh(rows=1, timeout=0), ["timeout is 0"]),
+    (lambda: GridMesh(rows=1, alone=1), ["alone is 1"]),
+    (lambda: GridMesh(rows=1, guarded=1), ["guarded is 1"]),
+]
+
+
+def test_errors_say_what_and_how_to_mend() -> None:
+    for make, parts in REFUSED:
+        with pytest.raises(MeshError) as caught:
+            make()
+        assert all(part in str(caught.value) for part in parts), str(caught.value)
 
 
 def test_layouts_of_other_axes_are_refused() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from plait.comm import host_check
 from plait.comm.host_check import check_host
+from plait.version import version_of
 
 
 def remedies() -> dict[str, str]:
@@ -31,42 +32,88 @@ def good_host(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_good_host_needs_no_change() -> None:
     found = {finding.about: finding.found for finding in check_host()}
     assert remedies() == {}
-    assert found["versions"].startswith("plait ")
+    assert found["versions"].startswith(f"plait {version_of('plait')}, torch {version_of('torch')}, numpy ")
+    extras = {one.partition(" ")[0]: one for one in found["extras"].split(", ")}
+    assert extras.get("transformers", "transformers None") == f"transformers {version_of('transformers')}"
     assert "gloo" in found["backends"]
+    assert found["devices"] == "no GPU that torch sees: ranks run on the CPU"
     assert found["open files"] == "65,536 of at most unlimited"
     assert found["shared memory"].startswith("7 of 8 GB free in ")
     assert "lo" in found["interfaces"]
+    assert found["host name"] == f"{socket.gethostname()} is 10.0.0.1"
+
+
+@pytest.mark.usefixtures("good_host")
+def test_gpus_are_counted_by_kind_and_extras_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["H100", "A100", "H100"]
+    monkeypatch.setattr(host_check, "version_of", lambda name: "")
+    monkeypatch.setattr(host_check, "name_of", lambda device: names[device.index])
+    monkeypatch.setattr(host_check, "total_memory", lambda device: 79.6e9)
+    monkeypatch.setattr(host_check, "accelerator_versions", lambda: {"driver": "550", "CUDA": "12.6"})
+    for count, kinds, remedy in (
+        (3, "2 × H100 (80 GB), 1 × A100 (80 GB)", "take GPUs of one kind by CUDA_VISIBLE_DEVICES"),
+        (1, "1 × H100 (80 GB)", ""),
+    ):
+        monkeypatch.setattr(host_check, "visible_accelerators", lambda count=count: count)
+        found = {finding.about: finding for finding in check_host()}
+        assert found["devices"].found == kinds
+        assert found["devices"].remedy.partition(":")[0] == remedy
+        assert found["device software"].found == "driver 550, CUDA 12.6"
+        assert found["extras"].found == "none"
+
+
+@pytest.mark.usefixtures("good_host")
+def test_what_is_just_enough_needs_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = len(host_check.os.sched_getaffinity(0))
+    monkeypatch.setenv("OMP_NUM_THREADS", str(cores))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    least = {resource.RLIMIT_NOFILE: 4096, resource.RLIMIT_NPROC: 1024}
+    monkeypatch.setattr(resource, "getrlimit", lambda limit: (least[limit], 4096))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=1e9, free=1e8))
+    assert remedies() == {}
+    found = {finding.about: finding.found for finding in check_host()}
+    assert found["cores"].endswith(f"threads of torch, OMP_NUM_THREADS={cores}")
+    assert found["interfaces"].endswith("; GLOO_SOCKET_IFNAME=lo")
+    monkeypatch.setattr(resource, "getrlimit", lambda limit: (least[limit] - 1, 4096))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=1e9 - 1, free=1e8))
+    monkeypatch.setenv("OMP_NUM_THREADS", str(cores + 1))
+    assert set(remedies()) == {"cores", "open files", "processes", "shared memory"}
+    monkeypatch.setattr(resource, "getrlimit", lambda limit: (resource.RLIM_INFINITY,) * 2)
+    assert {finding.found for finding in check_host() if finding.about == "processes"} == {
+        "unlimited of at most unlimited"
+    }
 
 
 def _no_address(name: str) -> str:
     raise OSError("no address")
 
 
+CHANGED: list[tuple[str, tuple[Any, str, Any], str]] = [
+    ("open files", (resource, "getrlimit", lambda limit: (1024, 4096)), "ulimit -n 16384"),
+    ("processes", (resource, "getrlimit", lambda limit: (1000, 4096)), "ulimit -u 4096"),
+    (
+        "shared memory",
+        (shutil, "disk_usage", lambda path: SimpleNamespace(total=64e6, free=64e6)),
+        "--shm-size",
+    ),
+    (
+        "shared memory",
+        (shutil, "disk_usage", lambda path: SimpleNamespace(total=8e9, free=1e8)),
+        "remove what",
+    ),
+    ("host name", (socket, "gethostbyname", _no_address), "add it to the hosts file"),
+    ("clock", (host_check, "_SLOW_CLOCK", 0.0), "faster clock source"),
+    ("backends", (host_check.dist, "is_gloo_available", lambda: False), "install a torch with Gloo"),
+    ("backends", (host_check.dist, "is_available", lambda: False), "built with torch.distributed"),
+]
+
+
 @pytest.mark.usefixtures("good_host")
-@pytest.mark.parametrize(
-    ("about", "changed", "remedy"),
-    [
-        ("open files", (resource, "getrlimit", lambda limit: (1024, 4096)), "ulimit -n 16384"),
-        (
-            "shared memory",
-            (shutil, "disk_usage", lambda path: SimpleNamespace(total=64e6, free=64e6)),
-            "--shm-size",
-        ),
-        (
-            "shared memory",
-            (shutil, "disk_usage", lambda path: SimpleNamespace(total=8e9, free=1e8)),
-            "remove what",
-        ),
-        ("host name", (socket, "gethostbyname", _no_address), "add it to the hosts file"),
-        ("clock", (host_check, "_SLOW_CLOCK", 0.0), "faster clock source"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_has_to_change_is_said(
-    about: str, changed: tuple[Any, str, Any], remedy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(*changed)
-    assert remedy in remedies()[about]
+def test_what_has_to_change_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for about, changed, remedy in CHANGED:
+        with monkeypatch.context() as patched:
+            patched.setattr(*changed)
+            assert remedy in remedies()[about]
 
 
 @pytest.mark.usefixtures("good_host")

@@ -1,7 +1,9 @@
 import os
+import signal
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from plait.comm import launch as launch_module
 from plait.comm.launch import launch
 from plait.comm.transport.world_ranks import current_ranks
+from plait.comm.world_membership import leave_world
 from plait.errors import MeshError, RankError
 
 SCRIPT = """
@@ -89,7 +93,9 @@ def test_alone_without_a_gpu_the_default_is_one_rank():
 
 def inside(asked: int | None) -> Any:
     try:
-        return launch(lambda rank: (rank, current_ranks().rank), 7, ranks=asked)
+        return launch(
+            lambda rank: (rank, current_ranks().rank, torch.get_num_threads()), 7, ranks=asked, threads=2
+        )
     except MeshError as error:
         return str(error)
 
@@ -98,9 +104,9 @@ def inside(asked: int | None) -> Any:
 def test_inside_a_rank_the_function_is_called_there(kind: str, request: pytest.FixtureRequest):
     """As in workers that Ray or a script of one's own has started and joined."""
     ranks = request.getfixturevalue(kind)
-    assert ranks.run(inside, None, ranks=2) == [[(7, 0), (7, 1)]] * 2
-    assert ranks.run(inside, 2, ranks=2) == [[(7, 0), (7, 1)]] * 2
-    assert ranks.run(inside, 1, ranks=1) == [[(7, 0)]]
+    assert ranks.run(inside, None, ranks=2) == [[(7, 0, 2), (7, 1, 2)]] * 2
+    assert ranks.run(inside, 2, ranks=2) == [[(7, 0, 2), (7, 1, 2)]] * 2
+    assert ranks.run(inside, 1, ranks=1) == [[(7, 0, 2)]]
     told = ranks.run(inside, 3, ranks=2)
     assert "launch was called inside rank 1 of 2, for 3 ranks" in told[1]
 
@@ -113,9 +119,135 @@ def test_inside_a_rank_another_device_is_refused(rank_pool):
     rank_pool.run(ask, ranks=1)
 
 
-def test_no_ranks_are_refused():
-    with pytest.raises(MeshError, match="ranks is 0: give a whole number"):
-        launch(print, ranks=0)
+NEVER: dict[str, Any] = {
+    "ranks is 0: give a whole number": {"ranks": 0},
+    "threads is 0: give a whole number": {"threads": 0},
+    "timeout is 0.0: give ": {"timeout": 0.0},
+    "device is 'tpu': did you mean cpu": {"device": "tpu"},
+    "ranks_as is 'fibres': ": {"ranks_as": "fibres"},
+    "ranks as threads run on the CPU": {"ranks_as": "threads", "device": "cuda"},
+    "ranks_per_gpu is True: give a whole number": {"ranks_per_gpu": True},
+    "ranks_per_gpu is 2, and the ranks were asked to run on the CPU": {"device": "cpu", "ranks_per_gpu": 2},
+    "ranks_per_gpu is 3, and": {"ranks_as": "threads", "ranks_per_gpu": 3},
+    "up to 2 ranks per GPU were asked for, and this host has no GPU": {"ranks": 2, "ranks_per_gpu": 2},
+}
+
+
+def test_arguments_that_mean_nothing_are_refused():
+    for told, given in NEVER.items():
+        with pytest.raises(MeshError, match=told):
+            launch(print, **given)
+    with pytest.raises(MeshError, match="launch was given 7: give a function"):
+        launch(7)
+
+
+def test_by_default_there_are_as_many_ranks_as_the_gpus_take(monkeypatch):
+    monkeypatch.setattr(launch_module, "visible_accelerators", lambda: 2)
+    assert [launch_module._default_ranks(device, 3) for device in ("auto", "cuda", "cpu")] == [6, 6, 1]
+    assert launch(torch.get_num_threads, ranks_as="threads") == [1]
+
+
+RANK_AND_SIZE = {
+    "torchrun": ("RANK", "WORLD_SIZE"),
+    "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    "pmi": ("PMI_RANK", "PMI_SIZE"),
+    "slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+}
+"""The variables by which the launchers tell their ranks."""
+
+
+def as_ranks_of(launchers: list[str], ports: list[str]) -> list[Any]:
+    """Leave the world of the pool, and run as a rank that each of the launchers has started."""
+    rank, found = dist.get_rank(), []
+    leave_world()
+    for launcher, port in zip(launchers, ports, strict=True):
+        for names in RANK_AND_SIZE.values():
+            for name in names:
+                os.environ.pop(name, None)
+        of_rank, of_world = RANK_AND_SIZE[launcher]
+        os.environ |= {of_rank: str(rank), of_world: "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        found.append((launch(total, 1, threads=3, device="cpu", timeout=60.0), dist.is_initialized()))
+        for given in ({"ranks": 5}, {"ranks_as": "threads"}):
+            with pytest.raises(MeshError, match=f"{launcher} started 2") as refused:
+                launch(print, **given)
+            found.append(str(refused.value))
+    try:
+        launch(fail_on_rank_1, device="cpu", timeout=60.0)
+    except (ValueError, RuntimeError) as error:
+        found.append(str(error))
+    return found
+
+
+def total(offset: int) -> tuple[int, float, int]:
+    value = torch.tensor(float(dist.get_rank() + offset))
+    dist.all_reduce(value)
+    return dist.get_rank(), value.item(), torch.get_num_threads()
+
+
+def fail_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("the culprit")
+    dist.all_reduce(torch.ones(1))
+
+
+def test_a_process_of_a_launcher_joins_the_others_and_leaves_them(rank_pool):
+    """The ranks of a pool stand for processes of launchers; a failure ends the others' waits."""
+    launchers = [*RANK_AND_SIZE]
+    found = rank_pool.run(as_ranks_of, launchers, [free_port() for _ in launchers], ranks=2)
+    for rank, own in enumerate(found):
+        assert len(own) == 3 * len(launchers) + 1, "each rank fails, the other one by a wait in vain"
+        expected = []
+        for launcher in launchers:
+            expected += [
+                ([(0, 3.0, 3), (1, 3.0, 3)], False),
+                f"launch was asked for 5 ranks and {launcher} started 2: give both the same number, or leave "
+                "ranks out.",
+                f"{launcher} started 2 processes: start the program without it to have threads as ranks.",
+            ]
+        assert own[:-1] == expected
+        assert ("the culprit" in own[-1]) == bool(rank), own[-1]
+
+
+def test_a_failure_under_a_launcher_leaves_the_world_within_a_share_of_its_timeout(monkeypatch):
+    """Signals and the launcher are watched meanwhile; without a failure queued work is finished first."""
+    noted: list[Any] = []
+
+    def abandon(patience: float) -> None:
+        noted.append(patience)
+        leave_world()
+
+    monkeypatch.setattr(launch_module, "_abandon", abandon)
+    monkeypatch.setattr(launch_module, "Watchdog", lambda name: nullcontext(noted.append(name)))
+    monkeypatch.setattr(launch_module, "OrphanWatch", lambda world: nullcontext(noted.append(world.launcher)))
+    monkeypatch.setattr(
+        launch_module, "finish_queued_work", lambda seconds: noted.append(("finish", seconds))
+    )
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    for timeout, patience in ((20.0, 1.0), (600.0, 2.0)):
+        noted.clear()
+        monkeypatch.setenv("MASTER_PORT", free_port())
+        with pytest.raises(ZeroDivisionError):
+            launch(lambda: 1 / 0, device="cpu", timeout=timeout)
+        assert launch(dist.get_world_size, device="cpu", timeout=timeout) == [1]
+        assert not dist.is_initialized()
+        watches = ["rank 0", "torchrun"]
+        assert noted == [*watches, patience, *watches, ("finish", timeout)]
+
+
+@pytest.mark.parametrize("has_left", [True, False])
+def test_an_alarm_ends_a_process_that_cannot_leave(monkeypatch, has_left):
+    registered: list[Any] = []
+    monkeypatch.setattr(launch_module, "leave_world", lambda patience: has_left and patience == 1.5)
+    monkeypatch.setattr(launch_module.atexit, "register", lambda *given: registered.append(given))
+    before = signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    try:
+        launch_module._abandon(1.5)
+    finally:
+        handler = signal.signal(signal.SIGALRM, before)
+    assert handler is (signal.SIG_IGN if has_left else signal.SIG_DFL)
+    assert registered == ([] if has_left else [(signal.setitimer, signal.ITIMER_REAL, 1.5)])
 
 
 def test_a_failure_is_the_ranks_own():

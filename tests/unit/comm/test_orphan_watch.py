@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import queue
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from plait.comm import launcher_process, orphan_watch
 from plait.comm.launcher_process import parents_up_to_launcher
-from plait.comm.orphan_watch import OrphanWatch
+from plait.comm.orphan_watch import OrphanWatch, end_orphan
 from plait.comm.world import World
 
 SCRIPT = """
@@ -83,10 +88,78 @@ def test_the_line_to_the_launcher() -> None:
     assert list(eval(line).values()) == [int(shell), own], done.stderr
 
 
+def test_parents_and_runs_of_launchers_are_read_from_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, parent = os.getpid(), os.getppid()
+    (above,) = re.findall(r"PPid:\s+(\d+)", Path(f"/proc/{parent}/status").read_text())
+    assert [launcher_process.parent_of(one) for one in (own, parent, 2**30)] == [parent, int(above), None]
+    started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    assert launcher_process.process_of_launcher("NO_SUCH_VARIABLE") == f"{parent}-{started}"
+    lines = {parent: "mpirun", int(above): "hydra_pmi_proxy\0--control-port\0host:77\0"}
+    monkeypatch.setattr(launcher_process, "_read", lambda process, file: lines.get(process, ""))
+    assert launcher_process.run_of_launcher("NO_SUCH_VARIABLE") == "host:77"
+    lines[parent] = "proxy --upstream-port=5 --rank 1"
+    assert launcher_process.run_of_launcher("NO_SUCH_VARIABLE") == "5"
+    lines.clear()
+    assert launcher_process.run_of_launcher("NO_SUCH_VARIABLE") == ""
+
+
+MARKS = {
+    "torchrun": "TORCHELASTIC_RUN_ID",
+    "openmpi": "OMPI_COMM_WORLD_RANK",
+    "pmi": "PMI_RANK",
+    "slurm": "SLURM_PROCID",
+}
+
+
 def test_a_rank_that_was_started_by_hand_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its shell may go away at any time."""
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    world = World(0, 2, 0, 2, "torchrun", "env://")
-    assert not OrphanWatch(world).watches
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert OrphanWatch(world).watches
+    for mark in MARKS.values():
+        monkeypatch.delenv(mark, raising=False)
+    for launcher, mark in MARKS.items():
+        world = World(0, 2, 0, 2, launcher, "env://")
+        assert not OrphanWatch(world).watches
+        with monkeypatch.context() as patched:
+            patched.setenv(mark, "0")
+            assert OrphanWatch(world).watches
+
+
+def test_a_rank_ends_once_one_of_its_parents_has_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    parents, told, looks = {7: 5, 5: 1}, queue.Queue[str](), queue.Queue[int]()
+
+    def parent_of(process: int) -> int:
+        looks.put(process)
+        return parents[process]
+
+    monkeypatch.setattr(orphan_watch, "_PERIOD", 0.001)
+    monkeypatch.setattr(orphan_watch, "parents_up_to_launcher", lambda mark: dict(parents))
+    monkeypatch.setattr(orphan_watch, "parent_of", parent_of)
+    monkeypatch.setattr(orphan_watch, "end_orphan", told.put)
+    monkeypatch.setenv("PMI_RANK", "3")
+    with OrphanWatch(World(3, 4, 0, 2, "pmi", "env://")):
+        assert [looks.get(timeout=60) for _ in range(4)] == [7, 5, 7, 5]
+        assert told.empty()
+        parents[5] = 2
+        assert told.get(timeout=60) == "rank 3: pmi, which started it, is gone"
+    time.sleep(0.05)
+    while not looks.empty():
+        looks.get()
+    time.sleep(0.05)
+    assert looks.empty(), "nobody looks after the context"
+
+
+def test_an_orphan_says_why_it_ends_and_ends_what_it_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here a process that stands in for what it has started: a fork would end the ranks of this process."""
+    child = SimpleNamespace(kill=lambda: os.write(2, b"killed"))
+    monkeypatch.setattr(multiprocessing, "active_children", lambda: [child])
+    read, write = os.pipe()
+    process = os.fork()
+    if not process:
+        try:
+            os.dup2(write, 2)
+            end_orphan("rank 3: its parent is gone")
+        finally:
+            os._exit(9)  # not reached
+    os.close(write)
+    with os.fdopen(read) as said:
+        assert said.read() == "rank 3: its parent is gone, so it ends.\nkilled"
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 1

@@ -1,3 +1,5 @@
+import gc
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -17,7 +19,8 @@ import torch.distributed as dist
 
 from plait.comm.fork_server import stop_fork_server
 from plait.comm.rank_pool import RankPool
-from plait.errors import CommunicationError, PlaitError, PlanError, RankError
+from plait.comm.rank_process import STOP_SIGNAL
+from plait.errors import CommunicationError, MeshError, PlaitError, PlanError, RankError
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +40,8 @@ def wait_for_all():
     dist.all_reduce(torch.ones(4))
 
 
-def gone(pids):
-    deadline = time.monotonic() + 5
+def gone(pids, patience=5.0):
+    deadline = time.monotonic() + patience
     while time.monotonic() < deadline and any(Path(f"/proc/{pid}").exists() for pid in pids):
         time.sleep(0.02)
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)
@@ -58,15 +61,38 @@ def test_ranks_live_on(pool):
     assert pool.run(os.getpid) == pool.run(os.getpid)
 
 
-def test_environment_directory_and_threads_are_the_callers(pool, monkeypatch, tmp_path):
-    pool.run(os.getpid)
+def test_a_rank_has_the_state_of_its_caller(pool, monkeypatch, tmp_path):
+    """What the caller has changed since the pool was started, too; and a rank collects garbage."""
+
+    def leave_behind():
+        os.environ["PLAIT_TEST_LEFT"] = "yes"
+        torch.set_default_dtype(torch.float64)
+
+    pool.run(leave_behind)
     monkeypatch.setenv("PLAIT_TEST", "yes")
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "module_of_a_caller.py").write_text("def number():\n    return 7\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "a script", raising=False)
+    number = importlib.import_module("module_of_a_caller").number
 
     def look():
-        return os.environ["PLAIT_TEST"], os.getcwd(), torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+        numbers = torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], number(), gc.isenabled()
+        return os.environ["PLAIT_TEST"], os.environ.get("PLAIT_TEST_LEFT"), os.getcwd(), numbers
 
-    assert pool.run(look) == [("yes", str(tmp_path), 1, "1")] * 3
+    assert pool.run(look) == [("yes", None, str(tmp_path), (1, "1", 7, True))] * 3
+    assert pool.run(number) == [7] * 3
+
+    def look_further():
+        method = multiprocessing.get_start_method()
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, []) & {STOP_SIGNAL, signal.SIGTERM}
+        signals = blocked, signal.getsignal(signal.SIGINT), multiprocessing.current_process().daemon
+        return sys.modules["__main__"].__file__, torch.get_default_dtype(), method, sys.path[0], signals
+
+    method = multiprocessing.get_all_start_methods()[0]
+    signals = {STOP_SIGNAL}, signal.SIG_IGN, False  # Ctrl-C reaches all processes: the parent ends the ranks
+    seen = "a script", torch.float32, method, str(tmp_path), signals
+    assert pool.run(look_further) == [seen] * 3
 
 
 def test_seeds_differ_between_ranks_and_repeat(pool):
@@ -209,6 +235,15 @@ def test_a_stopped_rank_is_ended_too(pool):
     assert gone(pids)
 
 
+def test_the_end_of_a_pools_context_ends_its_ranks(pool):
+    with RankPool(1, device="cpu") as own:
+        pids = own.run(os.getpid)
+        assert not gone(pids, patience=0.0)
+    assert gone(pids)
+    with pytest.raises(MeshError, match="0 ranks were asked for: give at least 1"):
+        pool.run(os.getpid, ranks=0)
+
+
 def test_a_run_leaves_no_files(pool, monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     pool.run(total)
@@ -221,7 +256,18 @@ def test_a_rank_may_have_children(pool):
         loader = torch.utils.data.DataLoader(data, num_workers=1)
         return sum(batch.item() for (batch,) in loader)
 
+    def ended():
+        context = multiprocessing.get_context("fork")
+        begun = context.Event()
+        child = context.Process(target=lambda: (begun.set(), time.sleep(60)))
+        child.start()
+        assert begun.wait(60)
+        child.terminate()  # a rank itself does not end by this signal
+        child.join(60)
+        return child.exitcode
+
     assert pool.run(children, ranks=1) == [6.0]
+    assert pool.run(ended, ranks=1) == [-signal.SIGTERM]
 
 
 OF_MAIN = """

@@ -15,7 +15,6 @@ import torch
 from plait import device
 from plait.comm import ranks_per_gpu, world_membership
 from plait.comm.failure_log import FailureTrace
-from plait.comm.launch import launch
 from plait.comm.operation_error import _reason
 from plait.comm.ranks_per_gpu import explained_sharing, newer_nccl, ranks_that_share, share_gpu
 from plait.comm.world import World
@@ -118,6 +117,25 @@ def test_a_newer_nccl_is_one_that_is_new_enough(monkeypatch: pytest.MonkeyPatch,
     assert newer_nccl() is None
 
 
+def test_the_version_of_a_library_is_asked_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        assert options == {"capture_output": True, "text": True, "timeout": 60, "check": True}
+        asked.append(command)
+        if command[-1] == "broken":
+            raise subprocess.CalledProcessError(1, command)
+        return subprocess.CompletedProcess(command, 0, "2 30 7\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert ranks_per_gpu._version_of("libnccl.so.2") == (2, 30, 7)
+    assert ranks_per_gpu._version_of("broken") == ()
+    assert [(command[0], command[-1]) for command in asked] == [
+        (sys.executable, "libnccl.so.2"),
+        (sys.executable, "broken"),
+    ]
+
+
 PROGRAM = """
 import os, sys
 from dataclasses import replace
@@ -150,12 +168,3 @@ def test_ranks_load_another_library_first(tmp_path: Path) -> None:
         [sys.executable, "-c", PROGRAM, library], env=environment, capture_output=True, text=True, check=True
     )
     assert ran.stdout.split() == ["False", "True", "None"]
-
-
-def test_sharing_is_refused_where_it_means_nothing() -> None:
-    with pytest.raises(MeshError, match="ranks_per_gpu is 2, and the ranks were asked to run on the CPU"):
-        launch(print, "", ranks=2, ranks_as="threads", ranks_per_gpu=2)
-    with pytest.raises(MeshError, match="ranks_per_gpu is True: give a whole number"):
-        launch(print, "", ranks_per_gpu=True)
-    with pytest.raises(MeshError, match="up to 2 ranks per GPU were asked for, and this host has no GPU"):
-        launch(print, "", ranks=2, ranks_per_gpu=2)

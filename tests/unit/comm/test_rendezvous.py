@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -108,6 +109,39 @@ def test_a_rank_of_another_run_is_told_whose_port_it_is():
     assert "rank 1 of 2 could not join the world of pmi" in told
     assert "belongs to a run of user" in told
     assert "by pmi own" in told
+    assert "set MASTER_PORT to another port" in told
+
+
+def test_of_which_run_and_process_a_participant_is():
+    own = Participant(1, 2, "pmi", "7", 0, "here", "process 5 on node", "token")
+    assert Participant.read(own.text()) == own
+    for run, process, changed in (
+        (True, True, {"rank": 0, "token": "another", "world_size": 3}),
+        (True, False, {"process": "process 6 on node"}),
+        (True, False, {"host": "there"}),
+        (True, False, {"host": "there", "user": 1}),  # numbers of users mean nothing on another host
+        (False, True, {"user": 1}),
+        (False, True, {"job": "8"}),
+        (False, True, {"launcher": "slurm"}),
+    ):
+        other = replace(own, **changed)
+        assert (own.is_of_run(other), own.is_process_of(other)) == (run, process), changed
+    assert own.run == "a run of user 0 by pmi 7, of which rank 1 is process 5 on node"
+    assert replace(own, job="").run == "a run of user 0 by pmi, of which rank 1 is process 5 on node"
+    assert own.contradiction(replace(own, rank=0)) == ""
+    with pytest.raises(CommunicationError, match="the store has '5' where a rank should be described"):
+        Participant.read("5")
+
+
+def test_a_process_may_meet_again_while_its_store_lives():
+    """Something of the first run keeps the store; no port is free but that one."""
+    (port,) = free_ports(1)
+    first = meeting(world(0, 2, port), world(1, 2, port))
+    again = meeting(world(0, 2, port), world(1, 2, port))
+    assert shared(first)
+    assert shared(again)
+    again[0].store.set("only", "in the second")
+    assert not first[0].store.check(["only"])
 
 
 def test_rank_0_says_whose_port_it_cannot_have():
@@ -121,6 +155,21 @@ def test_two_processes_of_one_rank_end_the_run_with_a_sentence():
     (port,) = free_ports(1)
     results = meeting(*(world(rank, 3, port) for rank in (0, 1, 1)))
     assert all("two processes are rank 1 of 3, process" in str(one) for one in results), results
+
+
+def test_a_second_rank_0_ends_the_run_with_a_sentence():
+    (port,) = free_ports(1)
+    own = Participant.of(world(0, 2, port))
+    second = replace(own, process="another process", token="another")
+
+    def look() -> Participant:
+        while (holder := rendezvous._holder("127.0.0.1", port, second)) is None:
+            time.sleep(0.01)
+        return holder
+
+    told, holder = outcomes(lambda: meet(world(0, 2, port), 20.0), look)
+    assert f"two processes are rank 0 of 2, {own.process} and another process: start each" in told
+    assert holder.is_process_of(own)
 
 
 def test_ranks_of_worlds_of_two_sizes_end_with_a_sentence():
@@ -138,13 +187,14 @@ def test_missing_ranks_are_named_on_all_others():
 def test_a_missing_rank_0_is_a_sentence():
     (port,) = free_ports(1)
     (told,) = meeting(world(1, 2, port), timeout=0.3)
-    assert f"nothing answers at port {port} of 127.0.0.1" in told
+    assert f"nothing answers at port {port} of 127.0.0.1 (Connection refused): see whether rank 0" in told
 
 
 def test_a_host_without_an_address_is_named(capsys: pytest.CaptureFixture[str]):
     began = time.monotonic()
     (told,) = meeting(world(1, 2, 4000, host="node7.invalid"), timeout=0.3)
     assert "the host of rank 0, node7.invalid, has no address on" in told
+    assert re.search(r" \([^\[(]*[nN]ame[^\[(]*\): add it to the name server", told), told
     assert time.monotonic() - began < 15
     assert capsys.readouterr().err.startswith("plait: node7.invalid, the host of rank 0, has no address")
 

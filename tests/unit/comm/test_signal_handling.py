@@ -33,6 +33,7 @@ os.dup2(errors.fileno(), 2)
 output.close()
 errors.close()
 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # the fork server of a pool blocks it
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell has put in the background
 """
 
 
@@ -114,14 +115,20 @@ def test_a_signal_that_is_handled_ends_nothing():
 
 
 def test_keyboard_interrupt_comes_through():
+    """Also where this process was started in the background, with SIGINT ignored."""
+
     def interrupted():
         with Watchdog("rank 0", grace=0.1):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(5)
 
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    time.sleep(0.2)  # longer than the grace: the watchdog is gone
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+        time.sleep(0.2)  # longer than the grace: the watchdog is gone
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def test_a_second_signal_is_left_to_the_handler_before():

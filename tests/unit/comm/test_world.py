@@ -1,4 +1,5 @@
 import os
+import zlib
 
 import pytest
 import torch.distributed as dist
@@ -44,43 +45,102 @@ def test_alone():
     assert find_world({}) is None
 
 
-def test_torchrun():
-    assert find_world(TORCHRUN) == World(3, 4, 1, 2, "torchrun", "tcp://a:1")
+def ports_of(job: str) -> list[int]:
+    """Below the ephemeral range, from the job."""
+    return [10_000 + zlib.crc32(f"{job}/{turn}".encode()) % 20_000 for turn in range(4)]
 
 
-def test_open_mpi_on_one_host():
-    world = find_world(OPEN_MPI | {"MASTER_PORT": "4000"})
-    assert world == World(1, 2, 1, 2, "openmpi", "tcp://127.0.0.1:4000")
+def derived(job: str, rank: int, size: int, local: int, local_size: int, launcher: str, host: str) -> World:
+    first, *others = ports_of(job)
+    return World(
+        rank,
+        size,
+        local,
+        local_size,
+        launcher,
+        f"tcp://{host}:{first}",
+        tuple(others),
+        job,
+        agent_store=False,
+    )
 
 
-def test_pmi():
-    world = find_world({"PMI_RANK": "0", "PMI_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "5"})
-    assert world == World(0, 2, 0, 2, "pmi", "tcp://h:5")
+AGENT = {"TORCHELASTIC_RUN_ID": "run 5", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+ON_TWO_HOSTS = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "6", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+JOB_IDS = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "PMIX_NAMESPACE": "n", "OMPI_MCA_ess_base_jobid": "9"}
+WORLDS = {
+    "torchrun": (TORCHRUN, World(3, 4, 1, 2, "torchrun", "tcp://a:1")),
+    "its agent": (
+        TORCHRUN | AGENT | {"SLURM_JOB_ID": "7"},
+        World(3, 4, 1, 2, "torchrun", "tcp://a:1", (), "run 5", agent_store=True),
+    ),
+    "by hand": (
+        {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")},
+        World(3, 4, 3, 4, "torchrun", "tcp://a:1"),
+    ),
+    "more places on a host than ranks": (
+        TORCHRUN | {"LOCAL_WORLD_SIZE": "8"},
+        World(3, 4, 1, 4, "torchrun", "tcp://a:1"),
+    ),
+    "a port": (
+        OPEN_MPI | AGENT | {"MASTER_PORT": "4000"},
+        World(1, 2, 1, 2, "openmpi", "tcp://127.0.0.1:4000"),
+    ),
+    "the last port": (
+        OPEN_MPI | {"MASTER_PORT": "65535", "MASTER_ADDR": "h"},
+        World(1, 2, 1, 2, "openmpi", "tcp://h:65535"),
+    ),
+    "several hosts": (
+        ON_TWO_HOSTS | JOB_IDS | {"MASTER_ADDR": "h"},
+        derived("7 1 n 9", 5, 6, 1, 4, "openmpi", "h"),
+    ),
+    "a job on several hosts": (
+        ON_TWO_HOSTS | {"SLURM_NODELIST": "gpu[7-9]", "PBS_JOBID": "p"},
+        derived("p", 5, 6, 1, 4, "openmpi", "gpu7"),
+    ),
+    "pmi": ({"PMI_RANK": "0", "PMI_SIZE": "2"}, derived("", 0, 2, 0, 2, "pmi", "127.0.0.1")),
+    "Intel MPI": (
+        {"PMI_RANK": "3", "PMI_SIZE": "6", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+        | {"MASTER_ADDR": "h", "PMI_JOBID": "j"},
+        derived("j", 3, 6, 1, 2, "pmi", "h"),
+    ),
+    "slurm": (SLURM, derived("77", 5, 7, 1, 2, "slurm", "gpu03")),
+    "slurm, the last host": (
+        SLURM | {"SLURM_PROCID": "6", "SLURM_NODEID": "2", "SLURM_LOCALID": "0"},
+        derived("77", 6, 7, 0, 1, "slurm", "gpu03"),
+    ),
+    "slurm, hosts alike": (
+        SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3(x2),1", "SLURM_NODEID": "1"},
+        derived("77", 5, 7, 1, 3, "slurm", "gpu03"),
+    ),
+    "slurm without a number of tasks in the step": (
+        {name: value for name, value in SLURM.items() if name != "SLURM_STEP_NUM_TASKS"},
+        derived("77", 5, 7, 1, 2, "slurm", "gpu03"),
+    ),
+    "slurm starts by pmi2": (
+        SLURM | {"PMI_RANK": "5", "PMI_SIZE": "7", "PMI_JOBID": "77.0"},
+        derived("77 77.0", 5, 7, 1, 2, "pmi", "gpu03"),
+    ),
+    "mpirun with fewer ranks in a step": (
+        SLURM | {"PMI_RANK": "1", "PMI_SIZE": "2"},
+        derived("77", 1, 2, 1, 2, "pmi", "127.0.0.1"),
+    ),
+}
+"""What launchers tell a rank, and the whole of the world that it is in."""
 
 
-def test_slurm_step_meets_at_its_first_host():
-    world = find_world(SLURM)
-    assert world is not None
-    assert (world.rank, world.world_size, world.local_rank, world.local_size) == (5, 7, 1, 2)
-    assert world.init_method.startswith("tcp://gpu03:")
+def test_the_world_that_a_launcher_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PMI_RANK", raising=False)
+    for name, (variables, world) in WORLDS.items():
+        assert find_world(variables) == world, name
 
 
-@pytest.mark.parametrize(
-    ("nodes", "host"),
-    [("solo", "solo"), ("a1,a2", "a1"), ("r[2-3]n[07,9]", "r2n07"), ("x[1,3]-ib,y", "x1-ib")],
-)
-def test_first_host_of_a_node_list(nodes, host):
-    world = find_world(SLURM | {"SLURM_STEP_NODELIST": nodes, "MASTER_PORT": "9"})
-    assert world is not None
-    assert world.init_method == f"tcp://{host}:9"
-
-
-def test_the_port_depends_on_the_job_only():
-    ports = [
-        find_world(SLURM | {"SLURM_JOB_ID": job, "SLURM_PROCID": rank}).init_method.split(":")[-1]
-        for job, rank in [("1", "0"), ("1", "4"), ("2", "0")]
-    ]
-    assert ports[0] == ports[1] != ports[2]
+def test_first_host_of_a_node_list() -> None:
+    hosts = {"solo": "solo", "a1,a2": "a1", "r[2-3]n[07,9]": "r2n07", "x[1,3]-ib,y": "x1-ib"}
+    for nodes, host in hosts.items():
+        world = find_world(SLURM | {"SLURM_STEP_NODELIST": nodes, "MASTER_PORT": "9"})
+        assert world is not None
+        assert world.init_method == f"tcp://{host}:9"
 
 
 def test_ranks_of_pmi_know_which_launcher_started_them(monkeypatch: pytest.MonkeyPatch):
@@ -94,13 +154,6 @@ def test_ranks_of_pmi_know_which_launcher_started_them(monkeypatch: pytest.Monke
     assert find_world().init_method != world.init_method
 
 
-def test_slurm_counts_the_ranks_of_a_host_where_it_starts_them_by_pmi2():
-    variables = SLURM | {"PMI_RANK": "5", "PMI_SIZE": "7", "PMI_JOBID": "77.0"}
-    world = find_world(variables)
-    assert (world.launcher, world.local_size) == ("pmi", 2)
-    assert world.init_method.startswith("tcp://gpu03:")
-
-
 def test_a_batch_script_and_a_single_task_stand_alone():
     assert find_world({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NODELIST": "a"}) is None
     assert find_world(SLURM | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}) is None
@@ -112,19 +165,26 @@ def test_the_innermost_launcher_wins():
     assert find_world(SLURM | {"PMI_RANK": "0", "PMI_SIZE": "2"}).launcher == "pmi"
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
-def test_half_set_is_refused_with_the_missing_name(name):
-    with pytest.raises(MeshError, match=f"not {name}: set"):
-        find_world({key: value for key, value in TORCHRUN.items() if key != name})
+def test_half_set_is_refused_with_the_missing_name():
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        with pytest.raises(MeshError, match=f"not {name}: set"):
+            find_world({key: value for key, value in TORCHRUN.items() if key != name})
+
+
+REFUSED = {
+    "WORLD_SIZE = 'four'": {"WORLD_SIZE": "four"},
+    "LOCAL_RANK = '-1'": {"LOCAL_RANK": "-1"},
+    "RANK = 4 is not a rank of WORLD_SIZE = 4": {"RANK": "4"},
+    "MASTER_PORT = 'http': it must be a number": {"MASTER_PORT": "http"},
+    "MASTER_PORT = '0': it must be a number": {"MASTER_PORT": "0"},
+    "MASTER_PORT = '65536': it must be a number": {"MASTER_PORT": "65536"},
+}
 
 
 def test_bad_values_are_refused():
-    with pytest.raises(MeshError, match="WORLD_SIZE = 'four'"):
-        find_world(TORCHRUN | {"WORLD_SIZE": "four"})
-    with pytest.raises(MeshError, match="RANK = 4 is not a rank of WORLD_SIZE = 4"):
-        find_world(TORCHRUN | {"RANK": "4"})
-    with pytest.raises(MeshError, match="MASTER_PORT = 'http': it must be a number"):
-        find_world(TORCHRUN | {"MASTER_PORT": "http"})
+    for told, changed in REFUSED.items():
+        with pytest.raises(MeshError, match=told):
+            find_world(TORCHRUN | changed)
 
 
 def test_several_hosts_need_an_address():

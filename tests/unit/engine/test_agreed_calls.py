@@ -1,4 +1,4 @@
-"""On GPUs ranks compare a call once, and remember so many."""
+"""Which calls of a step ranks compare again."""
 
 from __future__ import annotations
 
@@ -8,25 +8,31 @@ from typing import Any
 import pytest
 import torch
 
+from plait.device import CPU
 from plait.engine import runner
-from plait.engine.runner import REMEMBERED_SHAPES, Runner
 
 
-def test_calls_that_ranks_agreed_on_are_remembered_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_nccl_the_latest_calls_that_ranks_agreed_on_are_not_compared_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     compared: list[str] = []
     monkeypatch.setattr(runner, "require_same_text", lambda call, *_, **__: compared.append(call))
-    group = SimpleNamespace(device_for_text=lambda device: torch.device("cpu"))
-    mesh = SimpleNamespace(group=lambda axis: group, device=torch.device("cuda"), uses_nccl=True)
-    one: Any = SimpleNamespace(mesh=mesh, _agreed={})
-    calls = [str(number) for number in range(REMEMBERED_SHAPES)]
-    for call in (*calls, *calls):
-        Runner.require_same_call(one, call, "pp")
-    assert compared == calls
-    for axis, call in (("tp", "0"), ("pp", "1"), ("pp", "0"), ("tp", "0")):
-        Runner.require_same_call(one, call, axis)
-    assert compared == [*calls, "0", "0"], "over another axis; and the oldest of one too many"
-    assert len(one._agreed) == REMEMBERED_SHAPES
+    where = [CPU]
+    group = SimpleNamespace(device_for_text=lambda device: where[0])
+    mesh = SimpleNamespace(group=lambda axis: group, device=CPU, uses_nccl=True)
+    own: Any = SimpleNamespace(mesh=mesh, _agreed={})
+
+    def compare(*calls: str, axis: str = "pp") -> list[str]:
+        compared.clear()
+        for call in calls:
+            runner.Runner.require_same_call(own, call, axis)
+        return list(compared)
+
+    calls = [str(number) for number in range(runner.REMEMBERED_SHAPES)]
+    assert compare(*calls, *calls) == calls
+    assert compare("one more", *calls[1:], calls[0]) == ["one more", calls[0]]
+    assert compare(calls[9], axis="tp") == [calls[9]]
     mesh.uses_nccl = False
-    Runner.require_same_call(one, "new", "pp")
-    Runner.require_same_call(one, "new", "pp")
-    assert compared[-2:] == ["new", "new"]
+    assert compare("on CPUs", "on CPUs") == ["on CPUs"] * 2
+    where[0] = torch.device("cuda")
+    assert compare("never") == []

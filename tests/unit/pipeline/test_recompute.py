@@ -163,8 +163,13 @@ class Live(TorchDispatchMode):
         return result
 
     def count(self) -> int:
+        return sum(size for size in self.sizes() if size > 1024)
+
+    def sizes(self, *besides: Tensor) -> list[int]:
+        """The bytes of each, but those of `besides`."""
         alive = [found() for found in self.found.values()]
-        return sum(storage.nbytes() for storage in alive if storage is not None and storage.nbytes() > 1024)
+        known = {tensor.data_ptr() for tensor in besides}
+        return [one.nbytes() for one in alive if one is not None and one.data_ptr() not in known]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -209,19 +214,21 @@ def test_products_of_others_are_kept_and_own_ones_need_no_dispatch_mode() -> Non
 def test_a_layer_that_saves_its_input_and_parameters_only_does_not_run_again(mode: Recompute) -> None:
     module, queue = nn.Linear(4, 4).double(), WeightGradientQueue()
     defer_weight_gradients(module, queue)
-    weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
+    weight, square = (nn.Parameter(torch.ones(size, dtype=torch.float64)) for size in ((4,), (4, 4)))
     module.weight.grad, runs = torch.zeros_like(module.weight), []
 
     def run(value: Tensor) -> Tensor:
         runs.append(value)
-        return module(value).transpose(0, 1) + value.transpose(0, 1) * weight
+        return (module(value) + value @ square).transpose(0, 1) + value.transpose(0, 1) * weight
 
-    layer = recomputing(mode, run, [*module.parameters(), weight])
+    parameters = [*module.parameters(), weight, square]
+    layer = recomputing(mode, run, parameters)
     value = torch.ones(2, 3, 4, dtype=torch.float64).requires_grad_()
     with Live() as live:
         output = layer(value)
+        assert live.sizes(value, *parameters) == [output.nbytes], "the results of the products are not kept"
         del output
-        assert live.count() == 0
+        assert live.sizes(value, *parameters) == []
         layer(value).sum().backward()
     assert len(runs) == 2, "one for each call"
     for work in queue.take():

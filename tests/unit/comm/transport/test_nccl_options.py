@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import plait
@@ -25,6 +26,22 @@ def test_blocks_of_kernels_are_bounded_where_there_is_nccl(monkeypatch: pytest.M
     assert torch_distributed._nccl_options(None, timedelta(seconds=5)) is None
     monkeypatch.setattr(torch_distributed, "backends_of", lambda group: "cpu:gloo")
     assert torch_distributed._nccl_options(8, timedelta(seconds=5)) is None
+
+
+def test_a_function_of_torch_is_called_by_its_newer_name_where_that_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[tuple[str, Any]] = []
+    names = ("set_timeout", "_set_default_timeout")
+    for present in (names, names[1:]):
+        backend = {name: lambda limit, name=name: calls.append((name, limit)) for name in present}
+        group: Any = SimpleNamespace(_get_backend=lambda device, backend=backend: SimpleNamespace(**backend))
+        torch_distributed.set_timeout(group, torch.device("cpu"), 2.5)
+    assert calls == [(name, timedelta(seconds=2.5)) for name in names]
+    newer, older = (lambda: None), (lambda: None)
+    monkeypatch.setattr(dist, "all_gather_single", newer, raising=False)
+    assert torch_distributed._single("all_gather_single", older) is newer
+    assert torch_distributed._single("no_such_function", older) is older
 
 
 def test_only_channels_are_bounded(thread_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:

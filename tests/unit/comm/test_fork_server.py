@@ -1,0 +1,66 @@
+"""What the fork server of ranks starts with, and what is put back in the process that starts it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+from contextlib import suppress
+
+import pytest
+
+from plait.comm import fork_server
+from plait.errors import MeshError
+
+
+def preload() -> str | None:
+    return os.environ.get("LD_PRELOAD")
+
+
+@pytest.mark.parametrize("before", [None, "old.so"])
+def test_a_server_that_runs_without_a_library_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    """Unless there are processes of the program, which it watches."""
+    monkeypatch.setenv("LD_PRELOAD", before or "")
+    if before is None:
+        monkeypatch.delenv("LD_PRELOAD")
+    wanted = "new.so" if before is None else "new.so old.so"
+    environment, stopped, children = [f"LD_PRELOAD={wanted} more.so"], list[int](), list[int]()
+    monkeypatch.setattr(fork_server, "_server_process", lambda: 7)
+    monkeypatch.setattr(fork_server, "_environment_of", lambda process: environment)
+    monkeypatch.setattr(fork_server, "stop_fork_server", lambda: stopped.append(1))
+    monkeypatch.setattr(multiprocessing, "active_children", lambda: children)
+    with fork_server._preloaded(None):
+        assert preload() == before
+    assert stopped == []
+    with suppress(ZeroDivisionError), fork_server._preloaded("new.so"):
+        assert (preload(), stopped) == (wanted, [1])
+        raise ZeroDivisionError
+    assert preload() == before
+    children.append(5)
+    with pytest.raises(MeshError, match=r"ranks that share a GPU need new\.so, and processes without it run"):
+        fork_server._preloaded("new.so").__enter__()
+    environment.append(f"LD_PRELOAD={wanted}")
+    with fork_server._preloaded("new.so"):
+        assert (preload(), stopped) == (wanted, [1])
+    monkeypatch.setattr(fork_server, "_server_process", lambda: None)
+    with fork_server._preloaded("new.so"):
+        assert (preload(), stopped) == (wanted, [1])
+    assert preload() == before
+
+
+def test_what_a_process_was_started_with_is_read_from_the_system() -> None:
+    assert f"PATH={os.environ['PATH']}" in fork_server._environment_of(os.getpid())
+    assert fork_server._environment_of(2**30) == []
+
+
+def test_the_main_module_and_the_signals_are_put_back() -> None:
+    main, before = sys.modules["__main__"], signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    with suppress(ZeroDivisionError), fork_server._without_main(), fork_server._blocked_signal(10):
+        assert not hasattr(sys.modules["__main__"], "__file__")
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before | {10}
+        raise ZeroDivisionError
+    assert sys.modules["__main__"] is main
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before

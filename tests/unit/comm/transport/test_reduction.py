@@ -1,0 +1,62 @@
+"""Sums and other reductions of the ranks' tensors, in rank order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from plait.comm.transport import reduction
+from plait.comm.transport.reduction import Op, blocks, fold, reduction_error
+
+ONE_BY_ONE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+
+
+def in_rank_order(pieces: list[Tensor], op: str) -> Tensor:
+    """The same by plain operations; of 16-bit floats in float32, rounded once."""
+    wide = [piece.float() if piece.dtype in (torch.bfloat16, torch.float16) else piece for piece in pieces]
+    total = wide[0]
+    for piece in wide[1:]:
+        total = ONE_BY_ONE[op](total, piece)
+    return (total / len(pieces) if op == "mean" else total).to(pieces[0].dtype)
+
+
+def test_pieces_are_reduced_in_rank_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reduction, "BLOCK", 4)  # elements: pieces of 10 are cut in three
+    floats: Any = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    for dtype, op, ranks, length in product((*floats, torch.int64), get_args(Op), (2, 3, 4), (3, 4, 10)):
+        if reduction_error(op, dtype):
+            continue
+        torch.manual_seed(ranks)
+        pieces = [(3 * torch.randn(length)).to(dtype) for _ in range(ranks)]
+        expected = in_rank_order(pieces, op)
+        for out in (torch.empty(length, dtype=dtype), pieces[1], pieces[0]):
+            given = [piece.clone() if piece is not out else piece for piece in pieces]
+            kept = out.clone()
+            fold(given, op, out)
+            assert torch.equal(out, expected), (dtype, op, ranks, length)
+            out.copy_(kept)
+    assert [len(one) for one, _ in blocks((torch.ones(10), torch.ones(10)))] == [4, 4, 2]
+    assert [len(one) for (one,) in blocks((torch.ones(4),))] == [4]
+
+
+def test_what_cannot_be_reduced_is_said() -> None:
+    assert reduction_error("sum", torch.int64) is None
+    assert reduction_error("mean", torch.bfloat16) is None
+    assert reduction_error("median", torch.int64) == (
+        "the reduction 'median' is none of sum, mean, product, min, max"
+    )
+    assert reduction_error("mean", torch.int64) == "torch.int64 has no mean (use sum)"
+    assert "torch.complex64 cannot be reduced (use view_as_real" in str(
+        reduction_error("sum", torch.complex64)
+    )
