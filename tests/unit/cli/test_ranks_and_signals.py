@@ -78,7 +78,12 @@ def test_the_first_signal_goes_to_the_ranks(
     children.clear()
     with pytest.raises(KeyboardInterrupt), stoppable(local=True) as received:
         signal.raise_signal(signal.SIGINT)
-    assert (received, capsys.readouterr().err) == ([], ""), "no rank has started"
+    told: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    with stoppable(local=True) as received_later:
+        signal.raise_signal(signal.SIGTERM)
+    assert (received, received_later, told) == ([], [], [signal.SIGTERM])
+    assert capsys.readouterr().err == "", "no rank has started"
     before = signal.getsignal(signal.SIGTERM)
     with stoppable(local=False):
         assert signal.getsignal(signal.SIGTERM) == before, "a launcher hands it on itself"

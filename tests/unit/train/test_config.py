@@ -104,6 +104,41 @@ def test_the_examples_are_valid() -> None:
     assert configs["demo.toml"].plan().world == 4
 
 
+MOST = {
+    "model": {
+        "layers": 10_000,
+        "hidden": 2**24,
+        "heads": 2**16,
+        "kv_heads": 2**16,
+        "inner": 2**26,
+        "vocab": 0,
+    }
+    | {"context": 2**24},
+    "train": {"microbatches": 2**16, "steps": 0, "batch": 0, "warmup": 0, "sample_tokens": 0},
+    "parallel": dict.fromkeys(("pp", "cp", "tp", "dp", "replicate", "chunks"), 2**16),
+    "run": {"save_every": 0, "keep_last": 0, "compare": 0},
+}
+"""The largest values; 0: that of a C int."""
+
+
+def test_what_no_machine_could_hold_or_run_is_refused() -> None:
+    for section, fields_of in MOST.items():
+        for name, most in fields_of.items():
+            for more in (0, 1):
+                value = (most or 2**31 - 1) + more
+                text = ""
+                try:
+                    Config.model_validate({section: {name: value}})
+                except ConfigError as error:  # other fields may contradict the largest value
+                    text = str(error)
+                told = f"{section}.{name} = {value} is more than {value - more}, the most that plait takes"
+                assert (told in text) == bool(more), (section, name)
+    assert Config.model_validate({"train": {"seed": 2**63 - 1}}).train.seed == 2**63 - 1
+    assert Config.model_validate({"run": {"timeout": 1e6}}).run.timeout == 1e6
+    with pytest.raises(ConfigError, match=r"run\.timeout = 1e\+06 is more than 1000000 seconds"):
+        Config.model_validate({"run": {"timeout": 1e6 + 1}})
+
+
 def test_every_field_is_described() -> None:
     assert all(field["description"] and takes(field) for field in fields().values())
     assert takes(fields()["model.vocab"]) == "a whole number of at least 2 or none"
