@@ -173,9 +173,10 @@ def test_json_is_one_object(
     assert json.loads(capsys.readouterr().out) == {"equal": equal}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
+def test_what_a_user_can_mend_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, told in [
         ("--mode fast", "argument --mode: invalid choice: 'fast'"),
         ("--steps 0", "argument --steps: '0' is not a whole number of at least 1"),
         ("--steps two", "argument --steps: 'two' is not a whole number"),
@@ -193,18 +194,14 @@ def test_json_is_one_object(
         ("--config nowhere.toml", "There is no configuration file nowhere.toml"),
         ("--data.source nowhere.txt", "nowhere.txt"),
         ("surplus", "surplus"),
-    ],
-)
-def test_what_a_user_can_mend_is_one_sentence(
-    arguments: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("plait.verification.verify.launch", forbidden)
-    assert main(["verify", *arguments.split()]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("plait: ")
-    assert told in err
-    assert err.count("\n") == 1
+    ]:
+        monkeypatch.setattr("plait.verification.verify.launch", forbidden)
+        assert main(["verify", *arguments.split()]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("plait: ")
+        assert told in err
+        assert err.count("\n") == 1
 
 
 def test_a_mistake_in_an_option_tells_where_help_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,7 +43,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception]]] = {
         ConfigError,
     ),
     "a stream's collate is 3: give a function of a list of samples.": (
-        lambda: plait.Stream(Source(), 4, collate=3),  # type: ignore[arg-type]
+        lambda: plait.Stream(Source(), batch=4, collate=3),  # type: ignore[arg-type]
         DataError,
     ),
 }
