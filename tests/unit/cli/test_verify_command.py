@@ -209,23 +209,18 @@ def test_a_mistake_in_an_option_tells_where_help_is(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err.endswith("; see `plait verify --help`.\n")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "remedy"),
-    [
+def test_an_option_that_is_not_there_leads_to_this_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, remedy in [
         ("--moed native", "did you mean --mode?"),
         ("--step=3", "did you mean --steps?"),
         ("--lr 1e-3", "did you mean --train.lr?"),
         ("--zzzz", "see `plait verify --help`."),
         ("--mode native --train.steps 3 --zzzz 3", "see `plait verify --help`."),
-    ],
-)
-def test_an_option_that_is_not_there_leads_to_this_command(
-    arguments: str, remedy: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["verify", *arguments.split()]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("plait: --")
-    assert told.endswith(f" is not an option of `plait verify`: {remedy}\n")
+    ]:
+        assert main(["verify", *arguments.split()]) == 2
+        told = capsys.readouterr().err
+        assert told.startswith("plait: --")
+        assert told.endswith(f" is not an option of `plait verify`: {remedy}\n")
 
 
 def test_options_are_passed_on(calls: list[dict[str, Any]]) -> None:
