@@ -68,8 +68,8 @@ class EveryKindOfState(torch.optim.Optimizer):
 
     elementwise = True
 
-    def __init__(self, params: Any, *, rows: bool) -> None:
-        super().__init__(params, {"lr": torch.tensor(0.5), "betas": (0.9, 0.5)})
+    def __init__(self, params: Any, lr: float, *, rows: bool) -> None:
+        super().__init__(params, {"lr": torch.tensor(lr), "betas": (0.9, 0.5)})
         self.rows = rows
 
     @torch.no_grad()
@@ -88,13 +88,15 @@ def every_kind(plan: Plan, source: str | None, target: str, *, rows: bool) -> li
     torch.manual_seed(int(8 * value))
     model = nn.Sequential(nn.Linear(3, 4), Shifted(value), nn.Linear(4, 4, bias=False))
     engine = plait.parallelize(model, plan, plait.Mesh(plan, timeout=20.0), loss=plait.cross_entropy)
-    optimizer = EveryKindOfState(engine.parameters(), rows=rows)
+    optimizer = EveryKindOfState(engine.parameters(), value, rows=rows)
     if source is None:
         engine.forward_backward(torch.ones(8, 3), torch.arange(8) % 4)
         optimizer.step()
     else:
         plait.load(engine, optimizer, source)
     plait.save(engine, optimizer, target)
+    (group,) = optimizer.param_groups
+    assert (repr(group["lr"]), group["betas"]) == ("tensor(0.5000)", (0.9, 0.5))
     assert all(one["sum"].shape == piece.shape for piece, one in optimizer.state.items())
     kinds = {key: one for state in optimizer.state.values() for key, one in state.items()}
     return sorted(f"{key} {one.dtype if isinstance(one, Tensor) else one}" for key, one in kinds.items())

@@ -57,6 +57,7 @@ def test_a_file_is_what_its_entry_says(tmp_path: Path, monkeypatch: pytest.Monke
     entry = write_file(tmp_path / "x.safetensors", items, Disk(), {"format": "pt"})
     data = (tmp_path / "x.safetensors").read_bytes()
     size = int.from_bytes(data[:8], "little")
+    assert 0 <= size - len(data[8 : 8 + size].rstrip()) < 8
     header = json.loads(data[8 : 8 + size])
     assert header.pop("__metadata__") == {"format": "pt"}
     assert (size % 8, entry.bytes, entry.name) == (0, len(data), "x.safetensors")
