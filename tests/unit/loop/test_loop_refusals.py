@@ -114,3 +114,11 @@ def test_replicas_that_differ_are_told_with_the_step() -> None:
     with pytest.raises(ReplicaError, match=r"^step 6: it differs\.$"):
         checks.measured(run, {"step": 6.0})
     ReplicaChecks(0).measured(run, {"step": 0})
+
+
+def test_without_a_schedule_the_rate_is_that_of_the_first_group() -> None:
+    groups = [{"lr": 0.5}, {"lr": 0.25}]
+    run: Any = SimpleNamespace(_rate=None, optimizer=SimpleNamespace(param_groups=groups))
+    assert TrainingLoop.learning_rate(run, 3) == 0.5
+    run._rate = lambda step: step / 8
+    assert TrainingLoop.learning_rate(run, 3) == 0.375
