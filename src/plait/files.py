@@ -60,12 +60,26 @@ def open_lock(path: Path) -> BinaryIO:
     return os.fdopen(_opened(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW), "a+b")
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write `data` to a file. Raises OSError, also where `path` is a link."""
+def write_bytes(path: Path, data: bytes, *, synchronised: bool = False) -> None:
+    """Write a file; `synchronised`: it is on the disk then. Raises OSError, also where `path` is a link."""
     with open_to_write(path) as file:
         view = memoryview(data)
         while view:
             view = view[file.write(view) :]
+        if synchronised:
+            os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Block until a folder's entries are on the disk, where the file system supports it. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(handle)
 
 
 def copy_file(source: Path, target: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import plait
 from parity.checkpoints import VOCAB, Make, plan_of, run_of, tensors_of
@@ -46,6 +47,91 @@ def test_optimizers(thread_ranks: RankPool, tmp_path: Path, name: str) -> None:
     thread_ranks.run(part, "tp", make, stop, end, (2, 4), ranks=2)
     thread_ranks.run(part, "full", make, None, never, (0, 4), ranks=2)
     check_close(tensors_of(Path(end)), tensors_of(Path(never)), 1e-9)  # some divide noise by its size
+
+
+class Shifted(nn.Module):
+    """A linear with numbers of its own that no gradient reaches, not contiguous."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        nn.init.constant_(self.linear.weight, value)
+        self.register_buffer("shift", torch.full((2, 4), value).t()[:, 0] * torch.arange(4).view(4))
+        self.register_buffer("table", (torch.arange(6.0) * value).view(2, 3).t())
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.linear(value) + self.shift + self.table.sum()
+
+
+class EveryKindOfState(torch.optim.Optimizer):
+    """Keeps sums of another dtype than the parameters', rows where none is cut, numbers, and no tensors."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, lr: float, *, rows: bool) -> None:
+        super().__init__(params, {"lr": torch.tensor(lr), "betas": (0.9, 0.5)})
+        self.rows = rows
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for one in (one for group in self.param_groups for one in group["params"]):
+            kept = self.state[one]
+            kept |= {"sum": one.grad.double() + 1, "own": one.grad + 2, "step": torch.tensor(3.0)}
+            kept |= {"count": 4, "names": ["a", "b"], "scale": torch.tensor(0.25, dtype=torch.float64)}
+            if self.rows:
+                kept["rows"] = torch.arange(2 * len(one), dtype=torch.int32)
+
+
+def every_kind(plan: Plan, source: str | None, target: str, *, rows: bool) -> list[str]:
+    """Save what a step has left, or what is loaded where all is different; what the state is here."""
+    value = 0.5 if source is None else 0.25
+    torch.manual_seed(int(8 * value))
+    model = nn.Sequential(nn.Linear(3, 4), Shifted(value), nn.Linear(4, 4, bias=False))
+    engine = plait.parallelize(model, plan, plait.Mesh(plan, timeout=20.0), loss=plait.cross_entropy)
+    optimizer = EveryKindOfState(engine.parameters(), value, rows=rows)
+    if source is None:
+        engine.forward_backward(torch.ones(8, 3), torch.arange(8) % 4)
+        optimizer.step()
+    else:
+        plait.load(engine, optimizer, source)
+    plait.save(engine, optimizer, target)
+    (group,) = optimizer.param_groups
+    assert (repr(group["lr"]), group["betas"]) == ("tensor(0.5000)", (0.9, 0.5))
+    assert all(one["sum"].shape == piece.shape for piece, one in optimizer.state.items())
+    kinds = {key: one for state in optimizer.state.values() for key, one in state.items()}
+    return sorted(f"{key} {one.dtype if isinstance(one, Tensor) else one}" for key, one in kinds.items())
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("rows", [True, False])
+def test_every_kind_of_state_and_buffers(thread_ranks: RankPool, tmp_path: Path, rows: bool) -> None:
+    """State as it was, in its own dtype, and buffers, in the same layout and in others."""
+    bf16 = partial(Plan, precision="bf16", master_precision="bf16")
+    cut = bf16(pp=2, microbatches=2) if rows else bf16(dp=2, strategy="full")
+    paths = [str(tmp_path / str(number)) for number in range(4)]
+    kinds = []
+    for number, plan in enumerate((bf16(), bf16(), cut, bf16(dp=2))):
+        source = paths[number - 1] if number else None
+        kinds += thread_ranks.run(
+            partial(every_kind, rows=rows), plan, source, paths[number], ranks=plan.world
+        )
+    assert set(map(tuple, kinds)) == {
+        (
+            *("count 4", "names ['a', 'b']", "own torch.bfloat16"),
+            *(["rows torch.int32"] if rows else []),
+            *("scale torch.float64", "step torch.float32", "sum torch.float64"),
+        )
+    }
+    first = tensors_of(Path(paths[0]))
+    assert {"model.1.shift", "model.1.table", "optim.state.2.weight.sum"} <= first.keys()
+    assert first["model.1.table"].tolist() == [[0.0, 1.5], [0.5, 2.0], [1.0, 2.5]]
+    for path in paths[1:]:
+        found = tensors_of(Path(path))
+        assert {name: one.dtype for name, one in found.items()} == {
+            name: one.dtype for name, one in first.items()
+        }
+        check_same_bits(found, first)
+        assert read_manifest(Path(path)).optimizer == read_manifest(Path(paths[0])).optimizer
 
 
 def in_bf16(path: str, master: Any, loads: bool) -> list[torch.dtype]:

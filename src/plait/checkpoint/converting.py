@@ -10,9 +10,9 @@ from pathlib import Path
 
 from plait.checkpoint.box_reader import FullTensors
 from plait.checkpoint.compatibility import applicable_run_state, require_model
-from plait.checkpoint.disk import Disk, write_text
-from plait.checkpoint.folders import atomic_folder
-from plait.checkpoint.manifest import FILE, Manifest, TensorEntry, manifest_text
+from plait.checkpoint.disk import Disk
+from plait.checkpoint.folders import atomic_folder, write_manifest
+from plait.checkpoint.manifest import Manifest, TensorEntry
 from plait.checkpoint.optimizer_state import is_number
 from plait.checkpoint.rank_contents import WriterAssignment, parameter_key, state_key, state_keys
 from plait.checkpoint.save_task import file_name
@@ -48,7 +48,7 @@ def write_checkpoint(
     """
     with atomic_folder(target, disk) as folder:
         files = write_files(folder, "tensors", items, max_bytes=max_bytes, disk=disk)
-        write_text(disk, folder / FILE, manifest_text(replace(head, files=tuple(files))))
+        write_manifest(folder, replace(head, files=tuple(files)), disk)
 
 
 def convert_for(source: str | Path, target: str | Path, shard_plan: ShardPlan) -> None:
@@ -67,7 +67,7 @@ def convert_for(source: str | Path, target: str | Path, shard_plan: ShardPlan) -
             write_file(folder / file_name(rank), items, disk)
             for rank, items in enumerate(_boxes_by_rank(shard_plan, tensors))
         )
-        write_text(disk, folder / FILE, manifest_text(replace(head, files=tuple(files))))
+        write_manifest(folder, replace(head, files=tuple(files)), disk)
 
 
 def _boxes_by_rank(shard_plan: ShardPlan, tensors: FullTensors) -> list[list[BoxToWrite]]:

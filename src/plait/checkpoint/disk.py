@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from pathlib import Path
 from typing import BinaryIO
+
+from plait.files import sync_folder
 
 
 class Disk:
@@ -31,14 +32,7 @@ class Disk:
 
     def sync_folder(self, path: Path) -> None:
         """Block until the entries of a folder are on the disk, where the file system supports it."""
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-                raise
-        finally:
-            os.close(handle)
+        sync_folder(path)
 
     def rename(self, path: Path, to: Path) -> None:
         """Rename a file or folder atomically; a file replaces an existing file `to`."""

@@ -16,9 +16,10 @@ from itertools import count
 from pathlib import Path
 
 from plait.checkpoint.best_marker import BEST, best_checkpoints, best_step, mark_best, marker_path
-from plait.checkpoint.disk import Disk
-from plait.checkpoint.manifest import FILE, is_complete
+from plait.checkpoint.disk import Disk, write_text
+from plait.checkpoint.manifest import FILE, Manifest, is_complete, manifest_text
 from plait.errors import CheckpointError
+from plait.files import open_file
 
 _NAME = re.compile(r"step-(\d+)")
 _HIDDEN = re.compile(r"\.(step-\d+)\.(saving|replaced|removed)")
@@ -37,6 +38,16 @@ def unfinished_path(path: Path) -> Path:
 def replaced_path(path: Path) -> Path:
     """Return the folder that keeps an older checkpoint of the same name until the new one is in place."""
     return path.with_name(f".{path.name}.replaced")
+
+
+def write_manifest(folder: Path, manifest: Manifest, disk: Disk) -> None:
+    """Write the manifest of a checkpoint to the folder that holds its files. Raises OSError.
+
+    A manifest makes a folder complete: the names of the files are on the disk before it, and its own after.
+    """
+    disk.sync_folder(folder)
+    write_text(disk, folder / FILE, manifest_text(manifest))
+    disk.sync_folder(folder)
 
 
 def move_into_place(path: Path, disk: Disk) -> None:
@@ -82,7 +93,7 @@ def atomic_folder(path: Path, disk: Disk) -> Iterator[Path]:
             disk.remove(hidden)
         disk.make_folder(hidden)
         yield hidden
-        disk.sync_folder(hidden)
+        _sync_all(hidden, disk)
         move_into_place(path, disk)
         remove_replaced(path, disk)
     except BaseException as error:
@@ -94,6 +105,15 @@ def atomic_folder(path: Path, disk: Disk) -> Iterator[Path]:
         raise CheckpointError(
             f"{path} was not written ({error.strerror or error}): make room, or choose another path."
         ) from None
+
+
+def _sync_all(folder: Path, disk: Disk) -> None:
+    """Block until a folder is on the disk with all that it holds, which libraries may have written."""
+    for inner, _, names in os.walk(folder):
+        for name in names:
+            with open_file(Path(inner, name)) as file:
+                disk.sync(file)
+        disk.sync_folder(Path(inner))
 
 
 def complete_version(path: Path) -> Path | None:

@@ -25,8 +25,14 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from plait.checkpoint.disk import Disk, write_text
-from plait.checkpoint.folders import discard, move_into_place, remove_replaced, unfinished_path
-from plait.checkpoint.manifest import FILE, FileEntry, Manifest, TensorEntry, manifest_text
+from plait.checkpoint.folders import (
+    discard,
+    move_into_place,
+    remove_replaced,
+    unfinished_path,
+    write_manifest,
+)
+from plait.checkpoint.manifest import FileEntry, Manifest, TensorEntry
 from plait.checkpoint.tensor_file import BoxToWrite, write_file
 from plait.comm.mesh import Mesh
 from plait.comm.rank_threads import join_thread, sleep
@@ -233,8 +239,7 @@ def commit(task: SaveTask) -> None:
     manifest = merge_parts(task.head, [_part_reader().validate_json(path.read_text()) for path in parts])
     for path in parts:
         task.disk.remove(path)
-    write_text(task.disk, folder / FILE, manifest_text(manifest))
-    task.disk.sync_folder(folder)
+    write_manifest(folder, manifest, task.disk)
     task.before_commit()
     move_into_place(task.path, task.disk)
 

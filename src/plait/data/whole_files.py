@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from plait.files import open_file
+from plait.files import open_file, sync_folder
 
 _READ_AT_ONCE = 1 << 22
 
@@ -33,7 +33,7 @@ class ChecksumWriter:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[ChecksumWriter]:
-    """Context manager that writes a new file, which gets its name at the end. Raises OSError.
+    """Context manager that writes a new file, which gets its name on the disk at the end. Raises OSError.
 
     Neither a link nor a pipe in the place of the unfinished file is written to.
     """
@@ -45,6 +45,7 @@ def whole_file(path: Path) -> Iterator[ChecksumWriter]:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
+        sync_folder(path.parent)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise

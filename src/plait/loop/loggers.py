@@ -154,7 +154,7 @@ class _TextFile:
     def _open_with(self, lines: Sequence[str]) -> None:
         """Replace the file by one with these lines, and open it."""
         unfinished = self._path.with_name(f"{self._path.name}.part")
-        write_bytes(unfinished, "".join(lines).encode())
+        write_bytes(unfinished, "".join(lines).encode(), synchronised=True)
         unfinished.replace(self._path)  # a link itself, not what it leads to
         self._file = open_to_write(self._path, append=True)
 

@@ -162,8 +162,6 @@ def _is_name(name: object) -> bool:
 
 def _named_metrics(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     """Return the metrics as a dictionary. Raises `ConfigError` for names and values that cannot be used."""
-    if not isinstance(metrics, Mapping):
-        raise ConfigError(f"metrics is {metrics!r}: give a dictionary of functions by name.")
     for name, metric in metrics.items():
         if not _is_name(name):
             raise ConfigError(f"a metric is called {name!r}: {_NAMES}.")

@@ -235,9 +235,10 @@ def test_dcp_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_refusals_are_one_sentence(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for arguments, message in [
         ("look x", "invalid choice: 'look' (choose from 'inspect', 'convert', 'export', 'import'); see"),
         ("inspect", "the following arguments are required: PATH; see `plait checkpoint inspect --help`."),
         ("inspect nowhere", "nowhere is no folder: give the folder of a checkpoint, or one with step-"),
@@ -253,23 +254,15 @@ def test_dcp_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("export a b --format huggingface --heads 0", "'0' is not a whole number of at least 1"),
         ("import nowhere b --format huggingface", "nowhere has no config.json: give a folder as"),
         ("export nowhere b --format huggingface", "nowhere is no folder"),
-    ],
-)
-def test_refusals_are_one_sentence(
-    arguments: str,
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["checkpoint", *arguments.split()]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("plait: ")
-    assert message in err
-    assert err.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
+    ]:
+        monkeypatch.chdir(tmp_path)
+        assert main(["checkpoint", *arguments.split()]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("plait: ")
+        assert message in err
+        assert err.count("\n") == 1
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

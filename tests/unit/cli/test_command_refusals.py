@@ -26,9 +26,8 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return err
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "told"),
-    [
+def test_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    for field, value, told in [
         ("model.vocab", 2**63, f"model.vocab = {2**63} is more than {MOST}, the most that plait takes"),
         ("model.hidden", 2**40, f"model.hidden = {2**40} is more than {LIMITS['hidden']}"),
         ("model.layers", 2**40, "model.layers = 1099511627776 is more than 10000"),
@@ -40,12 +39,10 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("parallel.tp", 2**40, "parallel.tp = 1099511627776 is more than 65536"),
         ("parallel.cp", 2**40, "parallel.cp = 1099511627776 is more than 65536"),
         ("parallel.pp", 2**16, "parallel.pp = 65536 times parallel.dp = 1 times parallel.tp = 1 needs 65536"),
-    ],
-)
-def test_sizes(field: str, value: int, told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert told in refused(["train", f"--{field}", str(value)], capsys)
-    if field != "parallel.pp":
-        assert told in refused(["verify", f"--{field}", str(value)], capsys)
+    ]:
+        assert told in refused(["train", f"--{field}", str(value)], capsys)
+        if field != "parallel.pp":
+            assert told in refused(["verify", f"--{field}", str(value)], capsys)
 
 
 @pytest.mark.parametrize("field", ["model.name", "data.source", "data.tokenizer", "run.dir", "run.resume"])
@@ -65,9 +62,8 @@ def test_paths(field: str, path: str, told: str, capsys: pytest.CaptureFixture[s
     assert told in err
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
+def test_paths_of_options(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in [
         ["train", "--config", "a" * 5000],
         ["checkpoint", "inspect", "a" * 5000],
         ["checkpoint", "convert", "a" * 5000, "b"],
@@ -76,16 +72,12 @@ def test_paths(field: str, path: str, told: str, capsys: pytest.CaptureFixture[s
         ["checkpoint", "import", "a" * 5000, "b", "--format", "huggingface"],
         ["schedule", "1f1b", "--ranks", "2", "--microbatches", "2", "--svg", "a" * 5000],
         ["schedule", "a" * 5000 + ".csv"],
-    ],
-    ids=lambda arguments: " ".join(arguments)[:24],
-)
-def test_paths_of_options(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert "File name too long" in refused(arguments, capsys)
+    ]:
+        assert "File name too long" in refused(arguments, capsys)
 
 
-@pytest.mark.parametrize(
-    ("line", "told"),
-    [
+def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for line, told in [
         ("[train]\nlr = nan", "train.lr is NaN"),
         (
             f"[model]\nvocab = 0x{'f' * 6000}",
@@ -95,11 +87,9 @@ def test_paths_of_options(arguments: list[str], capsys: pytest.CaptureFixture[st
         ("[train]\nsteps = 'none'", 'train.steps is "none"'),
         ("x = " + "[" * 100_000, "is not valid TOML"),
         ("[[train]]\nsteps = 1", "train"),
-    ],
-)
-def test_files(line: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "c.toml").write_text(line)
-    assert told in refused(["train", "--config", str(tmp_path / "c.toml")], capsys)
+    ]:
+        (tmp_path / "c.toml").write_text(line)
+        assert told in refused(["train", "--config", str(tmp_path / "c.toml")], capsys)
 
 
 @pytest.mark.parametrize(

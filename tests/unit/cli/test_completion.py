@@ -27,9 +27,8 @@ def script() -> str:
     return str(shtab.complete(command_line(), "bash"))
 
 
-@pytest.mark.parametrize(
-    ("line", "last", "expected"),
-    [
+def test_bash_completes(script: str) -> None:
+    for line, last, expected in [
         ("plait ", "tr", "train"),
         ("plait data ", "", "prepare inspect"),
         ("plait train ", "--parallel.sch", "--parallel.schedule"),
@@ -40,14 +39,12 @@ def script() -> str:
         ("plait checkpoint convert a b ", "--parallel.tp", "--parallel.tp"),
         ("plait schedule ", "--cost.F", "--cost.F"),
         ("plait train --config ", "pyproject.t", "pyproject.toml"),
-    ],
-)
-def test_bash_completes(script: str, line: str, last: str, expected: str) -> None:
-    commands = script + _COMPLETE.format(line=line, last=last)
-    done = subprocess.run(
-        ["bash", "-c", commands], capture_output=True, text=True, timeout=60, check=True, cwd=_ROOT
-    )
-    assert done.stdout.split() == expected.split()
+    ]:
+        commands = script + _COMPLETE.format(line=line, last=last)
+        done = subprocess.run(
+            ["bash", "-c", commands], capture_output=True, text=True, timeout=60, check=True, cwd=_ROOT
+        )
+        assert done.stdout.split() == expected.split()
 
 
 def test_another_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from plait.cli import doctor
 from plait.cli.main import main
 from plait.comm import host_check
 from plait.comm.host_check import HostFinding
+from plait.comm.rank_pool import RankPool
+from plait.errors import MeshError
 
 
 @pytest.mark.parametrize(
@@ -27,3 +31,30 @@ def test_two_ranks_communicate() -> None:
     (finding,) = doctor._two_ranks()
     assert finding.found.startswith("started in ")
     assert not finding.remedy
+
+
+def test_what_two_ranks_take_or_why_they_fail(
+    thread_ranks: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The all-reduces are no part of the start; one of them, on the slower rank, is a hundredth."""
+    monkeypatch.setattr(doctor, "time", SimpleNamespace(perf_counter=lambda: 7.0))
+    assert thread_ranks.run(doctor._all_reduces, ranks=2) == [0.0, 0.0]
+    asked = []
+
+    def launch(function: object, **options: object) -> list[float]:
+        asked.append((function, options))
+        return [0.001, 0.002]
+
+    monkeypatch.setattr("plait.comm.launch.launch", launch)
+    monkeypatch.setattr(doctor, "time", SimpleNamespace(perf_counter=iter((10.0, 15.002)).__next__))
+    assert [*doctor._two_ranks()] == [HostFinding("two ranks", "started in 5.0 s; an all-reduce takes 20 µs")]
+    assert asked == [(doctor._all_reduces, {"ranks": 2, "threads": 1, "timeout": 30.0, "device": "cpu"})]
+
+    def fails(function: object, **options: object) -> list[float]:
+        raise MeshError("no port is free.\nSee the log.")
+
+    monkeypatch.undo()
+    monkeypatch.setattr("plait.comm.launch.launch", fails)
+    monkeypatch.setattr(host_check, "check_host", lambda: [])
+    assert [*doctor._two_ranks()] == [HostFinding("two ranks", "they failed", "no port is free.")]
+    assert main(["doctor"]) == 1

@@ -33,9 +33,8 @@ def break_command(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], 
     return install
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_what_a_user_can_mend_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in [
         ("train --train.steps abc", 'train.steps is "abc" (from the command line): give a whole number'),
         ("train --train.stepz 3", "did you mean train.steps?"),
         ("train --train.microbatches 0", "train.microbatches is 0"),
@@ -44,17 +43,13 @@ def break_command(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], 
         ("train --parallel.tp 3", "model.heads = 4 is not divisible by parallel.tp = 3: set parallel.tp to"),
         ("trian", '"trian" is not a command: did you mean train?'),
         ("zzz", '"zzz" is not a command: see `plait --help` for all commands.'),
-    ],
-)
-def test_what_a_user_can_mend_is_one_sentence(
-    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments.split()) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("plait: ")
-    assert message in err
-    assert err.count("\n") == 1
+    ]:
+        assert main(arguments.split()) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("plait: ")
+        assert message in err
+        assert err.count("\n") == 1
 
 
 def test_an_error_of_the_run_is_one_sentence(

@@ -103,9 +103,8 @@ def test_the_sizes_are_those_of_the_built_model(name: str, tied: str) -> None:
         assert getattr(built, field) == getattr(sizes, field)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_what_is_wrong_is_said_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in [
         ("--ranks 2", "--hardware is missing: give a100-40,"),
         ("--calibrate x.toml --json", "--calibrate goes with --ranks only"),
         ("--ranks 0 --hardware h100-sxm", "not a whole number of at least 1"),
@@ -126,16 +125,12 @@ def test_the_sizes_are_those_of_the_built_model(name: str, tied: str) -> None:
         ("--hardware a100-80 --ranks 2 --parallel.memory_limit 3", "memory_limit does not go with"),
         ("--hardware a100-40 --ranks 1 --model.hidden 65536 --model.layers 90", "none of "),
         ("--hardware a100-80 --modle.layers 3", "modle.layers"),
-    ],
-)
-def test_what_is_wrong_is_said_in_one_sentence(
-    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", *arguments.split()]) == 2
-    printed = capsys.readouterr()
-    assert message in printed.err
-    assert printed.err.count("\n") == 1
-    assert not printed.out
+    ]:
+        assert main(["plan", *arguments.split()]) == 2
+        printed = capsys.readouterr()
+        assert message in printed.err
+        assert printed.err.count("\n") == 1
+        assert not printed.out
 
 
 def test_failures_give_an_interval_of_checkpoints(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,9 +30,10 @@ def test_a_file_of_the_run_is_not_replaced_by_the_page(
     assert (tmp_path / name).read_text() == before
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
+def test_what_is_wrong_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, told in [
         ([], "the following arguments are required: RUN; see `plait report --help`."),
         (["nowhere"], "nowhere does not exist: give the folder of a run (its run.dir)."),
         (["."], ". has no metrics.jsonl: give the folder of a run (its run.dir) that has done a step."),
@@ -40,18 +41,9 @@ def test_a_file_of_the_run_is_not_replaced_by_the_page(
         (["a", "--port", "7000"], "--port goes with --watch: add that, or leave --port out."),
         (["a", "--watch", "--out", "x.html"], "--out does not go with --watch, which serves the page"),
         (["a", "--port", "70000"], "argument --port: 70000 is not a port: give one below 65536; see"),
-    ],
-    ids=str,
-)
-def test_what_is_wrong_is_one_sentence(
-    arguments: list[str],
-    told: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["report", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"plait: {told}")
-    assert error.count("\n") == 1
+    ]:
+        monkeypatch.chdir(tmp_path)
+        assert main(["report", *arguments]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"plait: {told}")
+        assert error.count("\n") == 1

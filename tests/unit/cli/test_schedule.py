@@ -86,9 +86,8 @@ def test_a_limit_that_holds(capsys: pytest.CaptureFixture[str]) -> None:
     assert "peak      2 1" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_refusals_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in [
         ("", "plait schedule needs a POLICY or a CSV file; see `plait schedule --help`."),
         ("1f1b", "the following arguments are required: --ranks, --microbatches; see"),
         (
@@ -135,15 +134,13 @@ def test_a_limit_that_holds(capsys: pytest.CaptureFixture[str]) -> None:
             "costs.I has 3 values, but the schedule has 2 stages",
         ),
         ("1f1b --ranks 2 --microbatches 4 --rank 3", "unrecognized arguments: --rank 3; see"),
-    ],
-)
-def test_refusals_are_one_sentence(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["schedule", *arguments.split()]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("plait: ")
-    assert message in err
-    assert err.count("\n") == 1
+    ]:
+        assert main(["schedule", *arguments.split()]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("plait: ")
+        assert message in err
+        assert err.count("\n") == 1
 
 
 def test_a_limit_that_is_not_kept_shows_where(capsys: pytest.CaptureFixture[str]) -> None:

@@ -173,9 +173,10 @@ def test_json_is_one_object(
     assert json.loads(capsys.readouterr().out) == {"equal": equal}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
+def test_what_a_user_can_mend_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, told in [
         ("--mode fast", "argument --mode: invalid choice: 'fast'"),
         ("--steps 0", "argument --steps: '0' is not a whole number of at least 1"),
         ("--steps two", "argument --steps: 'two' is not a whole number"),
@@ -193,18 +194,14 @@ def test_json_is_one_object(
         ("--config nowhere.toml", "There is no configuration file nowhere.toml"),
         ("--data.source nowhere.txt", "nowhere.txt"),
         ("surplus", "surplus"),
-    ],
-)
-def test_what_a_user_can_mend_is_one_sentence(
-    arguments: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("plait.verification.verify.launch", forbidden)
-    assert main(["verify", *arguments.split()]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("plait: ")
-    assert told in err
-    assert err.count("\n") == 1
+    ]:
+        monkeypatch.setattr("plait.verification.verify.launch", forbidden)
+        assert main(["verify", *arguments.split()]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("plait: ")
+        assert told in err
+        assert err.count("\n") == 1
 
 
 def test_a_mistake_in_an_option_tells_where_help_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,23 +209,18 @@ def test_a_mistake_in_an_option_tells_where_help_is(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err.endswith("; see `plait verify --help`.\n")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "remedy"),
-    [
+def test_an_option_that_is_not_there_leads_to_this_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, remedy in [
         ("--moed native", "did you mean --mode?"),
         ("--step=3", "did you mean --steps?"),
         ("--lr 1e-3", "did you mean --train.lr?"),
         ("--zzzz", "see `plait verify --help`."),
         ("--mode native --train.steps 3 --zzzz 3", "see `plait verify --help`."),
-    ],
-)
-def test_an_option_that_is_not_there_leads_to_this_command(
-    arguments: str, remedy: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["verify", *arguments.split()]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("plait: --")
-    assert told.endswith(f" is not an option of `plait verify`: {remedy}\n")
+    ]:
+        assert main(["verify", *arguments.split()]) == 2
+        told = capsys.readouterr().err
+        assert told.startswith("plait: --")
+        assert told.endswith(f" is not an option of `plait verify`: {remedy}\n")
 
 
 def test_options_are_passed_on(calls: list[dict[str, Any]]) -> None:

@@ -26,34 +26,45 @@ def test_flops_of_llama() -> None:
     assert flops == 6 * weights + 12 * 2 * 64 * 32
 
 
-@pytest.mark.parametrize(
-    ("device", "precision", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
-        ("NVIDIA H100 PCIe", "bf16", 756e12),
-        ("NVIDIA H200", "fp32", 67e12),
-        ("NVIDIA A100-SXM4-80GB", "bf16", 312e12),
-        ("NVIDIA A10G", "bf16", 125e12),
-        ("NVIDIA L40S", "bf16", 362e12),
-        ("NVIDIA L4", "bf16", 121e12),
-        ("NVIDIA H100 80GB HBM3", "fp64", None),
-        ("something new", "bf16", None),
-    ],
-)
-def test_peak_of_devices(device: str, precision: str, peak: float | None) -> None:
-    assert peak_flops(device, precision) == peak
+PEAKS = {
+    "NVIDIA B200": (2250, 75),
+    "NVIDIA H100 80GB HBM3": (989, 67),
+    "NVIDIA H100 PCIe": (756, 51),
+    "NVIDIA H100 NVL": (835, 60),
+    "NVIDIA GH200 480GB": (989, 67),
+    "NVIDIA H200": (989, 67),
+    "NVIDIA A100-SXM4-80GB": (312, 19.5),
+    "NVIDIA A10G": (125, 31.2),
+    "NVIDIA L40S": (362, 91.6),
+    "NVIDIA L40": (181, 90.5),
+    "NVIDIA L4": (121, 30.3),
+    "nvidia geforce rtx 4090": (165, 82.6),
+}
+"""In 1e12 operations a second: of bf16 and fp32."""
+
+
+def test_peak_of_devices() -> None:
+    for device, (bf16, fp32) in PEAKS.items():
+        assert (peak_flops(device, "bf16"), peak_flops(device, "fp32")) == (bf16 * 1e12, fp32 * 1e12), device
+        assert peak_flops(device, "fp64") is None
+    assert peak_flops("something new", "bf16") is None
 
 
 def _step_numbers() -> StepNumbers:
     mesh = Mesh(pp=2, dp=2)
-    meter = Meter(mesh, None)
+    meter = Meter(mesh, None, flops_per_token=30.0)
+    meter._peak = 4e3  # as if the device were known
+    meter._began -= 1000 * mesh.rank
+    mesh.traffic.record_wait("dp", 0, 5_000_000)  # before the step
     meter.start()
     mesh.traffic.record_wait("dp", 0, (mesh.rank + 1) * 1_000_000)
     bad = torch.tensor([mesh.rank == 3, mesh.rank in (1, 2)])
     signal = 15 if mesh.rank == 2 else 0
     two = torch.tensor(2.0)
     norm = torch.tensor(math.nan) if mesh.rank == 2 else two
-    return meter.measure(6, StepResult(two, norm, two, bad), 0.1, tokens=10, signal=signal)()
+    return meter.measure(
+        6, StepResult(two, norm, two, bad), 0.1, tokens=10, data_seconds=mesh.rank / 8, signal=signal
+    )()
 
 
 def test_numbers_of_each_rank_and_of_all(thread_ranks: RankPool) -> None:
@@ -62,5 +73,14 @@ def test_numbers_of_each_rank_and_of_all(thread_ranks: RankPool) -> None:
         assert (numbers.signal, numbers.loss_rank, numbers.gradient_rank) == (15, 3, 1)
         assert numbers.norm_ranks == (2,)
         assert len(numbers.peak_memory) == 4
-        assert numbers.row["peak_memory_bytes"] == max(numbers.peak_memory)
-        assert (numbers.row["step"], numbers.row["loss"], numbers.row["tokens"]) == (7, 2.0, 10)
+        seconds = numbers.row["step_seconds"]
+        assert numbers.row == {
+            **{"step": 7, "loss": 2.0, "grad_norm": numbers.row["grad_norm"], "lr": 0.1, "tokens": 10},
+            **{"trained_tokens": 2, "step_seconds": seconds, "data_seconds": 0.375},
+            "tokens_per_second": 10 / seconds,
+            "peak_memory_bytes": max(numbers.peak_memory),
+            "mfu": pytest.approx(30 * 10 / seconds / 4e3),
+        }
+        assert seconds > 0
+        assert 0 <= numbers.clock < 1000, "that of rank 0"
+    assert Meter(Mesh(), "bf16", flops_per_token=1.0)._peak is None, "of a CPU nothing is known"

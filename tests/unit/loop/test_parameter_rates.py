@@ -88,9 +88,8 @@ def test_rates_by_pattern_are_those_of_groups_of_torch(thread_ranks: RankPool, p
     assert found[0] == pytest.approx(of_torch(), rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "name", "fits"),
-    [
+def test_a_pattern_fits_whole_parts_of_a_name() -> None:
+    for pattern, name, fits in [
         ("embedding", "embedding.token.weight", True),
         ("blocks.*.mlp", "blocks.10.mlp.up.weight", True),
         ("bias", "blocks.0.mlp.up.bias", True),
@@ -98,10 +97,8 @@ def test_rates_by_pattern_are_those_of_groups_of_torch(thread_ranks: RankPool, p
         ("blocks.1", "blocks.10.mlp.up.weight", False),
         ("embed", "embedding.token.weight", False),
         ("*", "weight", True),
-    ],
-)
-def test_a_pattern_fits_whole_parts_of_a_name(pattern: str, name: str, *, fits: bool) -> None:
-    assert fits_name(pattern, name) is fits
+    ]:
+        assert fits_name(pattern, name) is fits
 
 
 def test_frozen_parameters_do_not_train() -> None:
@@ -114,9 +111,8 @@ def test_frozen_parameters_do_not_train() -> None:
         freeze(made, ["wieght"])
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_what_is_not_used_is_refused() -> None:
+    for options, message in [
         (
             {"parameter_groups": partial(parameter_groups, rates=[ParameterRate("wieght", 2.0)])},
             r"'wieght' of rates fits the name of no parameter: the nearest are 2\.weight",
@@ -126,11 +122,9 @@ def test_frozen_parameters_do_not_train() -> None:
         ({"parameter_groups": [1]}, "parameter_groups is an object of list: give a function of the engine"),
         ({"notes": "a try"}, r"notes are given, but no callback shows them: add plait\.loop\.Report"),
         ({"notes": 3}, "notes is an object of int: give a text"),
-    ],
-)
-def test_what_is_not_used_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        losses(PLANS[0], **options)
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            losses(PLANS[0], **options)
 
 
 def of_own_groups(plan: Plan, folder: Path, steps: int, *, resumes: bool) -> tuple[float, list[float]]:

@@ -100,9 +100,8 @@ def test_an_adapter_goes_with_a_folder_that_has_weights_and_without_other_settin
         initial_weights(configured(folder, tmp_path, adapter="x").model, nn.Sequential(), 0)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
+def test_refusals() -> None:
+    for arguments, text in [
         (
             ("--model.lora.rank", "-1"),
             r"model\.lora\.rank is -1 \(from the command line\): give a whole number of at least 0",
@@ -112,8 +111,6 @@ def test_an_adapter_goes_with_a_folder_that_has_weights_and_without_other_settin
         (("--model.lora.adapter", "x"), "set model.name to the folder of the model for which"),
         (("--model.lora.alpha", "8"), "model.lora.alpha = 8.0 is given, and without model.lora.rank there"),
         (("--model.lora.dropout", "1"), r"model\.lora\.dropout is 1"),
-    ],
-)
-def test_refusals(arguments: tuple[str, ...], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        config_from_arguments(arguments)
+    ]:
+        with pytest.raises(ConfigError, match=text):
+            config_from_arguments(arguments)

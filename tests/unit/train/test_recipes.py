@@ -41,28 +41,28 @@ def trained(
     return rows(folder)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_the_options_of_an_optimizer_are_those_of_torch(name: str) -> None:
-    parameters = inspect.signature(getattr(torch.optim, name)).parameters
-    own = {*parameters} - EVERY_CLASS - IMPLEMENTATION - ({"eps"} if name == "Adafactor" else set())
-    taken = OPTIONS[name]  # type: ignore[index]
-    assert own - {"initial_accumulator_value"} == {*taken}
-    for option in {*taken} - {"betas", "eps"}:
-        told = fields()[f"train.optimizer.{option}"]["description"]
-        default = parameters[option].default
-        shown = str(default).lower() if isinstance(default, bool) else f"{default:g}"
-        assert told.endswith(f"; none: {shown}"), told
+def test_the_options_of_an_optimizer_are_those_of_torch() -> None:
+    for name in OPTIONS:
+        parameters = inspect.signature(getattr(torch.optim, name)).parameters
+        own = {*parameters} - EVERY_CLASS - IMPLEMENTATION - ({"eps"} if name == "Adafactor" else set())
+        taken = OPTIONS[name]  # type: ignore[index]
+        assert own - {"initial_accumulator_value"} == {*taken}
+        for option in {*taken} - {"betas", "eps"}:
+            told = fields()[f"train.optimizer.{option}"]["description"]
+            default = parameters[option].default
+            shown = str(default).lower() if isinstance(default, bool) else f"{default:g}"
+            assert told.endswith(f"; none: {shown}"), told
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_an_optimizer_by_name_has_the_options_that_are_given(name: str) -> None:
-    settings = TrainConfig.model_validate({"optimizer": name.lower(), "lr": 0.5})
-    made = build_optimizer([{"params": [torch.nn.Parameter(torch.ones(2, 2))]}], settings)
-    assert type(made) is getattr(torch.optim, name)
-    (group,) = made.param_groups
-    assert group["lr"] == 0.5
-    if "betas" in OPTIONS[name]:  # type: ignore[index]
-        assert group["betas"] == (0.9, 0.95)
+def test_an_optimizer_by_name_has_the_options_that_are_given() -> None:
+    for name in OPTIONS:
+        settings = TrainConfig.model_validate({"optimizer": name.lower(), "lr": 0.5})
+        made = build_optimizer([{"params": [torch.nn.Parameter(torch.ones(2, 2))]}], settings)
+        assert type(made) is getattr(torch.optim, name)
+        (group,) = made.param_groups
+        assert group["lr"] == 0.5
+        if "betas" in OPTIONS[name]:  # type: ignore[index]
+            assert group["betas"] == (0.9, 0.95)
 
 
 def test_options_reach_the_optimizer_and_its_memory_is_predicted() -> None:
@@ -77,9 +77,8 @@ def test_options_reach_the_optimizer_and_its_memory_is_predicted() -> None:
         configured_decoder(config)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_what_is_not_done_is_refused_by_name() -> None:
+    for text, message in [
         (
             "--train.optimizer lion",
             'train.optimizer.name is "lion" (from the command line): give one of AdamW',
@@ -123,27 +122,22 @@ def test_options_reach_the_optimizer_and_its_memory_is_predicted() -> None:
             "--run.save_minutes 5 --run.save_every none",
             "run.save_minutes = 5 is given, but run.save_every is none",
         ),
-    ],
-)
-def test_what_is_not_done_is_refused_by_name(text: str, message: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        given(text)
-    assert message in str(refused.value)
+    ]:
+        with pytest.raises(ConfigError) as refused:
+            given(text)
+        assert message in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("given", "near"),
-    [
+def test_a_field_of_its_own_section_is_the_nearest() -> None:
+    for given, near in [
         ("train.optimiser", "train.optimizer"),
         ("train.lr_scheduler", "train.schedule"),
         ("train.learning_rate", "train.lr"),
         ("train.momentum", "train.optimizer.momentum"),
         ("train.num_epochs", "train.epochs"),
         ("train.keep_best", "run.keep_best"),
-    ],
-)
-def test_a_field_of_its_own_section_is_the_nearest(given: str, near: str) -> None:
-    assert nearest_field(given) == near
+    ]:
+        assert nearest_field(given) == near
 
 
 def test_tables_of_users_of_torch_are_understood(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from train_runs import make, rows, run
@@ -18,6 +20,7 @@ from plait.report.record import read_run
 from plait.report.timelines import StepTimeline
 from plait.report.warnings import warnings_of
 from plait.train.config import Config
+from plait.train.loop import TrainingResult, _print_end
 
 FIRST = """
 import sys
@@ -138,3 +141,27 @@ def test_a_checkpoint_that_cannot_be_written_is_a_warning_of_the_report(
         one for one in warnings_of(read_run(tmp_path)) if one.startswith("After step 4: the checkpoint ")
     )
     assert "No space left" in told
+
+
+def test_the_end_of_a_run_says_where_things_are_and_how_to_go_on(tmp_path: Path) -> None:
+    for stopped, saved, every, last in (
+        (15, True, 5, "Stopped after step 7: go on with --run.resume auto."),
+        (15, False, 5, "Stopped after step 7."),
+        (15, True, None, "Stopped after step 7."),
+        (
+            0,
+            True,
+            5,
+            f"Checkpoints are in {tmp_path / 'checkpoints'}; `plait checkpoint export` writes them for",
+        ),
+        (0, False, 5, f"Metrics are in m; the report is {tmp_path / 'report.html'}."),
+    ):
+        said: list[str] = []
+        config = Config.model_validate({"run": {"dir": tmp_path, "save_every": every}})
+        result = TrainingResult(7, 1.0, None, "text", Path("m"), stopped=stopped, saved=saved)
+        reporter: Any = SimpleNamespace(print=said.append)
+        _print_end(config, result, None, None, 0.0, None, reporter)  # type: ignore[arg-type]
+        assert said[0] == "\ntext\n"
+        assert said[1].startswith("Metrics are in m; the report is ")
+        assert said[-1].startswith(last)
+        assert len(said) == 2 + bool(stopped or saved)

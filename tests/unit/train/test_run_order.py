@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -23,12 +24,12 @@ from plait.train.loop import train
 SLOW = Costs(F=(1, 1), I=(1, 1), W=(1, 1), comm=0.1)
 
 
-def make(folder: Path, **parallel: Any) -> Config:
+def make(folder: Path, microbatches: int = 4, **parallel: Any) -> Config:
     """Four steps of a small model over two stages."""
     return Config.model_validate(
         {
             "model": {"layers": 2, "hidden": 16, "heads": 2, "context": 16},
-            "train": {"steps": 4, "batch": 4, "microbatches": 4, "validate_batches": 1},
+            "train": {"steps": 4, "batch": 4, "microbatches": microbatches, "validate_batches": 1},
             "parallel": {"pp": 2} | parallel,
             "run": {"dir": folder, "tensorboard": False, "progress": False, "compare": 4},
         }
@@ -78,9 +79,34 @@ def test_without_it_the_order_is_kept_as_it_is(rank_pool: RankPool, tmp_path: Pa
 
 
 def test_stages_are_cut_by_what_layers_take(rank_pool: RankPool, tmp_path: Path) -> None:
-    for by, times in (("counted", 0), ("measured", 2)):
-        calls = rank_pool.run(balanced, make(tmp_path, balance=by), ranks=2)
-        assert sum(calls) == times
+    assert sum(rank_pool.run(balanced, make(tmp_path, balance="measured"), ranks=2)) == 2
+
+
+def test_layers_are_measured_on_the_rows_of_each_rank(thread_ranks: RankPool, tmp_path: Path) -> None:
+    """Where a batch is shared by other ranks than a sequence; and only where it was asked for."""
+    degrees = {"pp": 1, "dp": 2, "cp": 2}
+
+    def cut(balance: str, layers: tuple[int, ...] | None) -> tuple[int, object]:
+        config = make(tmp_path, 2, **degrees, balance=balance, layers_per_stage=layers)
+        plan = config.plan()
+        mesh = plait.Mesh(plan)
+        read = SimpleNamespace(batch=lambda step, rows: (f"inputs of {step}", rows))
+        data: Any = SimpleNamespace(vocab=29, training=read)
+        found = balance_reorder_trace.balanced(config, plan, mesh, data)
+        return mesh.index("dp"), found if found != plan else None
+
+    def given(model: Any, plan: plait.Plan, mesh: plait.Mesh, *batch: Any) -> Any:
+        return (
+            len(next(model.parameters())),
+            plan == make(tmp_path, 2, **degrees, balance="measured").plan(),
+            *batch,
+        )
+
+    with patch.object(balance_reorder_trace, "balance", given):
+        for index, found in thread_ranks.run(cut, "measured", None, ranks=4):
+            assert found == (29, True, "inputs of 0", slice(2 * index, 2 * index + 2))
+        for how, layers in (("counted", None), ("measured", (2,))):
+            assert {found for _, found in thread_ranks.run(cut, how, layers, ranks=4)} == {None}
 
 
 def balanced(config: Config) -> int:
