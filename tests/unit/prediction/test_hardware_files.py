@@ -4,7 +4,16 @@ from pathlib import Path
 import pytest
 
 from plait.errors import ConfigError
-from plait.prediction.hardware import GIB, Hardware, hardware_names, load_hardware
+from plait.prediction.hardware import (
+    GIB,
+    Efficiency,
+    Hardware,
+    Link,
+    _parsed,
+    hardware_names,
+    load_hardware,
+)
+from plait.toml_files import toml_value
 
 FOLDER = Path(__file__).parents[3] / "src" / "plait" / "prediction" / "hardware_files"
 
@@ -30,21 +39,17 @@ def test_a_hardware_is_taken_as_it_is() -> None:
     [
         ("memory_bandwidth_gb = 3350", "", "lacks device.memory_bandwidth_gb"),
         ("memory_bandwidth_gb = 3350", 'memory_bandwidth_gb = "fast"', "device.memory_bandwidth_gb = 'fast'"),
-        (
-            "multiprocessors = 132",
-            "multiprocessors = -1",
-            "multiprocessors = -1: give a number from 0",
-        ),
-        (
-            "multiprocessors = 132",
-            "multiprocessors = 1.5",
-            "device.multiprocessors = 1.5: give a whole number",
-        ),
+        ("memory_bandwidth_gb = 3350", "memory_bandwidth_gb = true", "device.memory_bandwidth_gb = True"),
+        ("multiprocessors = 132", "multiprocessors = 1.5", "multiprocessors = 1.5: give a whole number"),
+        ("devices = 8", "devices = 1.5", "host.devices = 1.5: give a whole number"),
+        ("overlaps = 1", "overlaps = 0.5", "links.overlaps = 0.5: give a whole number"),
         ("inside_gb = 450", "inside_gb = nan", "links.inside_gb = nan"),
         ("inside_gb = 450", "inside_gb = 450\nnvlink = 1", "unknown field links.nvlink"),
         ("bf16 = 989.4", "bf8 = 989.4", "unknown field peak_tflops.bf8"),
         ("[links]", "[link]", "lacks links"),
+        ("[device]", "extra = 1\n[device]", "unknown field extra"),
         ('name = "h100-sxm"', "name = 3", "name = 3: give a text"),
+        ('name = "h100-sxm"', 'name = "a\\nb"', "name = 'a\\nb': give a text"),
         ("[device]", "[device", "is not TOML"),
     ],
 )
@@ -58,6 +63,88 @@ def test_errors_name_the_file_and_the_field(tmp_path: Path, before: str, after: 
     assert message in str(error.value)
     assert str(file) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+FIELDS = {
+    "device": "memory_gib reserved_gib memory_bandwidth_gb multiprocessors",
+    "host": "devices memory_gib waiting_speedup",
+    "links": "inside_gb inside_latency_us across_gb across_latency_us oversubscription overlaps",
+    "efficiency": "product half_depth attention attention_backward memory operands elementwise activation"
+    " optimizer kernel_us host_us repetition_us collective_us inside across all_to_all",
+}
+"""The numbers of each section; `peak_tflops` has one for each precision."""
+LEAST_AND_MOST: dict[str, tuple[float, float]] = {
+    **{"memory_gib": (0.001, 1e5), "reserved_gib": (0, 1e5), "memory_bandwidth_gb": (0.001, 1e7)},
+    **{"multiprocessors": (0, 1e5), "devices": (1, 1e4), "half_depth": (0, 1e5), "overlaps": (0, 1)},
+    **{"inside_gb": (1e-6, 1e6), "across_gb": (1e-6, 1e6), "bf16": (1e-6, 1e6), "fp64": (1e-6, 1e6)},
+    **dict.fromkeys(("waiting_speedup", "oversubscription"), (1.0, 1000.0)),
+}
+
+
+@pytest.mark.parametrize("section", [*FIELDS, "peak_tflops"])
+def test_each_number_has_a_least_and_a_most(section: str) -> None:
+    """Latencies and fixed costs may be 0; efficiencies are parts of a peak, from a thousandth of it."""
+    bundled = toml_value((FOLDER / "h100-sxm.toml").read_text())
+    for field in FIELDS.get(section, "bf16 fp64").split():
+        least, most = LEAST_AND_MOST.get(field, (0, 1e6) if field.endswith("_us") else (0.001, 1))
+        if (section, field) == ("host", "memory_gib"):
+            most = 1e7
+        for value in (least, most):
+            _parsed({**bundled, section: {**bundled[section], field: value}}, "mine.toml")
+        beyond = (least - 1, most + 1) if field in WHOLE else (least * (1 - 1e-6) - 1e-9, most * (1 + 1e-6))
+        for value in (*beyond, float("nan"), float("inf")):
+            with pytest.raises(
+                ConfigError, match=rf"mine\.toml has {section}\.{field} = .*give a number from"
+            ):
+                _parsed({**bundled, section: {**bundled[section], field: value}}, "mine.toml")
+
+
+WHOLE = ("multiprocessors", "devices", "overlaps")
+
+
+def test_figures_of_a_file_are_in_bytes_and_seconds() -> None:
+    """Each number of the file is another one here, and so is each field that is made of it."""
+    numbers: dict[str, dict[str, float]] = {
+        section: {field: (place + 1) / 64 for place, field in enumerate(fields.split())}
+        for section, fields in FIELDS.items()
+    }
+    numbers["device"] |= {"memory_gib": 96, "multiprocessors": 7}
+    numbers["host"] = {"devices": 3, "memory_gib": 800, "waiting_speedup": 1.25}
+    numbers["links"] |= {"oversubscription": 2.5, "overlaps": 0, "inside_gb": 5, "across_gb": 6}
+    peaks = {"bf16": 2.0, "fp64": 1.0}
+    found = _parsed({"name": "n", "fitted": "f", "peak_tflops": peaks, **numbers}, "mine.toml")
+    part = numbers["efficiency"]
+    assert found == Hardware(
+        name="n",
+        devices=3,
+        memory=96 * 2**30,
+        reserved=2 / 64 * 2**30,
+        host_memory=800 * 2**30,
+        waiting_speedup=1.25,
+        multiprocessors=7,
+        memory_bandwidth=3 / 64 * 1e9,
+        peak={"bf16": 2e12, "fp64": 1e12},
+        inside=Link(5e9, 2 / 64 * 1e-6),
+        across=Link(6e9, 4 / 64 * 1e-6),
+        oversubscription=2.5,
+        overlaps=False,
+        efficiency=Efficiency(*[part[one] * (1e-6 if one.endswith("_us") else 1) for one in part]),
+        fitted="f",
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "given", "message"),
+    [
+        ("peak_tflops", {}, "no figures in peak_tflops"),
+        ("peak_tflops", 3, "no figures in peak_tflops"),
+        ("host", 3, "host = 3: make it a section"),
+    ],
+)
+def test_a_section_holds_fields(section: str, given: object, message: str) -> None:
+    bundled = toml_value((FOLDER / "h100-sxm.toml").read_text())
+    with pytest.raises(ConfigError, match=message):
+        _parsed({**bundled, section: given}, "mine.toml")
 
 
 def test_an_unknown_name_lists_those_that_are_known() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 import plait
-from plait.errors import ModelError, PlanError
+from plait.errors import PlanError
 from plait.plan import Plan, SequenceParallel
 from plait.prediction.decoder import Decoder
 from plait.prediction.framework import PLAIT
@@ -256,10 +256,3 @@ def test_what_cannot_run_is_refused_in_one_sentence(
 ) -> None:
     with pytest.raises(error, match=message):
         predict(SMALL, plan, "h100-sxm", rows=rows)
-
-
-def test_another_model_is_refused_with_what_to_give() -> None:
-    with pytest.raises(ModelError, match="the sizes of dict are not known"):
-        predict({}, Plan(), "h100-sxm")
-    with pytest.raises(ModelError, match="kv_heads = 3 does not divide"):
-        replace(SMALL, kv_heads=3)
