@@ -6,26 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from one_second_kernels import DECODER, FAST, HARDWARE
 
 from plait.plan import Plan
-from plait.prediction.decoder import Decoder, LayerKind
+from plait.prediction.decoder import LayerKind
 from plait.prediction.framework import PLAIT, Framework
-from plait.prediction.hardware import Hardware, Link, load_hardware
+from plait.prediction.hardware import Hardware
 from plait.prediction.layer_operations import StepShape
 from plait.prediction.layer_times import LayerTimer, Parts, PassTimes
 
-H100, FAST = load_hardware("h100-sxm"), Link(bandwidth=1e300, latency=1.0)
-FIXED = {"kernel": 1.0, "host": 0.0, "repetition": 100.0, "collective": 5.0}
-HARDWARE = replace(
-    H100,
-    devices=64,
-    memory_bandwidth=1e300,
-    peak={"bf16": 1e300},
-    inside=FAST,
-    across=FAST,
-    efficiency=replace(H100.efficiency, **FIXED),
-)
-DECODER = Decoder(layers=1, hidden=96, heads=6, vocab=510, context=64, gated=True, rotary=True)
 TP = {"tp": 2, "sequence_parallel": "keep"}
 PLAIN = PassTimes(Parts(2, 1, 4), Parts(2, 3, 5), Parts(2))
 """Attention on one rank: two linears, a norm, two rotations and a residual, in the backward of two each."""

@@ -13,10 +13,8 @@ from plait.plan import Plan
 from plait.prediction.decoder import Decoder
 from plait.prediction.framework import PLAIT
 from plait.prediction.layer_memory import LayerMemory
-from plait.prediction.layer_operations import StepShape
 from plait.prediction.memory_by_size import PredictedMemory, stage_memory
 from plait.prediction.model_sizes import decoder_of
-from plait.prediction.state_memory import RankSizes, whole_gradients
 from plait.prediction.step_prediction import predict
 from plait.schedules.action import Kind
 
@@ -108,20 +106,3 @@ def test_weight_gradients_after_all_input_gradients_keep_more() -> None:
         stage_memory([layer] * 3, at_once=at_once, receives=False).most[Kind.B] for at_once in (True, False)
     )
     assert (at_once, later) == (7, 2 * (4 - 1) + 2 + 5)
-
-
-def test_whole_gradients_are_allocated_from_the_first_backward_on() -> None:
-    plan = Plan(dp=4, microbatches=2, precision="bf16", master_precision="bf16", strategy="gradients")
-    sizes = RankSizes(whole=1000, twice=0, pair=150)
-    added = whole_gradients(_shape(plan), sizes, splits=False)
-    assert (added.of_layers(Kind.F), added.of_layers(Kind.B)) == (0, 2 * 150)
-    assert added.after_backward(Kind.F) == 2 * 1000
-    each = whole_gradients(_shape(replace(plan, reduce="each")), sizes, splits=False)
-    assert (each.after_backward(Kind.F), each.after_backward(Kind.B)) == (0, 2 * 150)
-    once = replace(plan, microbatches=1)
-    assert whole_gradients(_shape(once), sizes, splits=False).after_backward(Kind.F) == 0
-    assert whole_gradients(_shape(once), sizes, splits=True).after_backward(Kind.F) == 2 * 1000
-
-
-def _shape(plan: Plan) -> StepShape:
-    return StepShape(Decoder(layers=2, hidden=64, heads=4, vocab=100, context=32), plan, PLAIT, 1)
