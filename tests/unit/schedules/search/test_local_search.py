@@ -1,15 +1,21 @@
 from __future__ import annotations
 
+import sys
+from collections import Counter
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from search_cases import LINEAR, LOOP, V, problem_of, problems, require_legal
 
 from plait.schedules.schedule import Placement
+from plait.schedules.search import list_scheduling
+from plait.schedules.search import local_search as module_of_search
 from plait.schedules.search.bound import lower_bound
 from plait.schedules.search.initial_orders import InitialOrder
-from plait.schedules.search.list_scheduling import DispatchRule, TimedOrders
+from plait.schedules.search.list_scheduling import DispatchRule, TimedOrders, list_schedule
 from plait.schedules.search.local_search import LEAST, Candidate, local_search, shortened_problem
-from plait.schedules.search.problem import Problem, StageLayout
+from plait.schedules.search.problem import OperationTables, Problem, StageLayout
 from plait.schedules.simulation.costs import Costs
 
 LAYOUTS: tuple[StageLayout, ...] = (LINEAR, V, LOOP)
@@ -79,6 +85,28 @@ def test_a_long_pipeline_is_run_at_full_length() -> None:
     (best, *_) = local_search([problem], 1)
     assert best.problem == problem
     assert best.timed.length == lower_bound(problem) == 121
+
+
+@pytest.mark.parametrize(("budget", "perturbed"), [(5_000, 1), (20_000, 1), (60_000, 3)])
+def test_the_operations_that_are_scheduled_are_those_of_the_budget(
+    monkeypatch: pytest.MonkeyPatch, budget: int, perturbed: int
+) -> None:
+    """A third by screening and refinement each, and the rest by perturbation, to the last round begun."""
+    problem, scheduled = problem_of(LINEAR, 3, 6, COSTS, 3), Counter[str]()
+
+    def counted(tables: OperationTables, *arguments: Any) -> TimedOrders:
+        scheduled[sys._getframe(1).f_code.co_name] += len(tables.duration)
+        return list_schedule(tables, *arguments)
+
+    for module in (list_scheduling, module_of_search):
+        monkeypatch.setattr(module, "list_schedule", counted)
+    found = local_search([problem], budget)
+    assert len(found) == perturbed
+    assert found[0].timed.length > lower_bound(problem)  # which would have ended the search
+    assert problem.size == 54
+    rest = scheduled["_perturb_once"]
+    assert 0.35 * budget <= rest <= 0.35 * budget + 2 * 54 * perturbed
+    assert 0.8 * budget <= scheduled.total() <= budget
 
 
 @settings(max_examples=30)
