@@ -50,7 +50,10 @@ def test_where_failures_are_rare_youngs_estimate_is_near() -> None:
 
 def test_the_seed_decides() -> None:
     failures = Failures(3600.0, 30.0, 300.0)
-    assert best_interval(failures, 1) == best_interval(failures, 1) != best_interval(failures, 2)
+    found = best_interval(failures, 1)
+    assert found == best_interval(failures, 1) != best_interval(failures, 2)
+    assert (found.simulated, found.deviation) == simulated_goodput(failures, found.interval, 1)
+    assert (found.expected, found.seed) == (expected_goodput(failures, found.interval), 1)
 
 
 def test_an_interval_that_no_run_ends_has_no_goodput() -> None:

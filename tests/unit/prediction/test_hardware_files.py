@@ -10,6 +10,7 @@ from plait.prediction.hardware import (
     Hardware,
     Link,
     _parsed,
+    bundled_name,
     hardware_names,
     load_hardware,
 )
@@ -155,3 +156,17 @@ def test_an_unknown_name_lists_those_that_are_known() -> None:
 def test_a_precision_without_a_peak_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"a100-80 has no figure peak_tflops\.fp8"):
         load_hardware("a100-80").peak_of("fp8")
+
+
+def test_a_gpu_is_known_by_its_name() -> None:
+    known = {
+        "NVIDIA A100-SXM4-40GB": "a100-40",
+        "NVIDIA A100-SXM4-80GB": "a100-80",
+        "NVIDIA H100 80GB HBM3": "h100-sxm",
+        "NVIDIA H200": "h200-sxm",
+        "NVIDIA B200": "b200-sxm",
+        "NVIDIA H100 PCIe": None,
+        "NVIDIA A100-PCIE-40GB": None,
+    }
+    assert {device: bundled_name(device) for device in known} == known
+    assert {*filter(None, known.values()), "cpu-two-cores"} == {*hardware_names()}
