@@ -110,6 +110,11 @@ def test_stages_free_what_they_keep_layer_by_layer() -> None:
     assert at_once.until_weights == 3 * 4 - 2  # the last gradient is in a receive buffer
     assert at_once.most == {Kind.F: 2, Kind.I: 5, Kind.W: 1, Kind.B: 5}
     assert at_once.last == {Kind.I: 2 - 8 - 6 + 5, Kind.W: 1 - 2 - 4, Kind.B: 2 - 20 + 5}
+    uneven = [layer, replace(layer, gradient=50), replace(layer, gradient=3, weights=10)]
+    most = stage_memory(uneven, at_once=True, receives=False).most
+    assert (
+        most[Kind.B] == 4 + 10 - 10 + 50
+    )  # the last weight gradient, beside the gradient that was passed on
 
 
 def test_weight_gradients_after_all_input_gradients_keep_more() -> None:

@@ -95,6 +95,9 @@ def test_recomputation_costs_a_third_more_and_saves_activations() -> None:
     kept, again = (predict(SMALL, replace(plan, recompute=mode), "h100-sxm") for mode in ("none", "full"))
     assert 1.2 < again.step_seconds / kept.step_seconds < 1.4
     assert again.breakdown["recomputation"] > 0 == kept.breakdown["recomputation"]
+    for found in (kept, again):
+        last = max(range(2), key=lambda rank: found.times.ends[rank])
+        assert found.breakdown["recomputation"] == 8 * found.times.passes[last].inputs.recomputation
     assert again.memory[0].activations < kept.memory[0].activations / 4
 
 
