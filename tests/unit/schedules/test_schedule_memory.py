@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 from math import inf, nan
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -26,6 +27,11 @@ from plait.schedules.schedule import Schedule
 
 SPLIT = written(["0F0 0F1 0I0 0I1 0W0 0W1"], rank_of=(0,), microbatches=2)
 WHOLE = written(["0F0 0F1 0B0 0B1"], rank_of=(0,), microbatches=2)
+
+
+def test_a_schedule_splits_where_weight_gradients_are_actions() -> None:
+    assert (SPLIT.splits, WHOLE.splits, WHOLE.split_backward.splits) == (True, False, True)
+    assert SPLIT.split_backward is SPLIT
 
 
 @pytest.mark.parametrize(
@@ -124,8 +130,8 @@ def test_a_limit_may_be_infinite() -> None:
     assert limit_in_units(inf, Fraction(1, 7)) == UNLIMITED > 10**18
 
 
-@pytest.mark.parametrize("wrong", [nan, -0.5, -inf])
-def test_a_limit_is_a_number_of_at_least_zero(wrong: float) -> None:
+@pytest.mark.parametrize("wrong", [nan, -0.5, -inf, True, "2", None])
+def test_a_limit_is_a_number_of_at_least_zero(wrong: Any) -> None:
     with pytest.raises(ScheduleError) as caught:
         limit_in_units(wrong, Fraction(1))
     assert str(caught.value) == f"limit is {wrong}: give the most that a rank may hold, in micro-batches."
