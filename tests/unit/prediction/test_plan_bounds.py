@@ -99,15 +99,17 @@ def test_after_the_only_micro_batch_no_activations_are_bound() -> None:
     assert Bounds(model, H100, 8, PLAIT).memory(plan, "1f1b") <= found.peak_memory + H100.reserved
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_no_bound_is_above_the_prediction(seed: int) -> None:
-    _check(seed)
+@pytest.mark.parametrize("first", range(0, 60, 15))
+def test_no_bound_is_above_the_prediction(first: int) -> None:
+    for seed in range(first, first + 15):
+        _check(seed)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", range(60, 3000))
-def test_no_bound_of_many_plans_is_above_the_prediction(seed: int) -> None:
-    _check(seed)
+@pytest.mark.parametrize("first", range(60, 3000, 60))
+def test_no_bound_of_many_plans_is_above_the_prediction(first: int) -> None:
+    for seed in range(first, first + 60):
+        _check(seed)
 
 
 EVEN = Decoder(layers=7, hidden=512, heads=8, vocab=8, context=512, gated=True, rotary=True)
