@@ -15,21 +15,18 @@ LLAMA = Decoder(
 GPT = Decoder(layers=3, hidden=96, heads=6, vocab=500, context=640, biases=True, positions=True)
 
 
-@pytest.mark.parametrize("decoder", [LLAMA, GPT], ids=["llama", "gpt"])
-def test_operations_are_six_for_each_element_of_a_matrix_and_twelve_for_each_position(
-    decoder: Decoder,
-) -> None:
-    keys = 32 if decoder is LLAMA else 96
-    width, matrices = (176, 3) if decoder is LLAMA else (4 * 96, 2)
-    attention, mlp = 2 * 96 * 96 + 2 * 96 * keys, matrices * 96 * width
-    per_token = 3 * (6 * (attention + mlp) + 12 * 640 * 96) + 6 * 96 * 500
-    assert decoder.operations_per_token == per_token
-    assert decoder.layer_costs == (1, *((attention + 2 * 640 * 96, 1 + mlp) * 3), 1 + 96 * 500)
+def test_operations_are_six_for_each_element_of_a_matrix_and_twelve_for_each_position() -> None:
+    for decoder in [LLAMA, GPT]:
+        keys = 32 if decoder is LLAMA else 96
+        width, matrices = (176, 3) if decoder is LLAMA else (4 * 96, 2)
+        attention, mlp = 2 * 96 * 96 + 2 * 96 * keys, matrices * 96 * width
+        per_token = 3 * (6 * (attention + mlp) + 12 * 640 * 96) + 6 * 96 * 500
+        assert decoder.operations_per_token == per_token
+        assert decoder.layer_costs == (1, *((attention + 2 * 640 * 96, 1 + mlp) * 3), 1 + 96 * 500)
 
 
-@pytest.mark.parametrize(
-    ("decoder", "tp", "expected"),
-    [
+def test_parameters_of_a_rank_are_its_part_of_the_matrices_and_all_of_the_norms() -> None:
+    for decoder, tp, expected in [
         (LLAMA, 2, {"attention": 2 * 96 * (96 + 32) / 2 + 96, "mlp": 3 * 96 * 176 / 2 + 96}),
         # Four ranks: each has half a head's keys and values more than the model.
         (LLAMA, 4, {"attention": 2 * 96 * (96 + 64) / 4 + 96, "head": 96 * 500 / 4 + 96}),
@@ -37,12 +34,8 @@ def test_operations_are_six_for_each_element_of_a_matrix_and_twelve_for_each_pos
         (GPT, 2, {"attention": 4 * 96 * 96 / 2 + 3 * 96 / 2 + 96 + 2 * 96}),
         (GPT, 2, {"mlp": 2 * 96 * 384 / 2 + 384 / 2 + 96 + 2 * 96}),
         (GPT, 2, {"embedding": 96 * 500 / 2 + 640 * 96, "head": 96 * 500 / 2 + 2 * 96}),
-    ],
-)
-def test_parameters_of_a_rank_are_its_part_of_the_matrices_and_all_of_the_norms(
-    decoder: Decoder, tp: int, expected: dict[LayerKind, float]
-) -> None:
-    assert {kind: decoder.parameters(kind, tp) for kind in expected} == expected
+    ]:
+        assert {kind: decoder.parameters(kind, tp) for kind in expected} == expected
 
 
 def test_a_tied_table_counts_once_where_both_layers_are() -> None:
@@ -59,9 +52,8 @@ def test_stages_take_the_layers_in_order() -> None:
     assert stage_kinds(LLAMA.kinds, (1, 3, 4)) == (LLAMA.kinds[:1], LLAMA.kinds[1:4], LLAMA.kinds[4:])
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+def test_sizes_that_fit_no_model_are_refused() -> None:
+    for fields, message in [
         ({"layers": 0}, "model.layers is 0: give a whole number of at least 1"),
         ({"vocab": True}, "model.vocab is True"),
         ({"context": 8.0}, "model.context is 8.0"),
@@ -69,9 +61,7 @@ def test_stages_take_the_layers_in_order() -> None:
         ({"hidden": None}, "model.hidden is None"),
         ({"kv_heads": 3, "heads": 4}, "model.kv_heads = 3 does not divide model.heads = 4"),
         ({"heads": 7}, "model.hidden = 96 is not divisible by model.heads = 7"),
-    ],
-)
-def test_sizes_that_fit_no_model_are_refused(fields: dict[str, object], message: str) -> None:
-    with pytest.raises(ModelError, match=message):
-        replace(LLAMA, **fields)  # type: ignore[arg-type]
-    assert replace(LLAMA, heads=1, kv_heads=1, layers=1, vocab=1, context=1, inner=1).head_size == 96
+    ]:
+        with pytest.raises(ModelError, match=message):
+            replace(LLAMA, **fields)  # type: ignore[arg-type]
+        assert replace(LLAMA, heads=1, kv_heads=1, layers=1, vocab=1, context=1, inner=1).head_size == 96

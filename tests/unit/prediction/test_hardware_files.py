@@ -134,18 +134,15 @@ def test_figures_of_a_file_are_in_bytes_and_seconds() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("section", "given", "message"),
-    [
+def test_a_section_holds_fields() -> None:
+    for section, given, message in [
         ("peak_tflops", {}, "no figures in peak_tflops"),
         ("peak_tflops", 3, "no figures in peak_tflops"),
         ("host", 3, "host = 3: make it a section"),
-    ],
-)
-def test_a_section_holds_fields(section: str, given: object, message: str) -> None:
-    bundled = toml_value((FOLDER / "h100-sxm.toml").read_text())
-    with pytest.raises(ConfigError, match=message):
-        _parsed({**bundled, section: given}, "mine.toml")
+    ]:
+        bundled = toml_value((FOLDER / "h100-sxm.toml").read_text())
+        with pytest.raises(ConfigError, match=message):
+            _parsed({**bundled, section: given}, "mine.toml")
 
 
 def test_an_unknown_name_lists_those_that_are_known() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from plait.plan import Plan
 from plait.prediction.decoder import Decoder
 from plait.prediction.framework import PLAIT, Framework
@@ -159,15 +157,15 @@ def test_on_a_cpu_norms_rotations_and_gates_are_several_operations() -> None:
         assert layer_work(kind, shape_of(GPT, composing)) == layer_work(kind, shape_of(GPT, alone))
 
 
-@pytest.mark.parametrize("dropout", [False, True])
-def test_attention_that_is_not_fused_reads_and_writes_all_scores(dropout: bool) -> None:
-    framework = replace(PLAIT, fused_attention=False, attention_dropout=dropout)
-    work = layer_work("attention", shape_of(GPT, framework, precision="bf16", cp=2, tp=2))
-    scores, values = Product(32, 64, 16, batch=9), Product(32, 16, 64, batch=9)
-    matrix, more, kernels = 9 * 32 * 64 * 2, 2.5 * dropout, 1 + dropout
-    assert work.forward[2:5] == (scores, Elementwise((2 + more) * matrix, kernels), values)
-    turned, gradient = Product(64, 16, 32, batch=9), Elementwise((3 + more) * matrix, kernels)
-    assert work.backward[2:7] == (scores, turned, gradient, values, values)
+def test_attention_that_is_not_fused_reads_and_writes_all_scores() -> None:
+    for dropout in [False, True]:
+        framework = replace(PLAIT, fused_attention=False, attention_dropout=dropout)
+        work = layer_work("attention", shape_of(GPT, framework, precision="bf16", cp=2, tp=2))
+        scores, values = Product(32, 64, 16, batch=9), Product(32, 16, 64, batch=9)
+        matrix, more, kernels = 9 * 32 * 64 * 2, 2.5 * dropout, 1 + dropout
+        assert work.forward[2:5] == (scores, Elementwise((2 + more) * matrix, kernels), values)
+        turned, gradient = Product(64, 16, 32, batch=9), Elementwise((3 + more) * matrix, kernels)
+        assert work.backward[2:7] == (scores, turned, gradient, values, values)
 
 
 def test_a_framework_may_repeat_the_scores_of_attention_only() -> None:
@@ -177,45 +175,37 @@ def test_a_framework_may_repeat_the_scores_of_attention_only() -> None:
     assert layer_work("mlp", shape).selective == Recomputation()
 
 
-@pytest.mark.parametrize(
-    ("fields", "again"),
-    [({}, 2), ({"tp": 2}, 2), ({"tp": 2, "sequence_parallel": "keep"}, 1)],
-)
-def test_contexts_exchange_keys_with_values_in_a_ring_or_heads_by_all_to_alls(
-    fields: dict[str, Any], again: int
-) -> None:
+def test_contexts_exchange_keys_with_values_in_a_ring_or_heads_by_all_to_alls() -> None:
     """Over four ranks of a context those with one head of keys each send it to all: 4 · 16 features."""
-    tp, fields = fields.get("tp", 1), {"precision": "bf16", "cp": 2, **fields}
-    keys, size = 32 / tp, TOKENS / 2 * 2
-    ring = layer_work("attention", shape_of(LLAMA, context_parallel="ring", **fields))
-    assert ring.forward_exchanges == (AxisTransfer("ring", "cp", 2 * size * keys),)
-    assert ring.backward_exchanges == (AxisTransfer("ring", "cp", 4 * size * keys),)
-    heads = layer_work("attention", shape_of(LLAMA, context_parallel="ulysses", **fields))
-    sent = [2 * size * one for one in (2 * max(keys, 32), 96 / tp, 96 / tp)]
-    assert [one.nbytes for one in heads.forward_exchanges] == sent
-    assert [one.nbytes for one in heads.backward_exchanges] == [*sent[:2], again * sent[2]]
-    assert {one.collective for one in heads.forward_exchanges} == {"all-to-all"}
-    assert heads.selective.exchanges == heads.forward_exchanges[:2]
-    assert heads.full.exchanges == heads.forward_exchanges
+    for fields, again in [({}, 2), ({"tp": 2}, 2), ({"tp": 2, "sequence_parallel": "keep"}, 1)]:
+        tp, fields = fields.get("tp", 1), {"precision": "bf16", "cp": 2, **fields}
+        keys, size = 32 / tp, TOKENS / 2 * 2
+        ring = layer_work("attention", shape_of(LLAMA, context_parallel="ring", **fields))
+        assert ring.forward_exchanges == (AxisTransfer("ring", "cp", 2 * size * keys),)
+        assert ring.backward_exchanges == (AxisTransfer("ring", "cp", 4 * size * keys),)
+        heads = layer_work("attention", shape_of(LLAMA, context_parallel="ulysses", **fields))
+        sent = [2 * size * one for one in (2 * max(keys, 32), 96 / tp, 96 / tp)]
+        assert [one.nbytes for one in heads.forward_exchanges] == sent
+        assert [one.nbytes for one in heads.backward_exchanges] == [*sent[:2], again * sent[2]]
+        assert {one.collective for one in heads.forward_exchanges} == {"all-to-all"}
+        assert heads.selective.exchanges == heads.forward_exchanges[:2]
+        assert heads.full.exchanges == heads.forward_exchanges
 
 
-@pytest.mark.parametrize(
-    ("method", "layout", "seen"),
-    [
+def test_causal_attention_computes_half_of_the_pairs_or_what_the_last_rank_sees() -> None:
+    for method, layout, seen in [
         ("ring", "contiguous", 1 - 0.5 / 4),  # of the last rank
         ("ring", "zigzag", 0.5),
         ("ulysses", "contiguous", 0.5),
-    ],
-)
-def test_causal_attention_computes_half_of_the_pairs_or_what_the_last_rank_sees(
-    method: str, layout: str, seen: float
-) -> None:
-    fields = {"cp": 4, "context_parallel": method, "context_layout": layout}
-    core = layer_work("attention", shape_of(LLAMA, **fields)).forward[3]
-    assert core == FusedAttention(3, 6, 2, 16, 16, 64, seen)
-    whole = layer_work("attention", shape_of(LLAMA, replace(PLAIT, skips_masked=False), **fields)).forward[3]
-    assert isinstance(whole, FusedAttention)
-    assert whole.seen == 1
+    ]:
+        fields = {"cp": 4, "context_parallel": method, "context_layout": layout}
+        core = layer_work("attention", shape_of(LLAMA, **fields)).forward[3]
+        assert core == FusedAttention(3, 6, 2, 16, 16, 64, seen)
+        whole = layer_work(
+            "attention", shape_of(LLAMA, replace(PLAIT, skips_masked=False), **fields)
+        ).forward[3]
+        assert isinstance(whole, FusedAttention)
+        assert whole.seen == 1
 
 
 def test_auto_takes_the_method_by_which_a_rank_sends_less() -> None:

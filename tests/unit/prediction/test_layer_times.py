@@ -44,29 +44,24 @@ def test_times_are_those_of_the_operations_by_their_kind() -> None:
     assert (PLAIN + PLAIN.times(2)).total == Parts(18, 12, 27)
 
 
-@pytest.mark.parametrize(
-    ("fields", "forward", "backward"),
-    [
+def test_sums_over_tp_are_hidden_by_weight_gradients_and_in_pieces_by_products() -> None:
+    for fields, forward, backward in [
         (TP, 6 + 6, 6 + (6 - 2)),  # gathers, and sums that run while the weight gradients do
         ({**TP, "sequence_parallel": "regather"}, 6 + 6, 6 + (6 + 6 - 2)),
         ({"tp": 2}, 7, 7 - 2),
         ({**TP, "at_once": False}, 12, 12),
         ({**TP, "framework": replace(PLAIT, overlaps_tensor_sums=False)}, 12, 12),
         ({**TP, "framework": replace(PLAIT, overlaps_tensor_products=True)}, 0.3 * 12, 0.3 * 12),
-    ],
-)
-def test_sums_over_tp_are_hidden_by_weight_gradients_and_in_pieces_by_products(
-    fields: dict[str, Any], forward: float, backward: float
-) -> None:
-    found = times(**fields)
-    assert found.forward.seconds == pytest.approx(replace(PLAIN.forward, tp=forward).seconds)
-    assert found.inputs.seconds == pytest.approx(replace(PLAIN.inputs, tp=backward).seconds)
-    assert found.weights == PLAIN.weights
+    ]:
+        found = times(**fields)
+        assert found.forward.seconds == pytest.approx(replace(PLAIN.forward, tp=forward).seconds)
+        assert found.inputs.seconds == pytest.approx(replace(PLAIN.inputs, tp=backward).seconds)
+        assert found.weights == PLAIN.weights
 
 
-@pytest.mark.parametrize(
-    ("recompute", "fields", "again", "cp"),
-    [
+def test_backwards_repeat_operations_and_transfers() -> None:
+    """A ring is hidden but for the part of attention that needs no other rank's keys."""
+    for recompute, fields, again, cp in [
         ("selective", {}, 3 + 100, 0),  # a norm and two rotations
         ("full", {}, 5 + 100, 0),  # and a product, and attention
         ("selective", TP, 3 + 6 + 100, 0),
@@ -75,15 +70,10 @@ def test_sums_over_tp_are_hidden_by_weight_gradients_and_in_pieces_by_products(
         ("full", {"cp": 2, "context_parallel": "ring"}, 5 + 100, 6 - 3 / 2 + 6 - 1 / 2),
         ("selective", {"cp": 2, "context_parallel": "ulysses"}, 3 + 100, 3 * 6 + 2 * 6),
         ("full", {"cp": 3, "context_parallel": "ulysses"}, 5 + 100, 6 * 7),
-    ],
-)
-def test_backwards_repeat_operations_and_transfers(
-    recompute: str, fields: dict[str, Any], again: float, cp: float
-) -> None:
-    """A ring is hidden but for the part of attention that needs no other rank's keys."""
-    found = times(recompute=recompute, **fields)
-    assert (found.inputs.recomputation, found.inputs.cp) == pytest.approx((again, cp))
-    assert found.forward.recomputation == found.weights.total - 2 == 0
+    ]:
+        found = times(recompute=recompute, **fields)
+        assert (found.inputs.recomputation, found.inputs.cp) == pytest.approx((again, cp))
+        assert found.forward.recomputation == found.weights.total - 2 == 0
 
 
 def test_a_ring_is_hidden_behind_attention_where_the_framework_overlaps_it() -> None:
@@ -96,9 +86,9 @@ def test_a_ring_is_hidden_behind_attention_where_the_framework_overlaps_it() -> 
     assert times(**ring, hardware=quick).forward.cp == 0
 
 
-@pytest.mark.parametrize(
-    ("fields", "forward", "backward"),
-    [
+def test_parameters_are_gathered_and_gradients_summed_while_a_layer_runs() -> None:
+    """Over 32 ranks each takes 5 + 31 seconds; the forward 7, and the backward 12."""
+    for fields, forward, backward in [
         ({"strategy": "optimizer"}, 0, 0),
         ({"strategy": "gradients", "reduce": "each"}, 0, 36 - 12),
         ({"strategy": "gradients"}, 0, 0),
@@ -116,14 +106,9 @@ def test_a_ring_is_hidden_behind_attention_where_the_framework_overlaps_it() -> 
         ({"strategy": "full", **TP}, 36 - 7, 36 - (12 + 10 - 12)),
         ({"strategy": "full", **TP, "recompute": "full"}, 36 - 7, 0),
         ({"strategy": "full", **TP, "hardware": replace(HARDWARE, devices=2)}, 36 - 19, 36 - 22),
-    ],
-)
-def test_parameters_are_gathered_and_gradients_summed_while_a_layer_runs(
-    fields: dict[str, Any], forward: float, backward: float
-) -> None:
-    """Over 32 ranks each takes 5 + 31 seconds; the forward 7, and the backward 12."""
-    found = times(dp=32, **fields)
-    assert (found.forward.dp, found.inputs.dp, found.weights.dp) == (forward, backward, 0)
+    ]:
+        found = times(dp=32, **fields)
+        assert (found.forward.dp, found.inputs.dp, found.weights.dp) == (forward, backward, 0)
 
 
 def test_the_device_waits_for_the_host_to_start_operations() -> None:

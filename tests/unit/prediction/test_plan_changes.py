@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from plait.plan import Plan
 from plait.prediction.decoder import Decoder
 from plait.prediction.hardware import load_hardware
@@ -30,19 +28,19 @@ def test_changes_of_a_plan_that_fits_save_time_most_first() -> None:
         assert one.value == getattr(one.after.plan, one.field) != getattr(PLAN, one.field)
 
 
-@pytest.mark.parametrize("room", [0.9, 0.3])
-def test_changes_that_make_a_plan_fit_come_first(room: float) -> None:
-    plan = replace(PLAN, recompute="none")
-    needed = predict(MODEL, plan, H100, rows=8).peak_memory
-    found = predict(MODEL, plan, replace(H100, memory=needed * room, reserved=0.0), rows=8)
-    assert not found.fits
-    changes = best_changes(found, most=20)
-    fitting = [one for one in changes if one.after.fits]
-    assert bool(fitting) == (room == 0.9)
-    assert [*changes[: len(fitting)]] == sorted(fitting, key=lambda one: one.seconds)
-    rest = [one.memory for one in changes[len(fitting) :]]
-    assert rest == sorted(rest)
-    assert all(memory < 0 for memory in rest)
+def test_changes_that_make_a_plan_fit_come_first() -> None:
+    for room in [0.9, 0.3]:
+        plan = replace(PLAN, recompute="none")
+        needed = predict(MODEL, plan, H100, rows=8).peak_memory
+        found = predict(MODEL, plan, replace(H100, memory=needed * room, reserved=0.0), rows=8)
+        assert not found.fits
+        changes = best_changes(found, most=20)
+        fitting = [one for one in changes if one.after.fits]
+        assert bool(fitting) == (room == 0.9)
+        assert [*changes[: len(fitting)]] == sorted(fitting, key=lambda one: one.seconds)
+        rest = [one.memory for one in changes[len(fitting) :]]
+        assert rest == sorted(rest)
+        assert all(memory < 0 for memory in rest)
 
 
 ALONE = ("recompute", ["selective", "full"]), ("microbatches", [1, 4, 8]), ("loss_rows", [1024])
@@ -50,9 +48,8 @@ STATES = ["none", "optimizer", "gradients", "full"]
 POLICIES = ["1f1b", "interleaved", "zb-h1", "zb-v", "v-half"]
 
 
-@pytest.mark.parametrize(
-    ("plan", "expected"),
-    [
+def test_the_changes_that_are_tried_are_those_of_fields_that_matter() -> None:
+    for plan, expected in [
         (Plan(microbatches=2), dict(ALONE)),
         (Plan(microbatches=2, loss_rows=7), {**dict(ALONE), "loss_rows": [None]}),
         (
@@ -81,18 +78,14 @@ POLICIES = ["1f1b", "interleaved", "zb-h1", "zb-v", "v-half"]
             Plan(pp=2, microbatches=2, schedule="interleaved", chunks=3, layers_per_stage=(2, 2, 2, 2, 3, 3)),
             {**dict(ALONE), "schedule": [POLICIES[0], *POLICIES[2:]], "chunks": [2, 4]},
         ),
-    ],
-)
-def test_the_changes_that_are_tried_are_those_of_fields_that_matter(
-    plan: Plan, expected: dict[str, list[object]]
-) -> None:
-    tried: dict[str, list[object]] = {}
-    for field, one in _candidates(predict(MODEL, plan, H100, rows=8)):
-        tried.setdefault(field, []).append(getattr(one, field))
-        others = {"chunks": None} if field == "schedule" else {}
-        cut = {"layers_per_stage": None} if field in ("schedule", "chunks") else {}
-        assert one == replace(plan, **{**others, **cut, field: getattr(one, field)})
-    assert tried == expected
+    ]:
+        tried: dict[str, list[object]] = {}
+        for field, one in _candidates(predict(MODEL, plan, H100, rows=8)):
+            tried.setdefault(field, []).append(getattr(one, field))
+            others = {"chunks": None} if field == "schedule" else {}
+            cut = {"layers_per_stage": None} if field in ("schedule", "chunks") else {}
+            assert one == replace(plan, **{**others, **cut, field: getattr(one, field)})
+        assert tried == expected
 
 
 def test_help_is_a_plan_that_fits_then_one_that_is_faster_or_else_smaller() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
-import pytest
-
 from plait.plan import Plan
 from plait.prediction.decoder import Decoder
 from plait.prediction.plan_space import PlanChoices, RankDivision, divisions, divisors_of
@@ -33,9 +31,8 @@ HEADS, WIDTH = "tp does not divide the heads", "tp does not divide the width ins
 CONTEXT, BATCH = "2 · cp does not divide the context", "dp does not divide the batch"
 
 
-@pytest.mark.parametrize(
-    ("model", "ranks", "batch", "expected"),
-    [
+def test_each_reason_makes_a_division_impossible() -> None:
+    for model, ranks, batch, expected in [
         (replace(MODEL, inner=48), 3, 1, {HEADS: 1, CONTEXT: 1, BATCH: 1}),  # two heads of keys over three
         (replace(MODEL, inner=50, kv_heads=6, context=36), 3, 3, {WIDTH: 1}),
         # Three heads of keys over two ranks, which each need one and a half; not over three or six.
@@ -44,12 +41,8 @@ CONTEXT, BATCH = "2 · cp does not divide the context", "dp does not divide the 
             *(6, 6, {HEADS: 3, "pp is more than the layers": 1}),
         ),
         (replace(MODEL, kv_heads=1, inner=96, context=12, layers=9), 6, 6, {}),
-    ],
-)
-def test_each_reason_makes_a_division_impossible(
-    model: Decoder, ranks: int, batch: int, expected: dict[str, int]
-) -> None:
-    assert divisions(model, ranks, batch)[1] == expected
+    ]:
+        assert divisions(model, ranks, batch)[1] == expected
 
 
 def test_options_are_those_of_the_axes_that_a_division_has() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from plait.plan import Plan
 from plait.prediction.decoder import Decoder
 from plait.prediction.framework import PLAIT, Framework
@@ -43,9 +41,8 @@ def test_sizes_of_a_rank_are_those_of_its_stages_and_of_the_largest_neighbours()
     assert rank_sizes(shape, [("embedding",), ("mlp",)]) == (table + mlp, 0, table)
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
+def test_parameters_gradients_and_state_of_a_rank() -> None:
+    for fields, expected in [
         ({}, (2000, 4400, 12000, 0)),  # gradients on both stages; masters and two moments in fp32
         ({"dp": 4}, (2000, 4400, 12000, 0)),
         ({"dp": 4, "strategy": "optimizer"}, (2000, 4400, 3000, 0)),
@@ -61,35 +58,27 @@ def test_sizes_of_a_rank_are_those_of_its_stages_and_of_the_largest_neighbours()
             {"framework": replace(PLAIT, moment_bytes=6.0), "dp": 2, "strategy": "full"},
             (2000, 2000, 3000, 300),
         ),
-    ],
-)
-def test_parameters_gradients_and_state_of_a_rank(
-    fields: dict[str, Any], expected: tuple[float, float, float, float]
-) -> None:
-    assert state_bytes(shape_of(**fields), SIZES) == expected
+    ]:
+        assert state_bytes(shape_of(**fields), SIZES) == expected
 
 
-@pytest.mark.parametrize(
-    ("kept", "expected"),
-    [
+def test_placeholder_gradients_are_one_of_each_size_or_all() -> None:
+    for kept, expected in [
         ("none", lambda attention, mlp, table: 0),
         ("sizes", lambda attention, mlp, table: 2 * (attention + mlp + table + 96)),
         ("all", lambda attention, mlp, table: 2 * (2 * attention + mlp + table + 96)),
-    ],
-)
-def test_placeholder_gradients_are_one_of_each_size_or_all(kept: Any, expected: Any) -> None:
-    shape = shape_of(replace(PLAIT, placeholder_gradients=kept), tp=2)
-    sizes = 96 * (96 + 32) + 96, 96 * 160 + 96, 96 * 510 / 2
-    found = placeholder_gradients(shape, [("embedding", "attention"), ("mlp", "attention", "head")])
-    assert found == expected(*sizes)
+    ]:
+        shape = shape_of(replace(PLAIT, placeholder_gradients=kept), tp=2)
+        sizes = 96 * (96 + 32) + 96, 96 * 160 + 96, 96 * 510 / 2
+        found = placeholder_gradients(shape, [("embedding", "attention"), ("mlp", "attention", "head")])
+        assert found == expected(*sizes)
 
 
 GRADIENTS = {"dp": 4, "microbatches": 2, "strategy": "gradients"}
 
 
-@pytest.mark.parametrize(
-    ("fields", "splits", "always", "layer", "inputs_add"),
-    [
+def test_whole_gradients_are_allocated_from_the_first_backward_on() -> None:
+    for fields, splits, always, layer, inputs_add in [
         (GRADIENTS, False, 4400, 1000, True),  # both gradients of a tied table
         ({**GRADIENTS, "gradient_precision": "bf16"}, False, 2200, 500, True),
         ({**GRADIENTS, "reduce": "each"}, False, 400, 1000, False),
@@ -98,14 +87,15 @@ GRADIENTS = {"dp": 4, "microbatches": 2, "strategy": "gradients"}
         ({**GRADIENTS, "microbatches": 1, "pp": 2}, False, 4400, 1000, True),  # inputs are sent first
         ({**GRADIENTS, "strategy": "optimizer"}, False, 0, 0, False),
         ({**GRADIENTS, "strategy": "full", "dp": 1}, False, 0, 0, False),
-    ],
-)
-def test_whole_gradients_are_allocated_from_the_first_backward_on(
-    fields: dict[str, Any], splits: bool, always: float, layer: float, inputs_add: bool
-) -> None:
-    added = whole_gradients(shape_of(**fields), SIZES, splits=splits)
-    assert (added.always, added.layer, added.inputs_add) == (always, layer, inputs_add)
-    inputs = layer if inputs_add else 0
-    assert [added.of_layers(kind) for kind in (Kind.F, Kind.I, Kind.W, Kind.B)] == [0, inputs, layer, layer]
-    later = [added.after_backward(kind) for kind in (Kind.F, Kind.I, Kind.W, Kind.B)]
-    assert later == [always, max(always, inputs), max(always, layer), max(always, layer)]
+    ]:
+        added = whole_gradients(shape_of(**fields), SIZES, splits=splits)
+        assert (added.always, added.layer, added.inputs_add) == (always, layer, inputs_add)
+        inputs = layer if inputs_add else 0
+        assert [added.of_layers(kind) for kind in (Kind.F, Kind.I, Kind.W, Kind.B)] == [
+            0,
+            inputs,
+            layer,
+            layer,
+        ]
+        later = [added.after_backward(kind) for kind in (Kind.F, Kind.I, Kind.W, Kind.B)]
+        assert later == [always, max(always, inputs), max(always, layer), max(always, layer)]

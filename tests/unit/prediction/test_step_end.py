@@ -42,9 +42,8 @@ def timer(framework: Framework = PLAIT, hardware: Hardware = HARDWARE, **fields:
     return LayerTimer(shape, hardware, "bf16")
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
+def test_gradients_are_summed_by_the_strategys_collectives() -> None:
+    for fields, expected in [
         ({"dp": 4}, 2 * 4000 * 3 / 4 / 100 + 3 * 7),  # 1000 parameters of three layers, in fp32
         ({"dp": 4, "gradient_precision": "bf16"}, 2 * 2000 * 3 / 4 / 100 + 3 * 7),
         ({"dp": 4, "reduce_precision": "bf16"}, 2 * 2000 * 3 / 4 / 100 + 3 * 7),
@@ -58,10 +57,8 @@ def timer(framework: Framework = PLAIT, hardware: Hardware = HARDWARE, **fields:
         ),
         ({"dp": 2, "cp": 2}, 2 * 4000 * 3 / 4 / 100 + 3 * 7),
         ({}, 0),
-    ],
-)
-def test_gradients_are_summed_by_the_strategys_collectives(fields: dict[str, Any], expected: float) -> None:
-    assert gradient_transfers(timer(**fields), 1000.0, 3) == pytest.approx(expected, rel=1e-12)
+    ]:
+        assert gradient_transfers(timer(**fields), 1000.0, 3) == pytest.approx(expected, rel=1e-12)
 
 
 def test_sums_are_hidden_by_the_last_backward_but_for_those_of_its_last_layer() -> None:
@@ -76,9 +73,8 @@ def test_sums_are_hidden_by_the_last_backward_but_for_those_of_its_last_layer() 
 GRADIENT, MOMENTS = 2 * 4, 2 * 2 * 4  # bytes of a parameter: read twice; read and written
 
 
-@pytest.mark.parametrize(
-    ("fields", "nbytes", "gathers"),
-    [
+def test_the_optimizer_reads_and_writes_its_state_and_gathers_parameters() -> None:
+    for fields, nbytes, gathers in [
         (
             {"dp": 4},
             GRADIENT + MOMENTS + 2 * 4 + 2,
@@ -93,13 +89,9 @@ GRADIENT, MOMENTS = 2 * 4, 2 * 2 * 4  # bytes of a parameter: read twice; read a
         ({"gradient_precision": "bf16"}, 2 * 2 + MOMENTS + 2 * 4 + 2, 0),
         ({"framework": replace(PLAIT, moment_bytes=4)}, GRADIENT + 2 * 4 + 2 * 4 + 2, 0),
         ({"framework": replace(PLAIT, optimizer_passes=1.5)}, 1.5 * (GRADIENT + MOMENTS + 2 * 4 + 2), 0),
-    ],
-)
-def test_the_optimizer_reads_and_writes_its_state_and_gathers_parameters(
-    fields: dict[str, Any], nbytes: float, gathers: float
-) -> None:
-    found = optimizer_seconds(timer(**fields), 1000.0, 2)
-    assert found == pytest.approx((1000 * nbytes / 400, gathers), rel=1e-12)
+    ]:
+        found = optimizer_seconds(timer(**fields), 1000.0, 2)
+        assert found == pytest.approx((1000 * nbytes / 400, gathers), rel=1e-12)
 
 
 def test_a_step_ends_when_the_last_rank_has_its_sums_and_the_slowest_its_optimizer() -> None:

@@ -26,9 +26,8 @@ def predicted(framework: Framework = PLAIT, hardware: Hardware = HARDWARE, **fie
     return predict(DECODER, replace(GPIPE, **fields), hardware, framework=framework)
 
 
-@pytest.mark.parametrize(
-    ("found", "ends", "pp"),
-    [
+def test_ranks_end_when_their_last_action_does() -> None:
+    for found, ends, pp in [
         # The last rank waits for the first forward; the first one for both backwards of the last.
         (predicted(), (8 + 6 + 2 * 12 + 2 * 16 + 6 + 14, 8 + 6 + 2 * 12 + 2 * 16), 12),
         # Its first input gradient, of 12 of the 16 seconds, is sent before the weight gradient.
@@ -36,16 +35,14 @@ def predicted(framework: Framework = PLAIT, hardware: Hardware = HARDWARE, **fie
         (predicted(schedule="1f1b"), (8 + 6 + 12 + 16 + 12 + 16 + 6 + 14, 70), 12),
         # A rank is busy while it sends: after each forward and before each backward.
         (predicted(replace(PLAIT, blocking_messages=True)), (14 + 2 * 18 + 2 * 22 + 20, 14 + 36 + 44), 36),
-    ],
-)
-def test_ranks_end_when_their_last_action_does(found: Prediction, ends: tuple[float, ...], pp: float) -> None:
-    assert found.times.ends == pytest.approx(ends, rel=1e-9)
-    assert found.step_seconds == pytest.approx(max(ends))
-    spent = {name: seconds for name, seconds in found.breakdown.items() if seconds > 1e-6}
-    bubble = max(ends) - 2 * 22 - pp
-    assert spent == pytest.approx({**FIRST, "pp communication": pp, "bubble": bubble})
-    assert found.timeline.makespan == pytest.approx(max(ends) * 1e9)
-    assert found.bound == ("bubble" if bubble > pp else "pp communication")
+    ]:
+        assert found.times.ends == pytest.approx(ends, rel=1e-9)
+        assert found.step_seconds == pytest.approx(max(ends))
+        spent = {name: seconds for name, seconds in found.breakdown.items() if seconds > 1e-6}
+        bubble = max(ends) - 2 * 22 - pp
+        assert spent == pytest.approx({**FIRST, "pp communication": pp, "bubble": bubble})
+        assert found.timeline.makespan == pytest.approx(max(ends) * 1e9)
+        assert found.bound == ("bubble" if bubble > pp else "pp communication")
 
 
 def test_stages_have_the_modes_of_their_own_layers() -> None:
@@ -86,25 +83,20 @@ def test_the_last_ranks_breakdown_has_sums_gathers_and_the_optimizer_of_the_slow
     assert equal.breakdown["bubble"] == pytest.approx(0, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("fields", "framework", "parts"),
-    [
+def test_a_message_has_the_activation_or_the_ranks_piece() -> None:
+    for fields, framework, parts in [
         ({}, PLAIT, 1),
         ({"tp": 2}, PLAIT, 1),
         ({"tp": 2}, replace(PLAIT, messages_divided=True), 2),
         ({"tp": 2, "sequence_parallel": "keep"}, PLAIT, 2),
         ({"tp": 2, "sequence_parallel": "keep"}, replace(PLAIT, messages_divided=True), 2),
         ({"cp": 2}, PLAIT, 2),
-    ],
-)
-def test_a_message_has_the_activation_or_the_ranks_piece(
-    fields: dict[str, Any], framework: Framework, parts: int
-) -> None:
-    slow = replace(HARDWARE, inside=Link(10.0, 1.0), efficiency=replace(HARDWARE.efficiency, inside=0.5))
-    for pp, expected in ((1, 0), (2, 6 + 64 * 96 * 2 / parts / 5)):
-        plan = replace(GPIPE, pp=pp, layers_per_stage=None, **fields)
-        shape = StepShape(DECODER, plan, framework, rows=1)
-        assert hop_seconds(LayerTimer(shape, slow, "bf16")) == pytest.approx(expected)
+    ]:
+        slow = replace(HARDWARE, inside=Link(10.0, 1.0), efficiency=replace(HARDWARE.efficiency, inside=0.5))
+        for pp, expected in ((1, 0), (2, 6 + 64 * 96 * 2 / parts / 5)):
+            plan = replace(GPIPE, pp=pp, layers_per_stage=None, **fields)
+            shape = StepShape(DECODER, plan, framework, rows=1)
+            assert hop_seconds(LayerTimer(shape, slow, "bf16")) == pytest.approx(expected)
 
 
 def test_ranks_that_share_cores_are_faster_while_others_wait() -> None:
@@ -131,25 +123,20 @@ def test_ranks_that_share_cores_are_faster_while_others_wait() -> None:
 H100 = load_hardware("h100-sxm")
 
 
-@pytest.mark.parametrize(
-    ("policy", "count", "simulated"),
-    [
+def test_steps_of_many_microbatches_are_extrapolated_from_shorter_ones() -> None:
+    for policy, count, simulated in [
         ("1f1b", 28, (28, None)),
         ("1f1b", 29, (25, 21)),
         ("1f1b", 63, (27, 23)),
         ("zb-h1", 63, (27, 23)),
         ("interleaved", 64, (24, 20)),
         ("interleaved", 63, (63, None)),  # whose groups are of unequal sizes
-    ],
-)
-def test_steps_of_many_microbatches_are_extrapolated_from_shorter_ones(
-    policy: str, count: int, simulated: tuple[int, int | None]
-) -> None:
-    plan = Plan(pp=4, microbatches=count, schedule=policy, chunks=2 if policy == "interleaved" else None)
-    model = replace(DECODER, layers=8, hidden=960, heads=15)
-    whole = predict(model, plan, H100, rows=2 * count)
-    part = quick_step(model, plan, whole.layers_per_stage, 2 * count, PLAIT, H100)
-    assert (part.schedule.microbatches, part.shorter and part.shorter.microbatches) == simulated
-    assert part.timer.precision == "fp32"
-    assert part.passes == whole.times.passes
-    assert part.seconds == pytest.approx(whole.step_seconds, rel=1e-3)
+    ]:
+        plan = Plan(pp=4, microbatches=count, schedule=policy, chunks=2 if policy == "interleaved" else None)
+        model = replace(DECODER, layers=8, hidden=960, heads=15)
+        whole = predict(model, plan, H100, rows=2 * count)
+        part = quick_step(model, plan, whole.layers_per_stage, 2 * count, PLAIT, H100)
+        assert (part.schedule.microbatches, part.shorter and part.shorter.microbatches) == simulated
+        assert part.timer.precision == "fp32"
+        assert part.passes == whole.times.passes
+        assert part.seconds == pytest.approx(whole.step_seconds, rel=1e-3)
