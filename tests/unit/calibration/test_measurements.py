@@ -106,27 +106,22 @@ def test_rates_are_operations_and_bytes_over_seconds() -> None:
     assert timed.times[:3] == [3, 3, None]
 
 
-@pytest.mark.parametrize(
-    ("shallow", "deep", "expected"),
-    [
+def test_the_half_depth_is_where_the_fixed_time_of_a_product_equals_its_sum() -> None:
+    for shallow, deep, expected in [
         (1.0, 1.0 + 960 / 64, 0.0),  # as long as its depth says
         (2.0, 2.0 + 960 / 64, 2 * 64 - 64),
         (2.0, 1.0, 2e12 - 64),  # nothing is added by depth
         (0.5, 0.5 + 960 / 64, 0.0),
-    ],
-)
-def test_the_half_depth_is_where_the_fixed_time_of_a_product_equals_its_sum(
-    shallow: float, deep: float, expected: float
-) -> None:
-    timed = StandIn([shallow, deep])
-    assert device_rates._half_depth("fp32", 8, timed) == pytest.approx(expected)  # type: ignore[arg-type]
-    assert [float(one[0, 0]) for one in timed.results] == [64.0, 1024.0]
+    ]:
+        timed = StandIn([shallow, deep])
+        assert device_rates._half_depth("fp32", 8, timed) == pytest.approx(expected)  # type: ignore[arg-type]
+        assert [float(one[0, 0]) for one in timed.results] == [64.0, 1024.0]
 
 
-@pytest.mark.parametrize(("both", "backward"), [(9.0, 5.0), (5.0, 2.0), (4.0, 2.0)])
-def test_a_backward_takes_half_of_the_forward_at_least(both: float, backward: float) -> None:
-    found = device_rates._attention("fp32", StandIn([4.0, both]))  # type: ignore[arg-type]
-    assert found == (4.0, backward, 2 * 2 * 4 * 512**2 * 64 / 2)
+def test_a_backward_takes_half_of_the_forward_at_least() -> None:
+    for both, backward in [(9.0, 5.0), (5.0, 2.0), (4.0, 2.0)]:
+        found = device_rates._attention("fp32", StandIn([4.0, both]))  # type: ignore[arg-type]
+        assert found == (4.0, backward, 2 * 2 * 4 * 512**2 * 64 / 2)
 
 
 @pytest.mark.parametrize(

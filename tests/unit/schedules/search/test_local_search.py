@@ -34,14 +34,14 @@ def test_the_same_race_ends_the_same() -> None:
     assert local_search([drawn], BUDGET) == local_search([drawn], BUDGET)
 
 
-@pytest.mark.parametrize("of_span", [False, True])
-def test_the_shortest_come_in_first(of_span: bool) -> None:
-    candidates = local_search(entrants(of_span), BUDGET)
-    lengths = [candidate.length for candidate in candidates]
-    assert lengths == sorted(lengths)
-    for candidate in candidates:
-        assert candidate.problem in entrants(of_span)
-        require_legal(candidate.problem, candidate.timed.orders)
+def test_the_shortest_come_in_first() -> None:
+    for of_span in [False, True]:
+        candidates = local_search(entrants(of_span), BUDGET)
+        lengths = [candidate.length for candidate in candidates]
+        assert lengths == sorted(lengths)
+        for candidate in candidates:
+            assert candidate.problem in entrants(of_span)
+            require_legal(candidate.problem, candidate.timed.orders)
 
 
 def test_lengths_of_layouts_are_in_one_unit() -> None:
@@ -59,20 +59,17 @@ def test_it_finds_the_best_of_what_is_known_to_be_best() -> None:
     assert local_search([problem], 1)[0].timed.length == lower_bound(problem) == 27
 
 
-@pytest.mark.parametrize(
-    ("layout", "ranks", "microbatches", "limit", "short"),
-    [
+def test_a_short_run() -> None:
+    for layout, ranks, microbatches, limit, short in [
         (LINEAR, 4, 100, 4, 8),
         (LINEAR, 4, 100, 7, 11),  # more of them are under way at once
         (LINEAR, 4, 100, 1, 8),
         (LINEAR, 4, 5, 4, 5),
         (V, 4, 100, 8, 8),
         ((Placement.LOOP, 4), 4, 100, 28, 11),
-    ],
-)
-def test_a_short_run(layout: StageLayout, ranks: int, microbatches: int, limit: int, short: int) -> None:
-    problem = problem_of(layout, ranks, microbatches, limit=limit)
-    assert shortened_problem(problem) == problem.shortened(short)
+    ]:
+        problem = problem_of(layout, ranks, microbatches, limit=limit)
+        assert shortened_problem(problem) == problem.shortened(short)
 
 
 def test_a_short_run_where_nothing_is_held() -> None:
