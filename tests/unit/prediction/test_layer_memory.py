@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple, replace
 from itertools import product
 from typing import Any
 
@@ -13,9 +14,10 @@ from plait.blueprint import build_blueprint
 from plait.footprint.estimate import MemoryEstimator
 from plait.footprint.traces import Trace
 from plait.plan import Plan
-from plait.prediction.framework import PLAIT
+from plait.prediction.decoder import Decoder, LayerKind
+from plait.prediction.framework import PLAIT, Framework
 from plait.prediction.hardware import load_hardware
-from plait.prediction.layer_memory import LayerMemory, layer_memory
+from plait.prediction.layer_memory import LayerMemory, layer_memory, sending_pieces
 from plait.prediction.layer_operations import StepShape
 from plait.prediction.model_sizes import decoder_of
 
@@ -74,3 +76,202 @@ def _of(trace: Trace, gradient: float) -> LayerMemory:
         trace.weight_peak,
         gradient,
     )
+
+
+LLAMA = Decoder(
+    layers=2, hidden=32, heads=4, kv_heads=2, inner=48, vocab=60, context=16, gated=True, rotary=True
+)
+GPT = Decoder(layers=2, hidden=32, heads=4, vocab=60, context=16, biases=True, positions=True)
+CPU = replace(PLAIT, composes_operations=True)
+OTHER = replace(
+    PLAIT,
+    fused_attention=False,
+    attention_dropout=True,
+    fused_gate=True,
+    recomputes_attention_only=True,
+    recomputes_blocks=True,
+    joins_linears=False,
+)
+
+
+def shape_of(
+    decoder: Decoder, framework: Framework = PLAIT, *, dropout: bool = False, **fields: Any
+) -> StepShape:
+    return StepShape(decoder, Plan(**fields), framework, rows=2, dropout=dropout)
+
+
+RECORDED: tuple[tuple[StepShape, dict[LayerKind, tuple[float, ...]]], ...] = (
+    (
+        shape_of(LLAMA, recompute="none"),
+        {
+            "embedding": (4096, 4096, 4096, 0, 0, 4096),
+            "attention": (21120, 20480, 25216, 12288, 0, 4096),
+            "mlp": (32896, 26624, 36992, 18432, 0, 4096),
+            "head": (19584, 11776, 19584, 15360, 0, 0),
+        },
+    ),
+    (
+        shape_of(LLAMA, CPU, recompute="selective", precision="bf16"),
+        {
+            "embedding": (2048, 2048, 2048, 0, 0, 2048),
+            "attention": (8704, 10240, 13824, 10240, 0, 2048),
+            "mlp": (8192, 13312, 14336, 17408, 0, 2048),
+            "head": (11520, 5888, 19200, 15360, 0, 0),
+        },
+    ),
+    (
+        shape_of(LLAMA, CPU, recompute="full", tp=2, sequence_parallel="keep", precision="bf16"),
+        {
+            "embedding": (1024, 2304, 3328, 4096, 0, 1024),
+            "attention": (1024, 7168, 12288, 12288, 0, 1024),
+            "mlp": (1024, 8704, 8704, 15360, 0, 1024),
+            "head": (5760, 3968, 5760, 9408, 0, 0),
+        },
+    ),
+    (
+        shape_of(LLAMA, CPU, recompute="none", tp=2, sequence_parallel="regather"),
+        {
+            "embedding": (2304, 4352, 6400, 8192, 0, 2048),
+            "attention": (14656, 10240, 31040, 7936, 16384, 2048),
+            "mlp": (18496, 13312, 30784, 10240, 16384, 2048),
+            "head": (8000, 5888, 12096, 10240, 8192, 0),
+        },
+    ),
+    (
+        shape_of(GPT, recompute="none", dropout=True, tp=2, precision="bf16"),
+        {
+            "embedding": (2560, 3584, 5632, 3072, 0, 2048),
+            "attention": (9728, 8192, 11776, 4928, 0, 2048),
+            "mlp": (13568, 12288, 15616, 8256, 0, 2048),
+            "head": (8064, 3968, 8064, 2176, 0, 0),
+        },
+    ),
+    (
+        shape_of(GPT, recompute="full", tp=2, sequence_parallel="regather", dropout=True),
+        {
+            "embedding": (2048, 6656, 8704, 14336, 0, 2048),
+            "attention": (2048, 12288, 23040, 21120, 16384, 2048),
+            "mlp": (2048, 20480, 22528, 35456, 16384, 2048),
+            "head": (3840, 5888, 9984, 12416, 8192, 0),
+        },
+    ),
+    (
+        shape_of(GPT, recompute="selective", tp=2, sequence_parallel="keep"),
+        {
+            "embedding": (2048, 6656, 8704, 14336, 0, 2048),
+            "attention": (10496, 16384, 22784, 18304, 0, 2048),
+            "mlp": (10240, 24576, 26624, 32896, 0, 2048),
+            "head": (3840, 7936, 7936, 14464, 0, 0),
+        },
+    ),
+    (
+        shape_of(GPT, recompute="full", precision="bf16"),
+        {
+            "embedding": (2048, 3328, 5376, 4096, 0, 2048),
+            "attention": (2048, 12288, 12288, 19008, 0, 2048),
+            "mlp": (2048, 20480, 16384, 34880, 0, 2048),
+            "head": (11520, 5888, 19200, 15360, 0, 0),
+        },
+    ),
+    (
+        shape_of(LLAMA, recompute="none", cp=2, context_parallel="ring", precision="bf16"),
+        {
+            "embedding": (1024, 1024, 1024, 0, 0, 1024),
+            "attention": (5440, 5120, 9792, 11776, 0, 1024),
+            "mlp": (8256, 6656, 9280, 4608, 0, 1024),
+            "head": (6848, 2944, 10688, 7680, 0, 0),
+        },
+    ),
+    (
+        shape_of(LLAMA, CPU, recompute="full", cp=4, context_parallel="ulysses"),
+        {
+            "embedding": (1024, 1024, 1024, 0, 0, 1024),
+            "attention": (1024, 5120, 10368, 14464, 0, 1024),
+            "mlp": (1024, 6656, 5632, 11776, 0, 1024),
+            "head": (3840, 2944, 3840, 4128, 0, 0),
+        },
+    ),
+    (
+        shape_of(GPT, recompute="selective", cp=2, context_parallel="ulysses", precision="bf16"),
+        {
+            "embedding": (1024, 1664, 2688, 2048, 0, 1024),
+            "attention": (5376, 6144, 11520, 13376, 0, 1024),
+            "mlp": (5120, 10240, 9216, 13376, 0, 1024),
+            "head": (5760, 2944, 9600, 7680, 0, 0),
+        },
+    ),
+    (
+        shape_of(GPT, recompute="full", cp=2, context_parallel="ring"),
+        {
+            "embedding": (2048, 3200, 5248, 4096, 0, 2048),
+            "attention": (2048, 12288, 18944, 36224, 0, 2048),
+            "mlp": (2048, 20480, 16384, 34944, 0, 2048),
+            "head": (7680, 5888, 7680, 7680, 0, 0),
+        },
+    ),
+    (
+        shape_of(LLAMA, recompute="none", loss_rows=8, precision="bf16"),
+        {
+            "embedding": (2048, 2048, 2048, 0, 0, 2048),
+            "attention": (10880, 10240, 12928, 6144, 0, 2048),
+            "mlp": (16512, 13312, 18560, 9216, 0, 2048),
+            "head": (2176, 0, 2176, 4928, 0, 0),
+        },
+    ),
+    (
+        shape_of(GPT, recompute="full", loss_rows=100, tp=2, sequence_parallel="keep"),
+        {
+            "embedding": (2048, 6656, 8704, 14336, 0, 2048),
+            "attention": (2048, 16384, 20480, 26752, 0, 2048),
+            "mlp": (2048, 24576, 18432, 41088, 0, 2048),
+            "head": (4096, 0, 4096, 14464, 0, 0),
+        },
+    ),
+    (
+        shape_of(GPT, OTHER, recompute="selective", dropout=True, tp=2, precision="bf16"),
+        {
+            "embedding": (2048, 3584, 5632, 5120, 0, 2048),
+            "attention": (9472, 8192, 16384, 9024, 0, 2048),
+            "mlp": (13568, 12288, 10240, 8000, 0, 2048),
+            "head": (8064, 3968, 8064, 2176, 0, 0),
+        },
+    ),
+    (
+        shape_of(LLAMA, OTHER, recompute="full", precision="bf16"),
+        {
+            "embedding": (2048, 2048, 2048, 0, 0, 2048),
+            "attention": (0, 10240, 20480, 24576, 0, 2048),
+            "mlp": (2048, 13312, 8192, 38016, 0, 2048),
+            "head": (13696, 5888, 21376, 15360, 0, 0),
+        },
+    ),
+    (
+        shape_of(LLAMA, replace(PLAIT, fused_loss=True), recompute="none", tp=2),
+        {
+            "embedding": (4352, 4352, 8448, 4096, 0, 4096),
+            "attention": (14720, 14336, 18816, 7936, 0, 4096),
+            "mlp": (20608, 17408, 24704, 9216, 0, 4096),
+            "head": (8064, 7936, 8064, 12032, 0, 0),
+        },
+    ),
+)
+"""Bytes of tiny layers of each kind, in the order of the fields of `LayerMemory`."""
+
+
+def test_layers_have_the_bytes_that_were_recorded() -> None:
+    """Each term counts in one of the rows; that they are right is what the traces above say."""
+    for shape, expected in RECORDED:
+        mode = shape.plan.recompute
+        assert not isinstance(mode, tuple)
+        for kind, numbers in expected.items():
+            assert astuple(layer_memory(kind, mode, shape)) == numbers, (shape.plan, kind)
+
+
+def test_a_rank_that_sends_a_piece_of_its_output_keeps_no_more_of_it() -> None:
+    memory = LayerMemory(5000, 1, 2, 3, 4, 5)
+    whole = 2 * 16 * 32 * 4
+    for fields, kept in (({}, 5000), ({"tp": 2}, 5000 - whole / 2), ({"tp": 4}, 5000 - whole * 3 / 4)):
+        assert sending_pieces(memory, shape_of(GPT, **fields)) == replace(memory, until_inputs=kept)
+    cut = shape_of(GPT, tp=2, sequence_parallel="keep")  # a piece already
+    assert sending_pieces(memory, cut) == memory
+    assert sending_pieces(replace(memory, until_inputs=9), shape_of(GPT, tp=2)).until_inputs == 0

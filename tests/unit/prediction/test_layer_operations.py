@@ -1,69 +1,230 @@
-"""What a layer's backward runs again under recomputation: in plait, and to the end as other frameworks do."""
+"""The work of each kind of layer, whole records beside formulas in the sizes of the model."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import chain
 from typing import Any
-
-import pytest
 
 from plait.plan import Plan
 from plait.prediction.decoder import Decoder
-from plait.prediction.framework import PLAIT
-from plait.prediction.layer_operations import LayerWork, StepShape, layer_work
-from plait.prediction.operations import Elementwise, Product
-
-DECODER = Decoder(
-    layers=2, hidden=512, heads=8, vocab=1000, context=1024, kv_heads=4, gated=True, rotary=True
+from plait.prediction.framework import PLAIT, Framework
+from plait.prediction.layer_operations import (
+    LayerWork,
+    Recomputation,
+    StepShape,
+    context_method,
+    layer_work,
 )
+from plait.prediction.memory_bounds import KINDS
+from plait.prediction.operations import AxisTransfer, Collective, Elementwise, FusedAttention, Product
+
+LLAMA = Decoder(
+    layers=2, hidden=96, heads=6, vocab=510, context=64, kv_heads=2, inner=160, gated=True, rotary=True
+)
+GPT = Decoder(layers=2, hidden=96, heads=6, vocab=510, context=64, biases=True, positions=True)
+TOKENS = 3 * 64
+WHOLE, FP32 = 2 * TOKENS * 96, 4 * TOKENS * 96
+"""Bytes of an activation, in bf16 and in fp32."""
 
 
-def works(framework: Any = PLAIT, **fields: Any) -> dict[str, LayerWork]:
-    shape = StepShape(DECODER, Plan(precision="bf16", **fields), framework, rows=1)
-    return {kind: layer_work(kind, shape) for kind in ("embedding", "attention", "mlp", "head")}  # type: ignore[arg-type]
+def shape_of(
+    decoder: Decoder, framework: Framework = PLAIT, *, dropout: bool = False, **fields: Any
+) -> StepShape:
+    return StepShape(decoder, Plan(**fields), framework, rows=3, dropout=dropout)
 
 
-@pytest.mark.parametrize("kind", ["attention", "mlp"])
-def test_full_repeats_neither_the_last_product_nor_the_sum_after_it(kind: str) -> None:
-    fields = {"tp": 4, "sequence_parallel": "keep"}
-    work = works(**fields)[kind]
-    products = [one for one in work.forward if isinstance(one, Product)]
-    assert [one for one in work.full.operations if isinstance(one, Product)] == products[:-1]
-    assert [one.collective for one in work.full.transfers] == ["all-gather"]
-    other = works(replace(PLAIT, recomputes_to_end=True), **fields)[kind]
-    assert other.full.operations == other.forward == work.forward
-    assert other.full.transfers == other.forward_transfers
+def over_tp(collective: Collective, nbytes: float) -> tuple[AxisTransfer, ...]:
+    return (AxisTransfer(collective, "tp", nbytes),)
 
 
-def test_the_embedding_does_not_run_again_and_the_head_up_to_its_linear() -> None:
-    """Where blocks are recomputed, the head is none."""
-    fields = {"tp": 4, "sequence_parallel": "keep"}
-    for again in (works(**fields)["embedding"].full, works(**fields)["embedding"].selective):
-        assert not [*chain(again.operations, again.transfers, again.exchanges)]
-    for again in (works(**fields)["head"].full, works(**fields)["head"].selective):
-        assert [one.collective for one in again.transfers] == ["all-gather"]
-        assert not [one for one in again.operations if isinstance(one, Product)]
-    assert not works(replace(PLAIT, recomputes_blocks=True), **fields)["head"].full.transfers
+def both_ways(tokens: float, inputs: float, outputs: float, item: float) -> tuple[Product, ...]:
+    """Return the products of a linear: forward, of the input's gradient and of the weight's, added to it."""
+    return (
+        Product(tokens, outputs, inputs),
+        Product(tokens, inputs, outputs),
+        Product(outputs, inputs, tokens, result_bytes=2 * item),
+    )
 
 
-@pytest.mark.parametrize(("method", "selective", "full"), [("ring", 0, 1), ("ulysses", 2, 3)])
-def test_exchanges_of_contexts_that_run_again(method: str, selective: int, full: int) -> None:
-    """Selective recomputation keeps attention's result, but not what Ulysses gave to it."""
-    work = works(cp=2, context_parallel=method)["attention"]
-    assert len(work.selective.exchanges) == selective
-    assert len(work.full.exchanges) == full == len(work.forward_exchanges)
+def test_the_work_of_a_llama_divided_over_two_ranks_that_gather_again() -> None:
+    """Three heads and one of keys on each rank; norms and residuals work on half of the positions."""
+    fields = {"precision": "bf16", "master_precision": "fp32", "tp": 2, "sequence_parallel": "regather"}
+    found = {kind: layer_work(kind, shape_of(LLAMA, **fields)) for kind in KINDS}
+    gather, scatter = over_tp("all-gather", WHOLE), over_tp("reduce-scatter", WHOLE)
+    norm, norm_back = Elementwise(2 * WHOLE / 2, 1), Elementwise(4 * WHOLE / 2, 2)
+    residual, residual_back = Elementwise(3 * WHOLE / 2, 1), Elementwise(2 * WHOLE / 2, 1)
+    assert found["embedding"] == LayerWork(
+        forward=(Elementwise(2 * WHOLE, 1),),
+        backward=(Elementwise(3 * WHOLE, 2),),
+        forward_transfers=scatter,
+        backward_gathers=gather,
+    )
+    inward, inward_back, inward_weights = both_ways(TOKENS, 96, 48 + 2 * 16, 4)
+    outward, outward_back, outward_weights = both_ways(TOKENS, 48, 96, 4)
+    turn = Elementwise(2 * TOKENS * (48 + 16) * 2, 2)
+    core = FusedAttention(3, 3, 1, 16, 64, 64, 0.5)
+    start = (norm, inward, turn, core)
+    attention = LayerWork(
+        forward=(*start, outward, residual),
+        backward=(residual_back, outward_back, replace(core, backward=True), turn, inward_back, norm_back),
+        weights=(outward_weights, inward_weights),
+        selective=Recomputation((norm, turn), gather),
+        full=Recomputation(start, gather),
+        forward_transfers=gather + scatter,
+        backward_gathers=gather,
+        backward_transfers=gather + scatter,
+    )
+    assert found["attention"] == attention
+    inward, inward_back, inward_weights = both_ways(TOKENS, 96, 80, 4)
+    outward, outward_back, outward_weights = both_ways(TOKENS, 80, 96, 4)
+    gate, gate_back = (Elementwise(passes * TOKENS * 80 * 2, 1, activation=True) for passes in (3, 5))
+    start = (norm, inward, inward, gate)
+    assert found["mlp"] == replace(
+        attention,
+        forward=(*start, outward, residual),
+        backward=(residual_back, outward_back, gate_back, inward_back, inward_back, norm_back),
+        weights=(outward_weights, inward_weights, inward_weights),
+        selective=Recomputation((norm, gate), gather),
+        full=Recomputation(start, gather),
+    )
+    linear, linear_back, linear_weights = both_ways(TOKENS, 96, 255, 4)
+    loss, loss_back = Elementwise(12 * TOKENS * 255, 4), Elementwise(6 * TOKENS * 255, 2)
+    assert found["head"] == LayerWork(
+        forward=(norm, linear, loss),
+        backward=(loss_back, linear_back, norm_back),
+        weights=(linear_weights,),
+        selective=Recomputation((norm,), gather),
+        full=Recomputation((norm,), gather),
+        forward_transfers=gather,
+        backward_transfers=gather + scatter,
+    )
 
 
-def test_norms_and_rotations_of_a_llama_are_several_operations_on_a_cpu() -> None:
-    composing = replace(PLAIT, composes_operations=True)
-    for kind, extra in (("attention", 5 + 12), ("mlp", 5 + 1)):  # of a norm, and of rotations or the gate
-        counts = [_kernels(works(one)[kind]) for one in (PLAIT, composing)]
-        assert counts[1] - counts[0] == extra
-    gpt = replace(DECODER, biases=True, gated=False, rotary=False)
-    shapes = [StepShape(gpt, Plan(), one, rows=1) for one in (PLAIT, composing)]
-    assert layer_work("mlp", shapes[0]) == layer_work("mlp", shapes[1])
+def test_the_work_of_a_gpt_in_fp32_with_dropout_and_logits_of_some_rows() -> None:
+    """Of one rank there are no transfers; 192 rows of logits are three chunks of at most 70."""
+    shape = shape_of(GPT, dropout=True, loss_rows=70)
+    norm, norm_back = Elementwise(2 * FP32, 1), Elementwise(4 * FP32, 2)
+    residual, residual_back = Elementwise(3.5 * FP32, 1), Elementwise(3 * FP32, 1)
+    assert layer_work("embedding", shape) == LayerWork(
+        forward=(Elementwise(4 * FP32, 3),), backward=(Elementwise(9 * FP32, 6),)
+    )
+    inward, inward_back, inward_weights = both_ways(TOKENS, 96, 3 * 96, 4)
+    outward, outward_back, outward_weights = both_ways(TOKENS, 96, 96, 4)
+    core = FusedAttention(3, 6, 6, 16, 64, 64, 0.5)
+    assert layer_work("attention", shape) == LayerWork(
+        forward=(norm, inward, core, outward, residual),
+        backward=(residual_back, outward_back, replace(core, backward=True), inward_back, norm_back),
+        weights=(outward_weights, inward_weights),
+        selective=Recomputation((norm,)),
+        full=Recomputation((norm, inward, core)),
+    )
+    inward, inward_back, inward_weights = both_ways(TOKENS, 96, 384, 4)
+    outward, outward_back, outward_weights = both_ways(TOKENS, 384, 96, 4)
+    gelu, gelu_back = (Elementwise(passes * TOKENS * 384 * 4, 1, activation=True) for passes in (2, 3))
+    assert layer_work("mlp", shape) == LayerWork(
+        forward=(norm, inward, gelu, outward, residual),
+        backward=(residual_back, outward_back, gelu_back, inward_back, norm_back),
+        weights=(outward_weights, inward_weights),
+        selective=Recomputation((norm, gelu)),
+        full=Recomputation((norm, inward, gelu)),
+    )
+    linear, linear_back, linear_weights = both_ways(TOKENS / 3, 96, 510, 4)
+    loss, loss_back = Elementwise(16 * TOKENS * 510, 3 * 4), Elementwise(8 * TOKENS * 510, 3 * 2)
+    chunks = (*(linear,) * 3, loss, loss_back, *(linear_back,) * 3, *(linear_weights,) * 3)
+    again = Recomputation((norm,))
+    assert layer_work("head", shape) == LayerWork((norm,), (*chunks, norm_back), (), again, again)
+    fused = layer_work("head", shape_of(GPT, replace(PLAIT, fused_loss=True)))
+    assert (fused.forward[-1], fused.backward[0]) == (
+        Elementwise(8 * TOKENS * 510, 2),
+        Elementwise(4 * TOKENS * 510, 1),
+    )
 
 
-def _kernels(work: LayerWork) -> float:
-    return sum(one.kernels for one in work.forward if isinstance(one, Elementwise))
+def test_on_a_cpu_norms_rotations_and_gates_are_several_operations() -> None:
+    composing = replace(PLAIT, composes_operations=True, elementwise_passes=2.0)
+    shape = shape_of(LLAMA, composing, precision="bf16")
+    norm, norm_back = Elementwise(2 * 7 * WHOLE, 6), Elementwise(2 * 14 * WHOLE, 10)
+    turn = Elementwise(2 * 4.5 * 2 * TOKENS * (96 + 32) * 2, 14)
+    attention, mlp = layer_work("attention", shape), layer_work("mlp", shape)
+    assert attention.selective.operations == (norm, turn)
+    assert (attention.forward[0], attention.backward[-1]) == (norm, norm_back)
+    assert (attention.forward[2], attention.backward[3]) == (turn, turn)
+    wide = TOKENS * 160 * 2
+    assert mlp.selective.operations == (norm, Elementwise(2 * 3 * wide, 2, activation=True))
+    assert mlp.backward[2] == Elementwise(2 * 5 * wide, 3, activation=True)
+    for kind in KINDS:  # a GPT's are one operation each on a CPU, too
+        alone = replace(composing, composes_operations=False)
+        assert layer_work(kind, shape_of(GPT, composing)) == layer_work(kind, shape_of(GPT, alone))
+
+
+def test_attention_that_is_not_fused_reads_and_writes_all_scores() -> None:
+    for dropout in [False, True]:
+        framework = replace(PLAIT, fused_attention=False, attention_dropout=dropout)
+        work = layer_work("attention", shape_of(GPT, framework, precision="bf16", cp=2, tp=2))
+        scores, values = Product(32, 64, 16, batch=9), Product(32, 16, 64, batch=9)
+        matrix, more, kernels = 9 * 32 * 64 * 2, 2.5 * dropout, 1 + dropout
+        assert work.forward[2:5] == (scores, Elementwise((2 + more) * matrix, kernels), values)
+        turned, gradient = Product(64, 16, 32, batch=9), Elementwise((3 + more) * matrix, kernels)
+        assert work.backward[2:7] == (scores, turned, gradient, values, values)
+
+
+def test_a_framework_may_repeat_the_scores_of_attention_only() -> None:
+    shape = shape_of(GPT, replace(PLAIT, recomputes_attention_only=True), tp=2, sequence_parallel="keep")
+    core = FusedAttention(3, 3, 3, 16, 64, 64, 0.5)
+    assert layer_work("attention", shape).selective == Recomputation((core,))
+    assert layer_work("mlp", shape).selective == Recomputation()
+
+
+def test_contexts_exchange_keys_with_values_in_a_ring_or_heads_by_all_to_alls() -> None:
+    """Over four ranks of a context those with one head of keys each send it to all: 4 · 16 features."""
+    for fields, again in [({}, 2), ({"tp": 2}, 2), ({"tp": 2, "sequence_parallel": "keep"}, 1)]:
+        tp, fields = fields.get("tp", 1), {"precision": "bf16", "cp": 2, **fields}
+        keys, size = 32 / tp, TOKENS / 2 * 2
+        ring = layer_work("attention", shape_of(LLAMA, context_parallel="ring", **fields))
+        assert ring.forward_exchanges == (AxisTransfer("ring", "cp", 2 * size * keys),)
+        assert ring.backward_exchanges == (AxisTransfer("ring", "cp", 4 * size * keys),)
+        heads = layer_work("attention", shape_of(LLAMA, context_parallel="ulysses", **fields))
+        sent = [2 * size * one for one in (2 * max(keys, 32), 96 / tp, 96 / tp)]
+        assert [one.nbytes for one in heads.forward_exchanges] == sent
+        assert [one.nbytes for one in heads.backward_exchanges] == [*sent[:2], again * sent[2]]
+        assert {one.collective for one in heads.forward_exchanges} == {"all-to-all"}
+        assert heads.selective.exchanges == heads.forward_exchanges[:2]
+        assert heads.full.exchanges == heads.forward_exchanges
+
+
+def test_causal_attention_computes_half_of_the_pairs_or_what_the_last_rank_sees() -> None:
+    for method, layout, seen in [
+        ("ring", "contiguous", 1 - 0.5 / 4),  # of the last rank
+        ("ring", "zigzag", 0.5),
+        ("ulysses", "contiguous", 0.5),
+    ]:
+        fields = {"cp": 4, "context_parallel": method, "context_layout": layout}
+        core = layer_work("attention", shape_of(LLAMA, **fields)).forward[3]
+        assert core == FusedAttention(3, 6, 2, 16, 16, 64, seen)
+        whole = layer_work(
+            "attention", shape_of(LLAMA, replace(PLAIT, skips_masked=False), **fields)
+        ).forward[3]
+        assert isinstance(whole, FusedAttention)
+        assert whole.seen == 1
+
+
+def test_auto_takes_the_method_by_which_a_rank_sends_less() -> None:
+    """In a ring each rank sends its keys and values, by heads queries and outputs too: few keys decide."""
+    few, four = replace(LLAMA, kv_heads=1), replace(GPT, heads=4)
+    for decoder, fields, expected in (
+        (few, {"cp": 2}, "ring"),
+        (GPT, {"cp": 2}, "ulysses"),
+        (GPT, {"cp": 4}, "ring"),  # which do not divide the heads
+        (four, {"cp": 2, "tp": 2}, "ulysses"),
+        (four, {"cp": 2, "tp": 2, "sequence_parallel": "keep"}, "ring"),  # keys are not sent again
+    ):
+        assert context_method(shape_of(decoder, **fields)) == expected, (decoder.heads, fields)
+
+
+def test_a_framework_may_repeat_layers_to_their_end_and_whole_blocks_only() -> None:
+    fields = {"tp": 2, "sequence_parallel": "keep"}
+    for kind in ("attention", "mlp"):
+        work = layer_work(kind, shape_of(LLAMA, replace(PLAIT, recomputes_to_end=True), **fields))  # type: ignore[arg-type]
+        assert work.full == Recomputation(work.forward, work.forward_transfers)
+    head = layer_work("head", shape_of(LLAMA, replace(PLAIT, recomputes_blocks=True), **fields))
+    assert head.full == head.selective == Recomputation()

@@ -12,13 +12,23 @@ from plait.model_size_rules import default_inner
 from plait.plan import Plan
 from plait.prediction.decoder import Decoder
 from plait.prediction.framework import PLAIT
-from plait.prediction.layer_memory import LayerMemory
+from plait.prediction.hardware import load_hardware
+from plait.prediction.layer_memory import LayerMemory, layer_memory, sending_pieces
 from plait.prediction.layer_operations import StepShape
-from plait.prediction.memory_by_size import PredictedMemory, stage_memory
+from plait.prediction.memory_by_size import (
+    ActivationPeak,
+    PredictedMemory,
+    RankActivations,
+    StageMemory,
+    activation_peaks,
+    stage_memory,
+)
 from plait.prediction.model_sizes import decoder_of
-from plait.prediction.state_memory import RankSizes, whole_gradients
+from plait.prediction.state_memory import RankSizes, rank_sizes
 from plait.prediction.step_prediction import predict
 from plait.schedules.action import Kind
+from plait.schedules.held_microbatches import ActionStart, HeldMicrobatches, RankHeld
+from plait.schedules.search.api import schedule
 
 SIZES: dict[str, Any] = {"layers": 4, "hidden": 256, "heads": 8, "vocab": 1000, "context": 128}
 # Layers on the CPU: RMS norms and rotations are not fused there, and keep copies.
@@ -100,6 +110,11 @@ def test_stages_free_what_they_keep_layer_by_layer() -> None:
     assert at_once.until_weights == 3 * 4 - 2  # the last gradient is in a receive buffer
     assert at_once.most == {Kind.F: 2, Kind.I: 5, Kind.W: 1, Kind.B: 5}
     assert at_once.last == {Kind.I: 2 - 8 - 6 + 5, Kind.W: 1 - 2 - 4, Kind.B: 2 - 20 + 5}
+    uneven = [layer, replace(layer, gradient=50), replace(layer, gradient=3, weights=10)]
+    most = stage_memory(uneven, at_once=True, receives=False).most
+    assert (
+        most[Kind.B] == 4 + 10 - 10 + 50
+    )  # the last weight gradient, beside the gradient that was passed on
 
 
 def test_weight_gradients_after_all_input_gradients_keep_more() -> None:
@@ -110,18 +125,74 @@ def test_weight_gradients_after_all_input_gradients_keep_more() -> None:
     assert (at_once, later) == (7, 2 * (4 - 1) + 2 + 5)
 
 
-def test_whole_gradients_are_allocated_from_the_first_backward_on() -> None:
-    plan = Plan(dp=4, microbatches=2, precision="bf16", master_precision="bf16", strategy="gradients")
-    sizes = RankSizes(whole=1000, twice=0, pair=150)
-    added = whole_gradients(_shape(plan), sizes, splits=False)
-    assert (added.of_layers(Kind.F), added.of_layers(Kind.B)) == (0, 2 * 150)
-    assert added.after_backward(Kind.F) == 2 * 1000
-    each = whole_gradients(_shape(replace(plan, reduce="each")), sizes, splits=False)
-    assert (each.after_backward(Kind.F), each.after_backward(Kind.B)) == (0, 2 * 150)
-    once = replace(plan, microbatches=1)
-    assert whole_gradients(_shape(once), sizes, splits=False).after_backward(Kind.F) == 0
-    assert whole_gradients(_shape(once), sizes, splits=True).after_backward(Kind.F) == 2 * 1000
+F, I, W, B = Kind.F, Kind.I, Kind.W, Kind.B  # noqa: E741 (the letters of actions)
+STAGES = [
+    StageMemory(10, 3, {F: 7, I: 20, W: 6, B: 30}, {F: 0, I: 15, W: 5, B: 25}),
+    StageMemory(100, 40, {F: 70, I: 200, W: 60, B: 300}, {F: 0, I: 150, W: 50, B: 250}),
+]
+HELD = RankHeld(
+    stages=(0, 3),
+    starts={
+        ActionStart(0, F, False): ((2, 0, 0, 0), (1, 1, 0, 0)),
+        ActionStart(1, B, False): ((2, 1, 0, 0),),
+        ActionStart(0, B, True): ((1, 0, 2, 1),),
+        ActionStart(1, B, True): ((1, 0, 0, 0),),
+        ActionStart(1, W, True): ((0, 0, 1, 0),),
+    },
+    received=2,
+    receive_buffers=3,
+    sending=4,
+)
 
 
-def _shape(plan: Plan) -> StepShape:
-    return StepShape(Decoder(layers=2, hidden=64, heads=4, vocab=100, context=32), plan, PLAIT, 1)
+@pytest.mark.parametrize(("blocking", "received", "sent"), [(False, 3, 4), (True, 2, 0)])
+def test_peaks_are_what_is_held_with_messages_and_what_runs(blocking: bool, received: int, sent: int) -> None:
+    """The first backward counts as after one, too: its last layer runs beside all weight gradients."""
+    sizes = Decoder(layers=1, hidden=8, heads=2, vocab=10, context=4)
+    shape = StepShape(sizes, Plan(), replace(PLAIT, blocking_messages=blocking), rows=2)
+    buffers, sending = received * 2 * 4 * 8 * 4, sent * 2 * 4 * 8 * 4
+    assert activation_peaks(HELD, STAGES, shape, always=1000) == {
+        (F, False): (110 + buffers, 1007),
+        (B, False): (120 + buffers, 1300),
+        (B, True): max((120 + buffers, 1250), (10 + buffers + sending, 1300), key=sum),
+        (W, True): (3 + buffers + sending, 1060),
+    }
+
+
+def test_the_peak_of_a_rank_is_that_of_its_actions_with_the_gradients_they_need() -> None:
+    plan = Plan(dp=2, microbatches=2, strategy="gradients")  # in fp32, reduced after the last backward
+    shape = StepShape(Decoder(layers=1, hidden=8, heads=2, vocab=10, context=4), plan, PLAIT, rows=2)
+    sizes, small = RankSizes(whole=100, twice=0, pair=50), ActivationPeak(3, 4)
+    for peaks, gradients, kept, running in (
+        ({(F, False): (500, 60)}, 0, 500, 60),
+        ({(F, True): (500, 60), (B, False): (500, 59)}, 400, 500, 60),
+        ({(B, False): (500, 60), (F, False): (500, 61)}, 200, 500, 60),
+        ({(F, False): small}, 400, 0, 0),  # after a backward, with nothing kept
+    ):
+        rank = RankActivations(sizes, {key: ActivationPeak(*peak) for key, peak in peaks.items()})
+        found = rank.with_state(shape, reserved=77)
+        assert found == PredictedMemory(400, 200 + gradients, 400, kept, running, 77)
+        assert found.allocated == 400 + 200 + gradients + 400 + kept + running
+        assert not rank.splits
+    rank = RankActivations(sizes, {(W, True): small, (B, False): ActivationPeak(9, 9)})
+    other = RankActivations(sizes, {(W, True): ActivationPeak(1, 7), (F, True): small})
+    assert rank.joined(other).peaks == {(W, True): (1, 7), (B, False): (9, 9), (F, True): (3, 4)}
+    assert rank.splits
+
+
+def test_stages_are_computed_once_but_for_their_messages() -> None:
+    """The last layer of a stage that sends a piece keeps less; of equal stages one is computed."""
+    sizes = Decoder(layers=6, hidden=64, heads=4, vocab=10, context=16)
+    plan = Plan(pp=3, tp=2, microbatches=3, layers_per_stage=(5, 4, 5))
+    for divided in (False, True):
+        framework = replace(PLAIT, messages_divided=divided)
+        memory = predict(sizes, plan, "h100-sxm", framework=framework).memory
+        shape = StepShape(sizes, plan, framework, rows=1)
+        whole = [layer_memory(kind, "none", shape) for kind in sizes.kinds[5:9]]
+        last = sending_pieces(whole[-1], shape) if divided else whole[-1]
+        stage = stage_memory([*whole[:-1], last], at_once=False, receives=True)
+        made = schedule("1f1b", ranks=3, microbatches=3)
+        held = HeldMicrobatches(made).ranks[1]
+        peaks = activation_peaks(held, [stage], shape, 0.0)
+        activations = RankActivations(rank_sizes(shape, [sizes.kinds[5:9]]), peaks)
+        assert memory[1] == activations.with_state(shape, load_hardware("h100-sxm").reserved)

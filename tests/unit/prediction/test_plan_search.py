@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
+from itertools import groupby
 from random import Random
 
 import pytest
@@ -108,9 +110,35 @@ def test_equal_times_are_ordered_by_memory_then_by_axes() -> None:
     assert plan_rank(1.0, 9.0, plans[1]) < plan_rank(1.0 + 1e-8, 5.0, plans[0])
 
 
-def test_a_bound_saves_most_simulations() -> None:
-    found = search(LLAMA, H100, 8, 8, base=MIXED, most=3)
+def test_a_bound_saves_most_simulations_and_plans_that_are_alike_count_once() -> None:
+    gc.enable()
+    few = PlanChoices(schedules=PlanChoices().schedules[:2], states=PlanChoices().states[:3])
+    found = search(LLAMA, H100, 4, 4, base=MIXED, most=3, choices=few)
     assert found.predicted < found.plans / 4
+    assert found.best == tuple(predict(LLAMA, one.plan, H100, rows=4 // one.plan.dp) for one in found.best)
+    more = search(
+        LLAMA,
+        H100,
+        4,
+        4,
+        base=MIXED,
+        most=2,
+        choices=few,
+        alike=lambda one, other: one.plan.dp == other.plan.dp,
+    )
+    groups = [key for key, _ in groupby(one.plan.dp for one in more.best)]
+    assert len(groups) == 3  # the first of those that are unlike the last shows where these end
+    assert more.best[-1].plan.dp != more.best[-2].plan.dp
+    assert more.best[:3] == found.best
+    assert (
+        len(search(LLAMA, H100, 4, 4, base=MIXED, most=1, choices=few, alike=lambda one, other: True).best)
+        == 10
+    )
+    assert gc.isenabled()
+    gc.disable()
+    search(LLAMA, H100, 1, 1, most=1)
+    assert not gc.isenabled()
+    gc.enable()
 
 
 def test_no_plan_is_both_faster_and_smaller_than_one_of_the_frontier() -> None:
@@ -130,5 +158,6 @@ def test_no_plan_is_both_faster_and_smaller_than_one_of_the_frontier() -> None:
 def test_divisions_that_are_impossible_are_counted_by_reason() -> None:
     _, impossible = divisions(GPT2, 8, 4)
     assert impossible["tp does not divide the heads"] == 4  # tp 4 with 3 divisions of 2 ranks, and tp 8
-    with pytest.raises(PlanError, match="7919 ranks cannot be divided"):
+    message = r"7919 ranks cannot be divided for this model and a batch of 4: .+ \(\d+\), .+: change"
+    with pytest.raises(PlanError, match=message):
         search(GPT2, H100, 7919, 4)

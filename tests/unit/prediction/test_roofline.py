@@ -1,75 +1,76 @@
+"""Seconds of operations beside their formulas, on a device of round figures."""
+
 from dataclasses import replace
 
 import pytest
 
 from plait.prediction.hardware import load_hardware
-from plait.prediction.operations import Elementwise, FusedAttention, Product
+from plait.prediction.operations import DeviceOperation, Elementwise, FusedAttention, Product
 from plait.prediction.roofline import TILES, operation_seconds, product_efficiency
 
-HARDWARE = load_hardware("a100-80")
-PART = HARDWARE.efficiency
+MEASURED = load_hardware("a100-80")
+PART = replace(
+    MEASURED.efficiency,
+    product=0.5,
+    half_depth=100.0,
+    attention=0.25,
+    attention_backward=0.2,
+    memory=0.5,
+    operands=0.25,
+    elementwise=0.8,
+    activation=0.4,
+    kernel=7.0,
+)
+GPU = replace(MEASURED, memory_bandwidth=2000.0, peak={"fp8": 4000.0, "bf16": 1600.0}, efficiency=PART)
+"""Memory gives 1000 bytes a second, attention 400 operations a second, its backward 320."""
+CPU = replace(GPU, multiprocessors=0, overlaps=False)
 
 
-def seconds(operation: Product | Elementwise | FusedAttention) -> float:
-    return operation_seconds(operation, HARDWARE, "bf16", 2)
-
-
-def test_a_wave_of_full_tiles_is_limited_by_the_sum_alone() -> None:
-    height, width, _ = TILES[0]
-    full = Product(height * HARDWARE.multiprocessors, width, 8192)
-    assert product_efficiency(full, HARDWARE) == pytest.approx(8192 / (8192 + PART.half_depth))
-
-
-def test_one_tile_more_than_a_wave_costs_a_second_wave() -> None:
-    height, width, _ = TILES[0]
-    full = product_efficiency(Product(height, width, 4096, batch=10 * HARDWARE.multiprocessors), HARDWARE)
-    more = product_efficiency(Product(height, width, 4096, batch=10 * HARDWARE.multiprocessors + 1), HARDWARE)
-    assert 10 / 11 * full <= more < full
-
-
-def test_short_sums_and_small_results_are_less_efficient() -> None:
-    large = product_efficiency(Product(8192, 8192, 8192), HARDWARE)
-    assert product_efficiency(Product(8192, 8192, 64), HARDWARE) < large
-    assert product_efficiency(Product(64, 64, 8192), HARDWARE) < large / 10
-
-
-def test_a_thin_product_takes_the_time_of_its_bytes() -> None:
-    nbytes = 2 * (65536 * 4096 + 16 * (65536 + 4096))
-    rate = HARDWARE.memory_bandwidth * PART.memory
-    assert seconds(Product(16, 65536, 4096)) == pytest.approx(nbytes / rate + PART.kernel, rel=1e-3)
+def seconds(operation: DeviceOperation, precision: str = "bf16", item: int = 2) -> float:
+    return operation_seconds(operation, GPU, precision, item)
 
 
 def test_elementwise_work_takes_the_time_of_its_bytes_and_kernels() -> None:
-    rate = HARDWARE.memory_bandwidth * PART.memory
-    assert seconds(Elementwise(1e9, 2)) == pytest.approx(1e9 / rate + 2 * PART.kernel)
+    assert seconds(Elementwise(4000.0, 3)) == 4000 / 800 + 3 * 7
+    assert seconds(Elementwise(4000.0, activation=True)) == 4000 / 400 + 7
 
 
-def test_layers_may_reach_less_of_the_bandwidth_than_the_optimizer() -> None:
-    half = replace(HARDWARE, efficiency=replace(PART, elementwise=0.5, kernel=0.0))
-    whole = replace(half, efficiency=replace(PART, kernel=0.0))
-    slow, quick = (operation_seconds(Elementwise(1e9), one, "bf16", 2) for one in (half, whole))
-    assert slow == pytest.approx(2 * quick)
+def test_attention_computes_two_products_and_its_backward_five_in_bf16() -> None:
+    for precision in ["bf16", "fp8"]:
+        forward = FusedAttention(rows=2, heads=3, key_heads=1, width=16, queries=10, keys=20, seen=0.5)
+        backward = replace(forward, backward=True)
+        one = 2 * 2 * 3 * 10 * 20 * 0.5 * 16  # operations of a product
+        assert seconds(forward, precision) == pytest.approx(2 * one / 400 + 7, rel=1e-12)
+        assert seconds(backward, precision) == pytest.approx(5 * one / 320 + 3 * 7, rel=1e-12)
 
 
-def test_attention_backward_does_two_and_a_half_times_the_work() -> None:
-    forward = FusedAttention(1, 8, 8, 128, 4096, 4096, 0.5)
-    backward = FusedAttention(1, 8, 8, 128, 4096, 4096, 0.5, backward=True)
-    first, second = seconds(forward) - PART.kernel, seconds(backward) - 3 * PART.kernel
-    assert second / first == pytest.approx(2.5 * PART.attention / PART.attention_backward)
+def test_a_product_takes_the_longer_of_its_arithmetic_and_its_bytes_and_on_a_cpu_both() -> None:
+    many = Product(30, 50, 300, batch=4)
+    computing = 2 * 4 * 30 * 50 * 300 / (1600 * 0.5 * 300 / (300 + 100))
+    moving = 4 * ((30 + 50) * 300 * 2 + 30 * 50 * 2) / (1000 * 0.25)
+    alone, both = (operation_seconds(many, one, "bf16", 2) for one in (replace(CPU, overlaps=True), CPU))
+    assert (alone, both) == pytest.approx((computing + 7, computing + moving + 7), rel=1e-12)
+    thin = Product(1, 50, 1000, result_bytes=8)
+    moving = ((1 + 50) * 1000 * 4 + 1 * 50 * 8) / (1000 * 0.25)
+    assert operation_seconds(thin, replace(CPU, overlaps=True), "bf16", 4) == pytest.approx(moving + 7)
+    large = Product(8192, 8192, 8192)
+    rate = 1600 * 0.5 * product_efficiency(large, GPU)
+    assert seconds(large) == pytest.approx(2 * 8192**3 / rate + 7, rel=1e-12)
 
 
-def test_on_a_cpu_products_wait_for_their_bytes_and_activations_compute() -> None:
-    part = replace(PART, operands=0.2, activation=0.1)
-    cpu = replace(HARDWARE, multiprocessors=0, overlaps=False, efficiency=part)
-    product, bandwidth = Product(64, 64, 4096), HARDWARE.memory_bandwidth * PART.memory
-    computing = 2 * 64 * 64 * 4096 / (HARDWARE.peak["bf16"] * PART.product * product_efficiency(product, cpu))
-    moving = 2 * (2 * 64 * 4096 + 64 * 64) / (0.2 * bandwidth)
-    found = operation_seconds(product, cpu, "bf16", 2)
-    assert found == pytest.approx(computing + moving + PART.kernel)
-    activation = operation_seconds(Elementwise(1e9, activation=True), cpu, "bf16", 2)
-    assert activation == pytest.approx(1e9 / (0.1 * bandwidth) + PART.kernel)
-
-
-def test_on_a_cpu_no_product_is_cut_into_tiles() -> None:
-    cpu = replace(HARDWARE, multiprocessors=0)
-    assert product_efficiency(Product(3, 70, 4096), cpu) == 4096 / (4096 + PART.half_depth)
+def test_results_are_computed_in_waves_of_tiles_of_the_best_size() -> None:
+    """108 multiprocessors compute a tile each; the part that is not full, and the last wave, are lost."""
+    deep, depth = 4096, 4096 / (4096 + 100)
+    height, width, _ = TILES[0]
+    for product, expected in (
+        (Product(height * 108, width, deep), 1.0),
+        (Product(width * 108, height, deep), 1.0),
+        (Product(height, width, deep, batch=1081), 1081 / (11 * 108)),
+        (Product(height, width, deep, batch=109), 0.93 * 218 / (3 * 108)),  # twice as many halves
+        (Product(128, 64, deep, batch=108), 0.75),
+        (Product(64, 64, deep), 0.6 / 108),
+        (Product(65, 64, deep), 0.6 * 65 / 64 / 108),
+        (Product(3, 70, deep), 0.6 * 3 * 70 / (64 * 64) / 108),
+    ):
+        assert product_efficiency(product, GPU) == pytest.approx(depth * expected, rel=1e-3), product
+    assert product_efficiency(Product(3, 70, deep), CPU) == depth

@@ -4,13 +4,13 @@ from typing import Any
 import pytest
 
 import plait
-from plait.errors import ModelError, PlanError
-from plait.plan import Plan, SequenceParallel
+from plait.errors import PlanError
+from plait.plan import Plan
 from plait.prediction.decoder import Decoder
 from plait.prediction.framework import PLAIT
 from plait.prediction.hardware import load_hardware
-from plait.prediction.quick_step import quick_step
-from plait.prediction.step_prediction import predict
+from plait.prediction.step_prediction import costs_for_cut, predict
+from plait.quantities import memory_text
 
 SMALL = Decoder(layers=8, hidden=1024, heads=16, vocab=32000, context=1024, gated=True, rotary=True)
 LLAMA_405B = Decoder(
@@ -95,6 +95,9 @@ def test_recomputation_costs_a_third_more_and_saves_activations() -> None:
     kept, again = (predict(SMALL, replace(plan, recompute=mode), "h100-sxm") for mode in ("none", "full"))
     assert 1.2 < again.step_seconds / kept.step_seconds < 1.4
     assert again.breakdown["recomputation"] > 0 == kept.breakdown["recomputation"]
+    for found in (kept, again):
+        last = max(range(2), key=lambda rank: found.times.ends[rank])
+        assert found.breakdown["recomputation"] == 8 * found.times.passes[last].inputs.recomputation
     assert again.memory[0].activations < kept.memory[0].activations / 4
 
 
@@ -124,29 +127,6 @@ def test_gathers_are_not_hidden_while_sums_over_tp_use_their_links() -> None:
     assert exposed(8) > 5 * exposed(16)
 
 
-def test_gathers_of_output_gradients_are_never_hidden() -> None:
-    def exposed(kind: SequenceParallel) -> float:
-        found = predict(LLAMA_405B, Plan(tp=8, sequence_parallel=kind, **MIXED), "h100-sxm")
-        return found.breakdown["tp communication"]
-
-    none, keep, regather = exposed("none"), exposed("keep"), exposed("regather")
-    # The forward sends as many bytes with sequence parallelism as without; its backward gathers besides.
-    assert keep == pytest.approx(1.5 * none, rel=0.02)
-    assert regather == pytest.approx(keep, rel=1e-6)
-
-
-def test_selective_recomputation_gathers_the_input_of_regions_again() -> None:
-    def of_recomputation(kind: SequenceParallel) -> float:
-        plan = Plan(tp=8, sequence_parallel=kind, recompute="selective", **MIXED)
-        return predict(LLAMA_405B, plan, "h100-sxm").breakdown["recomputation"]
-
-    forward = predict(LLAMA_405B, Plan(tp=8, sequence_parallel="keep", **MIXED), "h100-sxm")
-    none, keep = of_recomputation("none"), of_recomputation("keep")
-    # Two gathers of a block, of the four forward and four backward whose time is that of `tp` without it.
-    assert keep > none + forward.breakdown["tp communication"] / 8
-    assert of_recomputation("regather") == pytest.approx(keep)
-
-
 LONG = replace(SMALL, context=1 << 16)
 
 
@@ -165,16 +145,6 @@ def test_a_ring_hides_behind_attention_and_the_exchanges_of_ulysses_do_not() -> 
     assert predict(few_keys, Plan(cp=2, **MIXED), "h100-sxm").breakdown["cp communication"] == 0.0
 
 
-def test_the_last_rank_of_a_ring_with_contiguous_positions_computes_more_attention() -> None:
-    def attention(**fields: Any) -> float:
-        return predict(LONG, Plan(cp=4, **fields, **MIXED), "h100-sxm").breakdown["attention"]
-
-    even = attention(context_parallel="ring")
-    uneven = attention(context_parallel="ring", context_layout="contiguous")
-    assert uneven == pytest.approx(even * 7 / 4, rel=1e-2)
-    assert attention(context_parallel="ulysses", context_layout="contiguous") == pytest.approx(even)
-
-
 def test_nothing_is_hidden_on_hardware_that_moves_the_bytes_itself() -> None:
     gpu = load_hardware("h100-sxm")
     for axis, plan in {
@@ -189,39 +159,67 @@ def test_nothing_is_hidden_on_hardware_that_moves_the_bytes_itself() -> None:
         assert shown > 1.2 * hidden, axis
 
 
-def test_ranks_that_share_cores_are_faster_while_others_wait() -> None:
-    cpu = load_hardware("cpu-two-cores")
-    plan = Plan(pp=4, microbatches=4, schedule="gpipe")
-    alone, shared = (
-        predict(SMALL, plan, replace(cpu, waiting_speedup=speedup), rows=4) for speedup in (1.0, 2.0)
-    )
-    busy = sum(one.total.total for one in alone.times.passes) * 4 / 4  # micro-batches, ranks
-    assert busy < max(shared.times.ends) < max(alone.times.ends)
-    assert shared.timeline.makespan == pytest.approx(max(shared.times.ends) * 1e9)
-    one = replace(plan, pp=1, tp=4)  # none waits
-    assert predict(SMALL, one, replace(cpu, waiting_speedup=2.0), rows=4).times.seconds == (
-        predict(SMALL, one, cpu, rows=4).times.seconds
-    )
-
-
 def test_small_layers_are_limited_by_the_host() -> None:
     tiny = replace(SMALL, hidden=64, heads=4, context=32, vocab=100)
     assert predict(tiny, Plan(), "h100-sxm").bound == "host overhead"
 
 
-@pytest.mark.parametrize(("policy", "count"), [("1f1b", 63), ("zb-h1", 63), ("interleaved", 64)])
-def test_steps_of_many_microbatches_are_extrapolated_from_shorter_ones(policy: str, count: int) -> None:
-    plan = Plan(pp=4, microbatches=count, schedule=policy, **MIXED)
-    whole = predict(SMALL, plan, "h100-sxm")
-    part = quick_step(SMALL, plan, whole.layers_per_stage, count, PLAIT, whole.hardware)
-    assert part.schedule.microbatches < 32
-    assert part.seconds == pytest.approx(whole.step_seconds, rel=1e-3)
+def test_figures_of_a_step_follow_from_its_time_and_memory() -> None:
+    plan = Plan(pp=2, dp=2, cp=2, microbatches=4, recompute="full", loss_rows=64, precision="bf16")
+    model = replace(SMALL, layers=2)
+    found = predict(model, plan, "h100-sxm", rows=8)
+    assert (found.rows, found.tokens, found.plan.world) == (8, 8 * 2 * 1024, 8)
+    assert found.tokens_per_second == found.tokens / found.times.seconds
+    needed = model.operations_per_token * found.tokens / 8 / found.step_seconds
+    assert found.mfu == pytest.approx(needed / 989.4e12)
+    assert found.hfu == pytest.approx(found.mfu * 4 / 3)
+    assert found.times.timer.precision == "bf16"
+    assert found.peak_memory == max(rank.allocated for rank in found.memory)
+    assert {rank.reserved for rank in found.memory} == {2.5 * 2**30}
+    needed = found.peak_memory + 2.5 * 2**30
+    for room, fits in ((0.0, True), (-1.0, False), (-(2.0**30), False)):
+        other = predict(model, plan, replace(found.hardware, memory=needed + room), rows=8)
+        assert other.fits is fits
+        text = "which fits the" if fits else f"{memory_text(-room)} more than the"
+        assert f"allocated at most, {text} {memory_text(needed + room)} of h100-sxm" in str(other)
+    in_fp8 = predict(model, plan, "h100-sxm", framework=replace(PLAIT, product_precision="fp8"))
+    assert (in_fp8.times.timer.precision, in_fp8.rows) == ("fp8", 4)
+    assert predict(model, Plan(), "h100-sxm").times.timer.precision == "fp32"
 
 
-def test_a_model_on_meta_is_predicted_by_its_sizes() -> None:
-    model = plait.models.llama(layers=8, hidden=1024, heads=16, vocab=32000, context=1024)
+def test_the_text_has_the_parts_of_the_step_that_take_time() -> None:
+    lines = str(predict(SMALL, Plan(tp=2, microbatches=2, **MIXED), "h100-sxm")).splitlines()
+    assert [line[:26].strip() for line in lines[2:]] == [
+        *("matrix products", "attention", "element-wise", "tp communication", "optimizer", "host overhead"),
+    ]
+    assert sum(float(line.split()[-1].rstrip("%")) for line in lines[2:]) == pytest.approx(100, abs=0.3)
+
+
+def test_a_framework_on_a_cpu_overlaps_nothing_and_composes_operations() -> None:
+    cpu = replace(load_hardware("h100-sxm"), overlaps=False)
+    names = ["tensor_sums", "tensor_products", "data_sums", "gathers", "context"]
+    expected: dict[str, Any] = {f"overlaps_{name}": False for name in names}
+    assert PLAIT.on(cpu) == replace(PLAIT, composes_operations=True, **expected)
+    assert PLAIT.on(load_hardware("h100-sxm")) is PLAIT
+
+
+def test_the_cut_is_that_of_the_costs_of_layers() -> None:
+    """With logits of some rows the head's products are all in its input gradient."""
+    wide = replace(SMALL, layers=2, vocab=128_000)
+    for rows in (None, 64):
+        plan = Plan(pp=2, microbatches=2, loss_rows=rows)
+        costs = costs_for_cut(wide, plan)
+        head = 1 + 1024 * 128_000
+        third = (head / 3,) * 3 if rows is None else (1 / 3, head - 2 / 3, 1 / 3)
+        assert (costs.F[-1], costs.I[-1], costs.W[-1]) == pytest.approx(third)
+        assert costs.total == pytest.approx(wide.layer_costs)
+        assert costs.comm == pytest.approx(0.01 * sum(wide.layer_costs) / 2)
+
+
+def test_a_model_is_predicted_by_its_sizes() -> None:
+    model = plait.models.llama(layers=2, hidden=64, heads=4, vocab=100, context=32)
+    given = replace(SMALL, layers=2, hidden=64, heads=4, vocab=100, context=32, kv_heads=4)
     plan = Plan(pp=2, microbatches=4, **MIXED)
-    given = replace(SMALL, inner=2816, kv_heads=16)
     assert plait.predict(model, plan, "h100-sxm").breakdown == predict(given, plan, "h100-sxm").breakdown
 
 
@@ -256,10 +254,3 @@ def test_what_cannot_run_is_refused_in_one_sentence(
 ) -> None:
     with pytest.raises(error, match=message):
         predict(SMALL, plan, "h100-sxm", rows=rows)
-
-
-def test_another_model_is_refused_with_what_to_give() -> None:
-    with pytest.raises(ModelError, match="the sizes of dict are not known"):
-        predict({}, Plan(), "h100-sxm")
-    with pytest.raises(ModelError, match="kv_heads = 3 does not divide"):
-        replace(SMALL, kv_heads=3)

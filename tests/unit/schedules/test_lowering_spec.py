@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from plait.plan import Plan
-from plait.schedules.lowering_spec import WHOLE, Sharding, sharding_of
+from plait.schedules.lowering_spec import WHOLE, LayerIndex, LoweringSpec, Sharding, sharding_of
 
 MASTER = {"precision": "bf16", "master_precision": "fp32"}
 OPTIMIZER = Sharding(gathers="once", scatters="last")
@@ -40,3 +40,20 @@ def test_layers_get_what_a_master_has_become_once_a_step() -> None:
     assert sharding_of(Plan(dp=2, **MASTER)) == Sharding(gathers="once")
     assert sharding_of(Plan(dp=2, strategy="full", **MASTER)) == FULL["last"]
     assert sharding_of(Plan(dp=2, precision="bf16", master_precision="bf16")) == WHOLE
+
+
+def test_layers_have_the_units_that_they_use_and_the_last_is_that_of_the_last_stage() -> None:
+    first, last = LayerIndex(0, 1), LayerIndex(1, 2)
+    spec = LoweringSpec((2, 3), {"table": (LayerIndex(0, 0), last), "own": (last,), "other": (first,)})
+    assert spec.last_layer == last
+    assert spec.units_of_layers() == {
+        LayerIndex(0, 0): ("table",),
+        first: ("other",),
+        last: ("table", "own"),
+    }
+    assert (spec.overlap, spec.posts_late, spec.replicated, spec.loss_computes_logits) == (
+        None,
+        False,
+        True,
+        False,
+    )

@@ -28,9 +28,13 @@ SPLIT = written(["0F0 0F1 0I0 0I1 0W0 0W1"], rank_of=(0,), microbatches=2)
 WHOLE = written(["0F0 0F1 0B0 0B1"], rank_of=(0,), microbatches=2)
 
 
-@pytest.mark.parametrize(
-    ("made", "until_input", "until_weight", "during_and_after"),
-    [
+def test_a_schedule_splits_where_weight_gradients_are_actions() -> None:
+    assert (SPLIT.splits, WHOLE.splits, WHOLE.split_backward.splits) == (True, False, True)
+    assert SPLIT.split_backward is SPLIT
+
+
+def test_what_is_held_during_and_after_each_action() -> None:
+    for made, until_input, until_weight, during_and_after in [
         (SPLIT, 1, 1, [(1, 1), (2, 2), (2, 2), (2, 2), (2, 1), (1, 0)]),
         (WHOLE, 1, 1, [(1, 1), (2, 2), (2, 1), (1, 0)]),
         (SPLIT, 3, 1, [(3, 3), (6, 6), (6, 4), (4, 2), (2, 1), (1, 0)]),
@@ -39,13 +43,9 @@ WHOLE = written(["0F0 0F1 0B0 0B1"], rank_of=(0,), microbatches=2)
         (WHOLE, 1, 3, [(1, 1), (2, 2), (4, 1), (3, 0)]),
         (SPLIT, 1, 0, [(1, 1), (2, 2), (2, 1), (1, 0), (0, 0), (0, 0)]),
         (SPLIT, 0, 1, [(0, 0), (0, 0), (1, 1), (2, 2), (2, 1), (1, 0)]),
-    ],
-)
-def test_what_is_held_during_and_after_each_action(
-    made: Schedule, until_input: int, until_weight: int, during_and_after: list[tuple[int, int]]
-) -> None:
-    holds = MemoryCosts(Fraction(1), (until_input,), (until_weight,))
-    assert list(memory_use(made.actions[0], holds)) == during_and_after
+    ]:
+        holds = MemoryCosts(Fraction(1), (until_input,), (until_weight,))
+        assert list(memory_use(made.actions[0], holds)) == during_and_after
 
 
 def test_stages_of_a_rank_add_up() -> None:
@@ -97,9 +97,8 @@ def left(done: Sequence[Action], holds: MemoryCosts) -> int:
     return sum(held[kind][stage] for (stage, _), kind in last.items() if kind in held)
 
 
-@pytest.mark.parametrize(
-    ("limit", "unit", "units"),
-    [
+def test_a_limit_in_whole_units() -> None:
+    for limit, unit, units in [
         (4, Fraction(1), 4),
         (3.9, Fraction(1), 3),
         (3.9999999999, Fraction(1), 4),
@@ -114,18 +113,16 @@ def left(done: Sequence[Action], holds: MemoryCosts) -> int:
         (0.1 + 0.2, Fraction(1, 10), 3),
         (0, Fraction(1), 0),
         (1e6, Fraction(1, 4), 4 * 10**6),
-    ],
-)
-def test_a_limit_in_whole_units(limit: float, unit: Fraction, units: int) -> None:
-    assert limit_in_units(limit, unit) == units
+    ]:
+        assert limit_in_units(limit, unit) == units
 
 
 def test_a_limit_may_be_infinite() -> None:
     assert limit_in_units(inf, Fraction(1, 7)) == UNLIMITED > 10**18
 
 
-@pytest.mark.parametrize("wrong", [nan, -0.5, -inf])
-def test_a_limit_is_a_number_of_at_least_zero(wrong: float) -> None:
-    with pytest.raises(ScheduleError) as caught:
-        limit_in_units(wrong, Fraction(1))
-    assert str(caught.value) == f"limit is {wrong}: give the most that a rank may hold, in micro-batches."
+def test_a_limit_is_a_number_of_at_least_zero() -> None:
+    for wrong in [nan, -0.5, -inf, True, "2", None]:
+        with pytest.raises(ScheduleError) as caught:
+            limit_in_units(wrong, Fraction(1))
+        assert str(caught.value) == f"limit is {wrong}: give the most that a rank may hold, in micro-batches."

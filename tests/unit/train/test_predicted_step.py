@@ -10,7 +10,6 @@ from train_runs import make, run
 
 from plait.comm.rank_pool import RankPool
 from plait.errors import ConfigError
-from plait.prediction.hardware import bundled_name
 from plait.report.record import read_run
 from plait.train.config import Config
 from plait.train.predicted_step import predicted_step
@@ -41,16 +40,3 @@ def test_what_cannot_be_predicted_is_refused_where_it_was_asked_for(tmp_path: Pa
     assert predicted_step(on(config, None), config.plan(), device) is None
     with pytest.raises(ConfigError, match=r"nowhere\.toml cannot be read"):
         predicted_step(on(config, "nowhere.toml"), config.plan(), device)
-
-
-@pytest.mark.parametrize(
-    ("device", "file"),
-    [
-        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
-        ("NVIDIA A100-SXM4-40GB", "a100-40"),
-        ("NVIDIA H200", "h200-sxm"),
-        ("NVIDIA H100 PCIe", None),
-    ],
-)
-def test_a_gpu_is_known_by_its_name(device: str, file: str | None) -> None:
-    assert bundled_name(device) == file

@@ -1,15 +1,21 @@
 from __future__ import annotations
 
+import sys
+from collections import Counter
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from search_cases import LINEAR, LOOP, V, problem_of, problems, require_legal
 
 from plait.schedules.schedule import Placement
+from plait.schedules.search import list_scheduling
+from plait.schedules.search import local_search as module_of_search
 from plait.schedules.search.bound import lower_bound
 from plait.schedules.search.initial_orders import InitialOrder
-from plait.schedules.search.list_scheduling import DispatchRule, TimedOrders
+from plait.schedules.search.list_scheduling import DispatchRule, TimedOrders, list_schedule
 from plait.schedules.search.local_search import LEAST, Candidate, local_search, shortened_problem
-from plait.schedules.search.problem import Problem, StageLayout
+from plait.schedules.search.problem import OperationTables, Problem, StageLayout
 from plait.schedules.simulation.costs import Costs
 
 LAYOUTS: tuple[StageLayout, ...] = (LINEAR, V, LOOP)
@@ -28,14 +34,14 @@ def test_the_same_race_ends_the_same() -> None:
     assert local_search([drawn], BUDGET) == local_search([drawn], BUDGET)
 
 
-@pytest.mark.parametrize("of_span", [False, True])
-def test_the_shortest_come_in_first(of_span: bool) -> None:
-    candidates = local_search(entrants(of_span), BUDGET)
-    lengths = [candidate.length for candidate in candidates]
-    assert lengths == sorted(lengths)
-    for candidate in candidates:
-        assert candidate.problem in entrants(of_span)
-        require_legal(candidate.problem, candidate.timed.orders)
+def test_the_shortest_come_in_first() -> None:
+    for of_span in [False, True]:
+        candidates = local_search(entrants(of_span), BUDGET)
+        lengths = [candidate.length for candidate in candidates]
+        assert lengths == sorted(lengths)
+        for candidate in candidates:
+            assert candidate.problem in entrants(of_span)
+            require_legal(candidate.problem, candidate.timed.orders)
 
 
 def test_lengths_of_layouts_are_in_one_unit() -> None:
@@ -53,20 +59,17 @@ def test_it_finds_the_best_of_what_is_known_to_be_best() -> None:
     assert local_search([problem], 1)[0].timed.length == lower_bound(problem) == 27
 
 
-@pytest.mark.parametrize(
-    ("layout", "ranks", "microbatches", "limit", "short"),
-    [
+def test_a_short_run() -> None:
+    for layout, ranks, microbatches, limit, short in [
         (LINEAR, 4, 100, 4, 8),
         (LINEAR, 4, 100, 7, 11),  # more of them are under way at once
         (LINEAR, 4, 100, 1, 8),
         (LINEAR, 4, 5, 4, 5),
         (V, 4, 100, 8, 8),
         ((Placement.LOOP, 4), 4, 100, 28, 11),
-    ],
-)
-def test_a_short_run(layout: StageLayout, ranks: int, microbatches: int, limit: int, short: int) -> None:
-    problem = problem_of(layout, ranks, microbatches, limit=limit)
-    assert shortened_problem(problem) == problem.shortened(short)
+    ]:
+        problem = problem_of(layout, ranks, microbatches, limit=limit)
+        assert shortened_problem(problem) == problem.shortened(short)
 
 
 def test_a_short_run_where_nothing_is_held() -> None:
@@ -79,6 +82,28 @@ def test_a_long_pipeline_is_run_at_full_length() -> None:
     (best, *_) = local_search([problem], 1)
     assert best.problem == problem
     assert best.timed.length == lower_bound(problem) == 121
+
+
+@pytest.mark.parametrize(("budget", "perturbed"), [(5_000, 1), (20_000, 1), (60_000, 3)])
+def test_the_operations_that_are_scheduled_are_those_of_the_budget(
+    monkeypatch: pytest.MonkeyPatch, budget: int, perturbed: int
+) -> None:
+    """A third by screening and refinement each, and the rest by perturbation, to the last round begun."""
+    problem, scheduled = problem_of(LINEAR, 3, 6, COSTS, 3), Counter[str]()
+
+    def counted(tables: OperationTables, *arguments: Any) -> TimedOrders:
+        scheduled[sys._getframe(1).f_code.co_name] += len(tables.duration)
+        return list_schedule(tables, *arguments)
+
+    for module in (list_scheduling, module_of_search):
+        monkeypatch.setattr(module, "list_schedule", counted)
+    found = local_search([problem], budget)
+    assert len(found) == perturbed
+    assert found[0].timed.length > lower_bound(problem)  # which would have ended the search
+    assert problem.size == 54
+    rest = scheduled["_perturb_once"]
+    assert 0.35 * budget <= rest <= 0.35 * budget + 2 * 54 * perturbed
+    assert 0.8 * budget <= scheduled.total() <= budget
 
 
 @settings(max_examples=30)

@@ -1,0 +1,67 @@
+"""Parameters and operations of a decoder beside their formulas, at sizes where each term counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from plait.errors import ModelError
+from plait.prediction.decoder import Decoder, LayerKind, stage_kinds
+
+LLAMA = Decoder(
+    layers=3, hidden=96, heads=6, kv_heads=2, inner=176, vocab=500, context=640, gated=True, rotary=True
+)
+GPT = Decoder(layers=3, hidden=96, heads=6, vocab=500, context=640, biases=True, positions=True)
+
+
+def test_operations_are_six_for_each_element_of_a_matrix_and_twelve_for_each_position() -> None:
+    for decoder in [LLAMA, GPT]:
+        keys = 32 if decoder is LLAMA else 96
+        width, matrices = (176, 3) if decoder is LLAMA else (4 * 96, 2)
+        attention, mlp = 2 * 96 * 96 + 2 * 96 * keys, matrices * 96 * width
+        per_token = 3 * (6 * (attention + mlp) + 12 * 640 * 96) + 6 * 96 * 500
+        assert decoder.operations_per_token == per_token
+        assert decoder.layer_costs == (1, *((attention + 2 * 640 * 96, 1 + mlp) * 3), 1 + 96 * 500)
+
+
+def test_parameters_of_a_rank_are_its_part_of_the_matrices_and_all_of_the_norms() -> None:
+    for decoder, tp, expected in [
+        (LLAMA, 2, {"attention": 2 * 96 * (96 + 32) / 2 + 96, "mlp": 3 * 96 * 176 / 2 + 96}),
+        # Four ranks: each has half a head's keys and values more than the model.
+        (LLAMA, 4, {"attention": 2 * 96 * (96 + 64) / 4 + 96, "head": 96 * 500 / 4 + 96}),
+        (LLAMA, 8, {"attention": 2 * 96 * (96 + 96) / 8 + 96, "embedding": 96 * 500 / 8}),
+        (GPT, 2, {"attention": 4 * 96 * 96 / 2 + 3 * 96 / 2 + 96 + 2 * 96}),
+        (GPT, 2, {"mlp": 2 * 96 * 384 / 2 + 384 / 2 + 96 + 2 * 96}),
+        (GPT, 2, {"embedding": 96 * 500 / 2 + 640 * 96, "head": 96 * 500 / 2 + 2 * 96}),
+    ]:
+        assert {kind: decoder.parameters(kind, tp) for kind in expected} == expected
+
+
+def test_a_tied_table_counts_once_where_both_layers_are() -> None:
+    tied = replace(LLAMA, tied=True)
+    both: tuple[LayerKind, ...] = ("embedding", "mlp", "mlp", "head")
+    for kinds, shared in ((both, 96 * 500 / 2), (both[1:], 0), (both[:-1], 0)):
+        each = sum(tied.parameters(kind, 2) for kind in kinds)
+        assert tied.parameters_of(kinds, 2) == each - shared == LLAMA.parameters_of(kinds, 2) - shared
+    assert tied.total_parameters == tied.parameters_of(tied.kinds)
+
+
+def test_stages_take_the_layers_in_order() -> None:
+    assert LLAMA.kinds == ("embedding", *(("attention", "mlp") * 3), "head")
+    assert stage_kinds(LLAMA.kinds, (1, 3, 4)) == (LLAMA.kinds[:1], LLAMA.kinds[1:4], LLAMA.kinds[4:])
+
+
+def test_sizes_that_fit_no_model_are_refused() -> None:
+    for fields, message in [
+        ({"layers": 0}, "model.layers is 0: give a whole number of at least 1"),
+        ({"vocab": True}, "model.vocab is True"),
+        ({"context": 8.0}, "model.context is 8.0"),
+        ({"inner": 0}, "model.inner is 0"),
+        ({"hidden": None}, "model.hidden is None"),
+        ({"kv_heads": 3, "heads": 4}, "model.kv_heads = 3 does not divide model.heads = 4"),
+        ({"heads": 7}, "model.hidden = 96 is not divisible by model.heads = 7"),
+    ]:
+        with pytest.raises(ModelError, match=message):
+            replace(LLAMA, **fields)  # type: ignore[arg-type]
+        assert replace(LLAMA, heads=1, kv_heads=1, layers=1, vocab=1, context=1, inner=1).head_size == 96
