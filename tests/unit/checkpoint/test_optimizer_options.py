@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler
 
 import plait
 from plait.checkpoint.manifest import FILE, manifest_text, read_manifest
+from plait.checkpoint.optimizer_state import is_number
 from plait.comm.rank_pool import RankPool
 from plait.engine import Engine
 from plait.errors import CheckpointError
@@ -192,3 +193,15 @@ def test_an_option_of_another_type_is_refused_before_anything_changes(
     with pytest.raises(CheckpointError, match=f"the checkpoint has {key} = .* for group 0 of the optimizer"):
         loaded(tmp_path / "a", ADAM, "saved")
     assert loaded(tmp_path / "a", ADAM, "given")["lr"] == 1e-3
+
+
+def test_a_state_of_one_number_is_told_from_one_of_each_element() -> None:
+    for key, shape, parameter, is_one in [
+        ("step", (), (3, 2), True),
+        ("anything", (), (3, 2), True),
+        ("exp_avg", (3, 2), (3, 2), False),
+        ("step", (), (), True),
+        ("exp_avg", (), (), False),
+        ("step", (1,), (3, 2), False),
+    ]:
+        assert is_number(key, shape, parameter) is is_one, (key, shape, parameter)

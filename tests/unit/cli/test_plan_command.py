@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from plait.cli.main import main
+from plait.cli.plan_output import change_lines
 from plait.prediction.model_sizes import decoder_of
 from plait.quantities import count_text
 from plait.train.build import build_model
@@ -84,6 +85,8 @@ def test_a_judged_plan_has_changes_that_help(capsys: pytest.CaptureFixture[str])
     lines = _printed(capsys, *given).splitlines()
     assert "Changes of one field that help most:" in lines
     assert lines[-len(judged["changes"])].split()[0] == first["field"]
+    assert change_lines([], True) == ["No change of one field makes it faster."]
+    assert change_lines([], False) == ["No change of one field makes it fit."]
 
 
 def test_reasons_are_counted_in_words(capsys: pytest.CaptureFixture[str]) -> None:

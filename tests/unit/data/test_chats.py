@@ -232,3 +232,20 @@ def test_rows_hold_whole_documents() -> None:
 def test_only_answers_are_targets() -> None:
     _, targets = rows_of([4, 2], 6, answers=[0, 0, 1, 1, 1, 0]).take(np.arange(1))
     assert targets.tolist() == [[-100, 3, 4, -100, -100, -100]]
+
+
+def test_a_tokenizer_comes_from_its_folder_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    asked: list[dict[str, Any]] = []
+
+    class Stub:
+        @staticmethod
+        def from_pretrained(path: Path, **options: Any) -> None:
+            asked.append({"path": path, **options})
+
+    monkeypatch.setattr(transformers, "AutoTokenizer", Stub)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for folder in (tmp_path, tmp_path / "tokenizer.json"):
+        ChatEncoder(str(folder))
+    assert asked == [{"path": tmp_path, "local_files_only": True, "trust_remote_code": False}] * 2

@@ -163,6 +163,7 @@ WRONG_OPTIONS = [
     (f"--train.lr x{'9' * 5000}", "9999… (from the command line): give a number"),
     (f"--train.steps {'9' * 5000}", "9999… (from the command line): give a whole"),
     (f"--train.betas {'[' * 9999}", "[[[[… (from the command line): give a list"),
+    ("--data.source a\udcff", "(from the command line) is no UTF-8 text, or a number that is too long"),
     ("--=3", '"--=3" is not an option'),
     ("--run.progress 1", 'run.progress is "1" (from the command line): give true or false.'),
     (
