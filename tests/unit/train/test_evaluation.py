@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ import plait
 from plait.checkpoint.box_reader import FullTensors
 from plait.cli.main import main
 from plait.comm.rank_pool import RankPool
-from plait.errors import CheckpointError, ConfigError
+from plait.data.batches import NO_TARGET, ValidationBatches
+from plait.errors import CheckpointError, ConfigError, DataError
 from plait.train.config import Config
 from plait.train.evaluation import checkpoint_of, evaluation_config
+from plait.train.validation_sets import _require_targets
 
 THREADS = ["--run.ranks_as", "threads"]
 
@@ -131,3 +134,16 @@ def test_what_is_no_checkpoint_of_a_run_is_refused(
     assert "--config is given, but the configuration is that of the checkpoint" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="the run has no validation data: name data after RUN"):
         evaluation_config(checkpoint_of(trained / "run"), ["--data.validation", "0"], [])
+
+
+def test_one_target_in_the_last_rows_is_enough() -> None:
+    config: Any = SimpleNamespace(
+        model=SimpleNamespace(context=4), data=SimpleNamespace(validation=0.25, validation_source=None)
+    )
+    targets = torch.full((5, 4), NO_TARGET)
+    rows: Any = SimpleNamespace(count=5, take=lambda numbers: (None, targets[torch.from_numpy(numbers)]))
+    batches = ValidationBatches(rows, 2)
+    with pytest.raises(DataError, match=r"within model.context = 4: raise data.validation = 0.25 or"):
+        _require_targets(config, batches)
+    targets[4, 3] = 0
+    _require_targets(config, batches)
