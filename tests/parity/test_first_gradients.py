@@ -1,4 +1,4 @@
-"""A step's first gradient of a weight is written over what is in its memory (NaN: `woven.spoil_gradients`)."""
+"""A step's first gradient of a weight is written over what is in memory (NaN: `woven.spoil_gradients`)."""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ class StageView:
             return []
         parts: list[Tensor] = []
         start, first = 0, int(self.gradient.storage_offset())
-        for one in sorted((self.gradients[name] for name in names), key=Tensor.storage_offset):
+        left_out = (one for name in names if (one := self.gradients[name]).numel())
+        for one in sorted(left_out, key=Tensor.storage_offset):
             parts.append(self.gradient[start : int(one.storage_offset()) - first])
             start = int(one.storage_offset()) - first + one.numel()
         return [part for part in (*parts, self.gradient[start:]) if part.numel()]
