@@ -27,9 +27,24 @@ class Both(nn.Module):
         return torch.tanh(self.linear(hidden)) + functional.linear(hidden, self.linear.weight)
 
 
+class Rows(nn.Module):
+    """A linear, and rows of its weight: where it is compiled the rows' gradients come first, or last."""
+
+    def __init__(self, rows_first: bool) -> None:
+        super().__init__()
+        self.linear, self.rows_first = nn.Linear(HIDDEN, HIDDEN), rows_first
+        self.register_buffer("numbers", torch.arange(HIDDEN).flip(0) // 2)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        product = None if self.rows_first else self.linear(hidden)
+        rows = functional.embedding(self.numbers, self.linear.weight)
+        product = self.linear(hidden) if product is None else product
+        return torch.tanh(product) + rows.sum(0)
+
+
 def in_several_ways() -> nn.Module:
     """Weights whose gradients are products, or only in part, or that are not used."""
-    return nn.Sequential(Both(), Idle(), Both(), nn.Linear(HIDDEN, CLASSES))
+    return nn.Sequential(Both(), Idle(), Rows(True), Rows(False), nn.Linear(HIDDEN, CLASSES))
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,11 @@ def test_biases_and_norms_of_a_microbatch_are_added_in_one_operation() -> None:
     names = of_plait("gpt2", **MASTERS)
     assert names["_foreach_add_"] == 2 * MICROBATCHES + 2, "the head runs apart; AdamW counts its steps"
     layers = 2 * BLOCKS + 1  # with biases or norms, the last norm's included: compiled ones run one by one
-    assert of_plait("gpt2", compile="graphs")["_foreach_add_"] == layers * MICROBATCHES + 1
+    compiled = of_plait("gpt2", compile="graphs")
+    assert compiled["_foreach_add_"] == layers * MICROBATCHES + 1
+    assert (compiled["zero_"], compiled["add_"]) == (0, 0), (
+        "first products are written, others added by addmm_"
+    )
 
 
 FORWARD = 4 * BLOCKS * MICROBATCHES
