@@ -34,6 +34,7 @@ MODELS: dict[str, Callable[[], nn.Sequential]] = {
     ),
 }
 NO_WORK = (
+    "c10d::",
     *("aten::empty", "aten::new_empty", "aten::set_", "aten::resize_", "aten::_unsafe_view"),
     *("aten::unsafe_split", "aten::promote_types", "profiler::"),
 )
@@ -112,12 +113,20 @@ def with_plait(make: Callable[[], nn.Sequential], **options: Any) -> Step:
     return step
 
 
+MASTERS: dict[str, Any] = {"precision": "bf16", "master_precision": "fp32"}
 ROWS_OF_TABLE: dict[str, Callable[[Callable[[], nn.Sequential]], Step]] = {
     "plain, fp32": lambda make: plain(make, torch.float32),
     "plait, fp32": lambda make: with_plait(make),
     "plain, bf16": lambda make: plain(make, torch.bfloat16),
-    "plait, bf16, fp32 masters": lambda make: with_plait(make, precision="bf16", master_precision="fp32"),
+    "plait, bf16, fp32 masters": lambda make: with_plait(make, **MASTERS),
 }
+SHARDED: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "fp32, reduced each micro-batch": {"reduce": "each"},
+    "bf16, fp32 masters": MASTERS,
+    "bf16, fp32 masters, reduced each micro-batch": {"reduce": "each", **MASTERS},
+}
+"""Plans in which two ranks shard all parameters."""
 TIMED_ONLY: dict[str, Callable[[Callable[[], nn.Sequential]], Step]] = {
     "plain, fp32, compiled": lambda make: plain(make, torch.float32, compiled=True),
     "plait, fp32, compiled": lambda make: with_plait(make, compile=True),
@@ -139,6 +148,28 @@ def count(model: str, *, details: bool) -> None:
         if details:
             for kind, number in counter.operations.most_common():
                 print(f"    {number:6d} {counter.bytes[kind] / 1e6:9.2f} MB  {kind}")
+
+
+def of_a_rank(model: str, options: dict[str, Any]) -> tuple[Counter[str], Counter[str]]:
+    """Return this rank's operations in its fourth step, and their bytes, without what collectives move."""
+    step = with_plait(MODELS[model], **options)
+    for _ in range(3):
+        step()
+    with OperationCounter() as counter:
+        step()
+    return counter.operations, counter.bytes
+
+
+def count_sharded(model: str) -> None:
+    """Print rank 0's operations and bytes where two ranks shard all parameters."""
+    for name, options in SHARDED.items():
+        plan = {"dp": 2, "strategy": "full", **options}
+        names, sizes = plait.launch(of_a_rank, model, plan, ranks=2, ranks_as="threads")[0]
+        copies, filled = sizes["aten::copy_"], sizes["aten::_foreach_zero_"]
+        print(
+            f"| {model} | {name} | {names.total()} | {sizes.total() / 1e6:.1f} | {names['aten::copy_']} | "
+            f"{copies / 1e6:.1f} | {names['aten::_foreach_zero_']} | {filled / 1e6:.1f} |"
+        )
 
 
 def measure(model: str, rounds: int) -> None:
@@ -175,6 +206,9 @@ def main() -> None:
         for model in MODELS:
             measure(model, options.rounds)
     dist.destroy_process_group()
+    print("\n| model | | operations | MB | copies | MB | fills | MB |\n|---|---|---|---|---|---|---|---|")
+    for model in MODELS:
+        count_sharded(model)
 
 
 if __name__ == "__main__":

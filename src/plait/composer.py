@@ -95,14 +95,14 @@ def parallelize(
     compile_layers(stages, blueprint, meta_layers, queue)
     vocabulary = tensor_parallel.vocabulary_of(blueprint.sequence.layers[-1])
     loss_stage = build_loss_stage(blueprint, loss, vocabulary, last_layer(stages, blueprint), queue)
-    channels = mesh.channel_groups(channels_of(blueprint.schedule))
-    exchange = Exchange(mesh.index("pp"), channels, mesh.device)
+    exchange = Exchange(mesh.index("pp"), mesh.channel_groups(channels_of(blueprint.schedule)), mesh.device)
     runtime = Runtime(
         blueprint=blueprint,
         mesh=mesh,
         loss=loss,
         pipeline=PipelineRank(stages, exchange, loss_stage, blueprint.layers_per_stage),
         units=units,
+        queue=queue,
         context_parallelism=ContextParallelism.of(plan, mesh.group("cp"), queue.overlap),
         dropout=dropout,
         counted=counted_parameters(blueprint.owners, blueprint.layouts, mesh),

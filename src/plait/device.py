@@ -42,7 +42,8 @@ def multiplies_into_float32(where: torch.device | Tensor, dtype: torch.dtype) ->
     unless torch tunes its products (`PYTORCH_TUNABLEOP_ENABLED`).
     """
     device = where.device if isinstance(where, Tensor) else where
-    if not is_accelerator(device) or dtype not in (torch.bfloat16, torch.float16):
+    # Not `is_accelerator`: asked for each product.
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
     if torch.version.hip is not None or torch.cuda.tunable.is_enabled():
         return False

@@ -21,7 +21,6 @@ from plait.pipeline.loss_stage import LossStage
 from plait.pipeline.stage import Stage
 from plait.sharding import gradient_norm, reducer
 from plait.sharding.reducer import Reducer
-from plait.sharding.unit import FlatBuffer
 
 
 @contextmanager
@@ -122,12 +121,16 @@ def buffers_given_back_too_soon() -> Iterator[None]:
 @contextmanager
 def gradients_of_the_step_before_stay() -> Iterator[None]:
     """The flat gradients are not set to zero when a step begins."""
-    original = FlatBuffer.gradients_to_zero
+    original = Reducer._started
 
-    def gradients_to_zero(self: FlatBuffer) -> list[Tensor]:
-        return [one for one in original(self) if one is not self.gradient]
+    def started(self: Reducer, name: str) -> list[Tensor]:
+        rest = original(self, name)
+        if not self.units[name].keeps_gradients:
+            return rest
+        self._queue.unwritten.clear()  # nor written first
+        return []
 
-    with patch.object(FlatBuffer, "gradients_to_zero", gradients_to_zero):
+    with patch.object(Reducer, "_started", started):
         yield
 
 

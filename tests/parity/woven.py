@@ -51,6 +51,7 @@ def train(case: Case, plan: Plan, recipe: Recipe, defect: Defect = nullcontext) 
 
 def carry_out(recipe: Recipe, engine: Engine, case: Case) -> Outcome:
     """Train the engine on the case's data."""
+    spoil_gradients(engine)
     optimizer = recipe.make_optimizer(engine.parameter_groups(WEIGHT_DECAY))
     outcome = Outcome(coordinate=engine.mesh.coordinate, layouts=dict(engine.layouts))
     batches = iter(shares(case, engine, recipe.steps * recipe.calls))
@@ -64,6 +65,20 @@ def carry_out(recipe: Recipe, engine: Engine, case: Case) -> Outcome:
         optimizer.zero_grad(set_to_none=recipe.set_to_none)
     outcome.parameters = {name: p.detach().clone() for name, p in engine.named_parameters()}
     return outcome
+
+
+def spoil_gradients(engine: Engine) -> None:
+    """From now on put NaN into a whole gradient when it begins: it stays where nothing is written."""
+    reducer = engine._runner.reducer
+    started = reducer._started
+
+    def spoiled(name: str) -> list[Tensor]:
+        for buffer in reducer.units[name].trainable:
+            for gradient in buffer.whole_gradients:
+                gradient.fill_(torch.nan)
+        return started(name)
+
+    reducer._started = spoiled  # type: ignore[method-assign]
 
 
 def gradients_of(engine: Engine) -> dict[str, Tensor]:

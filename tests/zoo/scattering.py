@@ -99,6 +99,7 @@ def opened_without_zeros() -> Iterator[None]:
         for buffer in self.units[name].trainable:
             if id(buffer) in left:
                 buffer.gradient.copy_(left[id(buffer)])
+                self._queue.unwritten.clear()  # nor written first
 
     with patch.multiple(Reducer, open=open_again, scatter=remember):
         yield
@@ -156,16 +157,9 @@ def scattered_before_the_last_microbatch() -> Any:
     return patch.object(unit_passes, "_ends", ends)
 
 
-@contextmanager
-def pieces_of_the_step_before_stay() -> Iterator[None]:
+def pieces_of_the_step_before_stay() -> Any:
     """What is collected is added to what the optimizer has seen already."""
-    original = FlatBuffer.gradients_to_zero
-
-    def gradients_to_zero(self: FlatBuffer) -> list[Tensor]:
-        return [one for one in original(self) if one is not self.piece_gradient]
-
-    with patch.object(FlatBuffer, "gradients_to_zero", gradients_to_zero):
-        yield
+    return patch.object(FlatBuffer, "adds_to_piece", False)
 
 
 def copies_of_pieces_not_summed() -> Any:

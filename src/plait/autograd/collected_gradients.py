@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
+from plait.autograd.many_tensors import add_each
 from plait.autograd.weight_gradient_queue import WeightGradientQueue
 
 Held = list[tuple[nn.Parameter, Tensor]]
@@ -27,13 +28,24 @@ def set_aside(parameters: Iterable[nn.Parameter], queue: WeightGradientQueue) ->
     return held
 
 
-def put_back(held: Held, queue: WeightGradientQueue) -> tuple[list[Tensor], list[Tensor]]:
-    """Set each `.grad` to its buffer again; return the buffers with a new gradient, and these gradients."""
+def put_back(held: Held, queue: WeightGradientQueue) -> tuple[list[nn.Parameter], list[Tensor]]:
+    """Set each `.grad` to its buffer again; return the parameters with a new gradient, and the gradients."""
     queue.buffers.clear()
-    totals, gradients = [], []
+    parameters, gradients = [], []
     for parameter, buffer in held:
         gradient, parameter.grad = parameter.grad, buffer
         if gradient is not None:
-            totals.append(buffer)
+            parameters.append(parameter)
             gradients.append(gradient)
-    return totals, gradients
+    return parameters, gradients
+
+
+def add_found(parameters: list[nn.Parameter], gradients: list[Tensor], queue: WeightGradientQueue) -> None:
+    """Add the gradients of parameters that a backward has computed to their buffers, in one operation."""
+    if queue.unwritten:
+        queue.set_to_zero(parameters)
+    totals = []
+    for parameter in parameters:
+        assert parameter.grad is not None, "a gradient buffer is set before a backward"
+        totals.append(parameter.grad)
+    add_each(totals, gradients)

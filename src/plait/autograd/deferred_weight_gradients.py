@@ -40,10 +40,12 @@ def defer_weight_gradients(layer: nn.Module, queue: WeightGradientQueue) -> None
         if "weight" not in dict(module.named_parameters(recurse=False)) or "forward" in vars(module):
             continue  # some parametrisations replace the weight by a computed tensor
         if type(module) is nn.Linear:
+            queue.products.add(id(module.weight))
             bind_forward(module, partial(_run_linear, module, queue, False))
         elif type(module) is nn.Embedding and _is_plain(module):
             bind_forward(module, partial(_run_embedding, module, queue))
         elif is_transposed_linear(module):
+            queue.products.add(id(module.weight))
             bind_forward(module, partial(_run_linear, module, queue, True))
 
 
@@ -223,8 +225,9 @@ def _add_weight_gradient(
     queue: WeightGradientQueue, weight: Tensor, transposed: bool, gradient: Tensor, input: Tensor
 ) -> None:
     """Add the gradient of a linear's weight to its buffer: from `gradient`, `[rows, out]`, and the input."""
+    first = bool(queue.unwritten) and queue.begins((weight,))
     total = queue.buffer_of(weight)
-    add_product(total.t() if transposed else total, gradient.t(), input.reshape(-1, input.shape[-1]))
+    add_product(total.t() if transposed else total, gradient.t(), input.reshape(-1, input.shape[-1]), first)
 
 
 def rows_of(tensor: Tensor) -> Tensor:
@@ -237,15 +240,18 @@ def _rows_out(weight: Tensor, transposed: bool) -> Tensor:
     return weight.t() if transposed else weight
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> None:
     """Add the matrix product `a @ b` to `total` in place; `total` may have a wider dtype than `a` and `b`.
 
-    Where the device can, without a temporary.
+    `first`: write it, whatever `total` holds. Where the device can, without a temporary.
     """
+    kept = 0 if first else 1  # a factor of 0 stands for zeros also where `total` is not finite
     if total.dtype == a.dtype:
-        total.addmm_(a, b)
+        total.addmm_(a, b, beta=kept)
     elif total.dtype == torch.float32 and multiplies_into_float32(total, a.dtype):
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+        torch.addmm(total, a, b, out_dtype=torch.float32, beta=kept, out=total)
+    elif first:
+        total.copy_(a @ b)
     else:
         total.add_(a @ b)
 

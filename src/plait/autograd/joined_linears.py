@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import is_not
 from typing import Any
 
 import torch
@@ -81,8 +80,9 @@ class JoinedLinears:
         """All weights as one `[sum of out, in]`; None if they are not side by side any more."""
         self.bias: Tensor | None = None
         self._buffers: list[Tensor] = []
+        """The gradients of the weights in the current step; empty before the first is added to them."""
         self._total: Tensor | None = None
-        """The gradients of the weights, `_buffers`, as one; None if they are not side by side."""
+        """`_buffers` as one; None if they are not side by side."""
         self._input: Tensor | None = None
         self._version = 0
         self._outputs: dict[int, Tensor] = {}
@@ -99,6 +99,7 @@ class JoinedLinears:
     def begin_step(self) -> None:
         """Update the views of the weights before a step: users may have replaced a parameter's `.data`."""
         self.is_found = self.weights[0].is_meta
+        self._buffers = []
 
     def _find_weight(self) -> None:
         """Set `weight` and `bias` to views of all linears' parameters, if their memory is allocated."""
@@ -169,20 +170,21 @@ class JoinedLinears:
 
     def add_weight_gradients(self, rows: Tensor, input: Callable[[], Tensor]) -> None:
         """Add the gradients of the weights to their buffers, from `rows` `[rows, out]` and the input."""
-        total, given = self._find_total(), input()
+        first = bool(self.queue.unwritten) and self.queue.begins(self.weights)
+        if not self._buffers:
+            self._find_total()
+        total, given = self._total, input()
         given = given.reshape(-1, given.shape[-1])
         if total is not None:
-            add_product(total, rows.t(), given)
+            add_product(total, rows.t(), given, first)
             return
         for buffer, part in zip(self._buffers, torch.split(rows, self.widths, 1), strict=True):
-            add_product(buffer, part.t(), given)
+            add_product(buffer, part.t(), given, first)
 
-    def _find_total(self) -> Tensor | None:
-        """Return the gradients of the weights as one tensor, which is made once for the same buffers."""
-        buffers = list(map(self.queue.buffer_of, self.weights))
-        if len(self._buffers) != len(buffers) or any(map(is_not, buffers, self._buffers)):
-            self._buffers, self._total = buffers, side_by_side(buffers)
-        return self._total
+    def _find_total(self) -> None:
+        """Set `_buffers`, and `_total` to their view as one tensor."""
+        self._buffers = list(map(self.queue.buffer_of, self.weights))
+        self._total = side_by_side(self._buffers)
 
 
 class _JoinedLinears(torch.autograd.Function):

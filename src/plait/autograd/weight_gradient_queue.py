@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -24,6 +24,10 @@ class WeightGradientQueue:
     """Whether `add` appends to the queue; else it computes at once."""
     buffers: dict[int, Tensor] = field(default_factory=dict)
     """By the id of a weight, the buffer of its gradient while its `.grad` is set aside."""
+    products: set[int] = field(default_factory=set)
+    """The ids of the weights whose gradients are matrix products, of which a step's first may be written."""
+    unwritten: set[int] = field(default_factory=set)
+    """Those of them whose buffers hold nothing of this step yet, nor zeros."""
     gathered: GatherRegistry = field(default_factory=GatherRegistry)
     """The linears' inputs and output gradients that are gathered again for their weight gradients."""
 
@@ -35,10 +39,34 @@ class WeightGradientQueue:
             work()
 
     def buffer_of(self, weight: Tensor) -> Tensor:
-        """Return the buffer to which gradients of `weight` are added: by default its `.grad`."""
+        """Return the buffer to which gradients of `weight` are added: by default its `.grad`.
+
+        If nothing was added to it in this step, it is set to zero.
+        """
         buffer = self.buffers.get(id(weight), weight.grad)
         assert buffer is not None, "a gradient buffer is set before a backward"
+        if self.unwritten and id(weight) in self.unwritten:
+            self.unwritten.discard(id(weight))
+            buffer.zero_()
         return buffer
+
+    def begins(self, weights: Sequence[Tensor]) -> bool:
+        """Return whether nothing was added to the buffers of `weights` in this step; the caller writes all.
+
+        If something was added to some of them, the others are set to zero.
+        """
+        keys = set(map(id, weights))
+        if keys <= self.unwritten:
+            self.unwritten -= keys
+            return True
+        self.set_to_zero(weights)
+        return False
+
+    def set_to_zero(self, parameters: Iterable[Tensor]) -> None:
+        """Set those buffers of `parameters` to zero to which nothing was added in this step."""
+        for parameter in parameters:
+            if id(parameter) in self.unwritten:
+                self.buffer_of(parameter)
 
     def take(self) -> list[WeightWork]:
         """Empty the queue and return its entries."""

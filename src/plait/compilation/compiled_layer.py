@@ -12,10 +12,12 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from textwrap import shorten
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from plait.autograd.collected_gradients import add_found
 from plait.autograd.dropout import Dropout
 from plait.autograd.regather import Gather, Regathered
 from plait.autograd.weight_gradient_queue import WeightGradientQueue
@@ -162,19 +164,21 @@ class CompiledRun:
         their addition is queued, too, where `adds_late`.
         """
         graphs, queue = self.graphs, self.layer.queue
-        if all(gradients[one.number] is None for one in graphs.output_gradients):
+        for one in graphs.output_gradients:
+            if gradients[one.number] is not None:
+                break
+        else:
             return [None] * graphs.inputs
         saved, self.saved = self.saved, []
         torch.set_grad_enabled(False)
         try:
             found = graphs.run_backward(saved, gradients, self)
-            for number, gradient in zip(graphs.parameters, found[graphs.inputs :], strict=True):
-                assert gradient is not None
-                weight = self.layer.parameters[number]
-                if adds_late:
-                    queue.add(partial(_add, queue, weight, gradient))
-                else:
-                    queue.buffer_of(weight).add_(gradient)
+            parameters = list(map(self.layer.parameters.__getitem__, graphs.parameters))
+            computed: Any = found[graphs.inputs :]  # none of them is None
+            if adds_late:
+                queue.add(partial(add_found, parameters, computed, queue))
+            else:
+                add_found(parameters, computed, queue)
         finally:
             torch.set_grad_enabled(True)
         return found[: graphs.inputs]
@@ -216,7 +220,3 @@ class CompiledRun:
             return operand
         source = queue.gathered.of(operand)
         return operand if source is None else queue.gathered.again(*source)
-
-
-def _add(queue: WeightGradientQueue, weight: Tensor, gradient: Tensor) -> None:
-    queue.buffer_of(weight).add_(gradient)

@@ -65,7 +65,7 @@ class WeightTerm:
     """The number of the parameter among the arguments of the joint graph."""
     operands: tuple[Operand, ...]
     add: Callable[..., None]
-    """Adds the summand to a buffer, given that and the operands."""
+    """Adds the summand to a buffer, given that, the operands, and whether it is the first: then writes it."""
 
     def add_to(
         self, queue: WeightGradientQueue, weight: Tensor, values: Sequence[Tensor | Regathered]
@@ -82,7 +82,8 @@ class WeightTerm:
             for operation, arguments in operand.views:
                 value = operation(value, *arguments)
             found[number] = value
-        self.add(queue.buffer_of(weight), *found)
+        first = bool(queue.unwritten) and queue.begins((weight,))
+        self.add(queue.buffer_of(weight), *found, first)
 
 
 def viewed(tensor: Tensor, views: Sequence[View]) -> Tensor:
@@ -149,8 +150,8 @@ def _is_transpose(node: Node, dims: int) -> bool:
     )
 
 
-def _add_product(views: Sequence[View], buffer: Tensor, a: Tensor, b: Tensor) -> None:
-    add_product(viewed(buffer, views), a, b)
+def _add_product(views: Sequence[View], buffer: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    add_product(viewed(buffer, views), a, b, first)
 
 
 def _scatter(gradient: Node, number: int) -> WeightTerm | None:
@@ -167,5 +168,7 @@ def _scatter(gradient: Node, number: int) -> WeightTerm | None:
     return WeightTerm(number, operands, partial(_add_rows, None if padding == -1 else padding))
 
 
-def _add_rows(padding: int | None, buffer: Tensor, rows: Tensor, tokens: Tensor) -> None:
+def _add_rows(padding: int | None, buffer: Tensor, rows: Tensor, tokens: Tensor, first: bool) -> None:
+    if first:
+        buffer.zero_()
     add_rows(buffer, tokens, rows, padding)

@@ -81,7 +81,7 @@ class Runner:
         self.plan, self.mesh, self.pipeline = blueprint.plan, runtime.mesh, runtime.pipeline
         self.steps = blueprint.programs.posting_late() if self.mesh.uses_nccl else blueprint.programs
         """The programs; those of another order of the same actions may take their place."""
-        self.gatherer, self.reducer = Gatherer(runtime.units), Reducer(runtime.units)
+        self.gatherer, self.reducer = Gatherer(runtime.units), Reducer(runtime.units, runtime.queue)
         self.scale = loss_scale(self.plan.loss_scale, in_fp16=blueprint.trains_in_fp16)
         self.recorders: list[Recorder] = []
         """Records the training steps, if set."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from plait.autograd.dropout import DropoutGenerator
 from plait.autograd.running_sequence import ContextParallelism
+from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.blueprint import Blueprint
 from plait.comm.mesh import Mesh
 from plait.layers.late_hooks import LateHooks
@@ -32,6 +33,8 @@ class Runtime:
     pipeline: PipelineRank
     units: Mapping[str, Unit]
     """Of this rank's layers, by name."""
+    queue: WeightGradientQueue
+    """The weight gradients of this rank's stages that are computed later."""
     context_parallelism: ContextParallelism
     """How sequences are divided over `cp`."""
     dropout: DropoutGenerator

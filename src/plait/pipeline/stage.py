@@ -18,17 +18,17 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from plait.autograd.collected_gradients import put_back, set_aside
+from plait.autograd.collected_gradients import add_found, put_back, set_aside
 from plait.autograd.deferred_weight_gradients import made_by_linear
 from plait.autograd.dropout import DropoutGenerator, names_of
 from plait.autograd.engine_calls import run_backward
 from plait.autograd.joined_linears import JoinedLinears
-from plait.autograd.many_tensors import add_each
 from plait.autograd.running_sequence import LocalSequence, running
 from plait.autograd.weight_gradient_queue import WeightGradientQueue, WeightWork
 from plait.compilation.compiled_layer import CompiledLayer, CompiledRun
@@ -100,7 +100,8 @@ class Stage:
             if any(users[id(parameter)] > 1 for parameter in each)
         }
         """The layers that share parameters with others of the stage."""
-        self._together: dict[tuple[int, int], list[nn.Parameter]] = {}
+        self._together: dict[tuple[int, int], tuple[list[nn.Parameter], list[nn.Parameter]]] = {}
+        """By first and last layer of a graph, the parameters added together, and its matrices."""
         self._dropouts = [names_of(layer.module) for layer in self.layers]
         self._joined: list[list[JoinedLinears]] = [[] for _ in self.layers]
         """Per layer, the linears that are one product."""
@@ -301,21 +302,26 @@ class Stage:
                 with running(sequence):
                     run_backward(roots, seeds)
         finally:
-            totals, gradients = put_back(held, self.queue)
+            parameters, gradients = put_back(held, self.queue)
         if self.adds_late:
-            late.append(partial(add_each, totals, gradients))
+            late.append(partial(add_found, parameters, gradients, self.queue))
         else:
-            add_each(totals, gradients)
+            add_found(parameters, gradients, self.queue)
 
     def _added_together(self, first: int, last: int) -> list[nn.Parameter]:
         """Return the parameters whose gradients are added after a backward: biases and norms.
 
-        Where `W` adds all gradients, all of them; else a matrix's is added at once, which frees it.
+        Where `W` adds all gradients, all of them; else a matrix's is added at once, which frees it, unless
+        its buffer is not written yet, and holds what it held before the step.
         """
         if (first, last) not in self._together:
-            every = dict.fromkeys(one for layer in range(first, last + 1) for one in self._parameters[layer])
-            self._together[first, last] = [one for one in every if self.adds_late or one.dim() <= 1]
-        return self._together[first, last]
+            every = list(dict.fromkeys(chain.from_iterable(self._parameters[first : last + 1])))
+            together = [one for one in every if self.adds_late or one.dim() <= 1]
+            self._together[first, last] = together, [one for one in every if one.dim() > 1]
+        (together, matrices), unwritten = self._together[first, last], self.queue.unwritten
+        if not unwritten or self.adds_late:
+            return together
+        return [*together, *[one for one in matrices if id(one) in unwritten]]
 
     def _without_parameters(self, output: Value, layer: int) -> Value:
         """Return `output` with clones of parameters, whose memory may be freed before the next layer runs."""

@@ -42,6 +42,18 @@ class StageView:
     gradients: Mapping[str, Tensor]
     """Views of `gradient`, one for each parameter."""
 
+    def gradient_without(self, names: Collection[str]) -> list[Tensor]:
+        """Return `gradient` without the parts of the parameters `names`, as views; with what lies between."""
+        if self.gradient is None:
+            return []
+        parts: list[Tensor] = []
+        start, first = 0, int(self.gradient.storage_offset())
+        left_out = (one for name in names if (one := self.gradients[name]).numel())
+        for one in sorted(left_out, key=Tensor.storage_offset):
+            parts.append(self.gradient[start : int(one.storage_offset()) - first])
+            start = int(one.storage_offset()) - first + one.numel()
+        return [part for part in (*parts, self.gradient[start:]) if part.numel()]
+
 
 @dataclass(eq=False)
 class FlatBuffer:
@@ -140,7 +152,8 @@ class FlatBuffer:
         for name, piece in self.pieces.items():
             if name in wanted and (grad := piece.grad) is not None:
                 grads.append(grad)
-                views += grad.data_ptr() == self.piece_gradients[name].data_ptr()
+                view = self.piece_gradients[name]
+                views += grad is view or grad.data_ptr() == view.data_ptr()
         return [self.piece_gradient] if views == len(self.pieces) else grads
 
     def check_settings(self) -> None:
@@ -178,19 +191,13 @@ class FlatBuffer:
                 if parameter.data_ptr() != self.parameters[name].data_ptr():
                     parameter.data = self.parameters[name].data
 
-    def gradients_to_zero(self) -> list[Tensor]:
-        """Return the flat gradients to which a step adds; the others it writes."""
-        if self.piece_gradient is None:
-            return []
-        assert self.spec.gradient is not None
-        # Of a piece that nothing is sharded for, `finish_gradients` writes all.
-        pieces = [self.piece_gradient] if self.has_gradient_of_piece and self.spec.kind.sharded else []
-        return [*pieces, *(self.whole_gradients if self.spec.gradient.kept else ())]
+    @property
+    def adds_to_piece(self) -> bool:
+        """Whether a step adds to `piece_gradient`, in memory of its own; else it writes all of that."""
+        return self.has_gradient_of_piece and self.spec.kind.sharded
 
     def attach_gradients(self) -> Tensor | None:
         """Before a step, make each `.grad` a view of a flat gradient; return the earlier gradients.
-
-        The caller fills `gradients_to_zero` with zeros afterwards.
 
         Returns a copy of the gradients of earlier steps, to be added when this step's are reduced, or None
         where there are none (as after `zero_grad()`).

@@ -118,10 +118,14 @@ def _release(buffer: FlatBuffer) -> None:
 
 @torch.no_grad()
 def _gather(buffer: FlatBuffer) -> Handle[Tensor] | None:
-    """Copy this rank's piece to its position in `buffer.whole`, and start the in-place all-gather."""
+    """Start the all-gather of `buffer.whole`; None where it is not sharded.
+
+    A piece is read where it is; one of another dtype or device is first copied to its part of `whole`.
+    """
     allocate_storage(buffer.whole)
-    if buffer.spec.piece is not None:
-        copy_later(buffer.own, buffer.piece)
-    if buffer.shard_group is None:
-        return None
-    return all_gather(buffer.own, buffer.shard_group, out=buffer.whole, checked=False)
+    own, piece, group = buffer.own, buffer.piece, buffer.shard_group
+    if group is None or piece.dtype != own.dtype or piece.device != own.device:
+        if buffer.spec.piece is not None:
+            copy_later(own, piece)
+        piece = own
+    return None if group is None else all_gather(piece, group, out=buffer.whole, checked=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.autograd.many_tensors import zero_each
+from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.comm.collectives import all_reduce, reduce_scatter
 from plait.comm.handle import Handle
 from plait.device import moved_later, read_later
@@ -37,11 +38,14 @@ class GradientState(Enum):
 class Reducer:
     """Reduces gradients between the ranks that hold the same parameters, unit by unit, buffer by buffer."""
 
-    def __init__(self, units: Mapping[str, Unit]) -> None:
-        self.units = units
+    def __init__(self, units: Mapping[str, Unit], queue: WeightGradientQueue | None = None) -> None:
+        """`queue`: writes a step's first gradient of the weights that are its `products`."""
+        self.units, self._queue = units, queue or WeightGradientQueue()
         self.states = dict.fromkeys(units, GradientState.SHARD)
         self.scale = 1.0
         """The factor of this step's loss, by which the reduced gradients are divided."""
+        self._parts: dict[str, tuple[dict[int, Tensor], list[Tensor]]] = {}
+        """Of the units that have begun once: see `_parts_of`."""
         self._attached: list[tuple[FlatBuffer, Tensor | None]] = []
         """The buffers of the current step, with their gradients of earlier steps."""
         self._scattered: dict[str, list[tuple[FlatBuffer, Handle[Tensor]]]] = {}
@@ -81,6 +85,7 @@ class Reducer:
     def begin(self, scale: float = 1.0) -> None:
         """Begin a step whose loss is multiplied by `scale`: set each `.grad` to a view of zeros.
 
+        A gradient that the queue writes first is set to zero when it is needed, unless it was written.
         Gradients of earlier steps are set aside and added in `finish`.
         """
         self.scale = scale
@@ -91,27 +96,45 @@ class Reducer:
         for unit in self.units.values():
             for buffer in unit.buffers:
                 buffer.check_settings()
-        added_to = []
+        added_to: list[Tensor] = []
         for name, unit in self.units.items():
             for buffer in unit.trainable:
-                added_to += buffer.gradients_to_zero()
                 self._attached.append((buffer, buffer.attach_gradients()))
+                if buffer.adds_to_piece and buffer.piece_gradient is not None:
+                    added_to.append(buffer.piece_gradient)
             if unit.keeps_gradients:
-                self.states[name] = GradientState.ACCUMULATING
+                added_to += self._started(name)
         zero_each(added_to)
 
     def open(self, name: str) -> None:
-        """Allocate a unit's whole gradient, filled with zeros."""
+        """Allocate a unit's whole gradient, and begin it as `begin` does."""
+        for buffer in self.units[name].trainable:
+            for gradient in buffer.whole_gradients:
+                allocate_storage(gradient)
+        zero_each(self._started(name))
+
+    def _started(self, name: str) -> list[Tensor]:
+        """Begin to accumulate a unit's whole gradient; return the parts that the caller sets to zero."""
         self.states[name] = GradientState.ACCUMULATING
-        gradients = [one for buffer in self.units[name].trainable for one in buffer.whole_gradients]
-        for gradient in gradients:
-            allocate_storage(gradient)
-        zero_each(gradients)
+        if name not in self._parts:  # now, since there are no views of storage that is not allocated
+            self._parts[name] = _parts_of(self.units[name], self._queue.products)
+        first, rest = self._parts[name]
+        self._queue.unwritten.update(first)
+        return rest
+
+    def _complete(self, name: str) -> None:
+        """Set the gradients to zero to which nothing was added; call before a unit's gradients are read."""
+        unwritten = self._queue.unwritten
+        if unwritten and name in self._parts:
+            first, _ = self._parts[name]
+            zero_each([gradient for key, gradient in first.items() if key in unwritten])
+            unwritten.difference_update(first)
 
     def scatter(self, name: str) -> None:
         """Start the reduce-scatter of a unit's whole gradient over `shard_cp`."""
         assert self.states[name] is GradientState.ACCUMULATING
         self.states[name] = GradientState.REDUCING
+        self._complete(name)
         self._scattered[name] = []
         for buffer in self.units[name].trainable:
             buffer.add_up_stages()
@@ -142,6 +165,7 @@ class Reducer:
     def reduce(self, name: str) -> None:
         """Start the all-reduce of a unit's gradients (its shards, if sharded) over the replica group."""
         self.states[name] = GradientState.REDUCING
+        self._complete(name)
         for buffer in self.units[name].trainable:
             if buffer.shard_group is None:  # else `scatter` has added them up
                 buffer.add_up_stages()
@@ -155,6 +179,8 @@ class Reducer:
         Without `begin`, as in a program without a backward, nothing changes.
         """
         self._add_arrived()
+        for name in self.units if self._queue.unwritten else ():
+            self._complete(name)
         for buffer, handle in self._reduced:
             summed, target = handle.wait(), _accumulated(buffer)
             if summed.data_ptr() != target.data_ptr():
@@ -168,6 +194,7 @@ class Reducer:
 
     def clear(self) -> None:
         """Clean up after an exception within a step: restore the gradients from before the step."""
+        self._queue.unwritten.clear()
         started = [*self._reduced, *(pair for pairs in self._scattered.values() for pair in pairs)]
         self._stale += [(buffer, handle) for buffer, handle in started if not handle.abandon()]
         still_read = [buffer for buffer, _ in self._stale]
@@ -180,6 +207,20 @@ class Reducer:
         self._reduced = []
         self._attached = []
         self.states = dict.fromkeys(self.units, GradientState.SHARD)
+
+
+def _parts_of(unit: Unit, products: Collection[int]) -> tuple[dict[int, Tensor], list[Tensor]]:
+    """Return the gradients of a unit's `products` by the ids of the parameters, which the queue writes first.
+
+    And the rest of its whole gradients, which start at zero.
+    """
+    first: dict[int, Tensor] = {}
+    rest: list[Tensor] = []
+    for view in (view for buffer in unit.trainable for view in buffer.stage_views):
+        names = [name for name, parameter in view.parameters.items() if id(parameter) in products]
+        first |= {id(view.parameters[name]): view.gradients[name] for name in names}
+        rest += view.gradient_without(names)
+    return first, rest
 
 
 def _gradient_of(unit: str) -> str:

@@ -163,6 +163,8 @@ def _applied(
     made.queue = queue
     if not isinstance(made, VocabParallelEmbedding):
         made.boundary = boundary
+        if queue is not None:
+            queue.products.add(id(made.weight))
     return made
 
 

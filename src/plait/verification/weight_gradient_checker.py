@@ -56,6 +56,8 @@ class WeightGradientChecker:
 
     def after_backward(self, kind: Kind, stage: int, layer: int, use: ParameterUse) -> None:
         """Compare the parameter gradients that a layer's backward (`I`, `W` or `B`) has added to."""
+        own = self.runtime.pipeline.stages[stage].layers[layer].module.parameters()
+        self.runtime.queue.set_to_zero(own)  # to which nothing was added yet
         for key in self.gradients_of[stage, layer]:
             if kind is not Kind.W:
                 contribution = self._contribution(key[0], use)

@@ -329,19 +329,23 @@ class WideProducts(TorchDispatchMode):
             assert a.dtype == b.dtype
             assert total.data_ptr() == out.data_ptr()
             assert total.stride() == out.stride()
-            return out.copy_(total + a.float() @ b.float())
+            product = a.float() @ b.float()
+            return out.copy_(product if (kwargs or {}).get("beta") == 0 else total + product)
         return func(*args, **(kwargs or {}))
 
 
-def add_product_of_halves(*, transposed: bool) -> tuple[list[Any], Tensor, Tensor, Tensor]:
-    """Add a linear's weight gradient in bfloat16 to ones in float32.
+def add_product_of_halves(
+    *, transposed: bool, first: bool = False
+) -> tuple[list[Any], Tensor, Tensor, Tensor]:
+    """Add a linear's weight gradient in bfloat16 to ones in float32, or write it over NaN if it is the first.
 
     Returns the operations, the sum as `[out, in]`, and the gradient and the input of the linear.
     """
     given, gradient = torch.randn(7, 4).bfloat16(), torch.randn(7, 3).bfloat16()
     shape = (4, 3) if transposed else (3, 4)
     weight, queue = nn.Parameter(torch.randn(shape).bfloat16()), WeightGradientQueue()
-    queue.buffers[id(weight)] = total = torch.ones(shape)
+    queue.buffers[id(weight)] = total = torch.full(shape, torch.nan if first else 1.0)
+    queue.unwritten = {id(weight)} if first else set()
     leaf = given.detach().requires_grad_()
     linear(leaf, weight, None, queue, transposed=transposed).backward(gradient)
     with WideProducts() as products:
@@ -355,9 +359,10 @@ def test_on_an_accelerator_the_product_is_added_without_a_temporary(
 ) -> None:
     """In one operation of torch's, and to the digits of the sum."""
     monkeypatch.setattr(deferred_weight_gradients, "multiplies_into_float32", lambda *_: True)
-    found, total, gradient, given = add_product_of_halves(transposed=transposed)
-    assert found == [torch.ops.aten.addmm.dtype_out]
-    torch.testing.assert_close(total, 1 + gradient.float().t() @ given.float())
+    for before in (1, 0):
+        found, total, gradient, given = add_product_of_halves(transposed=transposed, first=not before)
+        assert found == [torch.ops.aten.addmm.dtype_out]
+        torch.testing.assert_close(total, before + gradient.float().t() @ given.float())
 
 
 def test_a_cpu_adds_a_rounded_product() -> None:
@@ -365,6 +370,35 @@ def test_a_cpu_adds_a_rounded_product() -> None:
     found, total, gradient, given = add_product_of_halves(transposed=False)
     assert found == [torch.ops.aten.mm.default, torch.ops.aten.add_.Tensor]
     assert torch.equal(total, 1 + (gradient.t() @ given).float())
+    found, total, gradient, given = add_product_of_halves(transposed=False, first=True)
+    assert found == [torch.ops.aten.mm.default, torch.ops.aten.copy_.default]
+    assert torch.equal(total, (gradient.t() @ given).float())
+
+
+def test_the_first_gradient_of_a_step_is_written_and_others_are_added_to_zeros() -> None:
+    """Also of no rows, whose product is zero."""
+    twin, queue = deferred(nn.Sequential(nn.Linear(3, 2), nn.Embedding(5, 3)))
+    weight, (one, other) = twin[0].weight, [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    assert queue.products == {id(weight)}, "an embedding adds rows"
+    for rows, size in ((0, 0.0), (4, 4.0)):
+        weight.grad.fill_(torch.nan)
+        queue.unwritten = {id(weight)}
+        for times in (1, 2):
+            backward(twin[0], torch.ones(rows, 3), torch.ones(rows, 2))
+            do(queue)
+            assert weight.grad.eq(times * size).all()
+    for parameter in (weight, one, other):
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    queue.unwritten = {id(weight), id(one)}
+    assert queue.begins((weight,))
+    assert queue.unwritten == {id(one)}
+    assert not queue.begins((weight, one)), "what is there of the weight stays, so zeros are needed"
+    assert (weight.grad.isnan().all(), one.grad.any(), queue.unwritten) == (True, False, set())
+    queue.unwritten = {id(one), id(other)}
+    one.grad.fill_(torch.nan)
+    assert not queue.buffer_of(one).any()
+    assert queue.begins((other,))
+    assert other.grad.isnan().all()
 
 
 def test_torch_adds_products_in_a_wider_dtype() -> None:

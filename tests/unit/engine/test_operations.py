@@ -78,19 +78,29 @@ def test_a_step_runs_fewer_operations_than_plain_torch(name: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, MASTERS])
-def test_each_gradient_buffer_is_set_to_zero_once_and_none_is_copied_onto_itself(
+def test_gradient_buffers_are_set_to_zero_once_and_none_is_copied_onto_itself(
     options: dict[str, Any],
 ) -> None:
-    """The model has one a layer, and one of the tied parameter; masters are copied to what layers use."""
-    buffers = 2 * BLOCKS + 2
+    """Masters are copied to what layers use: a buffer for each layer, and one of the tied parameter.
+
+    A CPU copies the first bf16 product of each weight to its fp32 gradient, and adds the others.
+    """
+    buffers, weights = 2 * BLOCKS + 2, 4 * BLOCKS + 1
     names = of_plait("gpt2", **options)
     assert (names["zero_"], names["_foreach_zero_"]) == (0, 1)
-    assert names["copy_"] == (buffers if options else 0)
+    assert names["copy_"] == (buffers + weights if options else 0)
+    assert names["add_"] == (weights * (MICROBATCHES - 1) if options else 0)
 
 
 def test_biases_and_norms_of_a_microbatch_are_added_in_one_operation() -> None:
     names = of_plait("gpt2", **MASTERS)
     assert names["_foreach_add_"] == 2 * MICROBATCHES + 2, "the head runs apart; AdamW counts its steps"
+    layers = 2 * BLOCKS + 1  # with biases or norms, the last norm's included: compiled ones run one by one
+    compiled = of_plait("gpt2", compile="graphs")
+    assert compiled["_foreach_add_"] == layers * MICROBATCHES + 1
+    assert (compiled["zero_"], compiled["add_"]) == (0, 0), (
+        "first products are written, others added by addmm_"
+    )
 
 
 FORWARD = 4 * BLOCKS * MICROBATCHES

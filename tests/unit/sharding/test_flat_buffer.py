@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
-from sharding_cases import case_of, only_buffer, unit_of
+from sharding_cases import case_of, layer_with, only_buffer, unit_of
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -58,7 +59,7 @@ def step(unit: Unit) -> Tensor:
     """Attach, and add one to every gradient as a backward would; the value carried."""
     buffer = only_buffer(unit)
     carried = buffer.attach_gradients()
-    zero_each(buffer.gradients_to_zero())
+    zero_each(buffer.whole_gradients)
     for parameter in unit.parameters.values():
         parameter.grad.add_(1)
     return torch.zeros_like(buffer.whole) if carried is None else carried
@@ -82,6 +83,23 @@ def test_gradients_are_views_again_after_zero_grad(set_to_none: bool) -> None:
         assert_attached(unit)
         assert all((parameter.grad == 1).all() for parameter in unit.parameters.values())
         optimizer.zero_grad(set_to_none=set_to_none)
+
+
+def test_a_gradient_is_divided_into_parameters_and_the_rest() -> None:
+    """Whichever parameters are left out, each other element is in one part; an empty one is in none."""
+    layer = layer_with([(2, 3), (0,), (4,), (2, 2), (3,)])
+    (view,) = only_buffer(case_of(layer, Plan()).make_alone()["0"]).stage_views
+    for count in range(6):
+        for left_out in map(set, combinations(view.gradients, count)):
+            view.gradient.zero_()
+            parts = view.gradient_without(left_out)
+            for part in parts:
+                part.add_(1)
+            for name, gradient in view.gradients.items():
+                assert gradient.eq(name not in left_out).all()
+            rest = sum(view.gradients[name].numel() for name in left_out)
+            assert view.gradient.sum() == view.gradient.numel() - rest
+            assert all(part.numel() for part in parts)
 
 
 def test_the_first_gradients_carry_nothing() -> None:

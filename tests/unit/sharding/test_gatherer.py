@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from sharding_cases import case_of, live_bytes, two_layers, unit_of
 from torch import Tensor, nn
 
+from parity.kernels import Kernels
 from plait.comm.collectives import barrier
 from plait.comm.mesh import Mesh
 from plait.comm.traffic import Count
@@ -111,6 +113,22 @@ def test_a_unit_is_gathered_once_until_it_is_released_or_may_have_changed(
     offsets = [spec.offsets for specs in case_of(two_layers(), plan).buffer_specs.values() for spec in specs]
     once = {"all_gather": Count(2, sum(4 * one.piece for one in offsets))}
     assert rank_pool.run(counts, plan, ranks=2) == [[once, {}, once]] * 2
+
+
+def copies_of_a_gather(plan: Plan) -> int:
+    """Where ranks are on several hosts, for two units."""
+    gatherer = Gatherer(case_of(two_layers(), plan).make_on(Mesh(plan), messages=True))
+    gatherer.begin()
+    with Kernels() as kernels:
+        gather_all(gatherer)
+    return kernels.names["copy_"]
+
+
+def test_a_piece_is_copied_only_to_be_cast(rank_pool: Any) -> None:
+    plan = Plan(dp=2, strategy="full")
+    assert rank_pool.run(copies_of_a_gather, plan, ranks=2) == [0, 0]
+    masters = replace(plan, precision="bf16", master_precision="fp32")
+    assert rank_pool.run(copies_of_a_gather, masters, ranks=2) == [2, 2]
 
 
 def test_memory_is_there_from_gather_to_release() -> None:

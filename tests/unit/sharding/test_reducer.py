@@ -7,6 +7,7 @@ import torch
 from sharding_cases import case_of, live_bytes, only_buffer, two_layers, unit_of
 from torch import Tensor, nn
 
+from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.comm.mesh import Mesh
 from plait.comm.traffic import Count
 from plait.layout import assemble
@@ -121,6 +122,42 @@ def test_after_an_exception_nothing_is_carried_into_the_next_step() -> None:
     reducer.drop()
     run_step(reducer, Plan(), [2.0])
     assert values_of(reducer) == {2.0}
+
+
+def test_what_the_queue_writes_first_is_zero_before_it_is_read_if_nothing_came() -> None:
+    """Of two weights one is written; biases, and what lies between parameters, start at zero."""
+    whole: dict[str, Any] = {"strategy": "full", "offload": "full"}
+    for end, plan in (("reduce", {}), ("finish", {}), ("scatter", whole)):
+        unit = unit_of(nn.ModuleList([nn.Linear(3, 2), nn.Linear(5, 3)]), **plan)
+        one, other = (unit.parameters[f"0.{number}.weight"] for number in range(2))
+        queue, (buffer,) = WeightGradientQueue(products={id(one), id(other)}), unit.buffers
+        reducer = Reducer({"0": unit}, queue)
+        for fails in (False, True, False):
+            if not plan:
+                buffer.whole_gradients[0].fill_(torch.nan)
+            reducer.begin()
+            if plan:
+                reducer.open("0")
+            assert queue.unwritten == {id(one), id(other)}
+            assert plan or (one.grad.isnan().all() and other.grad.isnan().all()), "they are not filled"
+            for weight in (one, other):
+                weight.grad.fill_(torch.nan)
+            assert queue.begins([one])
+            one.grad.fill_(1.0)
+            if fails:
+                reducer.clear()
+                assert not queue.unwritten
+                continue
+            if end != "finish":
+                getattr(reducer, end)("0")
+                assert not queue.unwritten
+            if plan:
+                reducer.collect("0")
+            reducer.finish()
+            assert not queue.unwritten
+            assert buffer.piece_gradient.sum() == one.numel()
+            assert unit.pieces["0.0.weight"].grad.eq(1).all()
+            reducer.drop()
 
 
 ORDERS = ([0, 3, 3, 0], [3, 0, 0, 3])
