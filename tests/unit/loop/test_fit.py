@@ -177,19 +177,20 @@ def test_a_run_that_goes_on_has_the_options_of_its_new_optimizer(
 ) -> None:
     """Which are said; a rate that the run sets in each step is none of them."""
 
-    def run(steps: int, decay: float, **options: Any) -> dict[str, Any]:
+    def run(steps: int, decay: float, factor: float, **options: Any) -> dict[str, Any]:
+        rate = named and named * factor
         loader = plait.Loader(dataset(), batch=8, seed=5)
-        made = partial(torch.optim.SGD, **options)
-        given = {"optimizer": made, "weight_decay": decay, "learning_rate": named}
+        made = partial(torch.optim.SGD, **options | ({"lr": rate} if rate else {}))
+        given = {"optimizer": made, "weight_decay": decay, "learning_rate": rate}
         kept = Checkpoints(tmp_path)
         result = plait.fit(model(), PLANS["one"], loader, steps=steps, callbacks=[kept], **given)
         group: dict[str, Any] = result.optimizer.param_groups[0]
         return {name: group[name] for name in ("lr", "momentum", "weight_decay")}
 
-    run(1, 0.1, lr=named or 0.1, momentum=0.9)
+    run(1, 0.1, 1.0, lr=0.1, momentum=0.9)
     capsys.readouterr()
-    found = run(2, 0.0, lr=named or 0.001, momentum=0.5)
-    assert found == {"lr": named or 0.001, "momentum": 0.5, "weight_decay": 0.0}
+    found = run(2, 0.0, 0.5, lr=0.001, momentum=0.5)
+    assert found == {"lr": 0.25 if named else 0.001, "momentum": 0.5, "weight_decay": 0.0}
     rate = "" if named else "lr 0.001 in place of 0.1, "
     assert capsys.readouterr().out.endswith(
         "The optimizer's settings are those given, not those of the checkpoint: "
