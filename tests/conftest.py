@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from plait.comm.rank_pool import RankPool
 
 RANKS = {"rank_pool", "thread_ranks"}
-MOST_CASES = 3
+MOST_CASES = 2
 """Cases of a test that starts ranks which the quick run has; `quick_cases` sets another number."""
 STARTED, MOST_SECONDS = monotonic(), 170
 """When this worker began, and for how long tests of a twentieth are begun."""

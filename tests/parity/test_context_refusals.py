@@ -65,6 +65,7 @@ def test_a_layer_that_mixes_positions_is_named(thread_ranks: Any, layer: nn.Modu
         thread_ranks.run(run, layer, (2, 8), (2, 8), {}, ranks=2)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     ("shape", "targets", "fields", "error", "message"),
     [

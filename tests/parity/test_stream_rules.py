@@ -180,6 +180,7 @@ def compare(thread_ranks: Any, layout: str, completions: Any) -> None:
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), completion
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     "defect",
     [

@@ -205,6 +205,7 @@ def placed(name: str) -> tuple[Any, bool, Tensor, Tensor]:
     return made.placements, made.to_local().data_ptr() == mine.data_ptr(), made.full_tensor(), mine
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_a_dtensor_can_say_and_what_is_gathered(rank_pool: Any, name: str) -> None:
     layout, placements, shares = LAYOUTS[name]
