@@ -65,14 +65,18 @@ class KnownTests:
     def of(self, mutant: Mutant) -> tuple[list[str], list[str]]:
         """Return the tests of a mutant's line, nearest first: those to try first, and those to try then.
 
-        They run the line, then those that run its module otherwise, then those with ranks as processes, whose
-        lines were not seen.
+        They run the line, then those that run its module otherwise, then those of its package, for lines that
+        run on import alone, then those with ranks as processes, whose lines were not seen.
         """
         lines = self._tests_by_line(mutant.path)
         of_line = self._of_line(mutant, lines)
         of_module = set().union(*lines.values()) - of_line
-        of_ranks = set().union(*self._tests_by_line(_POOL).values()) - of_line - of_module
-        chosen = [test for tests in (of_line, of_module, of_ranks) for test in self._nearest(mutant, tests)]
+        of_package = (
+            {test for test in self._seconds if _distance(mutant.path, test) <= 2} - of_line - of_module
+        )
+        of_ranks = set().union(*self._tests_by_line(_POOL).values()) - of_line - of_module - of_package
+        kinds = of_line, of_module, of_package, of_ranks
+        chosen = [test for tests in kinds for test in self._nearest(mutant, tests)]
         parts: tuple[list[str], list[str]] = [], []
         taken = 0.0
         for test in chosen:
