@@ -35,7 +35,7 @@ test-share: install  ## run a twentieth of the full products, chosen by SEED=...
 	$(BIN)/pytest -n 2 --dist loadgroup -m full --twentieth $(SEED)
 
 COUNT ?= 60
-mutants: install  ## change COUNT=... random lines of src, chosen by SEED=..., and see which the tests notice; half an hour
+mutants: install  ## change COUNT=... random lines of src, chosen by SEED=..., and see which the tests notice; ten minutes for 70
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt pytest-cov
 	$(BIN)/python benchmarks/mutation/run.py --seed $(SEED) --count $(COUNT)
 
