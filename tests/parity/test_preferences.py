@@ -153,6 +153,7 @@ BAD_PAIRS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no prompt": ([([], [2], [3])], {}, "a prompt of 0 tokens"),
     "no answer": ([([1], [2], [])], {}, "an answer of 0"),
     "nothing": ([], {}, "given no pairs"),
+    "no list": (7, {}, r"give a list of \(prompt, chosen, rejected\)"),
     "two sequences": ([([1], [2])], {}, "pair 0 is 2 sequences, of 1, 1: give a prompt, a chosen and a rej"),
     "short reference": ([([1], [2], [3, 3], [0.0], [0.0])], {}, "pair 0 is 5 sequences"),
     "text": ([("a", "b", "c")], {}, "sequence 0 of pair 0 is an object of str, and no list of numbers"),

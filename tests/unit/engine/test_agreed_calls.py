@@ -1,4 +1,4 @@
-"""Which calls of a step ranks compare again."""
+"""What a step does with its batch before the first layer: which calls are compared, what goes to the device."""
 
 from __future__ import annotations
 
@@ -36,3 +36,16 @@ def test_on_nccl_the_latest_calls_that_ranks_agreed_on_are_not_compared_again(
     assert compare("on CPUs", "on CPUs") == ["on CPUs"] * 2
     where[0] = torch.device("cuda")
     assert compare("never") == []
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_inputs_go_to_the_device_of_ranks_with_the_first_stage_alone(stage: int) -> None:
+    """The ranks of the other stages need their shapes; a device without data stands for a GPU."""
+    place = {"pp": stage, "dp": 1 - stage, "tp": 1 - stage, "cp": 1 - stage}
+    mesh = SimpleNamespace(index=place.__getitem__, device=torch.device("meta"))
+    plan = SimpleNamespace(precision="bf16")
+    steps = SimpleNamespace(schedule=SimpleNamespace(rank_of=[0, 1]))
+    own: Any = SimpleNamespace(mesh=mesh, plan=plan, steps=steps)
+    number, token = runner.Runner.as_input(own, (torch.ones(2), torch.ones(2, dtype=torch.int64)))
+    assert (number.dtype, token.dtype) == (torch.bfloat16, torch.int64)
+    assert {one.device.type for one in (number, token)} == {"cpu" if stage else "meta"}
