@@ -1,4 +1,4 @@
-"""What a step does with its batch before the first layer: which calls are compared, what goes to the device."""
+"""Before the first layer of a step: which calls ranks compare, and what goes to the device."""
 
 from __future__ import annotations
 
