@@ -23,8 +23,6 @@ from typing import Any
 from known_tests import KEPT, ROOT, KnownTests, mirrored, run_with_coverage
 from mutants import Mutant, draw_mutants
 
-AT_ONCE = 2
-
 
 class Worker:
     """A process that runs tests in a copy of the working tree of its own."""
@@ -111,6 +109,7 @@ def main() -> None:
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="mutants of files whose path has this text"
     )
+    parser.add_argument("--at-once", type=int, default=2, metavar="N", help="mutants that are tried at once")
     parser.add_argument("--coverage", action="store_true", help="run the suite with coverage anew")
     options = parser.parse_args()
     if options.coverage or not KEPT.exists():
@@ -119,11 +118,11 @@ def main() -> None:
     mutants = draw_mutants(ROOT, options.seed, options.count, options.only)
     workers: Queue[Worker] = Queue()
     with ExitStack() as stack:
-        for number in range(AT_ONCE):
+        for number in range(options.at_once):
             copy = Path(stack.enter_context(TemporaryDirectory(prefix="mutants-")))
             workers.put(Worker(copy, number))
             stack.callback(lambda: workers.get().close())
-        with ThreadPoolExecutor(AT_ONCE) as threads:
+        with ThreadPoolExecutor(options.at_once) as threads:
             verdicts = list(threads.map(lambda mutant: try_mutant(workers, known, mutant), mutants))
         worker = workers.get()
         broken = broken_tests(worker, verdicts)
