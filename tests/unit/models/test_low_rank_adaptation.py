@@ -11,7 +11,7 @@ import plait
 from parity.lora_cases import adapted
 from parity.norm import assert_equal
 from plait.errors import ModelError
-from plait.models.low_rank_adaptation import LoraLinear, adapters_of
+from plait.models.low_rank_adaptation import LoraLinear, adapter_values, adapters_of
 from plait.rules import column, entrance, piece, replicated, row
 
 SIZES = {"layers": 2, "hidden": 8, "heads": 2, "vocab": 11, "context": 6}
@@ -54,15 +54,21 @@ def test_an_adapted_model_starts_as_the_model() -> None:
 
 
 def test_values_are_those_of_names_and_the_seed() -> None:
-    def values(seed: int) -> dict[str, torch.Tensor]:
+    def model(seed: int) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             made = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3), nn.Linear(3, 2))
-        return dict(plait.lora(made, seed=seed).state_dict())
+        return plait.lora(made, seed=seed)
+
+    def values(seed: int) -> dict[str, torch.Tensor]:
+        return dict(model(seed).state_dict())
 
     assert_equal(values(1), values(1), 0.0, "the value")
     assert not torch.equal(values(1)["0.down.weight"], values(2)["0.down.weight"])
     assert not torch.equal(values(1)["0.down.weight"][:, :3], values(1)["1.down.weight"][:, :3])
+    drawn = adapter_values(model(2), 1)
+    assert sorted(drawn) == [f"{layer}.{half}.weight" for layer in (0, 1) for half in ("down", "up")]
+    assert_equal(drawn, {name: values(1)[name] for name in drawn}, 0.0, "the value")
 
 
 def test_rules_follow_from_those_of_the_model() -> None:
