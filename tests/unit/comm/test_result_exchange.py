@@ -37,7 +37,7 @@ class Opened:
 def exchange(kind: str, folder: Path | None = None) -> Any:
     """Run within a world: launch calls the function there, and gathers what the ranks return."""
     results: dict[str, Any] = {
-        "plain": {"rank": dist.get_rank(), "values": [torch.ones(2), (1.5, "é")]},
+        "plain": {"rank": dist.get_rank(), "values": [torch.ones(2), (1.5, "é" * 9 ** dist.get_rank())]},
         "mine": Mine(dist.get_rank()),
         "mixed": Mine(0) if dist.get_rank() else "plain",
         "none": (one for one in "ab") if dist.get_rank() else 0,
@@ -56,7 +56,7 @@ def test_plain_results_are_sent_without_pickles(rank_pool: RankPool) -> None:
 
     for found in rank_pool.run(run, ranks=2):
         assert [one["rank"] for one in found] == [0, 1]
-        assert found[1]["values"][1] == (1.5, "é")
+        assert [one["values"][1] for one in found] == [(1.5, "é"), (1.5, "é" * 9)]
         assert torch.equal(found[0]["values"][0], torch.ones(2))
 
 

@@ -109,6 +109,14 @@ def holding_itself() -> list[Any]:
     return held
 
 
+def nesting(file: str, line: int) -> Any:
+    """A function with code, and a set, among its constants, which stands in line `line` of `file`."""
+    body = "\n" * line + "def outer(x):\n    return (lambda y: y in {3, 'a', None, 2.5})(x)"
+    names: dict[str, Any] = {}
+    exec(compile(body, file, "exec"), names)
+    return names["outer"]
+
+
 def text(value: Any) -> str:
     return ValueTexts().of(value)
 
@@ -118,6 +126,7 @@ ALIKE = {
     "containers": (lambda: {"a": [1, (2, {3, 4})], "b": frozenset("xyz")}, None),
     "dataclasses": (Configuration, None),
     "functions": (lambda: enclosing(2), None),
+    "code in other places": (lambda: nesting("a.py", 1), lambda: nesting("b.py", 9)),
     "partial": (lambda: functools.partial(enclosing(2), x=torch.ones(2)), None),
     "tensors": (lambda: torch.arange(4.0), None),
     "arrays": (lambda: np.arange(4), None),
