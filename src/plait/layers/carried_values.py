@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError, PlaitError
+from plait.layers.graph_leaves import other_leaf
 from plait.layers.layer_sequence import NamedLayer, own_numbers
 from plait.layers.memory_sources import INPUT, FollowSources, MemorySources
 from plait.layers.nested import Value, map_tensors, tensors_of
@@ -121,20 +122,12 @@ def _refuse_written_parameters(layer: NamedLayer, before: _Held, sources: Memory
 
 def _refuse_other_leaves(layer: NamedLayer, value: Value, output: Value) -> None:
     """Raise ModelError where the output has a gradient for a tensor that is neither input nor parameter."""
-    known = {id(one) for one in (*layer.module.parameters(), *tensors_of(value))}
-    waiting = [one.grad_fn for one in tensors_of(output) if one.grad_fn is not None]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor) and id(leaf) not in known:
-            raise ModelError(
-                f"{_described(layer)} computes with a tensor {list(leaf.shape)} that requires a gradient but "
-                "is none of its parameters: make it a parameter of the layer, or detach it."
-            )
-        new = [other for other, _ in node.next_functions if other is not None and other not in seen]
-        seen.update(new)
-        waiting += new
+    leaf = other_leaf(tensors_of(output), (*layer.module.parameters(), *tensors_of(value)))
+    if leaf is not None:
+        raise ModelError(
+            f"{_described(layer)} computes with a tensor {list(leaf.shape)} that requires a gradient but "
+            "is none of its parameters: make it a parameter of the layer, or detach it."
+        )
 
 
 def _refuse_memory_of_inputs(layer: NamedLayer, value: Value, length: int, left: Sequence[Tensor]) -> None:
