@@ -32,8 +32,8 @@ def refuse_carried_values(layer: NamedLayer, value: Value, length: int) -> tuple
     """Return the names of buffers and numbers that count runs of `layer`; raise ModelError for other state.
 
     `layer` is in training, and is changed: give a copy. Raises ModelError where it writes to a parameter,
-    sets a saved buffer from its inputs, gives an output that depends on the inputs of the run before, or
-    trains a tensor that is no parameter.
+    sets a saved buffer from its inputs, gives an output that depends on the inputs of the run before,
+    trains a tensor that is no parameter, or calls `backward` in its forward.
     """
     module, sources = layer.module, MemorySources()
     before = _Held.of(module)
@@ -49,6 +49,7 @@ def refuse_carried_values(layer: NamedLayer, value: Value, length: int) -> tuple
         return ()
     _refuse_written_parameters(layer, before, sources)
     _refuse_other_leaves(layer, value, output)
+    _refuse_own_backward(layer)
     after, saved = _Held.of(module), module.state_dict().keys()
     for name, tensor in after.buffers.items():
         if name in saved and sources.of(tensor) & INPUT:
@@ -128,6 +129,15 @@ def _refuse_other_leaves(layer: NamedLayer, value: Value, output: Value) -> None
             f"{_described(layer)} computes with a tensor {list(leaf.shape)} that requires a gradient but "
             "is none of its parameters: make it a parameter of the layer, or detach it."
         )
+
+
+def _refuse_own_backward(layer: NamedLayer) -> None:
+    for name, parameter in layer.module.named_parameters():
+        if parameter.grad is not None:
+            raise ModelError(
+                f"{_described(layer)} calls backward() in its forward, which gives {name} a gradient where "
+                "its memory may not be allocated: return what the loss needs, or use torch.autograd.grad."
+            )
 
 
 def _refuse_memory_of_inputs(layer: NamedLayer, value: Value, length: int, left: Sequence[Tensor]) -> None:
