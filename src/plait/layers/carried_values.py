@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError, PlaitError
+from plait.layers.graph_leaves import other_leaf
 from plait.layers.layer_sequence import NamedLayer, own_numbers
 from plait.layers.memory_sources import INPUT, FollowSources, MemorySources
 from plait.layers.nested import Value, map_tensors, tensors_of
@@ -31,8 +32,8 @@ def refuse_carried_values(layer: NamedLayer, value: Value, length: int) -> tuple
     """Return the names of buffers and numbers that count runs of `layer`; raise ModelError for other state.
 
     `layer` is in training, and is changed: give a copy. Raises ModelError where it writes to a parameter,
-    sets a saved buffer from its inputs, gives an output that depends on the inputs of the run before, or
-    trains a tensor that is no parameter.
+    sets a saved buffer from its inputs, gives an output that depends on the inputs of the run before,
+    trains a tensor that is no parameter, or calls `backward` in its forward.
     """
     module, sources = layer.module, MemorySources()
     before = _Held.of(module)
@@ -48,6 +49,7 @@ def refuse_carried_values(layer: NamedLayer, value: Value, length: int) -> tuple
         return ()
     _refuse_written_parameters(layer, before, sources)
     _refuse_other_leaves(layer, value, output)
+    _refuse_own_backward(layer)
     after, saved = _Held.of(module), module.state_dict().keys()
     for name, tensor in after.buffers.items():
         if name in saved and sources.of(tensor) & INPUT:
@@ -121,20 +123,21 @@ def _refuse_written_parameters(layer: NamedLayer, before: _Held, sources: Memory
 
 def _refuse_other_leaves(layer: NamedLayer, value: Value, output: Value) -> None:
     """Raise ModelError where the output has a gradient for a tensor that is neither input nor parameter."""
-    known = {id(one) for one in (*layer.module.parameters(), *tensors_of(value))}
-    waiting = [one.grad_fn for one in tensors_of(output) if one.grad_fn is not None]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor) and id(leaf) not in known:
+    leaf = other_leaf(tensors_of(output), (*layer.module.parameters(), *tensors_of(value)))
+    if leaf is not None:
+        raise ModelError(
+            f"{_described(layer)} computes with a tensor {list(leaf.shape)} that requires a gradient but "
+            "is none of its parameters: make it a parameter of the layer, or detach it."
+        )
+
+
+def _refuse_own_backward(layer: NamedLayer) -> None:
+    for name, parameter in layer.module.named_parameters():
+        if parameter.grad is not None:
             raise ModelError(
-                f"{_described(layer)} computes with a tensor {list(leaf.shape)} that requires a gradient but "
-                "is none of its parameters: make it a parameter of the layer, or detach it."
+                f"{_described(layer)} calls backward() in its forward, which gives {name} a gradient where "
+                "its memory may not be allocated: return what the loss needs, or use torch.autograd.grad."
             )
-        new = [other for other, _ in node.next_functions if other is not None and other not in seen]
-        seen.update(new)
-        waiting += new
 
 
 def _refuse_memory_of_inputs(layer: NamedLayer, value: Value, length: int, left: Sequence[Tensor]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from plait.autograd.engine_calls import run_backward
 from plait.errors import ModelError
+from plait.layers.graph_leaves import other_leaf
 from plait.layers.lost_settings import refusing_changed_buffers
 from plait.layers.nested import Value, tensors_of
 from plait.pipeline.stage import Gradients
@@ -51,7 +52,9 @@ class LossStage:
             raise ModelError(f"loss.total gave {shape}: give the summed loss as a 0-d tensor.")
         self._totals[microbatch] = total.detach()
         if torch.is_grad_enabled():
-            self._open[microbatch] = total, list(tensors_of(output))
+            leaves = list(tensors_of(output))
+            _refuse_other_leaves(total, leaves)
+            self._open[microbatch] = total, leaves
 
     def _total_of(self, output: Value, targets: Value) -> Any:
         if self._runs == 2 or not torch.is_grad_enabled():
@@ -90,3 +93,16 @@ class LossStage:
         """Discard all unfinished micro-batches."""
         self._open.clear()
         self._outputs.clear()
+
+
+def _refuse_other_leaves(total: Tensor, outputs: Sequence[Tensor]) -> None:
+    """Raise ModelError where a loss has a gradient for another tensor than `outputs`, as for a parameter.
+
+    In each run: a gradient buffer holds nothing of this step yet when the loss's backward would add to it.
+    """
+    leaf = other_leaf([total], outputs)
+    if leaf is not None:
+        raise ModelError(
+            f"the loss computes with a tensor {list(leaf.shape)} that requires a gradient but is not the "
+            "model's output: detach it, or compute with it in a layer that returns what the loss needs."
+        )

@@ -158,6 +158,20 @@ def test_a_trained_tensor_from_elsewhere_is_refused() -> None:
         looked_at(lambda module, x: OUTSIDE * x)
 
 
+def test_a_backward_within_a_forward_is_refused_unless_no_parameter_gets_a_gradient() -> None:
+    """It would add to a buffer that holds nothing of the step yet, or whose memory is not allocated."""
+    with pytest.raises(
+        ModelError, match=r"^layer 'blocks\.0' \(Layer\) calls backward\(\) in its forward, .* linear\.weight"
+    ):
+        looked_at(lambda module, x: module.linear(x.detach()).sum().backward())
+
+    def score(module: Any, x: Tensor) -> Tensor:
+        given = x.detach().requires_grad_()
+        return torch.autograd.grad(module.linear(given).sum(), given)[0]
+
+    assert looked_at(score) == ()
+
+
 def recorded(module: Any, x: Tensor) -> None:
     module.plain, module.kept["x"] = x.detach(), x.detach()
     module.unsaved.copy_(x.detach()[0])

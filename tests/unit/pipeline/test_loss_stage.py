@@ -59,6 +59,26 @@ def test_a_buffer_of_the_loss_that_training_changes_is_refused() -> None:
             end.compute(1, (leaf(1, 2),))
 
 
+def test_a_loss_that_reads_a_parameter_is_refused_whenever_it_does() -> None:
+    class Penalty:
+        weight: Tensor | None = None
+
+        def total(self, output: Any, targets: Any) -> Tensor:
+            return output[0].sum() if self.weight is None else output[0].sum() + self.weight.square().sum()
+
+    end, weight = LossStage(Penalty()), nn.Parameter(torch.ones(2, 3))
+    end.begin([None] * 5, torch.tensor(1.0))
+    for microbatch in range(3):
+        end.compute(microbatch, (leaf(1, 2),))
+    end.loss.weight = weight.detach()  # type: ignore[attr-defined]
+    end.compute(3, (leaf(1, 2),))
+    end.loss.weight = weight  # type: ignore[attr-defined]
+    with pytest.raises(
+        ModelError, match=r"^the loss computes with a tensor \[2, 3\] that requires a gradient"
+    ):
+        end.compute(4, (leaf(1, 2),))
+
+
 def test_without_gradients_nothing_is_held() -> None:
     end = LossStage(SquaredError())
     end.begin([torch.zeros(1)], None)
