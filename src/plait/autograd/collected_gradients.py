@@ -1,7 +1,8 @@
 """Gradients that autograd computes at once, collected in a backward and then added to their buffers together.
 
 A block has about ten biases and norms: added by autograd, each is an operation of a few bytes, or two where
-the buffer has a wider dtype. Collected, those of all layers that ran together are one.
+the buffer has a wider dtype. Collected, those of all layers that ran together are one. Gradients of matrices
+are collected too, where autograd computes them, while their buffers hold nothing of the step yet.
 """
 
 from __future__ import annotations

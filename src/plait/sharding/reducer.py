@@ -83,9 +83,9 @@ class Reducer:
                 piece.grad = None
 
     def begin(self, scale: float = 1.0) -> None:
-        """Begin a step whose loss is multiplied by `scale`: set each `.grad` to a view of zeros.
+        """Begin a step whose loss is multiplied by `scale`: set each `.grad` to a view of its buffer.
 
-        A gradient that the queue writes first is set to zero when it is needed, unless it was written.
+        Buffers are set to zero; of a weight that the queue writes first, only where nothing has written it.
         Gradients of earlier steps are set aside and added in `finish`.
         """
         self.scale = scale
