@@ -41,3 +41,9 @@ def test_a_stage_on_a_rank_without_actions_is_refused(rank: int) -> None:
     told = f"stage 1 is on rank {rank}, but there are actions for ranks 0 to 0"
     with pytest.raises(ScheduleError, match=told):
         written(["0F0 0B0"], (0, rank), 1)
+
+
+@pytest.mark.parametrize(("rows", "rank_of"), [([], (0,)), (["0F0 0B0"], ())])
+def test_one_without_ranks_or_stages_is_refused(rows: list[str], rank_of: tuple[int, ...]) -> None:
+    with pytest.raises(ScheduleError, match="^a schedule without ranks or stages: "):
+        written(rows, rank_of, 1)
