@@ -45,5 +45,5 @@ def test_a_stage_on_a_rank_without_actions_is_refused(rank: int) -> None:
 
 @pytest.mark.parametrize(("rows", "rank_of"), [([], (0,)), (["0F0 0B0"], ())])
 def test_one_without_ranks_or_stages_is_refused(rows: list[str], rank_of: tuple[int, ...]) -> None:
-    with pytest.raises(ScheduleError, match="^a schedule without ranks or stages: "):
+    with pytest.raises(ScheduleError, match=r"^a schedule without ranks or stages: "):
         written(rows, rank_of, 1)

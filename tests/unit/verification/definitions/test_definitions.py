@@ -71,7 +71,7 @@ def test_attention_is_that_of_torch_also_in_blocks_of_queries(monkeypatch: pytes
 
 
 def test_plaits_functions_are_replaced_within_the_context_only() -> None:
-    book, tensors = Definitions(), [drawn(2, 2, 6, 4) for _ in range(3)]
+    book, tensors = Definitions(), drawn(3, 2, 2, 6, 4).unbind()
     with book.running(IDS):
         assert plait.positions(IDS).tolist() == positions_in(IDS).tolist()
         packed = plait.attention(*tensors, softcap=0.8, window=2)
@@ -180,7 +180,7 @@ def test_a_scaling_without_a_definition_is_left_to_the_model() -> None:
 
 
 def test_in_16_bits_plaits_attention_is_kept_where_it_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
-    book, tensors = Definitions(keeps_near=True), [drawn(2, 2, 6, 4).bfloat16() for _ in range(3)]
+    book, tensors = Definitions(keeps_near=True), drawn(3, 2, 2, 6, 4).bfloat16().unbind()
     own = plait.attention(*tensors)
     with book.running(None):
         assert torch.equal(plait.attention(*tensors), own)
