@@ -15,6 +15,7 @@ from parity import huggingface_cases as cases
 from parity.cases import GPT2_VOCAB, draw_contexts
 from plait.autograd.replaceable import replaceable, replacing
 from plait.autograd.running_sequence import ContextParallelism, running
+from plait.context_attention.attention import attend, share_keys
 from plait.engine.local_batch import local_inputs
 from plait.layers.layer_sequence import sequence_of
 from plait.verification.definitions import Definitions, attention
@@ -75,10 +76,13 @@ def test_plaits_functions_are_replaced_within_the_context_only() -> None:
     with book.running(IDS):
         assert plait.positions(IDS).tolist() == positions_in(IDS).tolist()
         packed = plait.attention(*tensors, softcap=0.8, window=2)
+        keys = share_keys(*tensors[1:], True, 2, query_heads=2)
+        shared = attend(tensors[0], keys, softcap=0.8)
     assert plait.positions(IDS).tolist() == list(range(6))
     assert book.windows == {2}
     expected = plait.attention(*tensors, True, 2, IDS, softcap=0.8)
-    torch.testing.assert_close(packed, expected, rtol=0, atol=1e-14)
+    for found in (packed, shared):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
 
 
 def test_a_function_is_replaced_by_the_one_it_returned() -> None:
