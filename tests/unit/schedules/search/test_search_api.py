@@ -137,9 +137,8 @@ def test_refuses_an_unknown_measure(policy: str) -> None:
     assert refusal(policy=policy, measure="time") == "measure is 'time': choose one of makespan, span."
 
 
-@pytest.mark.parametrize("policy", ["1f1b", "auto"])
-def test_refuses_costs_that_are_none(policy: str) -> None:
-    told = refusal(policy=policy, costs=1.5)
+def test_refuses_costs_that_are_none() -> None:
+    told = refusal(costs=1.5)
     assert told == "costs is 1.5: give plait.Costs(F=…, I=…, W=…, comm=…), or None."
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from decimal import Decimal
 from fractions import Fraction
+from itertools import product
 from math import inf, nan
 from typing import Any
 
@@ -44,15 +45,14 @@ def test_text_is_no_sequence_of_costs() -> None:
         Costs(I="1")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", [*PER_STAGE, "comm"])
-def test_a_cost_is_none_or_within_the_range_of_exact_times(name: str) -> None:
-    for wrong in (SMALLEST / 2, LARGEST * 2):
+def test_a_cost_is_none_or_within_the_range_of_exact_times() -> None:
+    for name, wrong in product((*PER_STAGE, "comm"), (SMALLEST / 2, LARGEST * 2)):
         with pytest.raises(ScheduleError) as caught:
             Costs(**{name: wrong})  # type: ignore[arg-type]
         assert str(caught.value) == (
             f"costs.{name} is {wrong!r}: choose a unit in which it is from {SMALLEST:g} to {LARGEST:g}."
         )
-    for right in (0, SMALLEST, LARGEST):
+    for name, right in product((*PER_STAGE, "comm"), (0, SMALLEST, LARGEST)):
         assert getattr(Costs(**{name: right}), name) == right  # type: ignore[arg-type]
 
 
