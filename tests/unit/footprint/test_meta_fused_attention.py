@@ -28,11 +28,25 @@ class Attends(nn.Module):
 
 
 class Masked(Attends):
-    """With a mask of truth values on the device of its input."""
+    """With a mask on the device of its input: of truth values, or one that learns."""
+
+    def __init__(self, *, learns: bool = False) -> None:
+        super().__init__()
+        self.learns = learns
 
     def forward(self, x: Tensor) -> Tensor:
-        self.options = {"attn_mask": torch.ones(16, 16, dtype=torch.bool, device=x.device).tril()}
+        mask = torch.ones(16, 16, dtype=x.dtype if self.learns else torch.bool, device=x.device).tril()
+        self.options = {"attn_mask": mask.requires_grad_(self.learns)}
         return super().forward(x)
+
+
+class Narrow(Attends):
+    """Whose values have fewer features than its keys."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries = x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        mixed = functional.scaled_dot_product_attention(queries * 2, queries * 3, queries[..., :6] * 4)
+        return mixed.transpose(1, 2).flatten(2)
 
 
 def kept_bytes(layer: nn.Module, device: str, dtype: torch.dtype) -> int:
@@ -64,6 +78,8 @@ CASES = {
     "causal": Attends(is_causal=True),
     "grouped": Attends(keys=2, enable_gqa=True),
     "masked": Masked(),
+    "learning": Masked(learns=True),
+    "narrow values": Narrow(),
     "one head": Attends(heads=1, keys=1),
     "dropping": Attends(dropout_p=0.5),
 }

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from plait.blueprint import build_blueprint
+from plait.comm.transport.shared_memory.transport import STAGING_LIMIT
 from plait.footprint.memory_ledger import Category, MemoryLedger, MemorySnapshot
 from plait.footprint.parameters import ParameterAccount, rank_buffers
 from plait.plan import Plan
@@ -34,8 +35,10 @@ DEVICE = torch.device("cuda")
 class Account:
     """Two linears on a rank, and what instructions about the first change."""
 
-    def __init__(self, *, moments: int = 2, device: torch.device = DEVICE, **plan: Any) -> None:
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, device="meta") for _ in range(2)))
+    def __init__(
+        self, *, moments: int = 2, device: torch.device = DEVICE, width: int = WIDTH, **plan: Any
+    ) -> None:
+        model = nn.Sequential(*(nn.Linear(width, width, device="meta") for _ in range(2)))
         self.ledger = MemoryLedger()
         blueprint = build_blueprint(model, Plan(dp=N, **plan))
         self.account = ParameterAccount(self.ledger, rank_buffers(blueprint, [0], device), moments)
@@ -116,11 +119,27 @@ def test_what_travels_in_other_digits_is_a_copy() -> None:
     always = scattered.after(AllocateGradient).held[Category.GRADIENTS]
     travelling = scattered.after(ScatterGradient).held[Category.GRADIENTS]
     assert travelling == always + P / 2 + P / 2 / N
+    alone = Account(strategy="full", replicate=N, **HALF, reduce_precision="bf16")
+    always = alone.after(AllocateGradient).held[Category.GRADIENTS]
+    assert alone.after(ScatterGradient).held[Category.GRADIENTS] == always + P / 2  # nobody has a piece of it
     # Nobody else holds the same piece, so it is not summed again.
     assert scattered.after(AwaitScatter, ReduceGradient).held[Category.GRADIENTS] == 2 * P / N
     hybrid = Account(strategy="full", replicate=2, **HALF, reduce_precision="bf16")
     always = hybrid.after().held[Category.GRADIENTS]
     assert hybrid.after(ReduceGradient).held[Category.GRADIENTS] == always + P / 2 / 2
+
+
+def test_what_ranks_of_a_host_do_not_read_in_staging_buffers_is_copied() -> None:
+    large = 4096  # its gradient in bf16 is just above the limit
+    for width, copies in ((WIDTH, 0), (large, 1)):
+        account = Account(
+            strategy="full", device=torch.device("cpu"), width=width, **HALF, reduce_precision="bf16"
+        )
+        always = account.after(AllocateGradient).held[Category.GRADIENTS]
+        whole = always / (1 + 2 / N)  # with what is padded
+        assert (whole / 2 > STAGING_LIMIT) == (copies == 1)
+        travelling = account.after(ScatterGradient).held[Category.GRADIENTS] - always
+        assert travelling == whole / 2 / N + copies * whole
 
 
 def test_offloaded_parameters_visit_the_device_between_steps() -> None:

@@ -12,6 +12,9 @@ from plait.plan import Plan
 from plait.prediction.decoder import Decoder
 from plait.prediction.framework import PLAIT
 from plait.prediction.hardware import Hardware, load_hardware
+from plait.prediction.layer_memory import layer_memory
+from plait.prediction.layer_operations import StepShape
+from plait.prediction.memory_bounds import MemoryBounds
 from plait.prediction.plan_bounds import Bounds, pipeline_seconds
 from plait.prediction.plan_space import PlanChoices, divisions
 from plait.prediction.plan_steps import PlanSteps
@@ -206,3 +209,13 @@ def test_the_bound_of_memory_has_state_activations_and_buffers() -> None:
         plan = replace(plan, precision="bf16", master_precision="bf16")
         bounds, plan, found = _bounded((model, replace(H100, reserved=0), plan, 16))
         assert least < bounds.memory(plan, plan.schedule) / found.peak_memory <= 1
+
+
+def test_of_a_message_that_is_divided_a_layer_keeps_its_piece_at_every_cut() -> None:
+    for divided in (False, True):
+        framework = replace(PLAIT, messages_divided=divided)
+        shape = StepShape(KEPT, Plan(pp=2, tp=2), framework, rows=1)
+        each = [layer_memory(kind, "none", shape).until_inputs for kind in KEPT.kinds]
+        rest = divided * shape.activation / 2
+        kept = MemoryBounds(KEPT, framework)._kept(shape).kept
+        assert kept == pytest.approx(sum(max(one - rest, 0.0) for one in each), rel=1e-12)

@@ -43,6 +43,16 @@ def test_changes_that_make_a_plan_fit_come_first() -> None:
         assert all(memory < 0 for memory in rest)
 
 
+def test_changes_that_cannot_be_are_left_out() -> None:
+    """Six layers are too few for two stages on each of four ranks."""
+    plan = replace(PLAN, pp=4, dp=1, microbatches=1, recompute="none")
+    found = predict(replace(MODEL, layers=2), plan, replace(H100, memory=1e6, reserved=0.0), rows=1)
+    changes = best_changes(found, most=20)
+    assert changes
+    for one in changes:
+        assert one.after.plan == replace(plan, **{one.field: one.value}), one.field
+
+
 ALONE = ("recompute", ["selective", "full"]), ("microbatches", [1, 4, 8]), ("loss_rows", [1024])
 STATES = ["none", "optimizer", "gradients", "full"]
 POLICIES = ["1f1b", "interleaved", "zb-h1", "zb-v", "v-half"]

@@ -41,3 +41,9 @@ def test_a_stage_on_a_rank_without_actions_is_refused(rank: int) -> None:
     told = f"stage 1 is on rank {rank}, but there are actions for ranks 0 to 0"
     with pytest.raises(ScheduleError, match=told):
         written(["0F0 0B0"], (0, rank), 1)
+
+
+def test_one_without_ranks_or_stages_is_refused() -> None:
+    for rows, rank_of in (([], (0,)), (["0F0 0B0"], ())):
+        with pytest.raises(ScheduleError, match=r"^a schedule without ranks or stages: "):
+            written(rows, rank_of, 1)

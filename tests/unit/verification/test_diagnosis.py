@@ -77,6 +77,13 @@ def test_at_one_rank_no_rank_is_to_blame() -> None:
         assert not re.search(r"\btp\b|region|reduction|piece of|other ranks'", told), told
 
 
+@pytest.mark.parametrize("phase", [StepPhase.LOAD, StepPhase.INITIAL])
+def test_another_piece_is_suspected_only_of_several_ranks(phase: StepPhase) -> None:
+    location = Location(0, phase, name="weight")
+    assert "another piece of it" in cause(NOISE, location=location, plan=TP)
+    assert "piece" not in cause(NOISE, location=location)
+
+
 def test_a_region_is_suspected_only_where_the_layer_is_divided() -> None:
     location = Location(0, StepPhase.INPUT_GRADIENT, 1, 0)
     assert "a sum over tp" in cause(NOISE, location=location, plan=TP, partitioned=True)
@@ -349,6 +356,10 @@ class TestMultipleOfInput:
         )
         assert told.startswith("it differs by -0.0001 times what the parameter was before: the weight decay")
 
+    def test_only_of_what_a_layer_gives_or_returns(self) -> None:
+        location = Location(0, StepPhase.WEIGHT_GRADIENT, 1, 0, "weight")
+        assert fitting(symptoms(EXPECTED - NOISE, base=NOISE, location=location)) == []
+
     def test_a_near_miss(self) -> None:
         actual = EXPECTED - NOISE
         actual[0, 0] += 1e-2
@@ -411,6 +422,11 @@ class TestOrder:
         actual = expected.clone()
         actual[0] = NOISE[0]
         assert "shifted" not in fitting(symptoms(actual, expected=expected))
+
+    def test_of_one_dim(self) -> None:
+        order = torch.tensor([2, 0, 3, 1])
+        told = cause(EXPECTED[0, :4][order], expected=EXPECTED[0, :4])
+        assert told == "dim 0 is in another order: it has 2 at 0, 0 at 1, 3 at 2, 1 at 3."
 
     def test_a_transpose(self) -> None:
         square = NOISE[:, :4]
@@ -528,6 +544,11 @@ class TestRounded:
         """As of another epsilon, scale or angle: up and down, everywhere, and as small."""
         assert fitting(symptoms(EXPECTED * (1 + digits * NOISE.sign()))) == []
 
+    def test_a_reference_in_float32_shows_no_sum_in_16_bits(self) -> None:
+        expected = EXPECTED.float().double()
+        actual = (expected * (1 + 2.0**-9 * NOISE)).float().double()
+        assert fitting(symptoms(actual, expected=expected)) == []
+
     def test_an_error_as_small_as_float32_may_be(self) -> None:
         expected = torch.randn(400, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
         signs = torch.randn(400, dtype=torch.float64, generator=torch.Generator().manual_seed(4)).sign()
@@ -564,20 +585,25 @@ class TestNorm:
     PLACE = Location(0, StepPhase.NORM)
 
     @pytest.mark.parametrize(("plan", "blames"), [(ONE, False), (TP, True)])
-    def test_too_large(self, plan: Plan, blames: bool) -> None:
-        told = cause(torch.tensor(1.3), expected=torch.tensor(1.0), location=self.PLACE, plan=plan)
-        assert told.startswith("it is too large: either ")
-        assert ("what several ranks hold alike" in told) == blames
+    def test_too_large_or_too_small(self, plan: Plan, blames: bool) -> None:
+        large, small = (
+            cause(torch.tensor(actual), expected=torch.tensor(1.0), location=self.PLACE, plan=plan)
+            for actual in (1.3, 0.5)
+        )
+        assert large.startswith("it is too large: either ")
+        assert ("what several ranks hold alike" in large) == blames
+        left = "other ranks', or of some parameters" if blames else "of some parameters"
+        assert small.startswith(f"it is too small: either it leaves out gradients ({left})")
+
+    def test_as_large_as_it_should_be(self) -> None:
+        right = torch.tensor([1.0], dtype=torch.float64)
+        assert fitting(symptoms(right * (1 + 1e-13), expected=right, location=self.PLACE, plan=TP)) == []
 
     def test_as_large_as_if_every_square_counted_on_each_rank(self) -> None:
         root = torch.tensor([2.0**0.5], dtype=torch.float64)
         one = torch.tensor([1.0], dtype=torch.float64)
         told = cause(root, expected=one, location=self.PLACE, plan=Plan(dp=2))
         assert told == "it is too large: as if every square counted on each rank of dp."
-
-    def test_too_small(self) -> None:
-        told = cause(torch.tensor(0.5), expected=torch.tensor(1.0), location=self.PLACE)
-        assert told.startswith("it is too small: either it leaves out gradients (of some parameters)")
 
     def test_squares_of_ranks_that_add_up(self) -> None:
         parts = {rank: torch.tensor([own], dtype=torch.float64) for rank, own in enumerate((0.6, 0.8))}

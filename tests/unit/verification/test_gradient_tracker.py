@@ -134,6 +134,16 @@ def test_several_begun_before_any_is_done(books: Books) -> None:
     assert books.left() == []
 
 
+def test_what_one_has_added_is_uncertain_while_a_part_of_another_is_there(books: Books) -> None:
+    books.input(0, 1.0)
+    books.input(1, 0.25)
+    books.weight(0, 0.0)
+    assert books.found == right(0)
+    books.weight(1, 0.75)
+    assert books.found == right(0, 1)
+    assert books.left() == []
+
+
 @pytest.mark.parametrize("factor", [0.0, 2.0, 1 + 1e-9, float("nan")])
 def test_a_wrong_weight_gradient_is_named_with_its_micro_batch(books: Books, factor: float) -> None:
     for number in (0, 1, 2):

@@ -51,11 +51,12 @@ def beside(
     plan: Plan = ONE,
     batch: Any = None,
     thread_ranks: RankPool | None = None,
+    loss: Any = plait.cross_entropy,
     **options: Any,
 ) -> IndependentReport:
     """What `plait.verify` says with a reference, in this process or on ranks that are there."""
     batch = rows_and_classes() if batch is None else batch
-    case = Case(model, plait.cross_entropy, [batch], VerifyOptions(steps=1), device="cpu", timeout=60.0)
+    case = Case(model, loss, [batch], VerifyOptions(steps=1), device="cpu", timeout=60.0)
     given = IndependentReference(lambda: reference, **options)
     if thread_ranks is None:
         outcomes = [compare_with_reference(case, plan, given)]
@@ -199,8 +200,17 @@ class Between(nn.Sequential):
         return result
 
 
+class OtherShape(nn.Sequential):
+    """`Between`, whose second module is given a batch of one batch."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self[3](2 * self[2](self[1](self[0](inputs)[None])[0]))
+        return result
+
+
 @pytest.mark.parametrize(
-    "change", ["gradient", "initial values", "output", "behind all modules", "between modules"]
+    "change",
+    ["gradient", "initial values", "output", "behind all modules", "between modules", "other shape"],
 )
 def test_the_first_difference_is_named(change: str) -> None:
     model: Any = mlp()
@@ -212,7 +222,8 @@ def test_the_first_difference_is_named(change: str) -> None:
     elif change == "output":
         reference[1].eps = 1e-3
     else:
-        reference = {"behind all modules": Behind, "between modules": Between}[change](*reference)
+        changed = {"behind all modules": Behind, "between modules": Between, "other shape": OtherShape}
+        reference = changed[change](*reference)
     report = beside(model, reference)
     assert report.first is not None
     change_of = change if change in ("gradient", "initial values") else "output"
@@ -223,6 +234,7 @@ def test_the_first_difference_is_named(change: str) -> None:
         "output": "1 gives something else for the same input",
         "behind all modules": "all modules that both have give the same: look at what follows 3.",
         "between modules": "on one rank 3 is given something else, where 0 and 1 give the same: look at",
+        "other shape": "on one rank 3 is given something else, where 0 give the same: look at",
     }
     assert text[change] in " ".join(str(report).split())
     told = report.as_json()
@@ -262,6 +274,14 @@ def test_what_a_user_can_mend_is_said_on_every_rank(thread_ranks: RankPool) -> N
         DataError, match=r"the output has the shape \[4, 5\], and that of the reference \[4, 6\]"
     ):
         beside(mlp(), lambda inputs: functional.pad(plain(mlp(), inputs), (0, 1)))
+    with pytest.raises(DataError, match="the model gives 1 tensors, and the reference 2: give one"):
+        beside(
+            mlp(),
+            lambda inputs: (plain(mlp(), inputs), inputs),
+            loss=plait.tensor.mean_loss(loss_of_one, over="rows"),
+        )
+    with pytest.raises(ModelError, match="the loss of the reference is nan: nothing compares with it"):
+        beside(mlp(), lambda inputs: plain(mlp(), inputs) * torch.nan)
     inputs, targets = rows_and_classes()
     for given, reason in (
         ({"reference": 5}, "the reference is 5: give an nn.Module"),
@@ -270,6 +290,10 @@ def test_what_a_user_can_mend_is_said_on_every_rank(thread_ranks: RankPool) -> N
     ):
         with pytest.raises(PlanError, match=reason):
             plait.verify(mlp(), ONE, inputs, targets, **given)  # type: ignore[arg-type]
+
+
+def loss_of_one(output: Any, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(output if isinstance(output, Tensor) else output[0], targets)
 
 
 def failing(inputs: Tensor) -> Tensor:

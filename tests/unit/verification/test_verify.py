@@ -242,7 +242,9 @@ def test_other_optimizers_and_settings() -> None:
     def momentum(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
 
-    report = verify_here(mlp_case(optimizer=momentum, clip=1e9, steps=3, seed=4))
+    dropping = nn.Sequential(*mlp()[:3], nn.Dropout(0.5), mlp()[3])  # of other features in each step
+    case = replace(mlp_case(optimizer=momentum, clip=1e9, steps=3, seed=4), model=dropping)
+    report = verify_here(case)
     assert report, report
     assert (report.clip, report.tallies[StepPhase.NORM].compared) == (1e9, 3 + 2 + 3)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -142,6 +144,32 @@ def test_of_a_right_run_in_16_bits_everything_is_compared() -> None:
         assert report.tallies[StepPhase.INITIAL].compared == PARAMETERS + scales
         seeds = report.tallies[StepPhase.LOSS_GRADIENT].compared
         assert seeds == 2 * PLAN.microbatches + 3 * scales
+
+
+def normed() -> nn.Sequential:
+    """`mlp` with an RMS norm of plain torch."""
+    return nn.Sequential(mlp()[0], nn.RMSNorm(8, eps=1e-6), *mlp()[2:])
+
+
+def norms_in_16_bits(model: nn.Sequential) -> nn.Sequential:
+    """The norm adds up its mean square in the dtype of what it is given."""
+
+    def coarse(self: nn.RMSNorm, x: Tensor) -> Tensor:
+        mean = x.pow(2).mean(-1, keepdim=True)
+        return (self.weight * x.float() * torch.rsqrt(mean.float() + 1e-6)).to(x.dtype)
+
+    norm = copy.deepcopy(model[1])
+    norm.forward = MethodType(coarse, norm)
+    return nn.Sequential(model[0], norm, *model[2:])
+
+
+def test_a_norm_that_computes_in_16_bits_is_seen(broken: Broken) -> None:
+    broken(replace=norms_in_16_bits)
+    report = verify_here(replace(mlp_case(mode="native", steps=1, rows=16), model=normed()), MIXED)
+    assert report.first is not None
+    location = report.first.difference.location
+    assert (location.phase, location.layer) == (StepPhase.FORWARD, 1), report
+    assert "something in it is computed in 16 bits" in report.first.cause, report
 
 
 def in_bfloat16_on_the_way(engine: Engine) -> None:

@@ -96,7 +96,7 @@ def _inside(timeline: Timeline, cell: Cell) -> int:
 def _nanoseconds(timeline: Timeline, tick: int) -> int:
     """Return the trace time of `tick`, rounded so that an action ends exactly where the next one starts."""
     numerator, denominator = timeline.tick.as_integer_ratio()
-    return (2 * (tick - timeline.first) * numerator * _NANOSECONDS + denominator) // (2 * denominator)
+    return (2 * tick * numerator * _NANOSECONDS + denominator) // (2 * denominator)
 
 
 def _microseconds(nanoseconds: int) -> float:

@@ -63,7 +63,7 @@ def _figures(timeline: Timeline) -> Iterator[tuple[str, str]]:
 def simulated_data(timeline: Timeline) -> dict[str, object]:
     """Return the data for `drawTimeline`, with the memory of each rank."""
     schedule = timeline.schedule
-    axis = TimeAxis(timeline.first, timeline.length, timeline.tick, timeline.unit)
+    axis = TimeAxis(0, timeline.length, timeline.tick, timeline.unit)
 
     def memory(rank: int) -> Iterator[int]:
         last = 0

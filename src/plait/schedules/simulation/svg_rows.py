@@ -79,7 +79,7 @@ class Frame:
 
     def at(self, tick: float) -> float:
         """Return the x coordinate of a tick."""
-        return self.left + self.wide(tick - self.timeline.first)
+        return self.left + self.wide(tick)
 
     @property
     def average(self) -> float:
@@ -247,7 +247,7 @@ class Bands:
         column = max(timeline.length, 1) / columns
         shares = {kind: [0.0] * columns for kind in Kind}
         for action, start, end in row:
-            here, until = (start - timeline.first) / column, (end - timeline.first) / column
+            here, until = start / column, end / column
             while here < until and int(here) < columns:
                 after = min(int(here) + 1, until)
                 shares[action.kind][int(here)] += after - here

@@ -99,7 +99,7 @@ def _row(timeline: TimedSchedule, row: Sequence[Cell], columns: int, labelled: b
 
 
 def _column(timeline: TimedSchedule, tick: int, columns: int) -> int:
-    return round((tick - timeline.first) * columns / timeline.length) if timeline.length else 0
+    return round(tick * columns / timeline.length) if timeline.length else 0
 
 
 def _bar(text: str, action: Action, width: int, colour: bool) -> str:

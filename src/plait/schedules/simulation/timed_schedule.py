@@ -42,7 +42,7 @@ class MemoryPoint(NamedTuple):
 class TimedSchedule:
     """A schedule with the start and end time of each action; pictures and figures are made from it.
 
-    Cells are in integer ticks, so that results are rounded once.
+    Cells are in integer ticks, so that results are rounded once. The first action starts at tick 0.
     Times are in the unit of the costs, memory in activations of one rank's micro-batch.
     """
 
@@ -116,17 +116,12 @@ class TimedSchedule:
     def length(self) -> int:
         """The makespan in ticks, as an exact integer."""
         rows = [row for row in self.cells if row]
-        return max((row[-1].end for row in rows), default=0) - self.first
+        return max((row[-1].end for row in rows), default=0)
 
     @property
     def longest(self) -> int:
         """The span in ticks, as an exact integer."""
         return max(self._spans)
-
-    @cached_property
-    def first(self) -> int:
-        """Tick at which the first action starts."""
-        return min((row[0].start for row in self.cells if row), default=0)
 
     def time(self, ticks: int) -> float:
         """Return a number of ticks as a time in the unit of the costs."""

@@ -63,8 +63,8 @@ def permuted(symptoms: Symptoms) -> str | None:
 
 def _order_along(dim: int, actual: Tensor, expected: Tensor, slack: float) -> list[int] | None:
     """Return the index in `expected` of each slice of `actual` along `dim`; None if one is not found."""
-    here, there = (one.movedim(dim, 0).flatten(1) for one in (actual, expected))
-    if not 1 < len(here) <= SLICES or not here.shape[1]:
+    here, there = (one.movedim(dim, 0).reshape(one.shape[dim], -1) for one in (actual, expected))
+    if not 1 < len(here) <= SLICES:
         return None
     weights = torch.rand(here.shape[1], dtype=here.dtype, generator=torch.Generator().manual_seed(0))
     order = torch.empty(len(here), dtype=torch.int64)

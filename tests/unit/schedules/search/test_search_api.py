@@ -137,6 +137,18 @@ def test_refuses_an_unknown_measure(policy: str) -> None:
     assert refusal(policy=policy, measure="time") == "measure is 'time': choose one of makespan, span."
 
 
+def test_refuses_costs_that_are_none() -> None:
+    told = refusal(costs=1.5)
+    assert told == "costs is 1.5: give plait.Costs(F=…, I=…, W=…, comm=…), or None."
+
+
+def test_refuses_stages_that_go_in_no_loop_and_no_v() -> None:
+    told = refusal(policy="auto", rank_of=(0, 0, 1, 1))
+    assert told == (
+        "no order is searched for stages on the ranks [0, 0, 1, 1]: let them go in a loop or a v."
+    )
+
+
 @pytest.mark.parametrize("policy", ["1f1b", "zb-v", "auto"])
 @pytest.mark.parametrize("name", ["ranks", "microbatches", "chunks"])
 @pytest.mark.parametrize("count", [0, -1, 2.0, True])

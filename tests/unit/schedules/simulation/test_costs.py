@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from decimal import Decimal
 from fractions import Fraction
+from itertools import product
 from math import inf, nan
 from typing import Any
 
@@ -15,7 +16,7 @@ from plait.schedules.event_simulation import Timing
 from plait.schedules.memory import MemoryCosts, peak_memory
 from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.schedule import Schedule
-from plait.schedules.simulation.costs import Costs, Ticks
+from plait.schedules.simulation.costs import LARGEST, SMALLEST, Costs, Ticks
 
 FOUR = policy_schedule("1f1b", 4, 1)
 LOOP = Schedule("loop", 1, (0, 1, 0, 1, 0, 1), ((), ()))
@@ -42,6 +43,17 @@ def test_refuses_what_is_no_cost_in_a_sequence(name: str, wrong: Any) -> None:
 def test_text_is_no_sequence_of_costs() -> None:
     with pytest.raises(ScheduleError, match=r"costs.I is '1': give a finite number of at least 0\."):
         Costs(I="1")  # type: ignore[arg-type]
+
+
+def test_a_cost_is_none_or_within_the_range_of_exact_times() -> None:
+    for name, wrong in product((*PER_STAGE, "comm"), (SMALLEST / 2, LARGEST * 2)):
+        with pytest.raises(ScheduleError) as caught:
+            Costs(**{name: wrong})  # type: ignore[arg-type]
+        assert str(caught.value) == (
+            f"costs.{name} is {wrong!r}: choose a unit in which it is from {SMALLEST:g} to {LARGEST:g}."
+        )
+    for name, right in product((*PER_STAGE, "comm"), (0, SMALLEST, LARGEST)):
+        assert getattr(Costs(**{name: right}), name) == right  # type: ignore[arg-type]
 
 
 def test_a_hop_has_one_cost() -> None:

@@ -15,6 +15,7 @@ from parity import huggingface_cases as cases
 from parity.cases import GPT2_VOCAB, draw_contexts
 from plait.autograd.replaceable import replaceable, replacing
 from plait.autograd.running_sequence import ContextParallelism, running
+from plait.context_attention.attention import attend, share_keys
 from plait.engine.local_batch import local_inputs
 from plait.layers.layer_sequence import sequence_of
 from plait.verification.definitions import Definitions, attention
@@ -71,14 +72,17 @@ def test_attention_is_that_of_torch_also_in_blocks_of_queries(monkeypatch: pytes
 
 
 def test_plaits_functions_are_replaced_within_the_context_only() -> None:
-    book, tensors = Definitions(), [drawn(2, 2, 6, 4) for _ in range(3)]
+    book, tensors = Definitions(), drawn(3, 2, 2, 6, 4).unbind()
     with book.running(IDS):
         assert plait.positions(IDS).tolist() == positions_in(IDS).tolist()
         packed = plait.attention(*tensors, softcap=0.8, window=2)
+        keys = share_keys(*tensors[1:], True, 2, query_heads=2)
+        shared = attend(tensors[0], keys, softcap=0.8)
     assert plait.positions(IDS).tolist() == list(range(6))
     assert book.windows == {2}
     expected = plait.attention(*tensors, True, 2, IDS, softcap=0.8)
-    torch.testing.assert_close(packed, expected, rtol=0, atol=1e-14)
+    for found in (packed, shared):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
 
 
 def test_a_function_is_replaced_by_the_one_it_returned() -> None:
@@ -180,7 +184,7 @@ def test_a_scaling_without_a_definition_is_left_to_the_model() -> None:
 
 
 def test_in_16_bits_plaits_attention_is_kept_where_it_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
-    book, tensors = Definitions(keeps_near=True), [drawn(2, 2, 6, 4).bfloat16() for _ in range(3)]
+    book, tensors = Definitions(keeps_near=True), drawn(3, 2, 2, 6, 4).bfloat16().unbind()
     own = plait.attention(*tensors)
     with book.running(None):
         assert torch.equal(plait.attention(*tensors), own)
