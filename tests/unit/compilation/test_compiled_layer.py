@@ -225,7 +225,7 @@ def test_a_gradient_of_another_layout_gets_that_of_the_trace() -> None:
 
 
 class OfManyForms(nn.Module):
-    """Weights whose gradients reach them through views, are sums, are scaled, or are read by others too."""
+    """Weights that are used through views, several times, and as what is no product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,8 +237,9 @@ class OfManyForms(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = torch.arange(x.shape[0], device=x.device) % 3
         y = x @ self.flat.view(WIDTH, WIDTH) + x @ self.deep.view(WIDTH, WIDTH).t()
-        y = y + x * self.scale.sum() + x * self.scale.diagonal() + x * self.scale[0] + x @ self.scale.exp()
-        return y + self.table(tokens)
+        y = y + x * self.scale.sum() + x * self.scale.diagonal()
+        y = y + x @ self.scale + x * self.scale[0]  # a product between others
+        return y + x @ self.scale.exp() + self.table(tokens)
 
 
 def test_gradients_of_many_forms_are_those_of_plain_torch() -> None:
