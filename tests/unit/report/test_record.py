@@ -84,8 +84,9 @@ def test_what_is_worth_a_warning(tmp_path: Path) -> None:
         "Rank 6 is slower than its like",
         "1 damaged lines of the metrics were left out.",
     ]
-    write_ranks(tmp_path, rows, 8)
-    assert stragglers(read_run(tmp_path)) == []
+    for world, slow in ((8, None), (4, 3)):  # of 8 ranks nobody is slow; 4 are those of another plan
+        write_ranks(tmp_path, rows, world, slow)
+        assert stragglers(read_run(tmp_path)) == []
 
 
 def test_why_a_run_is_slow_is_a_warning(tmp_path: Path) -> None:
