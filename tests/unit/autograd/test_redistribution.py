@@ -220,6 +220,10 @@ def test_combined_axes(thread_ranks: Any) -> None:
         layout = Layout((5, 2), {"dp": 2, "tp": 2}, {"dp": Shard(0), "tp": Shard(1)})
         where = (mesh.index("dp"), mesh.index("tp"))
         mine = shard(drawn((5, 2), 1), layout, where)
+        cut, rows = Layout((4, 2), {"dp": 2}, {"dp": Shard(0)}), Layout((4, 2), {"dp": 2}, {"dp": Shard(1)})
+        on_meta = redistribute(torch.empty(2, 2, device="meta"), cut, rows, mesh)  # no region, without tp
+        assert on_meta.is_meta
+        assert on_meta.shape == (4, 1)
         return redistribute(mine, layout, Layout((5, 2), {"dp": 2, "tp": 2}), mesh)
 
     assert all(torch.equal(result, drawn((5, 2), 1)) for result in thread_ranks.run(body, ranks=4))
@@ -271,6 +275,20 @@ REFUSED = {
         ("tp",),
         (4, 6),
         "own names axis 'tp'",
+    ),
+    "blocks": (
+        Layout((4, 6), {"tp": 1}, {"tp": Shard(0, blocks=2)}),
+        Layout((4, 6), {"tp": 1}),
+        (),
+        (4, 6),
+        "where a dim is sharded block by block: give that dim as two",
+    ),
+    "into blocks": (
+        Layout((4, 6), {"tp": 1}),
+        Layout((4, 6), {"tp": 1}, {"tp": Shard(0, blocks=2)}),
+        (),
+        (4, 6),
+        "where a dim is sharded block by block: give that dim as two",
     ),
     "own axis": (
         Layout((4, 6), {"tp": 1}),

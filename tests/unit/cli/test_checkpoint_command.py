@@ -252,6 +252,9 @@ def test_refusals_are_one_sentence(
         ("import a b --format dcp --model gpt2", "has several matrices where transformers' GPT-2 has one"),
         ("export a b --format dcp --rope-base 5", "--rope-base goes with --format huggingface: leave it"),
         ("export a b --format huggingface --heads 0", "'0' is not a whole number of at least 1"),
+        ("export a b --format huggingface --rope-base 0", "'0' is not above 0; see"),
+        ("export a b --format huggingface --rope-base x", "'x' is not a number; see"),
+        ("export a b --format huggingface --rope-base inf", "'inf' is not a finite number; see"),
         ("import nowhere b --format huggingface", "nowhere has no config.json: give a folder as"),
         ("export nowhere b --format huggingface", "nowhere is no folder"),
     ]:

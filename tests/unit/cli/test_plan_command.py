@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from plait.cli.main import main
-from plait.cli.plan_output import change_lines
+from plait.cli.plan_output import calibration_text, change_lines
+from plait.prediction.hardware import Link, load_hardware
 from plait.prediction.model_sizes import decoder_of
 from plait.quantities import count_text
 from plait.train.build import build_model
@@ -85,6 +87,17 @@ def test_a_judged_plan_has_changes_that_help(capsys: pytest.CaptureFixture[str])
     lines = _printed(capsys, *given).splitlines()
     assert "Changes of one field that help most:" in lines
     assert lines[-len(judged["changes"])].split()[0] == first["field"]
+    assert change_lines([], True) == ["No change of one field makes it faster."]
+    assert change_lines([], False) == ["No change of one field makes it fit."]
+
+
+def test_figures_of_a_measured_machine_and_changes_that_do_not_help_are_said() -> None:
+    found = replace(load_hardware("h100-sxm"), inside=Link(3e9, 2e-6), fitted="today")
+    text = calibration_text(found)
+    assert text.endswith(" takes 4 µs at least. All-reduce: 2 µs a step, 3 GB/s.")
+    assert "TFLOP/s" in text
+    alone = replace(found, fitted="today; links were not measured, theirs are guesses")
+    assert calibration_text(alone).endswith("Links were not measured, with one rank: theirs are guesses.")
     assert change_lines([], True) == ["No change of one field makes it faster."]
     assert change_lines([], False) == ["No change of one field makes it fit."]
 

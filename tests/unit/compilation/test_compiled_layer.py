@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import plait
 from plait.compilation import layer_graphs
+from plait.compilation.layer_graphs import OutputGradient
 from plait.errors import ModelError, PlanError
 from plait.layers.nested import Microbatches
 from plait.rules import column, row
@@ -208,6 +209,51 @@ def test_the_count_finds_the_gradients_of_plain_pytorch() -> None:
     with NewMemory((INNER, WIDTH), (WIDTH, INNER)) as counted:
         nn.functional.mse_loss(model(batch), batch).backward()
     assert counted.found >= 4
+
+
+def test_a_gradient_of_another_layout_gets_that_of_the_trace() -> None:
+    expected = OutputGradient(1, torch.Size([2, 3]), (1, 2), torch.float64)
+    transposed, plain = torch.randn(3, 2, dtype=torch.float64).t(), torch.randn(2, 3, dtype=torch.float64)
+    assert expected.of([None, transposed]) is transposed
+    found = expected.of([None, plain])
+    assert found.stride() == (1, 2)
+    assert torch.equal(found, plain)
+    zeros = expected.of([plain, None])
+    assert (zeros.stride(), zeros.dtype, zeros.any().item()) == ((1, 2), torch.float64, False)
+    with pytest.raises(ModelError, match=r"\[3, 2\]"):
+        expected.of([plain, plain.t()])
+
+
+class OfManyForms(nn.Module):
+    """Weights that are used through views, several times, and as what is no product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat = nn.Parameter(torch.rand(WIDTH * WIDTH))
+        self.deep = nn.Parameter(torch.rand(2, WIDTH // 2, WIDTH))
+        self.scale = nn.Parameter(torch.rand(WIDTH, WIDTH))
+        self.table = nn.Embedding(5, WIDTH, padding_idx=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = torch.arange(x.shape[0], device=x.device) % 3
+        y = x @ self.flat.view(WIDTH, WIDTH) + x @ self.deep.view(WIDTH, WIDTH).t()
+        y = y + x * self.scale.sum() + x * self.scale.diagonal()
+        y = y + x @ self.scale + x * self.scale[0]  # a product between others
+        return y + x @ self.scale.exp() + self.table(tokens)
+
+
+def test_gradients_of_many_forms_are_those_of_plain_torch() -> None:
+    model, batch = model_of(OfManyForms, Residual), batch_of(3)
+    sums = {name: torch.zeros_like(one) for name, one in model.named_parameters()}
+    for part in batch.chunk(MICROBATCHES):
+        loss = nn.functional.mse_loss(model(part), part) / MICROBATCHES
+        for (_, total), one in zip(
+            sums.items(), torch.autograd.grad(loss, [*model.parameters()]), strict=True
+        ):
+            total += one
+    found = gradients_of(model, compile="graphs")
+    for name, gradient in sums.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-13, atol=1e-13)
 
 
 def test_a_weight_that_a_layer_uses_twice_and_one_that_is_no_product() -> None:

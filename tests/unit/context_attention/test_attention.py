@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 import plait
+from plait.autograd.running_sequence import ContextParallelism, running
+from plait.context_attention.visibility import document_bounds
 from plait.errors import ModelError
 
 SHAPE = (4, 2, 6, 8)
@@ -41,6 +43,24 @@ def test_documents_of_a_batch_that_runs_on_meta() -> None:
     tensors = [torch.zeros(SHAPE, device="meta")] * 3
     with pytest.raises(ModelError, match="give document_ids in the batch of the engine"):
         plait.attention(*tensors, documents=IDS)
+
+
+def test_documents_in_a_running_sequence_are_of_its_length_and_take_the_place_of_its_own() -> None:
+    tensors = list(torch.randn(3, *SHAPE))
+    whole, first = plait.attention(*tensors), plait.attention(*tensors, documents=IDS)
+    other = plait.attention(*tensors, documents=IDS[:, [0, 0, 0, 0, 3, 3]])
+    assert not torch.allclose(first, other)
+    with running(ContextParallelism.of_one_rank().sequence(6, document_bounds(IDS))):
+        for ids, expected in (
+            (IDS, first),
+            (IDS[:, [0, 0, 0, 0, 3, 3]], other),
+            (torch.zeros_like(IDS), whole),
+        ):
+            torch.testing.assert_close(plait.attention(*tensors, documents=ids), expected)
+        with pytest.raises(
+            ModelError, match=r"documents \[4, 5\], where sequences have 6 positions: give ids"
+        ):
+            plait.attention(*tensors, documents=IDS[:, :5])
 
 
 class ScaledDropout(nn.Dropout1d):

@@ -20,9 +20,11 @@ from plait.context_attention import attention
 from plait.context_attention.exchange_plan import (
     ExchangePlan,
     Mask,
+    add_selected,
     build_plan,
     exchange_plan,
     remembered_plan,
+    selected,
 )
 from plait.context_attention.visibility import document_bounds
 from plait.layout.sequence_layout import SequenceLayout, sequence_layout
@@ -160,6 +162,22 @@ def test_where_each_row_is_one_document_its_id_does_not_matter() -> None:
         with running(ContextParallelism.of_one_rank().sequence(6, one)):
             attention(*torch.randn(3, 2, 2, 6, 8))
     assert remembered_plan.cache_info().misses == 0
+
+
+def test_positions_are_read_and_added_to_by_slices_and_by_indices() -> None:
+    which = {"slice": slice(1, 4), "indices": torch.tensor([0, 3, 4])}
+    for name, positions in which.items():
+        numbers = torch.arange(5)[positions]
+        tensor = torch.randn(2, 3, 5, 2)
+        assert torch.equal(selected(tensor, positions), torch.stack([tensor[:, :, n] for n in numbers], 2)), (
+            name
+        )
+        total, summand = tensor.clone(), torch.randn(2, 3, 3, 2, dtype=torch.float64)
+        add_selected(total, positions, summand)
+        expected = tensor.clone()
+        for place, number in enumerate(numbers.tolist()):
+            expected[:, :, number] += summand[:, :, place].float()
+        torch.testing.assert_close(total, expected)
 
 
 def test_a_plan_holds_no_masks() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 from synthetic_runs import write_metrics, write_plan, write_ranks, write_recorded_step
 
+from plait.quantities import bytes_text
+from plait.report.description import PredictedRank, write_description
 from plait.report.events import write_event
 from plait.report.page import draw_report
 from plait.report.record import read_run
@@ -50,6 +53,36 @@ def test_figures_and_sections_are_text(tmp_path: Path) -> None:
         "Over the steps", "Ranks", "A step", "Plan", "Memory", "Traffic", "Configuration", "Environment",
     ]  # fmt: skip
     assert "<td>parallel.tp</td><td>2</td>" in page
+
+
+def table_of(page: str, name: str) -> list[list[str]]:
+    """The texts of the cells of a section's tables, row by row."""
+    (section,) = re.findall(rf'id="?{name}"?.*?</section>', page, re.DOTALL)
+    rows = re.findall(r"<tr[^>]*>(<td.*?)</tr>", section)
+    return [[re.sub(r"<.*?>", "", cell) for cell in re.findall(r"<td.*?>(.*?)</td>", row)] for row in rows]
+
+
+def test_tables_hold_the_numbers_of_each_rank_and_axis(tmp_path: Path) -> None:
+    whole_run(tmp_path, pp=2, tp=2)
+    about = read_run(tmp_path).description
+    assert about is not None
+    each = [
+        PredictedRank(rank, (5 + rank) * 2**20, (3 + rank) * 2**20, {"weights": 2**20}) for rank in range(2)
+    ]
+    write_description(replace(about, memory=tuple(each)), tmp_path)
+    peaks = [10 * 2**20, 12 * 2**20, 16 * 2**20, 14 * 2**20]
+    ranks = {"step": 1, "blocked_seconds": [0.1, 0.2, 0.3, 0.4], "peak_memory_bytes": peaks}
+    (tmp_path / "ranks.jsonl").write_text(json.dumps(ranks) + "\n")
+    page = draw_report([read_run(tmp_path)])
+    assert [row[:1] + row[2:] for row in table_of(page, "memory-of-0")] == [
+        ["pp 0", bytes_text(5 * 2**20), bytes_text(3 * 2**20), bytes_text(12 * 2**20)],
+        ["pp 1", bytes_text(6 * 2**20), bytes_text(4 * 2**20), bytes_text(16 * 2**20)],
+    ]
+    # Each of 4 ranks runs 16 actions, each with a wait of 0.2 ms.
+    (traffic,) = table_of(page, "traffic-of-0")
+    assert traffic[:2] + traffic[3:] == ["tp", "all-reduce", bytes_text(64_000), "16", bytes_text(16_000)]
+    uses = table_of(page, "step-of-0")
+    assert uses == [[f"rank {rank}", "", "20.8 ms 77%", "3.2 ms 12%", "3 ms 11%"] for rank in range(4)]
 
 
 def test_says_after_which_steps_the_run_was_resumed(tmp_path: Path) -> None:

@@ -6,15 +6,19 @@ import re
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from synthetic_runs import write_metrics, write_plan, write_ranks, write_recorded_step
 
 from plait.errors import ConfigError, DataError
+from plait.quantities import bytes_text
+from plait.report.description import PlannedTensor, PredictedRank, TensorPiece, write_description
 from plait.report.events import write_event
+from plait.report.figures import figures_of
 from plait.report.record import read_run
 from plait.report.samples import samples_section
-from plait.report.step import write_step
+from plait.report.step import RecordedRank, write_step
 from plait.report.warnings import stragglers, warnings_of
 from plait.report.writing import read_runs, write_report
 
@@ -80,8 +84,9 @@ def test_what_is_worth_a_warning(tmp_path: Path) -> None:
         "Rank 6 is slower than its like",
         "1 damaged lines of the metrics were left out.",
     ]
-    write_ranks(tmp_path, rows, 8)
-    assert stragglers(read_run(tmp_path)) == []
+    for world, slow in ((8, None), (4, 3)):  # of 8 ranks nobody is slow; 4 are those of another plan
+        write_ranks(tmp_path, rows, world, slow)
+        assert stragglers(read_run(tmp_path)) == []
 
 
 def test_why_a_run_is_slow_is_a_warning(tmp_path: Path) -> None:
@@ -103,6 +108,24 @@ def test_why_a_run_is_slow_is_a_warning(tmp_path: Path) -> None:
     )
 
 
+def test_memory_of_a_device_is_compared_with_what_was_predicted(tmp_path: Path) -> None:
+    write_plan(tmp_path, pp=2)
+    write_metrics(tmp_path, 2)  # at most 1,000,000,002 bytes
+    about = read_run(tmp_path).description
+    assert about is not None
+    for accelerated, most, told in ((True, 5 * 10**8, 1), (True, 10**9, 0), (False, 5 * 10**8, 0)):
+        ranks = tuple(PredictedRank(rank, most - rank, 1, {"weights": 1}) for rank in range(2))
+        write_description(replace(about, accelerated=accelerated, memory=ranks), tmp_path)
+        run = read_run(tmp_path)
+        assert len(list(warnings_of(run))) == told
+        predicted, measured = (one for one in figures_of(run) if one.name.startswith(("tensors", "resident")))
+        assert predicted[:2] == ("tensors, predicted", bytes_text(most))
+        name = "tensors, measured" if accelerated else "resident memory"
+        assert measured[:2] == (name, bytes_text(1_000_000_002))
+        if told:
+            assert "100% more than" in next(warnings_of(run))
+
+
 @pytest.mark.parametrize("name", ["run.json", "step.json", "config.json"])
 def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
     write_plan(tmp_path)
@@ -112,6 +135,58 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(DataError, match="is damaged") as raised:
         read_run(tmp_path)
     assert str(raised.value).startswith(f"{tmp_path / name} is damaged (")
+
+
+_NOTHING = RecordedRank((), (), {})
+RUN: dict[str, dict[str, Any]] = {
+    "mesh: it has not the axes pp, replicate": {"mesh": {"pp": 2, "tp": 1}},
+    "or more than 1,048,576 ranks": {
+        "mesh": dict.fromkeys(("replicate", "shard", "cp", "tp"), 1024) | {"pp": 2}
+    },
+    "stage_ranks: there are no stages": {"stage_ranks": ()},
+    "stage_ranks: there are no stages, or": {"layers": ()},
+    "or one runs on no rank of pp": {"stage_ranks": (0, 2)},
+    "layers: one is in no stage": {"stage_ranks": (0,)},
+    "memory: it has a rank that there is not": {"memory": (PredictedRank(2, 1, 1, {}),)},
+    r"tensors\.weight: it has no pieces": {"tensors": (PlannedTensor("weight", (4,), (0,), ()),)},
+    r"tensors\.weight: .* or of other dims": {
+        "tensors": (PlannedTensor("weight", (4,), (0,), (TensorPiece((((0, 0), (4, 1)),)),)),)
+    },
+}
+"""What a description of two ranks of pp is refused for, and the fields that are changed."""
+STEP: dict[str, dict[str, Any]] = {
+    "ranks: they are no whole pipelines": {"ranks": (_NOTHING,) * 3},
+    "ranks: they are no whole pipelines of": {"ranks": ()},
+    "no whole pipelines of the ranks in stage_ranks": {"stage_ranks": ()},
+    r"ranks\.1\.actions: one is of no stage": {
+        "ranks": (_NOTHING, RecordedRank(((2, "F", 0, 0, 1),), (), {}))
+    },
+    r"ranks\.0\.actions: .* or ends before it starts": {
+        "ranks": (RecordedRank(((0, "F", 0, 2, 1),), (), {}), _NOTHING)
+    },
+    r"ranks\.1\.blocked: a wait ends before": {"ranks": (_NOTHING, RecordedRank((), (("tp", 2, 1),), {}))},
+}
+
+
+def test_files_whose_values_do_not_fit_together_are_refused(tmp_path: Path) -> None:
+    write_plan(tmp_path, pp=2)
+    write_metrics(tmp_path, 2)
+    step = write_recorded_step(tmp_path, 2, 1)
+    about = read_run(tmp_path).description
+    assert about is not None
+    last = PredictedRank(1, 1, 1, {})
+    write_description(replace(about, memory=(last,)), tmp_path)
+    write_step(replace(step, ranks=(RecordedRank(((1, "F", 0, 1, 1),), (("tp", 1, 1),), {}),) * 2), tmp_path)
+    read_run(tmp_path)
+    for reason, fields in STEP.items():
+        write_step(replace(step, **fields), tmp_path)
+        with pytest.raises(DataError, match=reason):
+            read_run(tmp_path)
+    write_step(step, tmp_path)
+    for reason, fields in RUN.items():
+        write_description(replace(about, **fields), tmp_path)
+        with pytest.raises(DataError, match=reason):
+            read_run(tmp_path)
 
 
 def test_a_description_of_a_later_version_is_refused(tmp_path: Path) -> None:
@@ -135,6 +210,14 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         write_report([tmp_path, tmp_path])
     with pytest.raises(ConfigError, match="cannot be written"):
         write_report([tmp_path], tmp_path / "none" / "page.html")
+    (tmp_path / "report.html").symlink_to(tmp_path / "other.html")
+    with pytest.raises(ConfigError, match=r"report\.html is a link, which others may have made: remove it"):
+        write_report([tmp_path])
+    with pytest.raises(
+        ConfigError, match=r"metrics\.jsonl is a file of the run, which the page would replace"
+    ):
+        write_report([tmp_path], tmp_path / "metrics.jsonl")
+    assert write_report([tmp_path], tmp_path / "report.html").read_text().startswith("<!doctype html>")
 
 
 def test_any_number_of_runs_stand_side_by_side_in_colours_of_their_own(tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ import re
 from pathlib import Path
 
 import pytest
-from synthetic_runs import write_plan, write_recorded_step
+from synthetic_runs import write_metrics, write_plan, write_recorded_step
 
 from plait.report.description import read_description
 from plait.report.plan_picture import layers_picture, ranks_picture
-from plait.report.step import RecordedRank, RecordedStep
+from plait.report.record import read_run
+from plait.report.sections import sections_of
+from plait.report.step import RecordedRank, RecordedStep, write_step
 from plait.report.tensor_picture import tensor_picture, tensor_text
 from plait.report.timelines import MOST_ROWS, StepTimeline, in_order
 
@@ -29,6 +31,21 @@ def test_rows_are_pipelines_and_at_most_so_many(tmp_path: Path) -> None:
     many = StepTimeline(write_recorded_step(tmp_path, 8, 16))
     assert len(many.shown) == MOST_ROWS
     assert many.shown[:8] == list(range(0, 128, 16))
+
+
+def test_of_many_ranks_the_table_has_those_that_compute_most_and_least(tmp_path: Path) -> None:
+    write_metrics(tmp_path, 1)
+    ranks = tuple(
+        RecordedRank(((0, "F", 0, 0, rank),), (("tp", 32, 32),) * (rank == 0), {}) for rank in range(32)
+    )
+    for count, shown in (
+        (16, [*range(16)]),
+        (17, [*range(16, 8, -1), *range(7, -1, -1)]),
+        (32, [*range(31, 23, -1), *range(7, -1, -1)]),
+    ):
+        write_step(RecordedStep(1, "1f1b", 1, (0,), ranks[:count]), tmp_path)
+        page = "".join(sections_of([read_run(tmp_path)]))
+        assert [int(rank) for rank in re.findall(r"<td>rank (\d+)</td>", page)] == shown
 
 
 def test_traffic_is_summed_over_ranks_with_the_most_of_one() -> None:

@@ -23,22 +23,24 @@ def server(tmp_path: Path) -> Iterator[ReportServer]:
         thread.join()
 
 
-def answer(server: ReportServer, path: str, host: str = "") -> tuple[int, str]:
+def answer(server: ReportServer, path: str, host: str = "") -> tuple[int, str, str]:
     connection = HTTPConnection(HOST, server.server_port, timeout=10)
     connection.request("GET", path, headers={"Host": host or f"{HOST}:{server.server_port}"})
     response = connection.getresponse()
     text = response.read().decode()
     connection.close()
-    return response.status, text
+    return response.status, text, response.getheader("Content-Type", "")
 
 
 def test_the_page_is_made_anew_when_a_file_has_changed(server: ReportServer, tmp_path: Path) -> None:
     assert server.server_address[0] == "127.0.0.1"
-    status, page = answer(server, "/")
-    assert status == 200
+    status, page, kind = answer(server, "/", f"localhost:{server.server_port}")
+    assert (status, kind) == (200, "text/html; charset=utf-8")
+    assert server.address == f"http://127.0.0.1:{server.server_port}/"
     assert "3 steps" in page
     assert "connect-src 'self'" in page
-    _, version = answer(server, "/version")
+    status, version, kind = answer(server, "/version")
+    assert (status, kind) == (200, "text/plain; charset=utf-8")
     assert answer(server, "/version")[1] == version
     write_metrics(tmp_path, 4)
     assert answer(server, "/version")[1] != version

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from plait.comm import Count, Group, Mesh, Traffic
-from plait.errors import ModelError, NonFiniteError
-from plait.tensor.sampling import LENGTH_STEP, TokenChoice, next_token, padded
+from plait.errors import DataError, ModelError, NonFiniteError
+from plait.tensor.sampling import LENGTH_STEP, TokenChoice, next_token, padded, require_prompt
 from plait.tensor.vocabulary_partition import Vocabulary
 
 LOGITS = torch.tensor([[0.0, 3.0, 1.0, 2.0], [5.0, 0.0, 4.0, 0.0]])
@@ -19,6 +19,21 @@ def drawn(seed: int, temperature: float = 1.0, top_k: int | None = None, rows: i
 
 def test_temperature_zero_takes_the_likeliest() -> None:
     assert drawn(0, temperature=0) == [[1, 0]]
+
+
+def test_what_cannot_be_sampled_is_refused() -> None:
+    prompt = torch.zeros(2, 3, dtype=torch.int64)
+    for given, tokens, choice, told in (
+        (prompt[0], 1, {}, r"the prompt has shape \[3\]: give \[rows, length\]"),
+        (prompt[:, :0], 1, {}, r"shape \[2, 0\]: .* length at least 1"),
+        (prompt, -1, {}, "-1 tokens were asked for"),
+        (prompt, 1, {"temperature": -0.1}, r"the temperature is -0\.1: give at least 0"),
+        (prompt, 1, {"top_k": 0}, "top_k is 0: give at least 1, or None"),
+    ):
+        with pytest.raises(DataError, match=told):
+            require_prompt(given, tokens, TokenChoice(**choice))
+    require_prompt(prompt[:1, :1], 0, TokenChoice(temperature=0, top_k=1))
+    assert TokenChoice() == TokenChoice(temperature=1.0, top_k=None, seed=0, stop=())
 
 
 def test_the_seed_decides() -> None:
