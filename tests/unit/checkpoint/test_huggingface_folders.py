@@ -286,6 +286,12 @@ def test_folders_that_are_refused(tmp_path: Path) -> None:
         ({"rms_norm_eps": 1e-6}, "has rms_norm_eps = 1e-06, and plait's own llama has 1e-05: let"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "has rope_type = 'yarn'"),
         ({"attention_bias": True}, "has attention_bias = True"),
+        ({"tie_word_embeddings": "no"}, "has tie_word_embeddings = 'no': give true or false"),
+        ({"rope_parameters": [3]}, "has rope_parameters = .3.: give an object with a rope_theta"),
+        *(
+            ({"rope_parameters": {"rope_theta": base}}, f"has rope_theta = {base}: give a number above 0")
+            for base in (0, True)
+        ),
         ({"is_causal": False}, "has is_causal = False"),
         ({"vocab_size": "many"}, "has vocab_size = 'many': give a whole number of at least 1"),
         ({"hidden_size": 48, "head_dim": 8}, r"norm.weight is \[24\] and not \[48\]"),

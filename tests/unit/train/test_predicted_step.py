@@ -39,8 +39,8 @@ def test_a_run_compares_its_steps_with_the_prediction(
 
 
 def test_lines_have_the_median_step_and_the_means_of_all_ranks(tmp_path: Path) -> None:
-    names = "matrix products", "attention", "element-wise", "recomputation"
-    names += tuple(f"{axis} communication" for axis in ("tp", "cp", "pp", "dp")) + ("bubble", "optimizer")
+    axes = [f"{axis} communication" for axis in ("tp", "cp", "pp", "dp")]
+    names = ["matrix products", "attention", "element-wise", "recomputation", *axes, "bubble", "optimizer"]
     predicted = SimpleNamespace(
         step_seconds=0.25,
         hardware=SimpleNamespace(name="these"),
@@ -62,8 +62,8 @@ def test_lines_have_the_median_step_and_the_means_of_all_ranks(tmp_path: Path) -
     )
     write_step(RecordedStep(1, "1f1b", 1, (0, 1), ranks), tmp_path)
     recorded = (
-        "The recorded step, means of all ranks, in brackets as predicted: computing 14 ms (15 ms), blocked in "
-        "communication or the bubble 4 ms (496 ms), otherwise 2 ms."
+        "The recorded step, means of all ranks, in brackets as predicted: computing 14 ms (15 ms), blocked "
+        "in communication or the bubble 4 ms (496 ms), otherwise 2 ms."
     )
     assert [*step_lines(tmp_path, predicted)] == [step, recorded]
 
