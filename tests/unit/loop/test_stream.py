@@ -184,6 +184,14 @@ def test_a_source_that_shuffles_in_a_buffer_is_read_again() -> None:
     second.batch(6, slice(0, 3))
 
 
+def test_a_stream_that_has_read_goes_back_to_an_earlier_position() -> None:
+    stream = plait.Stream(Numbers(12), batch=3, epochs=1).on(plait.Mesh(Plan(), alone=True))
+    start = stream.state_dict()
+    rows = [stream.share()[0].tolist() for _ in range(3)]
+    stream.load_state_dict(start)
+    assert [stream.share()[0].tolist() for _ in range(3)] == rows
+
+
 class Loaded(DataLoader[Any]):
     """A loader of batches with a position, as torchdata has it."""
 
