@@ -161,7 +161,7 @@ def test_the_end_of_a_run_says_where_things_are_and_how_to_go_on(tmp_path: Path)
     ):
         said: list[str] = []
         config = Config.model_validate({"run": {"dir": tmp_path, "save_every": every}})
-        result = TrainingResult(7, 1.0, None, "text", Path("m"), stopped=stopped, saved=saved)
+        result = TrainingResult(7, 1.0, None, "text", Path("m"), {}, stopped, saved, reported=True)
         reporter: Any = SimpleNamespace(print=said.append)
         _print_end(config, result, None, None, 0.0, None, reporter)  # type: ignore[arg-type]
         assert said[0] == "\ntext\n"
