@@ -104,5 +104,9 @@ def test_by_keeps_everything_else() -> None:
     assert Rule("column").by("heads").joined(3) == Rule("column", "heads", blocks=3)
     with pytest.raises(PlanError, match="gather_output and blocks = 3, whose pieces are not contiguous"):
         rule.joined(3)
+    with pytest.raises(PlanError, match="a rule sequence has dim = -1: count the dims from 0"):
+        Rule("sequence", dim=-1)
+    with pytest.raises(PlanError, match="the rule 'head' is 3: give entrance"):
+        match({"head": 3}, PATHS)  # type: ignore[dict-item]
     with pytest.raises(PlanError, match="a rule row has blocks = 3, which does not apply to it"):
         Rule("row").joined(3)

@@ -125,8 +125,7 @@ class RankStream:
         if step != self.step or rows != mine:
             raise DataError(
                 f"a stream gives batch {self.step}, rows {mine.start} to {mine.stop - 1}, next, and batch "
-                f"{step} was "
-                "asked for: its batches come in order, once; give a new Stream to each run."
+                f"{step} was asked for: its batches come in order, once; give a new Stream to each run."
             )
         return self.share()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from plait.comm.mesh import Mesh
@@ -44,15 +44,15 @@ class TrainingResult:
     """That of the first validation."""
     sample: str | None
     metrics: Path
-    validation_losses: Mapping[str, float | None] = field(default_factory=dict)
+    validation_losses: Mapping[str, float | None]
     """Latest loss of each validation, by name; that of a single one without a name is called ""."""
-    comparison: Comparison | None = None
-    stopped: int = 0
+    stopped: int
     """The signal that ended the run; 0: none."""
-    saved: bool = True
+    saved: bool
     """False where the last checkpoint could not be written."""
-    reported: bool = True
+    reported: bool
     """False where rank 0 could not write the report."""
+    comparison: Comparison | None = None
 
     @property
     def matches(self) -> bool:

@@ -205,11 +205,21 @@ def placed(name: str) -> tuple[Any, bool, Tensor, Tensor]:
     return made.placements, made.to_local().data_ptr() == mine.data_ptr(), made.full_tensor(), mine
 
 
+def test_what_a_dtensor_can_say() -> None:
+    blocks = Layout((8, 4), {"shard": 2, "tp": 2}, {"tp": Shard(0, blocks=2)})
+    for layout, placements, shares in [*LAYOUTS.values(), (blocks, (Whole(), Whole()), False)]:
+        shown = expressible(layout)
+        assert (shown.shape, shown.axis_degrees) == (layout.shape, layout.axis_degrees)
+        said = [Cut(one.dim) if isinstance(one, Shard) else Whole() for one in shown.placements]
+        assert tuple(said) == placements, layout
+        is_flat = any(isinstance(one, Flat) for one in layout.placements)
+        assert (shown == layout) is (shares and not is_flat), layout
+
+
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_what_a_dtensor_can_say_and_what_is_gathered(rank_pool: Any, name: str) -> None:
+def test_what_a_dtensor_says_and_what_is_gathered(rank_pool: Any, name: str) -> None:
     layout, placements, shares = LAYOUTS[name]
-    assert (expressible(layout) == layout) is (shares and "flat" not in name)
     for got, shared, full, mine in rank_pool.run(placed, name, ranks=prod(layout.degrees)):
         assert got == placements
         assert torch.equal(full, whole(layout.shape))

@@ -281,11 +281,20 @@ def test_a_checkpoint_of_another_model_is_not_exported(tmp_path: Path) -> None:
 
 
 def test_folders_that_are_refused(tmp_path: Path) -> None:
+    lively(THEIRS["llama"]()).save_pretrained(tmp_path / "theirs")
+    config = tmp_path / "theirs" / "config.json"
+    as_it_was = config.read_text()
     for changes, told in [
         ({"model_type": "mistral"}, "is of a model of type 'mistral', and plait itself has gpt2 and llama"),
         ({"rms_norm_eps": 1e-6}, "has rms_norm_eps = 1e-06, and plait's own llama has 1e-05: let"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "has rope_type = 'yarn'"),
         ({"attention_bias": True}, "has attention_bias = True"),
+        ({"tie_word_embeddings": "no"}, "has tie_word_embeddings = 'no': give true or false"),
+        ({"rope_parameters": [3]}, "has rope_parameters = .3.: give an object with a rope_theta"),
+        *(
+            ({"rope_parameters": {"rope_theta": base}}, f"has rope_theta = {base}: give a number above 0")
+            for base in (0, True)
+        ),
         ({"is_causal": False}, "has is_causal = False"),
         ({"vocab_size": "many"}, "has vocab_size = 'many': give a whole number of at least 1"),
         ({"hidden_size": 48, "head_dim": 8}, r"norm.weight is \[24\] and not \[48\]"),
@@ -293,8 +302,8 @@ def test_folders_that_are_refused(tmp_path: Path) -> None:
         ({"num_hidden_layers": 1}, "model.layers.1.input_layernorm.weight is unexpected"),
         ({"tie_word_embeddings": True}, "lm_head.weight is not model.embed_tokens.weight, though"),
     ]:
-        lively(THEIRS["llama"]()).save_pretrained(tmp_path / "theirs")
-        change(tmp_path / "theirs" / "config.json", **changes)
+        config.write_text(as_it_was)
+        change(config, **changes)
         with pytest.raises(CheckpointError, match=told) as refusal:
             import_folder(tmp_path / "theirs", tmp_path / "ours")
         assert "\n" not in str(refusal.value)

@@ -246,6 +246,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"conversations": SHARED, "system": "x"},
         "a field system and a message of the sys",
     ),
+    "system of a number": (
+        JOINS,
+        {"conversations": [HUMAN], "system": 3},
+        "has a system that is 3: give text",
+    ),
     "empty turn": (JOINS, {"conversations": [{"from": "gpt"}]}, "role 'assistant' without content"),
     "tools of a text": (JOINS, {"text": "a", "tools": TOOLS}, "has tools beside a text, which no chat"),
     "thoughts": (

@@ -138,7 +138,12 @@ def test_a_file_may_mix_messages_sharegpt_prompts_and_texts(
         {"prompt": "ab", "completion": "c"},
         {"text": "i"},
     ]
-    prepare_corpus([str(_in_file(tmp_path / name, rows))], tmp_path / "out", str(folder))
+    sources = [str(_in_file(tmp_path / name, rows))]
+    with pytest.raises(
+        ConfigError, match="--end 'x': conversations end as the tokenizer's chat template says"
+    ):
+        prepare_corpus(sources, tmp_path / "out", str(folder), end="x")
+    prepare_corpus(sources, tmp_path / "out", str(folder))
     corpus, index = open_corpus(tmp_path / "out")
     assert (index.chats, index.notes()) == (True, [])
     ends = [0, *corpus.document_ends(0, index.documents).tolist()]

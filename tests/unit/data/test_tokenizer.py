@@ -91,6 +91,10 @@ def test_a_tokenizer_that_changes_texts_and_adds_tokens_around_them(word_tokeniz
     assert tokenizer.unwritten_start() == "", "it is written"
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"split_special_tokens": True}))
     assert FileTokenizer(folder).encode_each(["<s>"])[0].tolist() == [0, 0, 0]
+    post["single"].insert(0, post["single"][1])  # type: ignore[attr-defined]
+    word_tokenizer.write_text(json.dumps(written))
+    with pytest.raises(DataError, match="post_processor that changes the tokens of a text: give one without"):
+        FileTokenizer(folder).surrounding(None)
     written["post_processor"] = None
     word_tokenizer.write_text(json.dumps(written))
     assert FileTokenizer(folder).unwritten_start() == "<s>"

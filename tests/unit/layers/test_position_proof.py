@@ -113,6 +113,9 @@ APART: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(HIDDEN, 7),
     "mlp": lambda: nn.ModuleList([nn.LayerNorm(HIDDEN), linear(HIDDEN, 20), nn.GELU(), linear(20, HIDDEN)]),
     "rms norm": lambda: nn.RMSNorm(HIDDEN),
+    "selected rows of a table": lambda: Call(
+        lambda x, t: x + t.index_select(0, x[0, :, 0].long().clamp(0, 3)), torch.rand(4, 12)
+    ),
     "gated": lambda: Call(lambda x, a, b: functional.silu(a(x)) * b(x), linear(12, 20), linear(12, 20)),
     "glu": lambda: Call(lambda x, a: functional.glu(a(x)), linear(12, 24)),
     "chunks": lambda: Call(lambda x: torch.cat(x.chunk(3, -1)[::-1], -1) - torch.stack([x, x], 1).sum(1)),
@@ -231,6 +234,14 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "filled at positions": (
         lambda: Call(lambda x: x.index_fill(1, torch.tensor([0]), 1.0)),
         "aten.index_fill",
+    ),
+    "filled at features that positions choose": (
+        lambda: Call(lambda x: x.index_fill(2, (99 * x[0, :, 0]).long() % 4, 1.0)),
+        "aten.index_fill",
+    ),
+    "read at features that positions choose": (
+        lambda: Call(lambda x: x.index_select(2, x[0, :, 0].long().clamp(0, 3)).sum(2, keepdim=True)),
+        "aten.index_select",
     ),
     "copied to a position": (
         lambda: Call(lambda x: x.index_copy(1, torch.tensor([0]), x.new_ones(len(x), 1, 12))),

@@ -56,18 +56,16 @@ def test_refuses_every_kind_of_dropout(kind: type[nn.Module]) -> None:
         refuse_layout_dependence(sequence_of(nn.Sequential(kind(0.5))))
 
 
-@pytest.mark.parametrize(
-    ("layer", "reason"),
-    [
+def test_refuses_what_depends_on_the_cut_of_the_batch_while_it_trains() -> None:
+    tracking = nn.InstanceNorm1d(2, track_running_stats=True)
+    for layer, reason in [
         (nn.BatchNorm1d(2), "normalises over the rows"),
+        (tracking, "keeps running statistics"),
+        (nn.RReLU(), "draws random slopes"),
         (nn.Embedding(3, 2, max_norm=1.0), "max_norm = 1.0"),
         (nn.Embedding(3, 2, scale_grad_by_freq=True), "set scale_grad_by_freq to False"),
-    ],
-)
-def test_refuses_what_depends_on_the_cut_of_the_batch(layer: nn.Module, reason: str) -> None:
-    with pytest.raises(ModelError, match=reason):
-        refuse_layout_dependence(sequence_of(nn.Sequential(layer)))
-
-
-def test_allows_a_batch_norm_in_evaluation_mode() -> None:
-    refuse_layout_dependence(sequence_of(nn.Sequential(nn.BatchNorm1d(2).eval(), nn.Embedding(3, 2))))
+    ]:
+        with pytest.raises(ModelError, match=reason):
+            refuse_layout_dependence(sequence_of(nn.Sequential(layer)))
+    evaluated = nn.BatchNorm1d(2).eval(), tracking.eval(), nn.RReLU().eval()
+    refuse_layout_dependence(sequence_of(nn.Sequential(*evaluated, nn.InstanceNorm1d(2), nn.Embedding(3, 2))))

@@ -130,6 +130,8 @@ def test_so_many_of_the_best_are_kept_also_after_a_resumption(
     assert steps_of_marker() == [7, 4, 2]
     run(ONE, Checkpoints(tmp_path, keep_last=0, keep_best=3, resume=tmp_path / "step-00000004"), steps=5)
     assert steps_of_marker() == [4, 2, 5], "as the checkpoint of step 4 knows"
+    run(ONE, Checkpoints(tmp_path, keep_last=0, keep_best=3, resume="no"), steps=7, every=3)
+    assert steps_of_marker() == [7, 6, 3], "of the steps that were validated"
 
 
 def test_a_run_is_saved_after_so_many_minutes(

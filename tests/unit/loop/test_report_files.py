@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -14,9 +19,12 @@ import plait
 from plait.comm.rank_pool import RankPool
 from plait.engine import Recording
 from plait.loop import Callback, Checkpoints, Progress, Report, TrainingLoop
+from plait.loop.run_description import plan_line
+from plait.loop.run_origin import command_line
 from plait.plan import Plan
 from plait.report.record import read_run
 from plait.report.timelines import StepTimeline
+from plait.version import version_of
 
 PLAN = Plan(pp=2, dp=2, microbatches=2)
 
@@ -54,7 +62,36 @@ def train(folder: Path, steps: int) -> int:
     return len(recorded.makespans)
 
 
-def test_a_run_of_fit_has_a_whole_report(thread_ranks: RankPool, tmp_path: Path) -> None:
+def test_a_plan_is_told_in_a_sentence() -> None:
+    mesh: Any = SimpleNamespace(device=torch.device("cpu"))
+    long = Plan(pp=2, dp=4, cp=2, tp=2, microbatches=2, replicate=2, strategy="full", offload="full")
+    for plan, rows, told in [
+        (
+            Plan(),
+            3,
+            "1 rank on cpu (pp 1 × dp 1 × tp 1), schedule 1f1b, 3 sequences a step in 1 × 1 micro-batch.",
+        ),
+        (
+            Plan(dp=2),
+            8,
+            "2 ranks on cpu (pp 1 × dp 2 × tp 1), schedule 1f1b, 8 sequences a step in 2 × 1 micro-batches.",
+        ),
+        (
+            long,
+            16,
+            "32 ranks on cpu (pp 2 × dp 4 × cp 2 × tp 2, strategy full in 2 copies, reduced last, "
+            "offload full), schedule 1f1b, 16 sequences a step in 4 × 2 micro-batches.",
+        ),
+    ]:
+        assert plan_line(plan, mesh, rows) == f"Plan: {told}"
+
+
+def test_a_run_of_fit_has_a_whole_report(
+    thread_ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git/HEAD").write_text("a" * 40)
     assert thread_ranks.run(train, tmp_path, 4, ranks=4) == [4] * 4
     record = read_run(tmp_path)
     about, step, ranks = record.description, record.step, record.ranks
@@ -64,6 +101,18 @@ def test_a_run_of_fit_has_a_whole_report(thread_ranks: RankPool, tmp_path: Path)
     assert record.state == "Finished after step 4"
     (line,) = about.lines
     assert line.startswith("Plan: 4 ranks on cpu (pp 2 × dp 2 × tp 1), schedule 1f1b, 8 sequences a step")
+    assert about.environment == {
+        **{name: version_of(name) for name in ("plait", "torch", "numpy", "safetensors")},
+        "Python": platform.python_version(),
+        "system": platform.platform(terse=True),
+        "processor": f"{platform.machine()}, {os.cpu_count()} cores",
+        "device of rank 0": "CPU",
+        "command": command_line(),
+        "commit": "a" * 40,
+        "ranks": "4 threads, started by plait",
+        "threads of a rank": str(torch.get_num_threads()),
+        "communication": "within one host",
+    }
     assert about.stage_ranks == (0, 1)
     assert step.step == 3
     assert {action[2] for rank in step.ranks for action in rank.actions} == {0, 1}

@@ -178,6 +178,18 @@ def test_a_source_that_shuffles_in_a_buffer_is_read_again() -> None:
         again.share()
     second.load_state_dict(again.state_dict())
     assert [second.share()[0].tolist() for _ in range(2)] == rows[4:]
+    for step, asked in ((5, slice(0, 3)), (7, slice(0, 3)), (6, slice(0, 2))):
+        with pytest.raises(DataError, match=f"gives batch 6, rows 0 to 2, next, and batch {step} was asked"):
+            second.batch(step, asked)
+    second.batch(6, slice(0, 3))
+
+
+def test_a_stream_that_has_read_goes_back_to_an_earlier_position() -> None:
+    stream = plait.Stream(Numbers(12), batch=3, epochs=1).on(plait.Mesh(Plan(), alone=True))
+    start = stream.state_dict()
+    rows = [stream.share()[0].tolist() for _ in range(3)]
+    stream.load_state_dict(start)
+    assert [stream.share()[0].tolist() for _ in range(3)] == rows
 
 
 class Loaded(DataLoader[Any]):
@@ -226,6 +238,26 @@ def test_sources_that_cannot_be_resumed_or_read_by_one_rank_are_refused() -> Non
         source, given, message = BAD[case]
         with pytest.raises(DataError, match=message):
             plait.Stream(source, **given)
+
+
+class Failing(Numbers):
+    """A source whose position cannot be had, or not be set."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        setattr(self, method, self.fail)
+
+    def fail(self, *_: Any) -> Any:
+        raise OSError("gone")
+
+
+@pytest.mark.parametrize("method", ["state_dict", "load_state_dict"])
+def test_a_position_that_the_source_does_not_give_or_take_is_said(method: str) -> None:
+    position = plait.Stream(Numbers(), batch=4).on(plait.Mesh(Plan(), alone=True)).state_dict()
+    stream = plait.Stream(Failing(method), batch=4).on(plait.Mesh(Plan(), alone=True))
+    meets = partial(stream.load_state_dict, position) if method == "load_state_dict" else stream.state_dict
+    with pytest.raises(DataError, match=rf"^{method} of the source .*\(Failing\) raised OSError.*: gone"):
+        meets()
 
 
 LATE: dict[str, tuple[Any, dict[str, Any], str]] = {

@@ -205,6 +205,12 @@ WRONG_OPTIONS = [
 
 CONTRADICTIONS = [
     (
+        "--data.mixture a=2,b=0",
+        "data.mixture holds 'b=0': write a source and a weight above 0, as SOURCE=3.",
+    ),
+    ("--data.mixture =2", "data.mixture holds '=2': write a source"),
+    ("--data.mixture a=2,a=3", "data.mixture names a source twice: write its weight once."),
+    (
         "--model.hidden 100 --model.heads 3",
         "model.hidden = 100 is not divisible by model.heads = 3: "
         "set model.hidden to 99 or 102, or change model.heads.",

@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from plait.errors import ConfigError
+from plait.footprint.memory_ledger import Category
+from plait.footprint.memory_report import Memory, RankMemory
+from plait.plan import Plan
 from plait.train.build import build_model
 from plait.train.config import Config
 from plait.train.memory_limit import peak_line, predict_memory, prediction_line
@@ -14,11 +17,11 @@ CPU = torch.device("cpu")
 SMALL = {"layers": 2, "hidden": 32, "heads": 2, "context": 16}
 
 
-def config_of(limit: float | None, **parallel: object) -> Config:
+def config_of(limit: float | None, batch: int = 16, optimizer: str = "AdamW", **parallel: object) -> Config:
     return Config.model_validate(
         {
             "model": SMALL,
-            "train": {"batch": 16, "microbatches": 2},
+            "train": {"batch": batch, "microbatches": 2, "optimizer": optimizer},
             "parallel": parallel,
             "run": {"memory_limit": limit},
         }
@@ -26,14 +29,34 @@ def config_of(limit: float | None, **parallel: object) -> Config:
 
 
 def told(config: Config) -> str:
-    return prediction_line(predict_memory(config, build_model(config.model, 256), config.plan(), CPU))
+    return prediction_line(memory_of(config))
+
+
+def memory_of(config: Config) -> Memory:
+    return predict_memory(config, build_model(config.model, 256), config.plan(), CPU)
+
+
+def test_the_memory_is_that_of_the_rows_of_a_rank_and_of_the_optimizer() -> None:
+    configs = config_of(None, 8), config_of(None, dp=2), config_of(None, optimizer="SGD")
+    whole, half, plain = (memory_of(config).ranks[0].at_peak for config in configs)
+    assert whole[Category.ACTIVATIONS] == half[Category.ACTIVATIONS] > 0
+    assert whole[Category.STATE] > plain[Category.STATE] == 0
 
 
 def test_a_line_about_the_rank_that_holds_most() -> None:
-    line = told(config_of(None, dp=2, strategy="full"))
-    assert line.startswith("Memory: up to ")
-    assert "less than with strategy none" in line
-    assert "strategy" not in told(config_of(None, dp=2))
+    uses = {Category.GRADIENTS: 500_000, Category.PARAMETERS: 2_500_000, Category.BATCH: 0}
+    ranks = (
+        RankMemory(0, 2_000_000, {}, "", 2_500_000, 0, 0),
+        RankMemory(1, 3_000_000, uses, "", 4_000_000, 0, 0),
+    )
+    line = "Memory: up to 4.0 MB of tensors a rank (parameters 2.5, gradients 0.5"
+    for strategy, unsharded, saved in [
+        ("full", 4_000_000, "; 25% less than with strategy none"),
+        ("full", 2_400_000, "; 25% more than with strategy none"),
+        ("none", 3_000_000, ""),
+    ]:
+        plan = Plan(dp=2, strategy=strategy)
+        assert prediction_line(Memory(plan, ranks, unsharded, True)) == f"{line}{saved})."
 
 
 def test_what_fits_is_let() -> None:
@@ -53,7 +76,7 @@ def test_what_cannot_fit_needs_more_ranks() -> None:
 
 def test_what_does_not_fit_is_refused_with_the_smallest_change_that_would() -> None:
     config = config_of(None, dp=2)
-    most = predict_memory(config, build_model(config.model, 256), config.plan(), CPU).most
+    most = memory_of(config).most
     limit = 0.9 * most / 1e9
     with pytest.raises(ConfigError) as caught:
         told(config_of(limit, dp=2))
@@ -68,7 +91,7 @@ def test_what_does_not_fit_is_refused_with_the_smallest_change_that_would() -> N
 
 def test_what_was_measured_stands_beside_what_was_predicted() -> None:
     config = config_of(None, dp=2)
-    memory = predict_memory(config, build_model(config.model, 256), config.plan(), CPU)
+    memory = memory_of(config)
     predicted = f"{memory.most / 1e6:,.1f} MB were predicted."
     assert peak_line(memory, 3e8, CPU).endswith(predicted)
     assert "300.0 MB resident in a rank's process, with Python and torch; of tensors" in peak_line(

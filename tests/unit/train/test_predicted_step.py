@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +13,9 @@ from train_runs import make, run
 from plait.comm.rank_pool import RankPool
 from plait.errors import ConfigError
 from plait.report.record import read_run
+from plait.report.step import RecordedRank, RecordedStep, write_step
 from plait.train.config import Config
-from plait.train.predicted_step import predicted_step
+from plait.train.predicted_step import predicted_step, step_lines
 
 
 def on(config: Config, hardware: str | None) -> Config:
@@ -35,8 +38,41 @@ def test_a_run_compares_its_steps_with_the_prediction(
     assert "predicted" in (tmp_path / "report.html").read_text()
 
 
+def test_lines_have_the_median_step_and_the_means_of_all_ranks(tmp_path: Path) -> None:
+    axes = [f"{axis} communication" for axis in ("tp", "cp", "pp", "dp")]
+    names = ["matrix products", "attention", "element-wise", "recomputation", *axes, "bubble", "optimizer"]
+    predicted = SimpleNamespace(
+        step_seconds=0.25,
+        hardware=SimpleNamespace(name="these"),
+        breakdown={name: 2**place / 1000 for place, name in enumerate(names)},
+    )
+    seconds = 0.1, 0.2, 0.9
+    rows = [json.dumps({"step": step, "step_seconds": one}) for step, one in enumerate(seconds, 1)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(rows))
+    step = "Step: 200 ms in the median, 250 ms predicted on these (+25%)."
+    assert [*step_lines(tmp_path, predicted)] == [step]
+
+    ranks = (
+        RecordedRank(
+            ((0, "F", 0, 0, 10_000_000),),
+            (("pp", 10_000_000, 14_000_000), ("dp", 14_000_000, 16_000_000)),
+            {},
+        ),
+        RecordedRank(((1, "B", 0, 0, 20_000_000),), (("tp", 2_000_000, 4_000_000),), {}),
+    )
+    write_step(RecordedStep(1, "1f1b", 1, (0, 1), ranks), tmp_path)
+    recorded = (
+        "The recorded step, means of all ranks, in brackets as predicted: computing 14 ms (15 ms), blocked "
+        "in communication or the bubble 4 ms (496 ms), otherwise 2 ms."
+    )
+    assert [*step_lines(tmp_path, predicted)] == [step, recorded]
+
+
 def test_what_cannot_be_predicted_is_refused_where_it_was_asked_for(tmp_path: Path) -> None:
-    config, device = make(tmp_path), torch.device("cpu")
+    config, device = make(tmp_path, dp=2), torch.device("cpu")
     assert predicted_step(on(config, None), config.plan(), device) is None
+    predicted = predicted_step(on(config, "h100-sxm"), config.plan(), device)
+    assert predicted is not None
+    assert predicted.rows == config.train.batch // 2
     with pytest.raises(ConfigError, match=r"nowhere\.toml cannot be read"):
         predicted_step(on(config, "nowhere.toml"), config.plan(), device)

@@ -65,12 +65,32 @@ def test_an_optimizer_by_name_has_the_options_that_are_given() -> None:
             assert group["betas"] == (0.9, 0.95)
 
 
-def test_options_reach_the_optimizer_and_its_memory_is_predicted() -> None:
+def test_the_moments_are_those_that_the_optimizer_keeps() -> None:
+    for name, options in OPTIONS.items():
+        for option in (None, *(one for one in ("momentum", "centered", "amsgrad") if one in options)):
+            optimizer = {"name": name} | (
+                {} if option is None else {option: 0.5 if option == "momentum" else True}
+            )
+            settings = TrainConfig.model_validate({"optimizer": optimizer})
+            parameter = torch.nn.Parameter(torch.ones(2, 3))
+            parameter.grad = torch.ones(2, 3)
+            made = build_optimizer([{"params": [parameter]}], settings)
+            made.step()
+            kept = [one for one in made.state[parameter].values() if getattr(one, "shape", ()) == (2, 3)]
+            assert settings.optimizer.moments == len(kept), optimizer
+
+
+def test_options_reach_the_optimizer_and_its_memory_is_predicted(tmp_path: Path) -> None:
     config = given("--train.optimizer SGD --train.optimizer.momentum 0.9 --train.optimizer.nesterov true")
     (group,) = build_optimizer([{"params": [torch.nn.Parameter(torch.ones(1))]}], config.train).param_groups
     assert (group["momentum"], group["nesterov"], group["dampening"]) == (0.9, True, 0)
     assert (config.train.matrix_decay, Config().train.matrix_decay) == (0.0, 0.1)
     assert config.train.optimizer.moments == 1
+    assert TrainConfig(weight_decay=0.0).matrix_decay == 0.0
+    assert TrainConfig(optimizer=config.train.optimizer, weight_decay=0.3).matrix_decay == 0.3
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ConfigError, match=" is a folder, and predictions know the sizes of gpt2 and llama"):
+        configured_decoder(Config.model_validate({"model": {"name": str(tmp_path)}}))
     with pytest.raises(
         ConfigError, match=r"train\.optimizer\.name = SGD is given, and predictions know runs"
     ):

@@ -161,7 +161,7 @@ def test_refused_before_the_ranks_start(tmp_path: Path) -> None:
 
 def conversations_on_disk(folder: Path, firsts: list[int]) -> Path:
     """Conversations of ten tokens each, of which those from `firsts` on are an answer, of 0 none."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     paths, count = shard_files(folder, 0), len(firsts)
     answers = [first > 0 and place >= first for first in firsts for place in range(10)]
     np.arange(10 * count, dtype=np.uint16).tofile(paths.tokens)
@@ -183,23 +183,19 @@ def test_each_row_of_conversations_has_a_target(tmp_path: Path) -> None:
         assert (data.training.batch(step, ALL)[1] != -100).any(dim=1).all()
 
 
-@pytest.mark.parametrize(
-    ("firsts", "fields", "message"),
-    [
+def test_conversations_that_cannot_be_learnt_are_refused(tmp_path: Path) -> None:
+    outside = r"/corpus.*token 29, outside the vocabulary of 29: set model\.vocab to at least 30"
+    cases: list[tuple[list[int], dict[str, Any], str]] = [
         ([9, 0, 9], {"validation": 0}, "has no conversation with an answer in its first 8 tokens"),
+        ([9, 9, 1], {}, "has no conversation for training with an answer in its first 8 tokens"),
         ([1, 1, 9], {}, r"for validation .*raise data\.validation = 0\.05 or"),
-        (
-            [1, 1, 1],
-            {"vocab": 29},
-            r"token 29, outside the vocabulary of 29: set model\.vocab to at least 30",
-        ),
-    ],
-)
-def test_conversations_that_cannot_be_learnt_are_refused(
-    tmp_path: Path, firsts: list[int], fields: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(DataError, match=message):
-        check_data(make(conversations_on_disk(tmp_path / "corpus", firsts), context=8, **fields))
+        ([1], {}, r"has 1 conversations, of which data\.validation = 0\.05 leaves none for training"),
+        ([1, 1, 1], {"vocab": 29}, outside),
+    ]
+    for number, (firsts, fields, message) in enumerate(cases):
+        source = conversations_on_disk(tmp_path / str(number) / "corpus", firsts)
+        with pytest.raises(DataError, match=message):
+            check_data(make(source, context=8, **fields))
 
 
 def test_another_chat_template_than_that_of_the_corpus_is_refused(

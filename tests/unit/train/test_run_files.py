@@ -37,7 +37,10 @@ def without_report(config: Config) -> Config:
     return config.model_copy(update={"run": config.run.model_copy(update={"report": False})})
 
 
-def test_a_run_writes_all_that_its_report_needs(thread_ranks: RankPool, tmp_path: Path) -> None:
+def test_a_run_writes_all_that_its_report_needs(
+    thread_ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     config = make(tmp_path, pp=2, dp=2, microbatches=1, validate_every=2)
     run(thread_ranks, config)
     record = read_run(tmp_path)
@@ -48,7 +51,7 @@ def test_a_run_writes_all_that_its_report_needs(thread_ranks: RankPool, tmp_path
     assert [layer.stage for layer in about.layers] == sorted(layer.stage for layer in about.layers)
     assert about.stage_ranks == (0, 1)
     assert about.lines[1].startswith("Plan: 4 ranks")
-    assert about.environment["ranks"] == "4 threads, started by plait"
+    assert "commit" not in about.environment
     assert len(about.memory) == 2
     assert all(sum(one.at_peak.values()) <= one.most for one in about.memory)
     assert step is not None
@@ -158,7 +161,7 @@ def test_the_end_of_a_run_says_where_things_are_and_how_to_go_on(tmp_path: Path)
     ):
         said: list[str] = []
         config = Config.model_validate({"run": {"dir": tmp_path, "save_every": every}})
-        result = TrainingResult(7, 1.0, None, "text", Path("m"), stopped=stopped, saved=saved)
+        result = TrainingResult(7, 1.0, None, "text", Path("m"), {}, stopped, saved, reported=True)
         reporter: Any = SimpleNamespace(print=said.append)
         _print_end(config, result, None, None, 0.0, None, reporter)  # type: ignore[arg-type]
         assert said[0] == "\ntext\n"
