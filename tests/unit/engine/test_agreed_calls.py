@@ -74,11 +74,15 @@ def test_layers_run_on_the_meta_device_for_shapes_that_are_not_remembered(
         assert found == [[each + 10 * input_gradients] for each in rows]
         return list(inferred)
 
-    assert run(1, 2, 1) == [1, 2]
-    assert run(3, 4) == [3, 4]  # beside these, 2 and then 1 are the latest
+    assert run(1, 2, 1, 2) == [1, 2]
+    assert run(3, 4) == [3, 4]
+    assert run(1) == []
+    assert run(2) == [2]  # with 1 alone, only 3 and 4 were left beside it
+    assert run(5, 5) == [5]
+    assert run(4) == [4]  # with 5 alone, only 1 and 2
     assert run(2) == []
-    assert run(1) == [1]  # with 2 alone, only 3 and 4 were left beside it
     assert run(2, input_gradients=True) == [2]
     with torch.no_grad():
         assert run(2) == [2]
+    assert run(2) == []
     assert [run(2, longest=longest) for longest in (0, 5, 5, 4, 6)] == [[2], [2], [], [], [2]]

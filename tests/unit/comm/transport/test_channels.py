@@ -161,6 +161,17 @@ def test_a_peer_that_never_receives_is_an_error_after_the_timeout():
         send_all()
 
 
+def test_a_peer_that_closes_while_there_is_no_room_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
+    a, b = joined(2)
+    b.send(b.next_sequence(), 1)
+    assert values(a.receive(a.next_sequence(), OWN)) == [-1, 1]
+    with monkeypatch.context() as patched:
+        patched.setattr(PeerChannel, "send", lambda *_: b.close())  # None: there was no room
+        a.send(a.next_sequence())  # no error: receiving raises it
+    with pytest.raises(ConnectionError, match="closed by peer"):
+        a.receive(1, OWN)
+
+
 def test_both_send_more_than_the_send_buffer_holds():
     channels = joined(2)
     received: dict[int, list[int]] = {}
