@@ -78,6 +78,7 @@ def test_a_file_descriptor_is_sent_with_a_message():
     os.close(write)
     descriptor = b.receive(b.next_sequence(), OWN)[0].descriptor
     assert descriptor is not None
+    assert not os.get_inheritable(descriptor)  # a program that the rank starts does not keep it open
     os.write(descriptor, b"here")
     assert os.read(read, 4) == b"here"
     os.close(descriptor)
