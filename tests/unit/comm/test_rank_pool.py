@@ -67,9 +67,8 @@ def test_a_rank_has_the_state_of_its_caller(pool, monkeypatch, tmp_path):
     def leave_behind():
         os.environ["PLAIT_TEST_LEFT"] = "yes"
         torch.set_default_dtype(torch.float64)
-        sys.stdout, sys.stderr = (
-            Path(tmp_path, f"{name}-{dist.get_rank()}").open("w") for name in ("out", "err")
-        )
+        rank = dist.get_rank()
+        sys.stdout, sys.stderr = (open(tmp_path / f"{name}-{rank}", "w") for name in ("out", "err"))  # noqa: SIM115
         print("said")
         print("warned", file=sys.stderr)
 
@@ -234,6 +233,7 @@ def test_time_out_says_who_stands_where(pool):
     pids = pool.run(os.getpid)
     with pytest.raises(RankError, match=r"^not finished within 2 s: rank 1, 2\.") as caught:
         pool.run(loiter, timeout=2)
+    assert caught.value.rank == 1
     assert "Finished before: rank 0" in str(caught.value)
     assert " in recv" in str(caught.value)
     assert " in loiter" in str(caught.value)

@@ -1,8 +1,10 @@
-"""What ends the process of a rank: its pool's word, or the end of the process that started it."""
+"""What a pool sends to a rank's process, and what ends it: the pool's word, or the end of its parent."""
 
 from __future__ import annotations
 
+import os
 import pickle
+import sys
 from multiprocessing import Pipe
 from pathlib import Path
 from queue import SimpleQueue
@@ -12,12 +14,31 @@ from typing import NoReturn
 import pytest
 
 from plait.comm import rank_process
+from plait.comm.rank_pool import RankPool, _start_method
 from plait.comm.rank_process import END, RankJob
 from plait.comm.world import World
 
 
 class Ended(BaseException):
     """Stands for the end of the process."""
+
+
+def test_a_job_has_what_the_pool_was_given_and_the_state_of_the_caller() -> None:
+    pool = RankPool(9, threads=3, timeout=4.5, device="cuda", ranks_per_gpu=2)
+    assert pool._job(b"call", "/run", 1, 2) == RankJob(
+        call=b"call",
+        world=World(1, 2, 1, 2, "plait", "file:///run/store"),
+        folder="/run",
+        environment=dict(os.environ),
+        directory=os.getcwd(),
+        path=sys.path,
+        main_file=getattr(sys.modules["__main__"], "__file__", None),
+        start_method=_start_method(),
+        threads=3,
+        timeout=4.5,
+        device="cuda",
+        ranks_per_gpu=2,
+    )
 
 
 @pytest.mark.parametrize("state", ["idle", "busy", "done", "told to end"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,8 +132,9 @@ def test_a_recording_tells_of_the_latest_step() -> None:
             MeasuredAction(Action.parse("0F0"), 7, middle, None),
             MeasuredAction(Action.parse("0B0"), middle, end, None),
         )
-        recording.recorder.step = (lambda row: lambda: row)(row)
+        recording.recorder.step = partial(tuple, row)
         assert recording.actions() == row
         assert recording.timeline().makespan == 3 * milliseconds
-        assert (recording.costs().F, recording.costs().I, recording.costs().W) == ((milliseconds,),) * 3
+        costs = recording.costs()
+        assert {costs.F, costs.I, costs.W} == {(milliseconds,)}
         assert recording.waits() == (0.0,)
