@@ -1,4 +1,4 @@
-"""Before the first layer of a step: calls that ranks compare, what goes to the device, which shapes are new."""
+"""Before the first layer of a step: calls that ranks compare, what goes to the device, shapes that are new."""
 
 from __future__ import annotations
 
