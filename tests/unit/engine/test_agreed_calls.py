@@ -1,4 +1,4 @@
-"""Before the first layer of a step: calls that ranks compare, what goes to the device, shapes that are new."""
+"""Before the first layer of a step: calls that ranks compare, what goes to the device, new shapes."""
 
 from __future__ import annotations
 
