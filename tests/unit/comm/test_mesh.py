@@ -94,6 +94,8 @@ REFUSED = [
     (lambda: Mesh(Plan(), pp=2), ["a plan and degrees"]),
     (lambda: Mesh(dp=4, replicate=3), ["replicate = 3 does not divide dp = 4"]),
     (lambda: Mesh(tp=0), ["tp is 0"]),
+    (lambda: Mesh(dp=0), ["the mesh's dp is 0"]),
+    (lambda: Mesh(replicate=0), ["replicate is 0"]),
     (lambda: Mesh(tp=True), ["tp is True"]),
     (lambda: Mesh().group("rows"), ["no axis 'rows'", "pp, replicate, shard, cp, tp, dp, shard_cp, "]),
     (lambda: Mesh().size("rows"), ["no axis 'rows'"]),

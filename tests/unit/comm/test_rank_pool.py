@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from plait.comm.fork_server import stop_fork_server
 from plait.comm.rank_pool import RankPool
-from plait.comm.rank_process import STOP_SIGNAL
+from plait.comm.rank_process import STACK_SIGNAL, STOP_SIGNAL
 from plait.errors import CommunicationError, MeshError, PlaitError, PlanError, RankError
 
 
@@ -67,8 +67,15 @@ def test_a_rank_has_the_state_of_its_caller(pool, monkeypatch, tmp_path):
     def leave_behind():
         os.environ["PLAIT_TEST_LEFT"] = "yes"
         torch.set_default_dtype(torch.float64)
+        rank = dist.get_rank()
+        sys.stdout, sys.stderr = (open(tmp_path / f"{name}-{rank}", "w") for name in ("out", "err"))  # noqa: SIM115
+        print("said")
+        print("warned", file=sys.stderr)
 
     pool.run(leave_behind)
+    for rank in range(3):  # as soon as the function has returned, nothing waits to be written
+        assert (tmp_path / f"out-{rank}").read_text() == "said\n"
+        assert (tmp_path / f"err-{rank}").read_text() == "warned\n"
     monkeypatch.setenv("PLAIT_TEST", "yes")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "module_of_a_caller.py").write_text("def number():\n    return 7\n")
@@ -77,6 +84,7 @@ def test_a_rank_has_the_state_of_its_caller(pool, monkeypatch, tmp_path):
     number = importlib.import_module("module_of_a_caller").number
 
     def look():
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
         numbers = torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], number(), gc.isenabled()
         return os.environ["PLAIT_TEST"], os.environ.get("PLAIT_TEST_LEFT"), os.getcwd(), numbers
 
@@ -86,11 +94,14 @@ def test_a_rank_has_the_state_of_its_caller(pool, monkeypatch, tmp_path):
     def look_further():
         method = multiprocessing.get_start_method()
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, []) & {STOP_SIGNAL, signal.SIGTERM}
-        signals = blocked, signal.getsignal(signal.SIGINT), multiprocessing.current_process().daemon
+        handlers = [signal.getsignal(one) for one in (signal.SIGINT, STACK_SIGNAL)]
+        ends = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        signals = blocked, handlers, ends, multiprocessing.current_process().daemon
         return sys.modules["__main__"].__file__, torch.get_default_dtype(), method, sys.path[0], signals
 
     method = multiprocessing.get_all_start_methods()[0]
-    signals = {STOP_SIGNAL}, signal.SIG_IGN, False  # Ctrl-C reaches all processes: the parent ends the ranks
+    # Ctrl-C reaches all processes, and SIGTERM may: the parent ends the ranks.
+    signals = {STOP_SIGNAL}, [signal.SIG_IGN] * 2, False, False
     seen = "a script", torch.float32, method, str(tmp_path), signals
     assert pool.run(look_further) == [seen] * 3
 
@@ -222,6 +233,7 @@ def test_time_out_says_who_stands_where(pool):
     pids = pool.run(os.getpid)
     with pytest.raises(RankError, match=r"^not finished within 2 s: rank 1, 2\.") as caught:
         pool.run(loiter, timeout=2)
+    assert caught.value.rank == 1
     assert "Finished before: rank 0" in str(caught.value)
     assert " in recv" in str(caught.value)
     assert " in loiter" in str(caught.value)

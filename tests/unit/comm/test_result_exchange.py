@@ -65,6 +65,11 @@ def without_folders() -> Any:
         return exchange("mine")
 
 
+def with_a_secret_of_its_own() -> Any:
+    os.environ["PLAIT_SECRET"] = f"0123456789abcdef{dist.get_rank()}"
+    return exchange("mine")
+
+
 def test_others_are_pickled_with_a_secret_from_a_file_or_the_environment(
     rank_pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,6 +83,7 @@ def test_others_are_pickled_with_a_secret_from_a_file_or_the_environment(
     assert rank_pool.run(without_folders, ranks=2) == told
     monkeypatch.setenv("PLAIT_SECRET", "0123456789abcdef")
     assert rank_pool.run(without_folders, ranks=2) == [[0, 1]] * 2
+    assert rank_pool.run(with_a_secret_of_its_own, ranks=2) == told
 
 
 def test_a_result_that_cannot_be_pickled_is_an_error_on_every_rank(rank_pool: RankPool) -> None:
@@ -97,6 +103,11 @@ def test_a_pickle_of_a_stranger_is_not_read(rank_pool: RankPool, tmp_path: Path)
     assert zero.startswith(CommunicationError.__name__)
     assert "the result of rank 1 has a wrong signature" in zero
     assert not (tmp_path / "opened").exists()
+
+
+def test_a_signature_is_of_the_secret_the_rank_and_every_byte() -> None:
+    kinds = [(secret, rank, data) for secret in (b"s", b"t") for rank in (0, 1) for data in (b"", b"d", b"e")]
+    assert len({result_exchange._signature(*kind) for kind in kinds}) == len(kinds)
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from plait.engine.recorder import Recorder
+from plait.device import CPU
+from plait.engine.recorder import Recorder, Recording
+from plait.errors import DataError
 from plait.pipeline.executor import Executor
+from plait.schedules.action import Action
 from plait.schedules.lower import lower
 from plait.schedules.lowering_spec import LayerIndex, LoweringSpec, Sharding
 from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.program import Finish, Program
+from plait.schedules.simulation.measured_times import MeasuredAction
 
 SHAPE = LoweringSpec((2, 2), {"a": (LayerIndex(0, 0),), "b": (LayerIndex(0, 1),), "c": (LayerIndex(1, 0),)})
 EVERYTHING = Sharding("each use", "each", True)
@@ -111,3 +118,23 @@ def test_a_step_that_fails_leaves_the_one_before() -> None:
     first, second = program("1f1b", 0), program("1f1b", 1)
     assert row(recorded(first, second, fails=True)) == row(recorded(first))
     assert recorded(first, fails=True).step is None
+
+
+def test_a_recording_tells_of_the_latest_step() -> None:
+    mesh: Any = SimpleNamespace(device=CPU, group={"pp": SimpleNamespace(size=1)}.__getitem__)
+    recording = Recording(mesh, lambda: policy_schedule("1f1b", 1, 1))
+    for method in (recording.actions, recording.timeline, recording.costs, recording.waits):
+        with pytest.raises(DataError, match="nothing was recorded: call forward_backward"):
+            method()
+    for milliseconds in (2, 3):
+        middle, end = 7 + milliseconds * 1_000_000, 7 + 3 * milliseconds * 1_000_000
+        row = (
+            MeasuredAction(Action.parse("0F0"), 7, middle, None),
+            MeasuredAction(Action.parse("0B0"), middle, end, None),
+        )
+        recording.recorder.step = partial(tuple, row)
+        assert recording.actions() == row
+        assert recording.timeline().makespan == 3 * milliseconds
+        costs = recording.costs()
+        assert {costs.F, costs.I, costs.W} == {(milliseconds,)}
+        assert recording.waits() == (0.0,)

@@ -78,6 +78,7 @@ def test_a_file_descriptor_is_sent_with_a_message():
     os.close(write)
     descriptor = b.receive(b.next_sequence(), OWN)[0].descriptor
     assert descriptor is not None
+    assert not os.get_inheritable(descriptor)  # a program that the rank starts does not keep it open
     os.write(descriptor, b"here")
     assert os.read(read, 4) == b"here"
     os.close(descriptor)
@@ -159,6 +160,17 @@ def test_a_peer_that_never_receives_is_an_error_after_the_timeout():
 
     with pytest.raises(TimeoutError):
         send_all()
+
+
+def test_a_peer_that_closes_while_there_is_no_room_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
+    a, b = joined(2)
+    b.send(b.next_sequence(), 1)
+    assert values(a.receive(a.next_sequence(), OWN)) == [-1, 1]
+    with monkeypatch.context() as patched:
+        patched.setattr(PeerChannel, "send", lambda *_: b.close())  # None: there was no room
+        a.send(a.next_sequence())  # no error: receiving raises it
+    with pytest.raises(ConnectionError, match="closed by peer"):
+        a.receive(1, OWN)
 
 
 def test_both_send_more_than_the_send_buffer_holds():

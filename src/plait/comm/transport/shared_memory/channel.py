@@ -183,7 +183,7 @@ class PeerChannel:
         except BlockingIOError:
             return False
         except ConnectionError:
-            self._hung_up = True
+            pass  # the peer has closed, which receiving finds out
         return True
 
     def connect(self) -> bool:
