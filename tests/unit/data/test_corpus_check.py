@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -145,7 +146,8 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(
     path, done, usual = tmp_path / "a", list[object](), (os.fsync, Path.replace)
 
     def synchronised(handle: int) -> None:
-        done.append((os.fstat(handle).st_size, path.exists()))
+        found = os.fstat(handle)
+        done.append(("folder" if stat.S_ISDIR(found.st_mode) else found.st_size, path.exists()))
         usual[0](handle)
 
     def renamed(self: Path, target: Path) -> Path:
@@ -157,7 +159,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(
     with whole_files.whole_file(path) as file:
         for data in (b"ab", b"c"):
             file.write(data)
-    assert done == [(3, False), ("a.partial", "a")]
+    assert done == [(3, False), ("a.partial", "a"), ("folder", True)]
     assert file.checksum == whole_files.file_checksum(path) == f"{zlib.crc32(b'abc'):08x}"
     monkeypatch.setattr(whole_files, "_READ_AT_ONCE", 1)
     assert whole_files.file_checksum(path) == file.checksum
