@@ -51,7 +51,7 @@ class WeightGradientQueue:
         return buffer
 
     def begins(self, weights: Sequence[Tensor]) -> bool:
-        """Return whether nothing was added to the buffers of `weights` in this step; the caller writes all.
+        """Return whether nothing was added to the gradients of `weights` in this step: then write them whole.
 
         If something was added to some of them, the others are set to zero.
         """
@@ -63,7 +63,7 @@ class WeightGradientQueue:
         return False
 
     def set_to_zero(self, parameters: Iterable[Tensor]) -> None:
-        """Set those buffers of `parameters` to zero to which nothing was added in this step."""
+        """Set the gradients of `parameters` to zero where nothing was added to them in this step."""
         for parameter in parameters:
             if id(parameter) in self.unwritten:
                 self.buffer_of(parameter)

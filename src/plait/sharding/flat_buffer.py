@@ -43,7 +43,7 @@ class StageView:
     """Views of `gradient`, one for each parameter."""
 
     def gradient_without(self, names: Collection[str]) -> list[Tensor]:
-        """Return `gradient` without the parts of the parameters `names`, as views; with what lies between."""
+        """Return views of `gradient` without the gradients of the parameters `names`; padding included."""
         if self.gradient is None:
             return []
         parts: list[Tensor] = []
@@ -193,7 +193,7 @@ class FlatBuffer:
 
     @property
     def adds_to_piece(self) -> bool:
-        """Whether a step adds to `piece_gradient`, in memory of its own; else it writes all of that."""
+        """Whether gradients are added to `piece_gradient`, which starts at zero; else they are written."""
         return self.has_gradient_of_piece and self.spec.kind.sharded
 
     def attach_gradients(self) -> Tensor | None:

@@ -114,7 +114,7 @@ class Reducer:
         zero_each(self._started(name))
 
     def _started(self, name: str) -> list[Tensor]:
-        """Begin to accumulate a unit's whole gradient; return the parts that the caller sets to zero."""
+        """Note that a step's gradients of a unit begin; return the parts of them that must be set to zero."""
         self.states[name] = GradientState.ACCUMULATING
         if name not in self._parts:  # now, since there are no views of storage that is not allocated
             self._parts[name] = _parts_of(self.units[name], self._queue.products)
@@ -123,7 +123,7 @@ class Reducer:
         return rest
 
     def _complete(self, name: str) -> None:
-        """Set the gradients to zero to which nothing was added; call before a unit's gradients are read."""
+        """Set a unit's gradients to zero where nothing was added in this step; call before they are read."""
         unwritten = self._queue.unwritten
         if unwritten and name in self._parts:
             first, _ = self._parts[name]
