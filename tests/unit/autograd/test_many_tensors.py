@@ -34,9 +34,12 @@ def test_a_gradient_of_another_dtype_is_added_with_the_digits_of_the_total(
     monkeypatch.setattr(many_tensors, "is_accelerator", lambda tensor: on_accelerator)
     torch.manual_seed(0)
     totals = [torch.randn(5), torch.randn(()), torch.randn(2, 3)]
+    if "float64" in dtypes:
+        totals[2] = totals[2].double()
     gradients = [
-        torch.randn(one.shape).to(getattr(torch, name)) for one, name in zip(totals, dtypes, strict=True)
+        torch.randn(one.shape, dtype=torch.float64).to(getattr(torch, name))
+        for one, name in zip(totals, dtypes, strict=True)
     ]
-    expected = [total + one.to(torch.float32) for total, one in zip(totals, gradients, strict=True)]
+    expected = [total + one.to(total.dtype) for total, one in zip(totals, gradients, strict=True)]
     add_each(totals, gradients)
     assert all(torch.equal(total, one) for total, one in zip(totals, expected, strict=True))

@@ -14,6 +14,7 @@ from plait.cli.main import main
 from plait.cli.plan_output import calibration_text, change_lines
 from plait.prediction.hardware import Link, load_hardware
 from plait.prediction.model_sizes import decoder_of
+from plait.prediction.plan_search import AXES
 from plait.quantities import count_text
 from plait.train.build import build_model
 from plait.train.config_parser import config_from_arguments
@@ -68,6 +69,8 @@ def test_the_written_configuration_has_the_fastest_plan_and_the_rest_as_given(
     config = config_from_arguments(["--config", str(file)])
     plan = config.plan()
     assert {name: getattr(plan, name) for name in (*SEARCHED, "microbatches")} == found["best"][0]["plan"]
+    assert {*AXES, "replicate", "strategy", "reduce", "schedule", "chunks"} < {*SEARCHED}
+    assert len({*SEARCHED}) == len(SEARCHED) == 11
     assert plan.world == 4
     assert (config.model.layers, config.train.batch, config.data.source) == (2, 6, 'a "b"')
     assert (plan.precision, config.train.betas, config.run.compare) == ("bf16", (0.8, 0.9), 0)

@@ -122,3 +122,5 @@ def test_a_file_is_cut_where_no_token_changes(
     assert len(data) - (cuts[-2] if len(cuts) > 1 else 0) <= size + 96
     assert [*text_cuts(str(path), size, len(data), behind_a_mark)] == [len(data)]
     assert [*text_cuts(str(path), len(data), len(data), letters)] == [len(data)]
+    path.write_text("a line of 11\n")
+    assert [*text_cuts(str(path), 5, 13, None)] == [13], "no empty range behind the last line end"

@@ -107,3 +107,7 @@ def test_the_next_batch_is_read_meanwhile() -> None:
     ahead.close()
     own = [step for step, name in asked if not name.startswith("plait-read-ahead")]
     assert own == [0, 7], "the first of each run of steps"
+    ahead = ReadAhead(plain)
+    for step, rows in enumerate([slice(0, 2), slice(0, 3), slice(None), slice(1, None), slice(2, None)]):
+        assert torch.equal(ahead.batch(step, rows)[0], plain.batch(step, rows)[0]), "of other rows"
+    ahead.close()

@@ -58,6 +58,7 @@ def _compare(
         assert found.too_large <= len(every) - len(fitting)
         assert found.predicted <= len(fitting)
         assert found.plans == found.predicted + found.too_large + found.slower
+        assert len(found.best) <= found.predicted <= found.plans
 
 
 def _compare_at_random(seed: int, ranks: int, schedules: int) -> None:

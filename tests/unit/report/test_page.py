@@ -49,6 +49,9 @@ def test_figures_and_sections_are_text(tmp_path: Path) -> None:
     figures = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page))
     assert float(figures["loss"]) == pytest.approx(rows[-1]["loss"], rel=1e-3)
     assert figures["tokens"] == f"{40 * 65536:,}"
+    losses = [row["validation_loss"] for row in rows if "validation_loss" in row]
+    assert float(figures["validation loss"]) == pytest.approx(losses[-1], rel=1e-3)
+    assert ("best validation loss" in figures) is (min(losses) < losses[-1])
     assert re.findall(r"<h2>(.*?)</h2>", page)[1:] == [
         "Over the steps", "Ranks", "A step", "Plan", "Memory", "Traffic", "Configuration", "Environment",
     ]  # fmt: skip
