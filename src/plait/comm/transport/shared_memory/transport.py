@@ -149,7 +149,7 @@ def all_to_all_uneven_staged(
                 sent = f"index {index} sends {stop - first} elements to index {own}"
                 raise RuntimeError(f"{sent}, which expects {piece.numel()}")
             if index != own and piece.numel():
-                values = source[table.nbytes :][:most].view(piece.dtype)
+                values = source[table.nbytes :].view(piece.dtype)
                 piece.copy_(values[first : first + piece.numel()])
 
     return staging.stage_parts((table, tensor), table.nbytes + most, read)
