@@ -97,6 +97,7 @@ REFUSED = [
     (lambda: Mesh(dp=0), ["the mesh's dp is 0"]),
     (lambda: Mesh(replicate=0), ["replicate is 0"]),
     (lambda: Mesh(tp=True), ["tp is True"]),
+    (lambda: Mesh(device="gpu"), ["the mesh's device is 'gpu' (", "give cpu, cuda or cuda:0"]),
     (lambda: Mesh().group("rows"), ["no axis 'rows'", "pp, replicate, shard, cp, tp, dp, shard_cp, "]),
     (lambda: Mesh().size("rows"), ["no axis 'rows'"]),
     (lambda: Mesh().coordinate_of(1), ["no rank 1"]),

@@ -66,6 +66,8 @@ def test_the_conversation_after_a_refused_one_is_rendered(tmp_path: Path, monkey
 def test_a_process_that_ends_is_named_and_another_one_goes_on() -> None:
     """None of them stays, nor its connection: whether it ended, took too long or nobody needs it."""
     calls: dict[str, Any] = {"number": os.getpid, "end": lambda: os._exit(1), "sleep": lambda: time.sleep(60)}
+    handles = [*os.pipe(), os.dup2(0, 200)]
+    calls["open"] = lambda: [one for one in handles if os.path.exists(f"/proc/self/fd/{one}")]
     process = BoundedProcess(lambda name: calls[name](), seconds=60, memory=1 << 28)
     for call, told in (("end", "its process was ended"), ("sleep", r"it takes more than 0\.1 seconds")):
         process._seconds = 60
@@ -82,6 +84,9 @@ def test_a_process_that_ends_is_named_and_another_one_goes_on() -> None:
     with pytest.raises(CallFailedError, match="'none'"):
         process.call("none")
     assert process.call("number") == number, "an error ends nothing"
+    assert process.call("open") == [], "it has neither files nor locks of the other process"
+    for one in handles:
+        os.close(one)
     del process
     gc.collect()
     with pytest.raises(ProcessLookupError):

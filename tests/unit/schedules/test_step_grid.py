@@ -101,6 +101,8 @@ def test_a_stage_that_is_not_there_is_drawn_too() -> None:
     assert (
         draw_grid(rows, fill_grid(rows, stages=1), mark=Action(7, Kind.F, 0)) == "rank 0   0F0   0B0  [7F0]"
     )
+    for missing in (-1, 1):
+        assert fill_grid([(Action(0, Kind.F, 0), Action(missing, Kind.F, 0))], stages=1).steps == ((0,),)
 
 
 @UNHURRIED
