@@ -1,0 +1,58 @@
+"""What a comparison allows: what was computed before adds to it, and division in float16 is a mistake."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from plait.verification.location import StepPhase
+from plait.verification.reference_recording import RecordKey, RecordScope, Tolerance
+from plait.verification.step_comparison import DIVIDED_IN_FLOAT16, StepComparison
+
+
+def test_a_gradient_that_was_divided_in_float16_is_not_tolerated() -> None:
+    """Small gradients times the loss scale, divided by it where their digits are lost."""
+    parameter, scale = nn.Parameter(torch.zeros(65)), 2.0**10
+    expected = torch.cat([torch.linspace(-3e-6, 3e-6, 64), torch.ones(1)])
+    lost = expected.to(torch.float16).float()
+    scope, key = RecordScope(0), RecordKey("gradient", -1, "w")
+    found: list[Any] = []
+
+    def compared(location: Any, actual: Any, expected: Any, tolerance: Tolerance, **told: Any) -> bool:
+        found.append((tolerance.allowed, [name for name, _ in told["alternatives"]()]))
+        return False
+
+    def judged(phase: StepPhase, actual: torch.Tensor, dtype: torch.dtype, used_scale: float) -> Any:
+        recording = SimpleNamespace(
+            values={scope: {key: expected}},
+            tolerances={scope: {key: Tolerance(1.0, 0.5)}},
+            number=lambda step, name: {"scale": used_scale}[name],
+        )
+        formats = SimpleNamespace(
+            compute_of=lambda _: torch.float32, gradient_of=lambda _: torch.float32, reduce_of=lambda _: dtype
+        )
+        own: Any = SimpleNamespace(
+            recording=recording,
+            resynchronizes=False,
+            sequence=SimpleNamespace(parameters={"w": parameter}),
+            formats=formats,
+            findings=SimpleNamespace(compare=compared),
+            options=SimpleNamespace(isolate=False),
+            expected=lambda value, parameter, actual: (value, None),
+        )
+        own._was_divided_in_float16 = lambda *given: StepComparison._was_divided_in_float16(own, *given)
+        StepComparison.compare(own, 0, phase, key, actual, "w", inherited=0.25)
+        return found.pop()
+
+    half, single = torch.float16, torch.float32
+    assert judged(StepPhase.REDUCTION, lost, half, scale) == (0.0, [DIVIDED_IN_FLOAT16])
+    for case in [
+        (StepPhase.UPDATE, lost, half, scale),
+        (StepPhase.REDUCTION, lost, single, scale),
+        (StepPhase.REDUCTION, lost, half, 1.0),
+        (StepPhase.REDUCTION, expected, half, scale),
+    ]:
+        assert judged(*case) == (0.75, []), case
