@@ -50,7 +50,7 @@ def test_a_gradient_that_was_divided_in_float16_is_not_tolerated() -> None:
     half, single = torch.float16, torch.float32
     assert judged(StepPhase.REDUCTION, lost, half, scale) == (0.0, [DIVIDED_IN_FLOAT16])
     for case in [
-        (StepPhase.UPDATE, lost, half, scale),
+        (StepPhase.OPTIMIZER, lost, half, scale),
         (StepPhase.REDUCTION, lost, single, scale),
         (StepPhase.REDUCTION, lost, half, 1.0),
         (StepPhase.REDUCTION, expected, half, scale),
