@@ -31,7 +31,7 @@ from parity.one_rank import (
 from plait.checkpoint.box_reader import FullTensors
 from plait.checkpoint.huggingface.exporting import export_adapted, export_own
 from plait.checkpoint.huggingface.importing import import_folder
-from plait.checkpoint.huggingface.model_sizes import ModelSizes, sizes_from_manifest
+from plait.checkpoint.huggingface.model_sizes import ModelSizes, _rope_base, sizes_from_manifest
 from plait.errors import CheckpointError
 from plait.huggingface_files import INDEX
 from plait.models.huggingface.pretrained import model_in, weights_in
@@ -335,3 +335,17 @@ def test_damaged_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has no safetensors: load the model with transformers"):
         import_folder(theirs, tmp_path / "ours")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["theirs"]
+
+
+def test_a_base_of_the_rotary_embedding_stands_where_older_or_newer_files_have_it(tmp_path: Path) -> None:
+    for config, base in [
+        ({}, ModelSizes.rope_base),
+        ({"rope_theta": 300}, 300.0),
+        ({"rope_theta": 300, "rope_parameters": {"rope_theta": 500.0}}, 500.0),
+        ({"rope_parameters": {"rope_type": "default"}}, ModelSizes.rope_base),
+        ({"rope_scaling": None}, ModelSizes.rope_base),
+    ]:
+        assert _rope_base(config, tmp_path) == base, config
+    for base in (0, -1.0, True, "1", float("inf")):
+        with pytest.raises(CheckpointError, match=r"has rope_theta = .*: give a number above 0\."):
+            _rope_base({"rope_theta": base}, tmp_path)

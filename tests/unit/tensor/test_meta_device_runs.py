@@ -50,6 +50,10 @@ def test_blocks_that_are_alike_run_once(runs):
     assert [info.tensors[0].shape for info in infos] == [(2, 4, 8)] * 9 + [(2, 4, 5)]
     layers.prove(TOKENS)
     assert len(runs) == 8
+    layers = built(gpt2_of(4), {})
+    layers.infer(TOKENS, input_gradients=True)
+    layers.prove(TOKENS)
+    assert len(runs) == 16, "what ran with gradients of its inputs is no proof"
 
 
 def test_another_rank_of_the_process_runs_nothing(runs):
