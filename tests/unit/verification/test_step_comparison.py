@@ -1,4 +1,4 @@
-"""What a comparison allows: what was computed before adds to it, and division in float16 is a mistake."""
+"""What a comparison allows, and which mistakes it names: division in float16, a step that was left out."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from plait.verification.instruction_checker import InstructionChecker
 from plait.verification.location import StepPhase
 from plait.verification.reference_recording import RecordKey, RecordScope, Tolerance
 from plait.verification.step_comparison import DIVIDED_IN_FLOAT16, StepComparison
@@ -56,3 +57,31 @@ def test_a_gradient_that_was_divided_in_float16_is_not_tolerated() -> None:
         (StepPhase.REDUCTION, expected, half, scale),
     ]:
         assert judged(*case) == (0.75, []), case
+
+
+def test_a_parameter_that_the_last_step_left_as_it_was_is_named() -> None:
+    key, expected = RecordKey("value", name="w"), torch.tensor([1.0, 2.0, 3.0])
+    values = {RecordScope(1): torch.tensor([0.5, 1.5, 2.5]), RecordScope(2): expected}
+    recording = SimpleNamespace(
+        values={scope: {key: value} for scope, value in values.items()},
+        tolerances={scope: {key: Tolerance(3.0, 0.1)} for scope in values},
+        find=lambda scope, _: values.get(scope),
+    )
+    found: list[Any] = []
+
+    def compared(location: Any, actual: Any, expected: Any, *_: Any, **told: Any) -> bool:
+        found.extend(told["alternatives"]())
+        return True
+
+    own: Any = SimpleNamespace(
+        step=3,
+        evaluating=False,
+        recording=recording,
+        weights=SimpleNamespace(piece=lambda name: SimpleNamespace(of=lambda tensor: tensor)),
+        comparison=SimpleNamespace(resynchronizes=False, findings=SimpleNamespace(compare=compared)),
+        options=SimpleNamespace(isolate=False),
+    )
+    InstructionChecker._compare_parameter(own, "w", torch.tensor([1.05, 1.5, 2.5]), 0)
+    ((text, alternative),) = found
+    assert text == "what differs is as it was before the last step of the optimizer"
+    assert alternative.tolist() == [1.0, 1.5, 2.5]
