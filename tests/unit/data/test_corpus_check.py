@@ -17,7 +17,7 @@ from in_process import in_one_process
 
 from plait.cli.main import main
 from plait.data import whole_files
-from plait.data.corpus_check import require_intact
+from plait.data.corpus_check import _difference, require_intact
 from plait.data.corpus_index import CorpusIndex, ShardEntry, read_index, write_index
 from plait.data.preparation import prepare_corpus
 from plait.data.token_shards import open_corpus
@@ -87,6 +87,7 @@ def test_the_first_bytes_are_checked_when_a_corpus_is_opened_and_all_by_inspect(
         DataError, match=r"00001\.tokens\.bin is not what was written, by its checksum: repeat"
     ):
         require_intact(corpus, index, most=1 << 20)
+    assert _difference(corpus / "missing", "0") == "cannot be read (No such file or directory)"
 
 
 def test_an_index_of_another_preparation_is_no_end(corpus: Path) -> None:
