@@ -182,7 +182,7 @@ class JoinedLinears:
             add_product(buffer, part.t(), given, first)
 
     def _find_total(self) -> None:
-        """Set `_buffers`, and `_total` to their view as one tensor."""
+        """Set `_buffers` to the gradients of the weights, and `_total` to all of them as one view."""
         self._buffers = list(map(self.queue.buffer_of, self.weights))
         self._total = side_by_side(self._buffers)
 

@@ -51,7 +51,7 @@ class WeightGradientQueue:
         return buffer
 
     def begins(self, weights: Sequence[Tensor]) -> bool:
-        """Return whether nothing was added to the gradients of `weights` in this step: then write them whole.
+        """Return whether gradients of `weights` hold nothing of this step; the caller must overwrite them.
 
         If something was added to some of them, the others are set to zero.
         """

@@ -126,7 +126,7 @@ def load_checkpoint(
 def _compare_groups(
     engine: Checkpointable, optimizers: OptimizerSet, manifest: Manifest, options: Options
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the optimizer options that differ from the saved ones, as `differences` gives them.
+    """Return the optimizer options that differ from the saved ones: name → (value now, saved value).
 
     Raises CheckpointError, on all ranks, where saved options count and groups with different ones were merged
     or split.

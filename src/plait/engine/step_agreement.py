@@ -126,7 +126,7 @@ class StepAgreement:
         return [one for one, when in self._latest.items() if when == latest]
 
     def _of_optimizers(self, optimizers: list[Optimizer], *, single: bool) -> Iterator[str]:
-        """Yield the lines about optimizers that all ranks compare; `single`: also class, defaults, steps."""
+        """Yield texts of the optimizer settings that ranks compare; `single`: also class and defaults."""
         if optimizers:
             yield f"calls of forward_backward since zero_grad = {self._accumulated}"
         if optimizers and single:

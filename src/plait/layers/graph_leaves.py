@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from torch import Tensor
 from torch.autograd.graph import Node
 
 
-def other_leaf(outputs: Iterable[Tensor], known: Collection[Tensor]) -> Tensor | None:
-    """Return a leaf to which a backward of `outputs` would add a gradient, but none of `known`; else None."""
-    ids, seen = set(map(id, known)), set[Node]()
+def other_leaf(
+    outputs: Iterable[Tensor], known: Iterable[Tensor], given: Iterable[Node] = ()
+) -> Tensor | None:
+    """Return a leaf tensor, none of `known`, to whose `.grad` a backward of `outputs` would add; else None.
+
+    `given`: nodes beyond which the graph is not followed.
+    """
+    ids, seen = set(map(id, known)), set(given)
     waiting = [one.grad_fn for one in outputs]
     while waiting:
         node = waiting.pop()

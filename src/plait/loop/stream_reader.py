@@ -100,7 +100,7 @@ class StreamReader:
         self._items = self._read()
 
     def _read_again(self, samples: int) -> None:
-        """Read past the samples of an epoch that were used, where only their number is known."""
+        """Skip the first `samples` of an epoch, which were used before, by reading them again."""
         self._samples, self._items = 0, self._read()
         for _ in range(samples):
             try:

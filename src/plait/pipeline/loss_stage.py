@@ -96,7 +96,7 @@ class LossStage:
 
 
 def _refuse_other_leaves(total: Tensor, outputs: Sequence[Tensor]) -> None:
-    """Raise ModelError where a loss has a gradient for another tensor than `outputs`, as for a parameter.
+    """Raise ModelError where a loss depends on a leaf tensor besides `outputs`, such as a parameter.
 
     In each run: a gradient buffer holds nothing of this step yet when the loss's backward would add to it.
     """

@@ -118,7 +118,7 @@ def _release(buffer: FlatBuffer) -> None:
 
 @torch.no_grad()
 def _gather(buffer: FlatBuffer) -> Handle[Tensor] | None:
-    """Start the all-gather of `buffer.whole`; None where it is not sharded.
+    """Start the all-gather of a buffer's sharded parameters; return None where they are not sharded.
 
     A piece is read where it is; one of another dtype or device is first copied to its part of `whole`.
     """

@@ -107,7 +107,7 @@ class Reducer:
         zero_each(added_to)
 
     def open(self, name: str) -> None:
-        """Allocate a unit's whole gradient, and begin it as `begin` does."""
+        """Allocate the unsharded gradient of a unit's parameters; zero where a step adds to it first."""
         for buffer in self.units[name].trainable:
             for gradient in buffer.whole_gradients:
                 allocate_storage(gradient)
@@ -210,7 +210,7 @@ class Reducer:
 
 
 def _parts_of(unit: Unit, products: Collection[int]) -> tuple[dict[int, Tensor], list[Tensor]]:
-    """Return the gradients of a unit's `products` by the ids of the parameters, which the queue writes first.
+    """Return a unit's gradients that are written first, those of `products`, by the parameter's id.
 
     And the rest of its whole gradients, which start at zero.
     """

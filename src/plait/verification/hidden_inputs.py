@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from plait.errors import ModelError
+from plait.layers.graph_leaves import other_leaf
 from plait.layers.nested import Value, map_tensors, tensors_of
 from plait.tensor.losses import Loss
 
@@ -29,20 +30,12 @@ def require_no_hidden_input(what: str, results: Value, given: Iterable[Node], ow
 
     `given`: the nodes of the arguments, beyond which the graph is not followed.
     """
-    known, parameters = set(given), {id(parameter) for parameter in own}
-    left = [tensor.grad_fn for tensor in tensors_of(results) if tensor.grad_fn is not None]
-    while left:
-        node = left.pop()
-        if node in known:
-            continue
-        known.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in parameters:
-            raise ModelError(
-                f"{what} depends on a tensor {list(leaf.shape)} that it is not given and that is no "
-                f"parameter of its own, {PASS_IT_ON}."
-            )
-        left.extend(after for after, _ in node.next_functions if after is not None)
+    leaf = other_leaf(tensors_of(results), own, given)
+    if leaf is not None:
+        raise ModelError(
+            f"{what} depends on a tensor {list(leaf.shape)} that it is not given and that is no "
+            f"parameter of its own, {PASS_IT_ON}."
+        )
 
 
 def require_function_of_output(loss: Loss, total: Tensor, output: Value, targets: Value) -> None:
