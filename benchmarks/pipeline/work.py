@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import plait
-from plait.layers.layer_sequence import NamedLayer, layer_costs, sequence_of
+from plait.layers.layer_sequence import layer_costs, sequence_of
+from plait.layers.nested import NamedLayer
 from plait.models.initial import initial_value
 from plait.schedules.stage_cuts.layer_costs import LayerCosts
 from plait.schedules.stage_cuts.schedule_and_cut import schedule_and_cut

@@ -29,8 +29,9 @@ from plait.engine.loss_stages import build_loss_stage
 from plait.errors import ModelError, PlanError, listed
 from plait.layers.fingerprint import fingerprint, lines_of_values
 from plait.layers.late_hooks import LateHooks
-from plait.layers.layer_sequence import LayerSequence, NamedLayer, copy_attributes, private_copy, sequence_of
+from plait.layers.layer_sequence import LayerSequence, copy_attributes, private_copy, sequence_of
 from plait.layers.lost_settings import refuse_lost_settings
+from plait.layers.nested import NamedLayer
 from plait.layers.precision import DTYPES, convert
 from plait.layers.validation import refuse_compiled_loss
 from plait.layers.value_text import DIFFERS_BY_RANK

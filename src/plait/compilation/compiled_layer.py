@@ -24,8 +24,7 @@ from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.compilation.layer_graphs import LayerGraphs, trace_layer
 from plait.compilation.weight_terms import WeightTerm
 from plait.errors import ModelError
-from plait.layers.layer_sequence import NamedLayer
-from plait.layers.nested import Value, list_of_tensors, map_tensors, with_tensors
+from plait.layers.nested import NamedLayer, Value, list_of_tensors, map_tensors, with_tensors
 from plait.layers.shape_inference import LayerInfo
 from plait.plan import Plan, Recompute
 

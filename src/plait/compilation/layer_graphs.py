@@ -23,8 +23,7 @@ from plait.compilation.torch_compiler import (
     move_to_meta,
     without_memory,
 )
-from plait.layers.layer_sequence import NamedLayer
-from plait.layers.nested import Value, list_of_tensors, map_tensors, with_tensors
+from plait.layers.nested import NamedLayer, Value, list_of_tensors, map_tensors, with_tensors
 from plait.layers.shape_inference import LayerInfo, wrong_gradient_shape
 from plait.plan import Recompute
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.blueprint import Blueprint
-from plait.layers.layer_sequence import NamedLayer
+from plait.layers.nested import NamedLayer
 from plait.pipeline.chunked_loss_stage import ChunkedLossStage
 from plait.pipeline.loss_stage import LossStage
 from plait.schedules.lowering_spec import sharding_of

@@ -21,8 +21,8 @@ from plait.comm.text_collectives import broadcast_text
 from plait.device import synchronize
 from plait.engine.local_batch import cut, local_inputs
 from plait.engine.loss_stages import build_loss_stage
-from plait.layers.layer_sequence import NamedLayer, private_copy
-from plait.layers.nested import Value, leaf_of, map_tensors, signature, split_both, tensors_of
+from plait.layers.layer_sequence import private_copy
+from plait.layers.nested import NamedLayer, Value, leaf_of, map_tensors, signature, split_both, tensors_of
 from plait.layers.precision import DTYPES, convert
 from plait.layers.shape_inference import LayerInfo
 from plait.pipeline.loss_stage import LossStage

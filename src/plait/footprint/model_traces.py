@@ -26,8 +26,8 @@ from plait.footprint.context_share import (
     result_bytes,
 )
 from plait.footprint.traces import Trace, meta_leaf, trace_chunked_loss, trace_layer, trace_loss
-from plait.layers.layer_sequence import NamedLayer, on_meta, private_copy
-from plait.layers.nested import Value, map_tensors, tensors_of
+from plait.layers.layer_sequence import on_meta, private_copy
+from plait.layers.nested import NamedLayer, Value, map_tensors, tensors_of
 from plait.layers.precision import DTYPES
 from plait.layers.result_cache import result_caches
 from plait.layers.shape_inference import LayerInfo, infer

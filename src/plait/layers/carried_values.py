@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from plait.errors import ModelError, PlaitError
 from plait.layers.graph_leaves import other_leaf
-from plait.layers.layer_sequence import NamedLayer, own_numbers
+from plait.layers.layer_sequence import own_numbers
 from plait.layers.memory_sources import INPUT, FollowSources, MemorySources
-from plait.layers.nested import Value, map_tensors, tensors_of
+from plait.layers.nested import NamedLayer, Value, map_tensors, tensors_of
 from plait.rules import join
 
 

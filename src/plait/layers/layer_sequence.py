@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -14,34 +14,12 @@ from torch.nn.parameter import UninitializedParameter
 from plait.autograd.dropout import from_plain_dropout, is_plain_dropout
 from plait.errors import ModelError
 from plait.layers.call_hooks import computed_by_hooks, hook_objects, shared_objects
-from plait.layers.nested import Value
+from plait.layers.nested import NamedLayer
 from plait.layers.precision import convert
 from plait.rules import join
 
-RunOnPieces = Callable[[nn.Module, Value, int], tuple[Value, int]]
-"""Runs a module between layers that exchange pieces of a sequence; see `NamedLayer.run`."""
-
 MISSING = object()
 """The value of an attribute that a module does not have."""
-
-
-@dataclass(frozen=True)
-class NamedLayer:
-    """A layer and its path in the model, as in `named_modules`."""
-
-    path: str
-    module: nn.Module
-    run_on_pieces: RunOnPieces | None = None
-    """With sequence parallelism: how the module runs where its input or output is a piece of a sequence."""
-
-    def run(self, value: Value, length: int) -> tuple[Value, int]:
-        """Return the layer's output, and the whole sequence length to pass to the next layer as `length`.
-
-        `length`: the length of the sequence of which `value` holds a piece; 0 if it is not in pieces yet.
-        """
-        if self.run_on_pieces is None:
-            return self.module(value), length
-        return self.run_on_pieces(self.module, value, length)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Nested values that layers exchange: a tensor, or tuples, lists and dictionaries of tensors."""
+"""Layers by name, and the nested values that layers exchange: tensors, or tuples, lists and dicts of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.errors import DataError, PlanError
 
@@ -179,3 +179,26 @@ def signatures(values: Sequence[Value]) -> str:
 def signature(value: Value) -> str:
     """Return the structure of `value` with the shapes and dtypes of its tensors, as text."""
     return repr(map_tensors(lambda tensor: (tuple(tensor.shape), tensor.dtype), value))
+
+
+RunOnPieces = Callable[[nn.Module, Value, int], tuple[Value, int]]
+"""Runs a module between layers that exchange pieces of a sequence; see `NamedLayer.run`."""
+
+
+@dataclass(frozen=True)
+class NamedLayer:
+    """A layer and its path in the model, as in `named_modules`."""
+
+    path: str
+    module: nn.Module
+    run_on_pieces: RunOnPieces | None = None
+    """With sequence parallelism: how the module runs where its input or output is a piece of a sequence."""
+
+    def run(self, value: Value, length: int) -> tuple[Value, int]:
+        """Return the layer's output, and the whole sequence length to pass to the next layer as `length`.
+
+        `length`: the length of the sequence of which `value` holds a piece; 0 if it is not in pieces yet.
+        """
+        if self.run_on_pieces is None:
+            return self.module(value), length
+        return self.run_on_pieces(self.module, value, length)

@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.autograd.position_marks import MarkedCall, call_begins, call_ends
 from plait.layers.distinctive_sizes import DistinctiveSizes, resized
-from plait.layers.layer_sequence import LayerSequence, NamedLayer, without_values
-from plait.layers.nested import Value, tensors_of
+from plait.layers.layer_sequence import LayerSequence, without_values
+from plait.layers.nested import NamedLayer, Value, tensors_of
 from plait.layers.position_dims import PositionDim
 from plait.layers.position_tracker import PositionTracker
 from plait.layers.shape_inference import LayerInput, run_on_meta

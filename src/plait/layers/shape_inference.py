@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import ModelError, PlaitError
-from plait.layers.layer_sequence import NamedLayer
-from plait.layers.nested import Value, leaf_of, map_leaves, map_tensors, tensors_of
+from plait.layers.nested import NamedLayer, Value, leaf_of, map_leaves, map_tensors, tensors_of
 from plait.layers.shared_inputs import PartialOutputs, Readers, recording_readers
 
 

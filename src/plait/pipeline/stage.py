@@ -32,8 +32,8 @@ from plait.autograd.joined_linears import JoinedLinears
 from plait.autograd.running_sequence import LocalSequence, running
 from plait.autograd.weight_gradient_queue import WeightGradientQueue, WeightWork
 from plait.compilation.compiled_layer import CompiledLayer, CompiledRun
-from plait.layers.layer_sequence import NamedLayer, read_attributes, set_attributes
-from plait.layers.nested import Value, detached, list_of_tensors, map_tensors
+from plait.layers.layer_sequence import read_attributes, set_attributes
+from plait.layers.nested import NamedLayer, Value, detached, list_of_tensors, map_tensors
 from plait.layers.shape_inference import LayerInfo, wrong_gradient_shape
 from plait.layers.shared_inputs import Readers, join_linears
 from plait.pipeline.recompute import Run, recomputing

@@ -15,8 +15,8 @@ from plait.autograd.dropout import names_of
 from plait.autograd.running_sequence import running_sequence
 from plait.errors import ModelError, listed
 from plait.layers.carried_values import refuse_carried_values
-from plait.layers.layer_sequence import LayerSequence, NamedLayer, on_meta, private_copy
-from plait.layers.nested import Value, map_tensors, tensors_of
+from plait.layers.layer_sequence import LayerSequence, on_meta, private_copy
+from plait.layers.nested import NamedLayer, Value, map_tensors, tensors_of
 from plait.layers.position_proof import prove_positions_apart
 from plait.layers.shape_inference import LayerInfo, LayerInput, MetaRun, run_on_meta
 from plait.layout import Layout

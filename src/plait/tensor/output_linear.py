@@ -13,7 +13,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from plait.errors import PlanError
-from plait.layers.layer_sequence import NamedLayer
+from plait.layers.nested import NamedLayer
 from plait.rules import Rule, join
 from plait.tensor.linear import ColumnParallelLinear
 

@@ -23,7 +23,6 @@ from torch.nn import functional
 from plait.arguments import require_flag, require_instance, require_number, whole
 from plait.autograd.paired_collectives import reduce
 from plait.autograd.running_sequence import running_sequence
-from plait.data.batches import NO_TARGET
 from plait.errors import ConfigError, DataError
 from plait.tensor.losses import CrossEntropy, token_losses_of_pieces
 from plait.tensor.vocabulary_partition import Vocabulary
@@ -116,7 +115,7 @@ class PreferenceLoss:
 
     def _sums(self, losses: Tensor, targets: Targets) -> Tensor:
         """Return of each answer the sum of log p - log q, its tokens, and its pairs: `[3, rows, answers]`."""
-        answers, counts = targets["answers"], targets["tokens"] != NO_TARGET
+        answers, counts = targets["answers"], targets["tokens"] != CrossEntropy.ignore_index
         ratios = -losses - targets["reference"].to(losses)
         here = [counts & (answers == number) for number in range(2 * self.pairs)]
         begins = targets["begins"].to(losses)
@@ -174,7 +173,7 @@ def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
     """
     values = logits if logits.dtype == torch.float64 else logits.float()
     losses = functional.cross_entropy(
-        values.flatten(0, 1), tokens.flatten(), ignore_index=NO_TARGET, reduction="none"
+        values.flatten(0, 1), tokens.flatten(), ignore_index=CrossEntropy.ignore_index, reduction="none"
     )
     return -losses.view(tokens.shape)
 
@@ -222,7 +221,7 @@ def preference_batch(
         )
     inputs, ids = torch.zeros(rows, length, dtype=torch.int64), torch.full((rows, length), -1)
     targets = {
-        "tokens": torch.full((rows, length), NO_TARGET),
+        "tokens": torch.full((rows, length), CrossEntropy.ignore_index),
         "answers": torch.full((rows, length), -1),
         "begins": torch.zeros(rows, length, dtype=torch.int64),
         "reference": torch.zeros(rows, length, dtype=torch.float64),

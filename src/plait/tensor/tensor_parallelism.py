@@ -10,8 +10,7 @@ from torch import nn
 from plait.autograd.paired_collectives import to_pieces, to_whole
 from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.comm.group import Group
-from plait.layers.layer_sequence import NamedLayer, RunOnPieces
-from plait.layers.nested import Value, tensors_of, with_tensors
+from plait.layers.nested import NamedLayer, RunOnPieces, Value, tensors_of, with_tensors
 from plait.rules import Rule
 from plait.tensor.apply_rules import apply_rules, partitioned_classes
 from plait.tensor.region_boundary import RegionBoundary

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from plait.layers.layer_sequence import NamedLayer, own_numbers
+from plait.layers.layer_sequence import own_numbers
+from plait.layers.nested import NamedLayer
 
 
 @dataclass(frozen=True)

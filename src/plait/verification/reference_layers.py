@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError, PlaitError
-from plait.layers.layer_sequence import LayerSequence, NamedLayer, private_copy
-from plait.layers.nested import Value
+from plait.layers.layer_sequence import LayerSequence, private_copy
+from plait.layers.nested import NamedLayer, Value
 from plait.layers.precision import convert
 from plait.models.initial import initial_value
 from plait.models.module_reset import ModuleReset

@@ -25,8 +25,8 @@ from plait.autograd.dropout import DropoutGenerator, names_of
 from plait.autograd.running_sequence import ContextParallelism, running
 from plait.engine.local_batch import local_inputs
 from plait.layers.evaluation_mode import evaluating
-from plait.layers.layer_sequence import LayerSequence, NamedLayer
-from plait.layers.nested import Value, map_tensors, split, tensors_of
+from plait.layers.layer_sequence import LayerSequence
+from plait.layers.nested import NamedLayer, Value, map_tensors, split, tensors_of
 from plait.tensor.losses import Loss
 from plait.tensor.torch_losses import divisor
 from plait.verification.attention_mistakes import other_documents, sums_after_mistakes

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from plait.autograd.deferred_weight_gradients import defer_weight_gradients
 from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.footprint.traces import Trace, trace_layer, trace_loss
-from plait.layers.layer_sequence import NamedLayer
-from plait.layers.nested import tensors_of
+from plait.layers.nested import NamedLayer, tensors_of
 from plait.layers.shape_inference import infer
 from plait.pipeline.stage import Stage
 from plait.tensor.losses import cross_entropy

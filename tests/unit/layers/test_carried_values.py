@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 import plait
 from plait.errors import ModelError
 from plait.layers.carried_values import refuse_carried_values
-from plait.layers.layer_sequence import NamedLayer
+from plait.layers.nested import NamedLayer
 
 OUTSIDE = nn.Parameter(torch.tensor(2.0))
 BATCHES: list[Tensor] = []

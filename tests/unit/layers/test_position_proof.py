@@ -14,8 +14,7 @@ from torch.nn import functional
 
 from plait.autograd.position_marks import gives_positions, positions_may_mix
 from plait.errors import ModelError
-from plait.layers.layer_sequence import NamedLayer
-from plait.layers.nested import Value, map_tensors, tensors_of
+from plait.layers.nested import NamedLayer, Value, map_tensors, tensors_of
 from plait.layers.position_proof import prove_positions_apart
 
 LENGTH, HIDDEN = 16, 12
