@@ -177,7 +177,7 @@ def test_the_bound_of_a_pipeline_is_close() -> None:
 def test_one_micro_batch_takes_the_path_through_stages_and_messages() -> None:
     for policy, chunks, least in [("1f1b", 1, 0.995), ("zb-h1", 1, 0.995), ("zb-v", 2, 0.999)]:
         wide = replace(EVEN, layers=3, context=4096)
-        plan = Plan(pp=4, schedule=policy, chunks=chunks)
+        plan = Plan(pp=4, schedule=policy, chunks=chunks, precision="bf16")
         assert least < _share(plan, wide, SLOW_LINKS, 1) <= 1
 
 

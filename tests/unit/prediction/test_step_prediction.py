@@ -161,7 +161,7 @@ def test_nothing_is_hidden_on_hardware_that_moves_the_bytes_itself() -> None:
 
 def test_small_layers_are_limited_by_the_host() -> None:
     tiny = replace(SMALL, hidden=64, heads=4, context=32, vocab=100)
-    assert predict(tiny, Plan(), "h100-sxm").bound == "host overhead"
+    assert predict(tiny, Plan(precision="bf16"), "h100-sxm").bound == "host overhead"
 
 
 def test_figures_of_a_step_follow_from_its_time_and_memory() -> None:
