@@ -84,7 +84,7 @@ def run(argv: Sequence[str]) -> int:
         case = verification_case(config, mode=options.mode, steps=options.steps, isolate=options.isolate)
         result: VerificationReport | Sweep | IndependentReport
         if options.against is not None:
-            result = verify_against(case, plan, reference_of(config, case), threads=threads)
+            result = verify_against(case, plan, reference_of(config), threads=threads)
         elif options.all:
             result = verify_all(case, plan, ranks, threads=threads, report_progress=_show_progress)
         else:

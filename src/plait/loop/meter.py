@@ -28,6 +28,7 @@ from plait.device import (
     sent,
 )
 from plait.plan import Precision
+from plait.prediction.decoder import FLOPS, multiplications
 from plait.prediction.hardware import gpu_peaks
 
 
@@ -157,7 +158,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
 
-def flops_per_token(model: nn.Module, *, layers: int, hidden: int, context: int) -> int:
+def flops_per_token(model: nn.Module, *, layers: int, hidden: int, context: int) -> float:
     """Return the floating-point operations to train `model` on one token, forward and backward.
 
     Matrix products are those with all its matrices, a tied head's too; looking up an embedding costs
@@ -170,4 +171,4 @@ def flops_per_token(model: nn.Module, *, layers: int, hidden: int, context: int)
         for parameter in module.parameters(recurse=False)
         if parameter.dim() == 2
     )
-    return 6 * weights + 12 * layers * hidden * context
+    return FLOPS * multiplications(weights, context=context, width=layers * hidden)

@@ -10,13 +10,12 @@ from pathlib import Path
 from plait.arguments import require_instance
 from plait.errors import PlanError
 from plait.plan import Plan
-from plait.prediction.decoder import Decoder, stage_kinds
+from plait.prediction.decoder import Decoder, decoder_of, stage_kinds
 from plait.prediction.framework import PLAIT, Framework
 from plait.prediction.hardware import Hardware, load_hardware
 from plait.prediction.layer_operations import StepShape
 from plait.prediction.layer_times import LayerTimer
 from plait.prediction.memory_by_size import PredictedMemory, predicted_memory
-from plait.prediction.model_sizes import decoder_of
 from plait.prediction.step_times import NANOSECOND, StepTimes, stage_modes
 from plait.quantities import memory_text, seconds_text
 from plait.schedules.schedule import Schedule

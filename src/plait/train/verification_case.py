@@ -15,9 +15,9 @@ from plait.verification.independent_reference import IndependentReference
 from plait.verification.options import Mode, VerifyOptions, usual_steps
 
 
-def reference_of(config: Config, case: Case) -> IndependentReference:
-    """Return the model of transformers beside the model of `case`, the one of `config`."""
-    return transformers_reference(config, load_data(config).vocab, case.build())
+def reference_of(config: Config) -> IndependentReference:
+    """Return the model of transformers beside the model of `config`."""
+    return transformers_reference(config, load_data(config).vocab)
 
 
 def verification_case(config: Config, *, mode: Mode, steps: int | None, isolate: bool) -> Case:

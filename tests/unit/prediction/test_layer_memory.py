@@ -14,12 +14,11 @@ from plait.blueprint import build_blueprint
 from plait.footprint.estimate import MemoryEstimator
 from plait.footprint.traces import Trace
 from plait.plan import Plan
-from plait.prediction.decoder import Decoder, LayerKind
+from plait.prediction.decoder import Decoder, LayerKind, decoder_of
 from plait.prediction.framework import PLAIT, Framework
 from plait.prediction.hardware import load_hardware
 from plait.prediction.layer_memory import LayerMemory, layer_memory, sending_pieces
 from plait.prediction.layer_operations import StepShape
-from plait.prediction.model_sizes import decoder_of
 
 SIZES: dict[str, Any] = {"layers": 1, "hidden": 128, "heads": 8, "vocab": 200, "context": 64}
 ON_CPU = PLAIT.on(load_hardware("cpu-two-cores"))

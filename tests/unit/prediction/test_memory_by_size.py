@@ -8,9 +8,8 @@ import pytest
 
 import plait
 from parity.pairs import in_quick
-from plait.model_size_rules import default_inner
 from plait.plan import Plan
-from plait.prediction.decoder import Decoder
+from plait.prediction.decoder import Decoder, decoder_of, default_inner
 from plait.prediction.framework import PLAIT
 from plait.prediction.hardware import load_hardware
 from plait.prediction.layer_memory import LayerMemory, layer_memory, sending_pieces
@@ -23,7 +22,6 @@ from plait.prediction.memory_by_size import (
     activation_peaks,
     stage_memory,
 )
-from plait.prediction.model_sizes import decoder_of
 from plait.prediction.state_memory import RankSizes, rank_sizes
 from plait.prediction.step_prediction import predict
 from plait.schedules.action import Kind
