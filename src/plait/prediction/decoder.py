@@ -245,12 +245,3 @@ def multiples(value: int, step: int) -> str:
 def divisors(value: int) -> str:
     """Return the divisors of `value`, such as "1 or 2 or 4"."""
     return " or ".join(str(n) for n in range(1, value + 1) if value % n == 0)
-
-
-def stage_kinds(kinds: Sequence[LayerKind], cut: Sequence[int]) -> tuple[tuple[LayerKind, ...], ...]:
-    """Return the kinds of each stage's layers; `cut` has the number of layers of each stage."""
-    first, stages = 0, []
-    for count in cut:
-        stages.append(tuple(kinds[first : first + count]))
-        first += count
-    return tuple(stages)

@@ -11,7 +11,7 @@ import plait
 from plait.errors import ModelError
 from plait.layers.layer_sequence import layer_costs, sequence_of
 from plait.loop.meter import flops_per_token
-from plait.prediction.decoder import Decoder, LayerKind, decoder_of, stage_kinds
+from plait.prediction.decoder import Decoder, LayerKind, decoder_of
 from plait.train.config_sections import ModelConfig
 
 LLAMA = Decoder(
@@ -53,9 +53,8 @@ def test_a_tied_table_counts_once_where_both_layers_are() -> None:
     assert tied.total_parameters == tied.parameters_of(tied.kinds)
 
 
-def test_stages_take_the_layers_in_order() -> None:
+def test_a_block_is_two_layers() -> None:
     assert LLAMA.kinds == ("embedding", *(("attention", "mlp") * 3), "head")
-    assert stage_kinds(LLAMA.kinds, (1, 3, 4)) == (LLAMA.kinds[:1], LLAMA.kinds[1:4], LLAMA.kinds[4:])
 
 
 def test_sizes_that_fit_no_model_are_refused() -> None:
