@@ -95,7 +95,7 @@ def _attention(recompute: Recompute, shape: StepShape) -> LayerMemory:
     joined = plan.cp == 1  # query, key and value are one product
     copied = query if turned and plan.cp == 1 else 0.0  # heads' outputs, side by side
     norm, region = _norm(shape), _region(shape)
-    whole = shape.outside + norm + region + core + copied + _dropped(shape)
+    whole = shape.outside + norm + region + core + copied
     kept = {"none": whole, "selective": shape.outside + core, "full": shape.outside}[recompute]
     if turned and joined and recompute != "selective":
         turned += query + key
@@ -141,7 +141,7 @@ def _mlp(recompute: Recompute, shape: StepShape) -> LayerMemory:
     # Gate, its activation, the other half, and their product.
     inside = 4 if decoder.gated else 2
     inputs = 2 if decoder.gated else 1
-    whole = shape.outside + norm + region + inside * wide + _dropped(shape)
+    whole = shape.outside + norm + region + inside * wide
     kept = {"none": whole, "selective": shape.outside + inputs * wide, "full": shape.outside}[recompute]
     forward = whole + _sum(shape)
     if recompute != "none":
@@ -192,8 +192,3 @@ def _gathered(shape: StepShape) -> float:
 def _bias(shape: StepShape) -> float:
     """Return the bytes of a bias's gradient that is kept until all small gradients are added together."""
     return shape.item * shape.decoder.hidden if shape.decoder.biases else 0.0
-
-
-def _dropped(shape: StepShape) -> float:
-    """Return the bytes of a dropout's mask."""
-    return shape.outside / shape.item if shape.dropout else 0.0

@@ -58,8 +58,6 @@ class StepShape:
     on_cpu: bool = False
     """Whether RMS norms, rotations and gated activations are several operations each; such norms keep copies
     in fp32."""
-    dropout: bool = False
-    """Whether the model has dropout behind attention and MLP."""
 
     @cached_property
     def tokens(self) -> float:
@@ -305,17 +303,13 @@ def _head(shape: StepShape) -> LayerWork:
 def _norm_and_residual(shape: StepShape) -> tuple[LayerWork, LayerWork]:
     """Return the work of the norm before a region, and of the residual connection after it."""
     piece = shape.outside
-    dropped = 0.5 * piece if shape.dropout else 0.0
     # Composed: square, mean, sum with epsilon, inverse root and two products; about ten in the backward.
     passes, backward = ((7, 6), (14, 10)) if shape.composes else ((2, 1), (4, 2))
     norm = LayerWork(
         (Elementwise(passes[0] * piece, passes[1]),),
         (Elementwise(backward[0] * piece, backward[1]),),
     )
-    residual = LayerWork(
-        (Elementwise(3 * piece + dropped, 1),),
-        (Elementwise(2 * piece + 2 * dropped, 1),),
-    )
+    residual = LayerWork((Elementwise(3 * piece, 1),), (Elementwise(2 * piece, 1),))
     return norm, residual
 
 

@@ -26,8 +26,8 @@ WHOLE, FP32 = 2 * TOKENS * 96, 4 * TOKENS * 96
 """Bytes of an activation, in bf16 and in fp32."""
 
 
-def shape_of(decoder: Decoder, *, on_cpu: bool = False, dropout: bool = False, **fields: Any) -> StepShape:
-    return StepShape(decoder, Plan(**fields), rows=3, on_cpu=on_cpu, dropout=dropout)
+def shape_of(decoder: Decoder, *, on_cpu: bool = False, **fields: Any) -> StepShape:
+    return StepShape(decoder, Plan(**fields), rows=3, on_cpu=on_cpu)
 
 
 def over_tp(collective: Collective, nbytes: float) -> tuple[AxisTransfer, ...]:
@@ -97,11 +97,11 @@ def test_the_work_of_a_llama_divided_over_two_ranks_that_gather_again() -> None:
     )
 
 
-def test_the_work_of_a_gpt_in_fp32_with_dropout_and_logits_of_some_rows() -> None:
+def test_the_work_of_a_gpt_in_fp32_with_logits_of_some_rows() -> None:
     """Of one rank there are no transfers; 192 rows of logits are three chunks of at most 70."""
-    shape = shape_of(GPT, dropout=True, loss_rows=70)
+    shape = shape_of(GPT, loss_rows=70)
     norm, norm_back = Elementwise(2 * FP32, 1), Elementwise(4 * FP32, 2)
-    residual, residual_back = Elementwise(3.5 * FP32, 1), Elementwise(3 * FP32, 1)
+    residual, residual_back = Elementwise(3 * FP32, 1), Elementwise(2 * FP32, 1)
     assert layer_work("embedding", shape) == LayerWork(
         forward=(Elementwise(4 * FP32, 3),), backward=(Elementwise(9 * FP32, 6),)
     )
