@@ -122,9 +122,12 @@ class Decoder:
 
     @property
     def layer_costs(self) -> tuple[float, ...]:
-        """The multiplications a token of each layer, by which plait cuts a model into stages."""
-        extra = {"attention": 0.0}  # of the others 1, so that an embedding has a cost
-        return tuple(self._multiplications(kind) + extra.get(kind, 1.0) for kind in self.kinds)
+        """The multiplications a token of each layer, by which plait cuts a model into stages.
+
+        One more of layers without attention, so that an embedding has a cost, as in `layer_costs` of modules.
+        """
+        one_more = {kind: self._multiplications(kind) + (kind != "attention") for kind in {*self.kinds}}
+        return tuple(one_more[kind] for kind in self.kinds)
 
     @property
     def operations_per_token(self) -> float:
@@ -136,10 +139,10 @@ class Decoder:
         return FLOPS * sum(map(self._multiplications, self.kinds))
 
     def _multiplications(self, kind: LayerKind) -> float:
-        if kind == "embedding":
+        if kind == "embedding":  # looked up
             return 0.0
-        of_attention = {"context": self.context, "width": self.hidden} if kind == "attention" else {}
-        return multiplications(self._matrices(kind), **of_attention)
+        width = self.hidden if kind == "attention" else 0
+        return multiplications(self._matrices(kind), context=self.context, width=width)
 
     def _matrices(self, kind: LayerKind, tp: int = 1) -> int:
         """Return the elements of a layer's matrices on all ranks of `tp`; each has a head of keys."""
@@ -219,11 +222,11 @@ def _block_sizes(block: Any) -> tuple[int, int, int, float | None]:
     return heads, int(getattr(attention, "kv_heads", heads)), int(block.mlp.up.out_features), base
 
 
-def multiplications(matrices: float, *, context: float = 0, width: float = 0) -> float:
+def multiplications(matrices: float, *, context: float, width: float) -> float:
     """Return the multiplications a token of a layer whose matrices have `matrices` elements: one for each.
 
-    Of attention also two for each of `width` features and each position of `context`: of the scores, and of
-    the weighted values.
+    And of attention two for each of its `width` features and each position of `context`: of the scores, and
+    of the weighted values.
     """
     return matrices + 2.0 * context * width
 

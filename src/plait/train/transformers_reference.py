@@ -12,13 +12,14 @@ from plait.errors import ConfigError
 from plait.models.huggingface.pretrained import logits_of, original_in, original_of
 from plait.prediction.decoder import Decoder
 from plait.train.config import Config
+from plait.train.run_data import load_data
 from plait.verification.independent_reference import IndependentReference, named_alike
 
 ANGLES_IN_FLOAT32 = 1e-6
 """Relative accuracy of rotary angles in transformers; plait's own llama has them in float64 here."""
 
 
-def transformers_reference(config: Config, vocab: int) -> IndependentReference:
+def transformers_reference(config: Config) -> IndependentReference:
     """Return the model of transformers that computes what the model of the configuration computes.
 
     For a model in a folder what transformers builds of it; for plait's own the model to which a checkpoint is
@@ -29,7 +30,7 @@ def transformers_reference(config: Config, vocab: int) -> IndependentReference:
     if config.model.folder is not None:
         made = partial(original_in, config.model.folder)
         return IndependentReference(made, "transformers", pairs=named_alike, call=logits_of)
-    sizes = config.model.decoder(vocab)
+    sizes = config.model.decoder(load_data(config).vocab)
     made = partial(original_of, config_json(sizes, "float32"))
     pairs = partial(_pairs, sizes)
     return IndependentReference(made, "transformers", pairs, logits_of, accuracy=ANGLES_IN_FLOAT32)
