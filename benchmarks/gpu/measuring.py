@@ -16,7 +16,8 @@ from contestants import Contestant, NoResultError, command_of
 from report import Row
 from work import Work, build
 
-from plait.loop.meter import flops_per_token, peak_flops
+from plait.loop.meter import flops_per_token
+from plait.prediction.hardware import gpu_peaks
 
 CLOSE = 2e-3
 """How far two losses in bf16 may be apart, relative to their size."""
@@ -86,7 +87,7 @@ class Measuring:
     def utilization(self, tokens_per_second: float, ranks: int) -> float | None:
         """Return the fraction of the GPUs' peak in bf16, or None where that is unknown."""
         work = self.work
-        peak = peak_flops(self.gpu, "bf16")
+        peak = gpu_peaks(self.gpu).get("bf16")
         sizes = {"layers": work.layers, "hidden": work.hidden, "context": work.context}
         per_token = flops_per_token(build(work), **sizes)
         return None if peak is None else per_token * tokens_per_second / ranks / peak

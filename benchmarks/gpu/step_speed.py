@@ -26,7 +26,8 @@ from woven import plan_of, predicted, woven
 
 import plait
 from plait.device import CPU, allocated, current_accelerator, is_accelerator, name_of, synchronize
-from plait.loop.meter import flops_per_token, peak_flops
+from plait.loop.meter import flops_per_token
+from plait.prediction.hardware import gpu_peaks
 
 SIZES = {
     "large": WORKS["1.3B"],
@@ -204,7 +205,7 @@ def row(
     operations = work.tokens * flops_per_token(
         build(work), layers=work.layers, hidden=work.hidden, context=work.context
     )
-    rate = peak_flops(gpu, "bf16")
+    rate = gpu_peaks(gpu).get("bf16")
     used = "" if rate is None else f"{operations / seconds / rate:.1%}"
     kernels = one.kernels()
     busy = sum(taken for _, taken in kernels)

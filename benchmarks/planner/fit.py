@@ -92,7 +92,7 @@ class Linearised:
     def work(self, step: StepTimes) -> float:
         """Return the seconds of the rank's layers for one micro-batch, with its messages."""
         layers = sum(count * step.timer.times(*pair).total.total for pair, count in self.kinds.items())
-        return layers + 2 * step.hop
+        return layers + 2 * step.timer.message_seconds
 
     def seconds(self, machines: Mapping[str, Hardware]) -> float:
         """Return the step time."""

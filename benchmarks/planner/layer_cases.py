@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from framework_times import FrameworkTimer
 from frameworks import MEGATRON_2021, MEGATRON_2022, MIXED
 from runs import gpt, records
 
 from plait.plan import Plan, Recompute
 from plait.prediction.hardware import Hardware
 from plait.prediction.layer_operations import StepShape
-from plait.prediction.layer_times import LayerTimer, PassTimes
+from plait.prediction.layer_times import PassTimes
 
 MODEL_22B = {"hidden": 6144, "layers": 48, "heads": 64, "context": 2048, "vocab": 51200}
 ROWS = {2304: (6, 24), 4096: (3, 32), 5120: (1, 40), 6144: (1, 48)}
@@ -38,7 +39,7 @@ def _layer(variant: str, machine: Hardware) -> PassTimes:
         "full" if variant == "full_recompute" else "selective" if "selective" in variant else "none"
     )
     plan = Plan(tp=8, recompute=recompute, sequence_parallel="regather" if pieces else "none", **MIXED)
-    timer = LayerTimer(StepShape(gpt(MODEL_22B), plan, MEGATRON_2022, 4), machine, "fp16")
+    timer = FrameworkTimer(StepShape(gpt(MODEL_22B), plan, 4), machine, "fp16", framework=MEGATRON_2022)
     return timer.times("attention", recompute) + timer.times("mlp", recompute)
 
 
@@ -47,7 +48,7 @@ def _stage(row: Mapping[str, Any], machine: Hardware) -> tuple[float, float, flo
     rows, heads = ROWS[row["hidden"]]
     model = gpt({**row, "heads": heads, "context": 1024})
     plan = Plan(pp=row["pp"], microbatches=row["microbatches"], **MIXED)
-    timer = LayerTimer(StepShape(model, plan, MEGATRON_2021, rows), machine, "fp16")
+    timer = FrameworkTimer(StepShape(model, plan, rows), machine, "fp16", framework=MEGATRON_2021)
     block = timer.times("attention", "none") + timer.times("mlp", "none")
     count = (row["layers"] + 2) / row["pp"]
     return count * block.forward.total, count * block.inputs.total, count * block.weights.total

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from framework_memory import FrameworkMemories
+from framework_times import FrameworkTimes, quick_step
+from frameworks import Framework
+
 from plait.plan import Plan
 from plait.prediction.decoder import Decoder
-from plait.prediction.framework import Framework
 from plait.prediction.hardware import Hardware
-from plait.prediction.memory_by_size import predicted_memory
-from plait.prediction.quick_step import quick_step
-from plait.prediction.step_times import StepTimes
+from plait.schedules.held_microbatches import HeldMicrobatches
 from plait.schedules.search.api import schedule
 from plait.schedules.stage_cuts.balance import balance
 
@@ -35,7 +36,7 @@ class Setup:
         """Return the step time, as the search for plans computes it."""
         return self.step(machines).seconds
 
-    def step(self, machines: Mapping[str, Hardware]) -> StepTimes:
+    def step(self, machines: Mapping[str, Hardware]) -> FrameworkTimes:
         """Return the times of which the step consists."""
         cut = self.plan.layers_per_stage or (len(self.model.kinds),)
         return quick_step(self.model, self.plan, cut, self.rows, self.framework, machines[self.cluster])
@@ -65,8 +66,10 @@ class Case:
             microbatches=min(setup.plan.microbatches, 4 * setup.plan.pp),
             chunks=setup.plan.chunks,
         )
-        found = predicted_memory(step.timer.shape, order, step.stages, step.modes, 0.0)
-        return max(rank.allocated for rank in found)
+        shape = step.timer.shape
+        known = FrameworkMemories(shape, order, step.stages, step.modes, framework=setup.framework)
+        ranks = map(known.activations, HeldMicrobatches(order).ranks)
+        return max(rank.with_state(shape, 0.0).allocated for rank in ranks)
 
     def memory(self, machines: Mapping[str, Hardware]) -> float:
         """Return what is comparable with the measured bytes."""

@@ -76,6 +76,15 @@ def computation_settings() -> dict[str, object]:
     }
 
 
+def product_precision(precision: str) -> str:
+    """Return in which precision a GPU multiplies matrices of `precision`: fp32 as `tf32` if torch is set so.
+
+    By `torch.set_float32_matmul_precision` or `torch.backends.cuda.matmul`; by default fp32 stays fp32.
+    """
+    rounds = precision == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if rounds else precision
+
+
 def visible_accelerators() -> int:
     """Return the number of GPUs that this process sees and NCCL can connect."""
     return torch.cuda.device_count() if dist.is_nccl_available() else 0

@@ -24,6 +24,14 @@ CONFIG = "config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".inv_freq")
 """Suffixes of tensors in older files that are no parameters: masks and rotary frequencies."""
+SIZE_KEYS: Mapping[str, str] = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "vocab": "vocab_size",
+    "context": "max_position_embeddings",
+}
+"""The keys of sizes in config.json, by their names in plait's; GPT-2's have these as attributes only."""
 _INDEX_ENDS = ".safetensors.index.json"
 _SHARD = re.compile(r"(.*-)(\d{5})-of-(\d{5})\.safetensors")
 _MOST_LISTED = 5

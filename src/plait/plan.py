@@ -210,6 +210,15 @@ class Plan:
         """Whether sequence parallelism is on: layers may run on pieces of the sequence."""
         return self.tp > 1 and self.sequence_parallel != "none"
 
+    def weights_at_once(self, *, sends: bool) -> bool:
+        """Return whether a stage's full backward goes layer by layer, see the function `weights_at_once`."""
+        return weights_at_once(self.overlap, sends=sends)
+
+    @property
+    def sends_inputs_first(self) -> bool:
+        """Whether stages that send gradients compute all input gradients of a full backward first."""
+        return self.pp > 1 and not self.weights_at_once(sends=True)
+
     @property
     def has_master(self) -> bool:
         """Whether the optimizer's parameters have another dtype than the layers'."""
@@ -219,6 +228,15 @@ class Plan:
     def world(self) -> int:
         """The number of ranks: the product of the degrees."""
         return self.pp * self.dp * self.cp * self.tp
+
+
+def weights_at_once(overlap: bool | None, *, sends: bool) -> bool:
+    """Return whether a stage's full backward goes layer by layer, both gradients of each at once.
+
+    Else all input gradients come first. `overlap`: that of the plan; `sends`: whether another rank waits for
+    the gradient of the stage's input.
+    """
+    return not sends if overlap is None else overlap
 
 
 def _require_positive(name: str, value: object) -> None:

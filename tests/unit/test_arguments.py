@@ -154,10 +154,6 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: plait.memory(model(), Plan(), device="2"), "device is '2': give a torch.device"),
     (lambda: plait.models.llama(**SMALL | {"hidden": "8"}), f"model.hidden is '8': {WHOLE}"),
     (lambda: plait.models.llama(**SMALL | {"rope_base": "1"}), "model.rope_base is '1': give a number"),
-    (
-        lambda: plait.predict(plait.models.gpt2(**SMALL), Plan(), "h100-sxm", framework=3),  # type: ignore[arg-type]
-        "framework is an object of int: give one of",
-    ),
     *(
         (lambda ranks=ranks: plait.launch(int, ranks=ranks), f"ranks is {ranks!r}: {WHOLE}")
         for ranks in ("2", 2.0, 0, -1, math.nan, [], ())

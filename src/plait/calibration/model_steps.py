@@ -14,18 +14,18 @@ from plait.comm.collectives import barrier
 from plait.comm.group import Group
 from plait.comm.mesh import Mesh
 from plait.composer import parallelize
-from plait.models import gpt2
+from plait.models.gpt2 import gpt2_of
 from plait.plan import Plan
 from plait.prediction.decoder import Decoder
 from plait.prediction.hardware import Hardware
 from plait.prediction.step_prediction import predict
 from plait.tensor.losses import cross_entropy
 
-SMALL = Decoder(layers=8, hidden=32, heads=2, vocab=64, context=16, biases=True, positions=True)
+SMALL = Decoder.of_family("gpt2", layers=8, hidden=32, heads=2, vocab=64, context=16)
 """A model whose step takes hardly more than what plait and torch spend on each operation."""
-MIDDLE = Decoder(layers=4, hidden=128, heads=8, vocab=256, context=64, biases=True, positions=True)
+MIDDLE = Decoder.of_family("gpt2", layers=4, hidden=128, heads=8, vocab=256, context=64)
 """A model of which collectives take about half of the step when it is divided over two ranks."""
-LARGE = Decoder(layers=2, hidden=320, heads=8, vocab=1536, context=128, biases=True, positions=True)
+LARGE = Decoder.of_family("gpt2", layers=2, hidden=320, heads=8, vocab=1536, context=128)
 """A model whose step is spent on matrix products, and reads memory between them."""
 PLAN, _ROWS = Plan(microbatches=4), 8
 """Plan and sequences of a step of a model."""
@@ -60,7 +60,7 @@ def measure_steps(group: Group, timer: Timer, *, divides: bool) -> StepSeconds:
     `divides`: whether the group has all ranks of the world, over which a model can be divided.
     """
     divided = None
-    if divides and group.size > 1 and MIDDLE.heads % group.size == 0:
+    if divides and group.size > 1 and MIDDLE.undivided_by(group.size) is None:
         plan = replace(PLAN, tp=group.size)
         divided = timer(model_step(MIDDLE, group, plan), times=_MIDDLE_STEPS)
     return StepSeconds(
@@ -85,13 +85,7 @@ def model_step(sizes: Decoder, group: Group, plan: Plan = PLAN) -> Callable[[], 
 
     It returns when all ranks of the group are done. Communication: that of the plan, and a barrier.
     """
-    model = gpt2(
-        layers=sizes.layers,
-        hidden=sizes.hidden,
-        heads=sizes.heads,
-        vocab=sizes.vocab,
-        context=sizes.context,
-    )
+    model = gpt2_of(sizes)
     engine = parallelize(model, plan, Mesh(plan, device="cpu", alone=plan.world == 1), loss=cross_entropy)
     tokens = torch.zeros(_ROWS, sizes.context, dtype=torch.int64)
 

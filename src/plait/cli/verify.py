@@ -72,7 +72,8 @@ def run(argv: Sequence[str]) -> int:
     with importing():  # late, so that help and errors do not wait for torch
         from plait.train.data_context import with_context_of_data
         from plait.train.run_data import check_data
-        from plait.train.verification_case import reference_of, verification_case
+        from plait.train.transformers_reference import transformers_reference
+        from plait.train.verification_case import verification_case
         from plait.verification.verify import verify_against, verify_all, verify_case
 
     plan, threads = config.plan(), config.run.threads
@@ -84,7 +85,7 @@ def run(argv: Sequence[str]) -> int:
         case = verification_case(config, mode=options.mode, steps=options.steps, isolate=options.isolate)
         result: VerificationReport | Sweep | IndependentReport
         if options.against is not None:
-            result = verify_against(case, plan, reference_of(config, case), threads=threads)
+            result = verify_against(case, plan, transformers_reference(config), threads=threads)
         elif options.all:
             result = verify_all(case, plan, ranks, threads=threads, report_progress=_show_progress)
         else:

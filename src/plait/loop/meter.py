@@ -18,25 +18,18 @@ from torch import Tensor, nn
 
 from plait.comm.collectives import all_gather
 from plait.comm.mesh import Mesh
-from plait.device import StreamEvent, is_accelerator, name_of, peak_allocated, read_later, sent
-from plait.plan import Precision
-
-# (part of the device's name, dense operations a second by precision); the first match counts.
-# From the makers' data sheets; fp32 is that of the plain fp32 units, since plait leaves TF32 off.
-_PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
-    ("B200", {"bf16": 2250e12, "fp32": 75e12}),
-    ("H100 PCIe", {"bf16": 756e12, "fp32": 51e12}),
-    ("H100 NVL", {"bf16": 835e12, "fp32": 60e12}),
-    ("GH200", {"bf16": 989e12, "fp32": 67e12}),
-    ("H200", {"bf16": 989e12, "fp32": 67e12}),
-    ("H100", {"bf16": 989e12, "fp32": 67e12}),
-    ("A100", {"bf16": 312e12, "fp32": 19.5e12}),
-    ("L40S", {"bf16": 362e12, "fp32": 91.6e12}),
-    ("L40", {"bf16": 181e12, "fp32": 90.5e12}),
-    ("L4", {"bf16": 121e12, "fp32": 30.3e12}),
-    ("A10", {"bf16": 125e12, "fp32": 31.2e12}),
-    ("RTX 4090", {"bf16": 165e12, "fp32": 82.6e12}),
+from plait.device import (
+    StreamEvent,
+    is_accelerator,
+    name_of,
+    peak_allocated,
+    product_precision,
+    read_later,
+    sent,
 )
+from plait.plan import Precision
+from plait.prediction.decoder import FLOPS, multiplications
+from plait.prediction.hardware import gpu_peaks
 
 
 @dataclass(frozen=True)
@@ -79,9 +72,9 @@ class Meter:
 
     def __init__(self, mesh: Mesh, precision: Precision | None, flops_per_token: float | None = None) -> None:
         """With `flops_per_token`, and a device whose peak in `precision` is known, rows hold `mfu`."""
-        name = name_of(mesh.device) if is_accelerator(mesh.device) else ""
-        each = peak_flops(name, precision or "fp32")
-        self._peak = None if each is None else each * mesh.size("world")  # devices are alike
+        each = gpu_peaks(name_of(mesh.device)) if is_accelerator(mesh.device) else {}
+        peak = each.get(product_precision(precision or "fp32"))
+        self._peak = None if peak is None else peak * mesh.size("world")  # devices are alike
         self._flops = flops_per_token
         self._mesh = mesh
         self._began = time.monotonic()
@@ -165,7 +158,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
 
-def flops_per_token(model: nn.Module, *, layers: int, hidden: int, context: int) -> int:
+def flops_per_token(model: nn.Module, *, layers: int, hidden: int, context: int) -> float:
     """Return the floating-point operations to train `model` on one token, forward and backward.
 
     Matrix products are those with all its matrices, a tied head's too; looking up an embedding costs
@@ -178,12 +171,4 @@ def flops_per_token(model: nn.Module, *, layers: int, hidden: int, context: int)
         for parameter in module.parameters(recurse=False)
         if parameter.dim() == 2
     )
-    return 6 * weights + 12 * layers * hidden * context
-
-
-def peak_flops(device_name: str, precision: str) -> float | None:
-    """Return the peak operations per second of one device, or None where unknown, as on a CPU."""
-    for part, peaks in _PEAKS:
-        if part.lower() in device_name.lower():
-            return peaks.get(precision)
-    return None
+    return FLOPS * multiplications(weights, context=context, width=layers * hidden)

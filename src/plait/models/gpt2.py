@@ -13,21 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plait.arguments import require_flag
 from plait.autograd.running_sequence import positions
 from plait.context_attention import attend, share_keys
-from plait.errors import ModelError
 from plait.models.model_helpers import (
     INITIAL_STD,
     Head,
     InitializedLayer,
     assemble,
+    attention_cost,
     block,
     heads_of,
-    require_heads,
     require_length,
-    require_positive,
 )
+from plait.prediction.decoder import Decoder
 from plait.rules import Rules, column, entrance, row, sequence, vocabulary
 
 RULES: Rules = {
@@ -63,17 +61,23 @@ def gpt2(
     `layers` counts transformer blocks, each two layers of the sequence. `tied`: the head's weight is the
     token embedding's. Raises ModelError when the sizes do not fit each other.
     """
-    require_flag("model.tied", tied, ModelError)
-    require_positive(layers=layers, hidden=hidden, heads=heads, vocab=vocab, context=context)
-    require_heads(hidden, heads)
+    given = {"layers": layers, "hidden": hidden, "heads": heads, "vocab": vocab, "context": context}
+    return gpt2_of(Decoder.of_family("gpt2", **given, tied=tied))
+
+
+def gpt2_of(sizes: Decoder) -> nn.Sequential:
+    """Return GPT-2 with these sizes on the meta device, see `gpt2`."""
+    hidden, vocab, context = sizes.hidden, sizes.vocab, sizes.context
     # A smaller start for residual projections, so that the sum over all layers keeps its size
     # (Radford et al. 2019, section 2.3).
-    std = INITIAL_STD / math.sqrt(2 * layers)
+    std = INITIAL_STD / math.sqrt(2 * sizes.layers)
     with torch.device("meta"):
         embedding = Embedding(vocab, hidden, context)
-        blocks = [block(Attention(hidden, heads, context, std), MLP(hidden, std)) for _ in range(layers)]
+        blocks = [
+            block(Attention(hidden, sizes.heads, context, std), MLP(hidden, std)) for _ in range(sizes.layers)
+        ]
         head = Head(nn.LayerNorm(hidden), hidden, vocab)
-    if tied:
+    if sizes.tied:
         head.output.weight = embedding.token.weight
     return assemble(embedding, blocks, head, context=context, rules=RULES)
 
@@ -118,8 +122,7 @@ class Attention(InitializedLayer):
 
     def cost(self) -> float:
         """Return multiplications per token: four matrices, scores and weighted values over the context."""
-        hidden = self.query.in_features
-        return 4.0 * hidden * hidden + 2.0 * self.context * hidden
+        return attention_cost(self, self.context, self.query.in_features)
 
 
 class MLP(InitializedLayer):

@@ -14,24 +14,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plait.arguments import require_flag, require_number
 from plait.context_attention import attend, share_keys
-from plait.errors import ModelError
 from plait.layers.result_cache import ResultCache
-from plait.model_size_rules import default_inner
 from plait.models.model_helpers import (
     INITIAL_STD,
     Head,
     InitializedLayer,
     assemble,
+    attention_cost,
     block,
     head_count,
     heads_of,
-    require_heads,
     require_length,
-    require_positive,
 )
 from plait.models.rotary import rotary_angles, rotate
+from plait.prediction.decoder import ROPE_BASE, Decoder
 from plait.rules import Rules, column, entrance, row, sequence, vocabulary
 
 EPSILON = 1e-5
@@ -66,7 +63,7 @@ def llama(
     vocab: int = 32000,
     context: int = 4096,
     tied: bool = False,
-    rope_base: float = 10000.0,
+    rope_base: float = ROPE_BASE,
 ) -> nn.Sequential:
     """Return Llama on the meta device: tokens `[batch, length ≤ context]` → logits `[batch, length, vocab]`.
 
@@ -76,27 +73,38 @@ def llama(
     head's weight is the token embedding's. `rope_base`: the base of the rotary frequencies. ModelError where
     the sizes do not fit each other.
     """
-    require_positive(hidden=hidden, heads=heads)
-    kv_heads = heads if kv_heads is None else kv_heads
-    inner = default_inner(hidden) if inner is None else inner
-    require_flag("model.tied", tied, ModelError)
-    require_positive(layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads)
-    require_positive(inner=inner, vocab=vocab, context=context)
-    require_heads(hidden, heads, kv_heads, rotary=True)
-    require_number("model.rope_base", rope_base, ModelError, positive=True)
+    sizes = Decoder.of_family(
+        "llama",
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        inner=inner,
+        vocab=vocab,
+        context=context,
+        tied=tied,
+        rope_base=rope_base,
+    )
+    return llama_of(sizes)
+
+
+def llama_of(sizes: Decoder) -> nn.Sequential:
+    """Return Llama with these sizes on the meta device, see `llama`."""
+    hidden, vocab, context = sizes.hidden, sizes.vocab, sizes.context
     # A smaller start for residual projections, as in GPT-2 (Radford et al. 2019, section 2.3).
-    std = INITIAL_STD / math.sqrt(2 * layers)
+    std = INITIAL_STD / math.sqrt(2 * sizes.layers)
     angles = ResultCache()
     with torch.device("meta"):
         embedding = Embedding(vocab, hidden, context)
         blocks = [
             block(
-                Attention(hidden, heads, kv_heads, context, rope_base, std, angles), MLP(hidden, inner, std)
+                Attention(hidden, sizes.heads, sizes.key_heads, context, sizes.rope_base, std, angles),
+                MLP(hidden, sizes.inside, std),
             )
-            for _ in range(layers)
+            for _ in range(sizes.layers)
         ]
         head = Head(nn.RMSNorm(hidden, eps=EPSILON), hidden, vocab)
-    if tied:
+    if sizes.tied:
         head.output.weight = embedding.token.weight
     return assemble(embedding, blocks, head, context=context, rules=RULES)
 
@@ -157,8 +165,7 @@ class Attention(InitializedLayer):
 
     def cost(self) -> float:
         """Return multiplications per token: four matrices, scores and weighted values over the context."""
-        hidden = self.query.in_features
-        return 2.0 * hidden * (hidden + self.kv_heads * self.head_size) + 2.0 * self.context * hidden
+        return attention_cost(self, self.context, self.query.in_features)
 
 
 class MLP(InitializedLayer):

@@ -1,4 +1,4 @@
-"""Helpers of all models: a base class of layers, the head, assembly of the sequence, and checks of sizes."""
+"""Helpers of all models: a base class of layers, the head, assembly of the sequence, costs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from plait.arguments import require_whole
 from plait.autograd.layer_trace import TRACE
 from plait.autograd.running_sequence import longest_document, running_sequence
 from plait.errors import ModelError
-from plait.model_size_rules import heads_error
 from plait.models.initial import Constant, Initial, Normal
+from plait.prediction.decoder import multiplications
 from plait.rules import Rules
 
 INITIAL_STD = 0.02
@@ -88,17 +87,10 @@ def assemble(
     return model
 
 
-def require_positive(**sizes: int) -> None:
-    """Raise ModelError for a size below one."""
-    for name, size in sizes.items():
-        require_whole(f"model.{name}", size, ModelError)
-
-
-def require_heads(hidden: int, heads: int, kv_heads: int | None = None, *, rotary: bool = False) -> None:
-    """Raise ModelError unless attention can have these sizes, see `heads_error`."""
-    error = heads_error(hidden, heads, kv_heads, rotary=rotary)
-    if error is not None:
-        raise ModelError(error)
+def attention_cost(layer: nn.Module, context: int, width: int) -> float:
+    """Return multiplications per token: all matrices, and attention of `width` features over the context."""
+    matrices = sum(parameter.numel() for parameter in layer.parameters() if parameter.dim() > 1)
+    return multiplications(matrices, context=context, width=width)
 
 
 def require_length(tokens: Tensor, context: int) -> None:

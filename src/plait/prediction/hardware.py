@@ -16,6 +16,8 @@ from plait.toml_files import read_toml, toml_value
 GIB, GB, TERA, MICRO = 1 << 30, 1e9, 1e12, 1e-6
 FILES = "hardware_files"
 """Folder of the bundled files, beside this module."""
+PEAKS = "gpu_peaks.toml"
+"""Peak rates by the product names of GPUs, beside this module."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,8 @@ class Hardware:
     """Units of a device that compute a tile of a product each; 0 on a CPU, whose rates depend on no tiles."""
     memory_bandwidth: float
     peak: Mapping[str, float]
-    """Operations a second of dense matrix products, by the precision of their inputs."""
+    """Operations a second of dense matrix products, by the precision of their inputs; `fp32`: as torch
+    computes by default, `tf32`: where it may round fp32 inputs to TF32."""
     inside: Link
     across: Link
     oversubscription: float
@@ -146,7 +149,7 @@ _NUMBERS: Mapping[str, Mapping[str, tuple[float, float, float]]] = {
 }
 """Section and field of each number: its unit, and the range of the number in the file."""
 _PEAK = "peak_tflops"
-_PRECISIONS = ("fp64", "fp32", "bf16", "fp16", "fp8")
+_PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
 _TEXTS = ("name", "fitted")
 _DEVICES = (
     (("A100", "SXM", "40GB"), "a100-40"),
@@ -167,6 +170,16 @@ def hardware_names() -> tuple[str, ...]:
 def bundled_name(device: str) -> str | None:
     """Return the bundled file for the product name of a GPU, such as "NVIDIA H100 80GB HBM3", or None."""
     return next((file for parts, file in _DEVICES if all(part in device for part in parts)), None)
+
+
+def gpu_peaks(device: str) -> Mapping[str, float]:
+    """Return the `Hardware.peak` of the GPU with this product name; empty where it is unknown."""
+    for part, found in toml_value((files(__package__) / PEAKS).read_text()).items():
+        if part.lower() in device.lower():
+            if isinstance(found, str):
+                return load_hardware(found).peak
+            return {name: _peak(name, value, PEAKS) for name, value in found.items()}
+    return {}
 
 
 def load_hardware(given: Hardware | str | Path) -> Hardware:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from plait.plan import Recompute
 from plait.prediction.decoder import LayerKind
@@ -33,21 +33,7 @@ def layer_memory(kind: LayerKind, recompute: Recompute, shape: StepShape) -> Lay
         return _embedding(recompute, shape)
     if kind == "head":
         return _head(recompute, shape)
-    found = _attention(recompute, shape) if kind == "attention" else _mlp(recompute, shape)
-    if recompute == "full" and shape.framework.recomputes_blocks:
-        if kind == "attention":
-            return replace(found, until_inputs=0.0)
-        return replace(found, backward=found.backward + layer_memory("attention", "none", shape).until_inputs)
-    return found
-
-
-def sending_pieces(last: LayerMemory, shape: StepShape) -> LayerMemory:
-    """Return the memory of a stage's last layer, if each rank of `tp` keeps only the piece that it sends.
-
-    See `Framework.messages_divided`; what one keeps of an output that is a piece already stays.
-    """
-    rest = shape.outside - shape.activation / shape.plan.tp
-    return replace(last, until_inputs=max(last.until_inputs - rest, 0.0))
+    return _attention(recompute, shape) if kind == "attention" else _mlp(recompute, shape)
 
 
 def _embedding(recompute: Recompute, shape: StepShape) -> LayerMemory:
@@ -70,7 +56,7 @@ def _head(recompute: Recompute, shape: StepShape) -> LayerMemory:
     plan, region = shape.plan, _region(shape)
     elements = shape.tokens * shape.decoder.vocab / plan.tp
     saved = _norm(shape) + region
-    again = recompute != "none" and not shape.framework.recomputes_blocks
+    again = recompute != "none"
     passes = shape.activation + (shape.outside if plan.cuts_sequence else 0.0) + (saved if again else 0.0)
     if plan.loss_rows is not None:
         # Logits of some rows become their gradient in place, in 16 bits with a copy in fp32.
@@ -91,8 +77,6 @@ def _head(recompute: Recompute, shape: StepShape) -> LayerMemory:
 def _loss(shape: StepShape, elements: float) -> LayerMemory:
     """Return the bytes of the cross-entropy beside the logits; `gradient`: theirs, if not in place."""
     logits, copy = elements * shape.item, 4 * elements
-    if shape.framework.fused_loss:
-        return LayerMemory(0.0, 0.0, 0.0, logits, gradient=logits)
     if shape.plan.tp == 1:
         return LayerMemory(copy, 0.0, copy if shape.item >= 4 else 2 * copy, 2 * copy, gradient=logits)
     if shape.item < 4:
@@ -101,20 +85,18 @@ def _loss(shape: StepShape, elements: float) -> LayerMemory:
 
 
 def _attention(recompute: Recompute, shape: StepShape) -> LayerMemory:
-    decoder, plan, framework = shape.decoder, shape.plan, shape.framework
+    decoder, plan = shape.decoder, shape.plan
     unit = shape.tokens * shape.item
     query, key = unit * decoder.hidden / plan.tp, unit * shape.key_features
     shared = unit * keys_read(shape)
-    statistics = 4 * shape.tokens * decoder.heads / plan.tp if framework.fused_attention else 0.0
-    core = 2 * query + 2 * shared + statistics + _scores(shape)
+    statistics = 4 * shape.tokens * decoder.heads / plan.tp
+    core = 2 * query + 2 * shared + statistics
     turned = key if shape.composes and decoder.rotary else 0.0  # not yet turned
-    joined = plan.cp == 1 and framework.joins_linears  # query, key and value are one product
+    joined = plan.cp == 1  # query, key and value are one product
     copied = query if turned and plan.cp == 1 else 0.0  # heads' outputs, side by side
     norm, region = _norm(shape), _region(shape)
-    whole = shape.outside + norm + region + core + copied + _dropped(shape)
+    whole = shape.outside + norm + region + core + copied
     kept = {"none": whole, "selective": shape.outside + core, "full": shape.outside}[recompute]
-    if recompute == "selective" and framework.recomputes_attention_only:
-        kept = whole - _scores(shape)
     if turned and joined and recompute != "selective":
         turned += query + key
     forward, ring, ring_backward = whole + _sum(shape) + turned, 0.0, 0.0
@@ -153,19 +135,17 @@ def _exchanged(
 
 
 def _mlp(recompute: Recompute, shape: StepShape) -> LayerMemory:
-    decoder, plan, framework = shape.decoder, shape.plan, shape.framework
+    decoder, plan = shape.decoder, shape.plan
     wide = shape.tokens * shape.item * decoder.inside / plan.tp
     norm, region = _norm(shape), _region(shape)
     # Gate, its activation, the other half, and their product.
-    inside = (3 if framework.fused_gate else 4) if decoder.gated else 2
+    inside = 4 if decoder.gated else 2
     inputs = 2 if decoder.gated else 1
-    whole = shape.outside + norm + region + inside * wide + _dropped(shape)
+    whole = shape.outside + norm + region + inside * wide
     kept = {"none": whole, "selective": shape.outside + inputs * wide, "full": shape.outside}[recompute]
-    if recompute == "selective" and framework.recomputes_attention_only:
-        kept = whole
     forward = whole + _sum(shape)
     if recompute != "none":
-        apart = plan.cp > 1 or not framework.joins_linears  # gate and up are two products
+        apart = plan.cp > 1  # gate and up are two products
         first = inside - (recompute == "full" and apart) if decoder.gated else 2
         last = 1 if recompute == "full" else 1 + inputs
         result = _sum(shape) + (shape.outside if plan.cuts_sequence else 0.0)
@@ -212,17 +192,3 @@ def _gathered(shape: StepShape) -> float:
 def _bias(shape: StepShape) -> float:
     """Return the bytes of a bias's gradient that is kept until all small gradients are added together."""
     return shape.item * shape.decoder.hidden if shape.decoder.biases else 0.0
-
-
-def _dropped(shape: StepShape) -> float:
-    """Return the bytes of a dropout's mask."""
-    return shape.outside / shape.item if shape.dropout else 0.0
-
-
-def _scores(shape: StepShape) -> float:
-    """Return the bytes that unfused attention keeps: weights, and with dropout their mask and result."""
-    if shape.framework.fused_attention:
-        return 0.0
-    decoder, plan = shape.decoder, shape.plan
-    matrix = shape.rows * decoder.heads / plan.tp * decoder.context * decoder.context / plan.cp
-    return matrix * (2 * shape.item + 1 if shape.framework.attention_dropout else shape.item)

@@ -9,7 +9,6 @@ from functools import cached_property
 from plait.attention_heads import sending_less, vectors_sent
 from plait.plan import Plan
 from plait.prediction.decoder import Decoder, LayerKind
-from plait.prediction.framework import Framework
 from plait.prediction.operations import AxisTransfer, DeviceOperation, Elementwise, FusedAttention, Product
 
 ITEM = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
@@ -50,15 +49,15 @@ class LayerWork:
 
 @dataclass(frozen=True)
 class StepShape:
-    """A decoder, a plan, a framework, and the rows of a micro-batch: all that a layer's sizes depend on."""
+    """A decoder, a plan and the rows of a micro-batch: all that a layer's sizes depend on."""
 
     decoder: Decoder
     plan: Plan
-    framework: Framework
     rows: float
     """Sequences of a micro-batch on a data-parallel rank."""
-    dropout: bool = False
-    """Whether the model has dropout behind attention and MLP."""
+    on_cpu: bool = False
+    """Whether RMS norms, rotations and gated activations are several operations each; such norms keep copies
+    in fp32."""
 
     @cached_property
     def tokens(self) -> float:
@@ -97,14 +96,10 @@ class StepShape:
         """Bytes of the activation that norms read: whole, or with sequence parallelism the rank's piece."""
         return self.activation / (self.plan.tp if self.plan.cuts_sequence else 1)
 
-    def elementwise(self, nbytes: float, kernels: float, *, activation: bool = False) -> Elementwise:
-        """Return an element-wise operation, with `nbytes` times the framework's memory passes."""
-        return Elementwise(nbytes * self.framework.elementwise_passes, kernels, activation)
-
     @property
     def composes(self) -> bool:
         """Whether norms, rotations and activations are several operations each: as in a Llama on a CPU."""
-        return self.framework.composes_operations and not self.decoder.biases
+        return self.on_cpu and not self.decoder.biases
 
     @property
     def loss_chunks(self) -> int:
@@ -147,8 +142,8 @@ def layer_work(kind: LayerKind, shape: StepShape) -> LayerWork:
 def _embedding(shape: StepShape) -> LayerWork:
     tables = 3 if shape.decoder.positions else 1
     return LayerWork(
-        forward=(shape.elementwise((tables + 1) * shape.activation, tables),),
-        backward=(shape.elementwise(3 * tables * shape.activation, 2 * tables),),
+        forward=(Elementwise((tables + 1) * shape.activation, tables),),
+        backward=(Elementwise(3 * tables * shape.activation, 2 * tables),),
         forward_transfers=_region_end(shape),
         backward_gathers=_region_start(shape),
     )
@@ -161,30 +156,28 @@ def _attention(shape: StepShape) -> LayerWork:
     # The three projections are counted as one product, as frameworks either join or batch them.
     inward = shape.linear(decoder.hidden, own + 2 * keys)
     outward = shape.linear(own, decoder.hidden)
-    core, core_backward = _core(shape, own, keys)
+    core = _core(shape, own, keys)
     turned = 2 * shape.tokens * (own + keys) * shape.item if decoder.rotary else 0.0
     # Composed: for queries and keys four products, a sum and a difference of halves, and a concatenation.
-    turn = (shape.elementwise(*((4.5 * turned, 14) if shape.composes else (turned, 2))),) if turned else ()
+    turn = (Elementwise(*((4.5 * turned, 14) if shape.composes else (turned, 2))),) if turned else ()
     before, after = _norm_and_residual(shape)
     exchanges, exchanges_backward = _exchanges(shape, own, keys)
-    start, last = (*before.forward, *inward.forward, *turn, *core), (*outward.forward, *after.forward)
-    selective = Recomputation(core)
-    if not shape.framework.recomputes_attention_only:  # heads are divided again, a ring's result is kept
-        to_heads = tuple(one for one in exchanges[:-1] if one.collective == "all-to-all")
-        selective = Recomputation((*before.forward, *turn), _region_start(shape), to_heads)
+    start = (*before.forward, *inward.forward, *turn, core)
+    # Heads are divided again, a ring's result is kept.
+    to_heads = tuple(one for one in exchanges[:-1] if one.collective == "all-to-all")
     return LayerWork(
-        forward=(*start, *last),
+        forward=(*start, *outward.forward, *after.forward),
         backward=(
             *after.backward,
             *outward.backward,
-            *core_backward,
+            replace(core, backward=True),
             *turn,
             *inward.backward,
             *before.backward,
         ),
         weights=(*outward.weights, *inward.weights),
-        selective=selective,
-        full=_from_input(shape, start, last, exchanges),
+        selective=Recomputation((*before.forward, *turn), _region_start(shape), to_heads),
+        full=Recomputation(start, _region_start(shape), exchanges),
         forward_transfers=_region_start(shape) + _region_end(shape),
         backward_gathers=_region_start(shape),
         backward_transfers=_gradient_transfers(shape),
@@ -236,28 +229,11 @@ def keys_read(shape: StepShape) -> float:
     return max(shape.key_features, shape.plan.cp * shape.decoder.head_size)
 
 
-def _core(
-    shape: StepShape, own: float, keys: float
-) -> tuple[tuple[DeviceOperation, ...], tuple[DeviceOperation, ...]]:
-    """Return attention's operations without linears, forward and backward; `own`: query features."""
-    decoder, plan, framework = shape.decoder, shape.plan, shape.framework
-    heads = own / decoder.head_size
-    width, length = decoder.head_size, decoder.context
-    if framework.fused_attention:
-        seen = _seen(shape) if framework.skips_masked else 1.0
-        fused = FusedAttention(shape.rows, heads, keys / width, width, length / plan.cp, length, seen)
-        return (fused,), (replace(fused, backward=True),)
-    batch = shape.rows * heads
-    queries = length / plan.cp
-    scores = Product(queries, length, width, batch)
-    values = Product(queries, width, length, batch)
-    matrix = batch * queries * length * shape.item
-    dropped = 2.5 if framework.attention_dropout else 0.0
-    softmax = shape.elementwise((2 + dropped) * matrix, 2 if dropped else 1)
-    gradient = shape.elementwise((3 + dropped) * matrix, 2 if dropped else 1)
-    # Four products: of the weights, the values, the queries and the keys.
-    backward = (scores, Product(length, width, queries, batch), gradient, values, values)
-    return (scores, softmax, values), backward
+def _core(shape: StepShape, own: float, keys: float) -> FusedAttention:
+    """Return the forward of attention without linears; `own`: query features."""
+    width, length = shape.decoder.head_size, shape.decoder.context
+    queries = length / shape.plan.cp
+    return FusedAttention(shape.rows, own / width, keys / width, width, queries, length, _seen(shape))
 
 
 def _seen(shape: StepShape) -> float:
@@ -279,15 +255,12 @@ def _mlp(shape: StepShape) -> LayerWork:
     wide = shape.tokens * inner * shape.item
     several = shape.composes and decoder.gated
     passes, passes_backward = (3, 5) if decoder.gated else (2, 3)
-    activation = shape.elementwise(passes * wide, 2 if several else 1, activation=True)
-    activation_backward = shape.elementwise(passes_backward * wide, 3 if several else 1, activation=True)
+    activation = Elementwise(passes * wide, 2 if several else 1, activation=True)
+    activation_backward = Elementwise(passes_backward * wide, 3 if several else 1, activation=True)
     before, after = _norm_and_residual(shape)
-    start, last = (*before.forward, *inward.forward, activation), (*outward.forward, *after.forward)
-    selective = Recomputation()
-    if not shape.framework.recomputes_attention_only:
-        selective = Recomputation((*before.forward, activation), _region_start(shape))
+    start = (*before.forward, *inward.forward, activation)
     return LayerWork(
-        forward=(*start, *last),
+        forward=(*start, *outward.forward, *after.forward),
         backward=(
             *after.backward,
             *outward.backward,
@@ -296,8 +269,8 @@ def _mlp(shape: StepShape) -> LayerWork:
             *before.backward,
         ),
         weights=(*outward.weights, *inward.weights),
-        selective=selective,
-        full=_from_input(shape, start, last),
+        selective=Recomputation((*before.forward, activation), _region_start(shape)),
+        full=Recomputation(start, _region_start(shape)),
         forward_transfers=_region_start(shape) + _region_end(shape),
         backward_gathers=_region_start(shape),
         backward_transfers=_gradient_transfers(shape),
@@ -309,12 +282,9 @@ def _head(shape: StepShape) -> LayerWork:
     before, _ = _norm_and_residual(shape)
     linear = replace(shape.linear(decoder.hidden, decoder.vocab / tp, chunks), tokens=shape.tokens / chunks)
     logits = shape.tokens * decoder.vocab / tp
-    passes = 2 if shape.framework.fused_loss else 4
-    loss = shape.elementwise(logits * (shape.item + 4) * passes / 2, chunks * passes)
-    loss_backward = shape.elementwise(logits * (shape.item + 4) * passes / 4, chunks * passes / 2)
+    loss = Elementwise(2 * logits * (shape.item + 4), 4 * chunks)
+    loss_backward = Elementwise(logits * (shape.item + 4), 2 * chunks)
     again = Recomputation(before.forward, _region_start(shape))
-    if shape.framework.recomputes_blocks:  # the head is none
-        again = Recomputation()
     work = LayerWork(
         forward=(*before.forward, *linear.forward, loss),
         backward=(loss_backward, *linear.backward, *before.backward),
@@ -333,17 +303,13 @@ def _head(shape: StepShape) -> LayerWork:
 def _norm_and_residual(shape: StepShape) -> tuple[LayerWork, LayerWork]:
     """Return the work of the norm before a region, and of the residual connection after it."""
     piece = shape.outside
-    dropped = 0.5 * piece if shape.dropout else 0.0
     # Composed: square, mean, sum with epsilon, inverse root and two products; about ten in the backward.
     passes, backward = ((7, 6), (14, 10)) if shape.composes else ((2, 1), (4, 2))
     norm = LayerWork(
-        (shape.elementwise(passes[0] * piece, passes[1]),),
-        (shape.elementwise(backward[0] * piece, backward[1]),),
+        (Elementwise(passes[0] * piece, passes[1]),),
+        (Elementwise(backward[0] * piece, backward[1]),),
     )
-    residual = LayerWork(
-        (shape.elementwise(3 * piece + dropped, 1),),
-        (shape.elementwise(2 * piece + 2 * dropped, 1),),
-    )
+    residual = LayerWork((Elementwise(3 * piece, 1),), (Elementwise(2 * piece, 1),))
     return norm, residual
 
 
@@ -351,18 +317,6 @@ def _region_start(shape: StepShape) -> tuple[AxisTransfer, ...]:
     if shape.plan.tp == 1 or not shape.plan.cuts_sequence:
         return ()
     return (AxisTransfer("all-gather", "tp", shape.activation),)
-
-
-def _from_input(
-    shape: StepShape,
-    start: tuple[DeviceOperation, ...],
-    last: tuple[DeviceOperation, ...],
-    exchanges: tuple[AxisTransfer, ...] = (),
-) -> Recomputation:
-    """Return what `full` runs again of a layer: `start`, after which nothing is saved, or `last`, too."""
-    if shape.framework.recomputes_to_end:
-        return Recomputation((*start, *last), _region_start(shape) + _region_end(shape), exchanges)
-    return Recomputation(start, _region_start(shape), exchanges)
 
 
 def _region_end(shape: StepShape) -> tuple[AxisTransfer, ...]:

@@ -16,9 +16,6 @@ from plait.prediction.layer_operations import ITEM, LayerWork, Recomputation, St
 from plait.prediction.operations import AxisTransfer, DeviceOperation, Elementwise, Product
 from plait.prediction.roofline import operation_seconds
 
-OVERLAP_SHARE = 0.7
-"""The part of a transfer in pieces that products hide, see `Framework.overlaps_tensor_products`."""
-
 
 @dataclass(frozen=True)
 class Parts:
@@ -135,6 +132,22 @@ class LayerTimer:
         """How many times as fast a rank computes while enough others of a pipeline wait."""
         return self.hardware.waiting_speedup if self.shape.plan.pp > 1 else 1.0
 
+    @property
+    def message_seconds(self) -> float:
+        """The seconds of a message between neighbouring stages."""
+        if self.shape.plan.pp == 1:
+            return 0.0
+        return self.network.seconds(AxisTransfer("message", "pp", self.shape.outside))
+
+    @property
+    def hides_gradient_sums(self) -> bool:
+        """Whether gradients are summed over data-parallel ranks during the last backward."""
+        return self.hardware.overlaps
+
+    def work(self, kind: LayerKind) -> LayerWork:
+        """Return the operations and collectives of a layer of `kind`."""
+        return layer_work(kind, self.shape)
+
     def times(self, kind: LayerKind, recompute: Recompute, *, at_once: bool = True) -> PassTimes:
         """Return the times of a layer of `kind`.
 
@@ -166,14 +179,14 @@ class LayerTimer:
         )
 
     def _whole_times(self, kind: LayerKind, recompute: Recompute, at_once: bool) -> WholeLayerTimes:
-        work = layer_work(kind, self.shape)
+        work = self.work(kind)
         forward = self._parts(work.forward)
         backward, weights = self._parts(work.backward), self._parts(work.weights)
         again = {"none": Recomputation(), "selective": work.selective, "full": work.full}[recompute]
-        tp_forward = self._exposed_forward(work.forward_transfers)
-        recomputed = self._parts(again.operations).total + self._exposed_forward(again.transfers)
+        tp_forward = self.exposed_forward(work.forward_transfers)
+        recomputed = self._parts(again.operations).total + self.exposed_forward(again.transfers)
         recomputed += self.hardware.efficiency.repetition if again.operations else 0.0
-        tp_backward = self._exposed_backward(work, weights.total if at_once else 0.0)
+        tp_backward = self.exposed_backward(work, weights.total if at_once else 0.0)
         exchanges = self._exposed_exchanges(work.forward_exchanges, forward)
         exchanges_backward = self._exposed_exchanges(work.backward_exchanges, backward)
         exchanges_backward += self._exposed_exchanges(again.exchanges, forward)
@@ -206,28 +219,23 @@ class LayerTimer:
     def _transfers(self, transfers: Iterable[AxisTransfer]) -> float:
         return sum(map(self.network.seconds, transfers))
 
-    def _exposed_forward(self, transfers: Iterable[AxisTransfer]) -> float:
-        seconds = self._transfers(transfers)
-        if self.shape.framework.overlaps_tensor_products:
-            return seconds * (1 - OVERLAP_SHARE)
-        return seconds
+    def exposed_forward(self, transfers: Iterable[AxisTransfer]) -> float:
+        """Return the seconds of a forward's `tp` communication that no computation hides: all."""
+        return self._transfers(transfers)
 
-    def _exposed_backward(self, work: LayerWork, meanwhile: float) -> float:
+    def exposed_backward(self, work: LayerWork, meanwhile: float) -> float:
         """Return the seconds of a backward's `tp` communication that no computation hides.
 
         `meanwhile`: seconds of weight gradients that run during its sums.
         """
         gathers, others = self._transfers(work.backward_gathers), self._transfers(work.backward_transfers)
-        framework = self.shape.framework
-        if framework.overlaps_tensor_products:
-            return (gathers + others) * (1 - OVERLAP_SHARE)
-        return gathers + (max(others - meanwhile, 0.0) if framework.overlaps_tensor_sums else others)
+        return gathers + (max(others - meanwhile, 0.0) if self.hardware.overlaps else others)
 
     def _exposed_exchanges(self, exchanges: tuple[AxisTransfer, ...], computed: Parts) -> float:
         """Return the time of `cp` communication that does not overlap with computing attention."""
         seconds, ranks = self._transfers(exchanges), self.shape.plan.cp
         in_ring = all(one.collective == "ring" for one in exchanges)
-        if not in_ring or not self.shape.framework.overlaps_context:
+        if not in_ring or not self.hardware.overlaps:
             return seconds
         return max(seconds - computed.attention * (ranks - 1) / ranks, 0.0)
 
@@ -235,24 +243,26 @@ class LayerTimer:
         """Return the seconds of parameter gathers and gradient sums that no computation overlaps.
 
         Sharded parameters of the next layer are gathered while a layer runs; with `reduce` `each` the
-        gradients of the one before are summed during a backward. Gathers once a step are spread evenly.
+        gradients of the one before are summed during a backward.
         """
-        plan, framework = self.shape.plan, self.shape.framework
+        plan = self.shape.plan
         if plan.strategy not in ("gradients", "full") or plan.state_ranks == 1:
             return 0.0
         count, seconds = self.shape.decoder.parameters(kind, plan.tp), 0.0
         if plan.strategy == "full":
-            gather = self.network.seconds(AxisTransfer("all-gather", "shard", count * self.shape.item))
-            once = 0.0 if backward else 1 / plan.microbatches
-            seconds += gather * (1.0 if framework.frees_gathered else once)
+            seconds += self.gather_seconds(count, backward=backward)
         if backward and plan.reduce == "each":
             item = ITEM[plan.reduce_precision or self.shape.gradient_precision]
             seconds += self.network.seconds(AxisTransfer("reduce-scatter", "shard", count * item))
-        return max(seconds - computed, 0.0) if framework.overlaps_gathers else seconds
+        return max(seconds - computed, 0.0) if self.hardware.overlaps else seconds
+
+    def gather_seconds(self, count: float, *, backward: bool) -> float:
+        """Return the seconds of gathering `count` sharded parameters for a forward or a backward."""
+        return self.network.seconds(AxisTransfer("all-gather", "shard", count * self.shape.item))
 
     def _with_host(self, parts: Parts, started: float) -> Parts:
         """Return `parts` with the time that the device waits for the host to start the operations."""
-        needed = started * self.shape.framework.operations_per_layer * self.hardware.efficiency.host
+        needed = started * self.hardware.efficiency.host
         return parts + Parts(host=max(needed - parts.total, 0.0))
 
 

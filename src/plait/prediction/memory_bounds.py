@@ -7,8 +7,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from plait.prediction.decoder import Decoder, LayerKind
-from plait.prediction.framework import Framework
-from plait.prediction.layer_memory import layer_memory, sending_pieces
+from plait.prediction.layer_memory import layer_memory
 from plait.prediction.layer_operations import StepShape
 from plait.prediction.state_memory import RankSizes, shards_gradients, state_bytes, whole_gradients
 from plait.schedules.action import Kind
@@ -16,7 +15,7 @@ from plait.schedules.action import Kind
 KINDS: tuple[LayerKind, ...] = ("embedding", "attention", "mlp", "head")
 WHOLE = ("1f1b", "gpipe", "interleaved")
 """Policies with full backwards, of which a rank's last is one of its first stage. They may run in two parts,
-see `Framework.sends_inputs_first`."""
+see `Plan.sends_inputs_first`."""
 LINEAR = ("1f1b", "gpipe", "zb-h1", "zb-h2")
 """Policies of one stage on each rank."""
 _WARM = ("1f1b", "zb-h1", "zb-h2")
@@ -51,7 +50,6 @@ class MemoryBounds:
     """Computes lower bounds of the memory of plans of one model, however it is cut into stages."""
 
     model: Decoder
-    framework: Framework
     _parameters: dict[int, ModelParameters] = field(default_factory=dict)
     _activations: dict[tuple[object, ...], _Activations] = field(default_factory=dict)
 
@@ -131,8 +129,6 @@ class MemoryBounds:
         if key not in self._activations:
             layers = {kind: layer_memory(kind, recompute, shape) for kind in KINDS}
             kept = sum(layers[kind].until_inputs for kind in self.model.kinds)
-            if self.framework.messages_divided:  # at every cut
-                kept = sum(sending_pieces(layers[kind], shape).until_inputs for kind in self.model.kinds)
             head = layers["head"]
             self._activations[key] = _Activations(kept, head.until_inputs, head.backward)
         return self._activations[key]

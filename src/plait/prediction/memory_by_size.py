@@ -9,11 +9,10 @@ from typing import NamedTuple, TypeAlias
 
 from plait.plan import Recompute
 from plait.prediction.decoder import LayerKind
-from plait.prediction.layer_memory import LayerMemory, layer_memory, sending_pieces
+from plait.prediction.layer_memory import LayerMemory, layer_memory
 from plait.prediction.layer_operations import StepShape
 from plait.prediction.state_memory import (
     RankSizes,
-    placeholder_gradients,
     rank_sizes,
     state_bytes,
     whole_gradients,
@@ -113,43 +112,51 @@ class RankMemories:
     recompute: Sequence[Sequence[Recompute]]
     _layers: dict[tuple[LayerKind, Recompute], LayerMemory] = field(default_factory=dict)
     _stages: dict[tuple[object, ...], StageMemory] = field(default_factory=dict)
-    _sizes: dict[tuple[Sequence[LayerKind], ...], tuple[RankSizes, float]] = field(default_factory=dict)
+    _sizes: dict[tuple[Sequence[LayerKind], ...], RankSizes] = field(default_factory=dict)
 
     def activations(self, rank: RankHeld) -> RankActivations:
         """Return a rank's peaks of activations, and its parameter counts."""
         kinds = tuple(self.stages[stage] for stage in rank.stages)
         if kinds not in self._sizes:
-            self._sizes[kinds] = rank_sizes(self.shape, kinds), placeholder_gradients(self.shape, kinds)
-        sizes, placeholders = self._sizes[kinds]
+            self._sizes[kinds] = rank_sizes(self.shape, kinds)
         own = [self._stage(stage) for stage in rank.stages]
-        return RankActivations(sizes, activation_peaks(rank, own, self.shape, placeholders))
+        received, sent = self.messages(rank)
+        return RankActivations(self._sizes[kinds], activation_peaks(rank, own, received, sent))
+
+    def messages(self, rank: RankHeld) -> tuple[float, float]:
+        """Return the bytes of a rank's receive buffers, and of what it sends after its first backwards."""
+        return rank.receive_buffers * self.shape.outside, rank.sending * self.shape.outside
+
+    def layer(self, kind: LayerKind, recompute: Recompute) -> LayerMemory:
+        """Return the memory of a layer of `kind`."""
+        return layer_memory(kind, recompute, self.shape)
+
+    def stage(self, layers: Sequence[LayerMemory], *, at_once: bool, receives: bool) -> StageMemory:
+        """Return the memory of a stage, see `stage_memory`."""
+        return stage_memory(layers, at_once=at_once, receives=receives)
 
     def _stage(self, stage: int) -> StageMemory:
-        shape, schedule = self.shape, self.schedule
+        schedule = self.schedule
         receives = stage + 1 < schedule.stages and schedule.exchanges_before(stage + 1)
-        at_once = shape.framework.weights_at_once(shape.plan, sends=schedule.exchanges_before(stage))
+        at_once = self.shape.plan.weights_at_once(sends=schedule.exchanges_before(stage))
         layers = tuple(zip(self.stages[stage], self.recompute[stage], strict=True))
         if (layers, at_once, receives) not in self._stages:
             for kind in {*layers} - {*self._layers}:
-                self._layers[kind] = layer_memory(*kind, shape)
+                self._layers[kind] = self.layer(*kind)
             found = [self._layers[kind] for kind in layers]
-            if receives and shape.framework.messages_divided:
-                found[-1] = sending_pieces(found[-1], shape)
-            self._stages[layers, at_once, receives] = stage_memory(found, at_once=at_once, receives=receives)
+            self._stages[layers, at_once, receives] = self.stage(found, at_once=at_once, receives=receives)
         return self._stages[layers, at_once, receives]
 
 
 def activation_peaks(
-    rank: RankHeld, stages: Sequence[StageMemory], shape: StepShape, always: float
+    rank: RankHeld, stages: Sequence[StageMemory], received: float, sent: float
 ) -> dict[PeakKey, ActivationPeak]:
     """Return the most bytes of activations on a rank, by the kind of action that reaches them.
 
-    `stages`: the memory of the rank's stages; `always`: bytes that each action takes.
+    `stages`: the memory of the rank's stages; `received`, `sent`: bytes of messages, the latter after a
+    backward.
     """
-    blocks = shape.framework.blocking_messages
     sizes = [*(one.until_inputs for one in stages), *(one.until_weights for one in stages)]
-    received = (rank.received if blocks else rank.receive_buffers) * shape.outside
-    sent = 0.0 if blocks else rank.sending * shape.outside
     peaks: dict[PeakKey, ActivationPeak] = {}
     for (place, kind, after), most in rank.starts.items():
         kept = max(sum(map(mul, held, sizes)) for held in most) + received + (sent if after else 0.0)
@@ -157,7 +164,7 @@ def activation_peaks(
         if not after and kind is not Kind.F:
             found.append((True, stages[place].last[kind]))
         for whole_gradients_in_use, running in found:
-            key, peak = (kind, whole_gradients_in_use), ActivationPeak(kept, running + always)
+            key, peak = (kind, whole_gradients_in_use), ActivationPeak(kept, running)
             peaks[key] = max(peak, peaks.get(key, peak), key=sum)
     return peaks
 

@@ -8,13 +8,12 @@ from functools import cached_property
 
 from plait.plan import Plan
 from plait.prediction.decoder import Decoder, LayerKind
-from plait.prediction.framework import Framework
 from plait.prediction.hardware import Hardware
 from plait.prediction.layer_operations import StepShape
 from plait.prediction.layer_times import LayerTimer, LayerVariant, PassTimes, WholeLayerTimes
 from plait.prediction.memory_bounds import KINDS, LINEAR, WHOLE, MemoryBounds
 from plait.prediction.step_end import gradient_transfers, optimizer_seconds
-from plait.prediction.step_times import NANOSECOND, StepTimes, hop_seconds
+from plait.prediction.step_times import NANOSECOND, StepTimes
 
 ROUNDING = 1 - 1e-9
 """Bounds are lowered by it, so that no rounding of sums makes one larger than what it bounds."""
@@ -49,30 +48,28 @@ class Bounds:
     model: Decoder
     hardware: Hardware
     batch: int
-    framework: Framework
     _layers: dict[tuple[object, ...], dict[LayerVariant, PassTimes]] = field(default_factory=dict)
     _whole: dict[tuple[object, ...], dict[LayerVariant, WholeLayerTimes]] = field(default_factory=dict)
     _times: dict[tuple[object, ...], ModelTime] = field(default_factory=dict)
 
     def shape(self, plan: Plan) -> StepShape:
         """Return what the sizes of a plan's layers depend on."""
-        return StepShape(self.model, plan, self.framework, self.batch / plan.dp / plan.microbatches)
+        rows = self.batch / plan.dp / plan.microbatches
+        return StepShape(self.model, plan, rows, on_cpu=not self.hardware.overlaps)
 
     def timer(self, plan: Plan) -> LayerTimer:
         """Return the `LayerTimer` of a plan; plans with equal layers share the times that it has computed."""
         shape = self.shape(plan)
-        precision = self.framework.product_precision or plan.precision or "fp32"
         key = self._key(plan)
         known, whole = self._layers.setdefault(key, {}), self._whole.setdefault(key[:4], {})
-        return LayerTimer(shape, self.hardware, precision, known, whole)
+        return LayerTimer(shape, self.hardware, plan.precision or "fp32", known, whole)
 
     def _key(self, plan: Plan) -> tuple[object, ...]:
         """Return a cache key of the times of a plan's layers, without their recomputation."""
         sharded = plan.strategy in ("gradients", "full")
         state = (plan.strategy, plan.reduce, plan.state_ranks) if sharded else ()
         rows = self.batch / plan.dp / plan.microbatches
-        key: tuple[object, ...] = (plan.tp, plan.cp, rows, plan.sequence_parallel, state)
-        return key if self.framework.frees_gathered else (*key, plan.microbatches)
+        return plan.tp, plan.cp, rows, plan.sequence_parallel, state
 
     def model_time(self, plan: Plan, *, at_once: bool) -> ModelTime:
         """Return the time of all layers; plans that differ only in what no layer depends on share it.
@@ -118,13 +115,12 @@ class Bounds:
         be, see `LayerTimer.speedup`.
         """
         timer, ranks = self.timer(plan), plan.pp
-        whole, sends = policy in WHOLE, self.framework.sends_inputs_first(plan)
-        at_once = policy is None or whole or self.framework.layer_by_layer
-        time = self.model_time(plan, at_once=at_once)
+        whole, sends = policy in WHOLE, plan.sends_inputs_first
+        time = self.model_time(plan, at_once=policy is None or whole)
         waits = whole and not sends  # stages before wait for weight gradients too
         # Each action's duration is rounded to nanoseconds, and so is a message's.
         rounding = 1.5 * NANOSECOND * ranks * chunks
-        hop = 0.0 if self.framework.blocking_messages else max(hop_seconds(timer) - NANOSECOND, 0.0)
+        hop = max(timer.message_seconds - NANOSECOND, 0.0)
         backward, sums, after = time.inputs + time.weights, 0.0, 0.0
         if state:
             sums = self._exposed_sums(timer, (backward + rounding) / ranks)
@@ -160,7 +156,7 @@ class Bounds:
     def _exposed_sums(self, timer: LayerTimer, window: float) -> float:
         """Return the mean over ranks of the sums of gradients that a mean `window` of backwards leaves."""
         seconds = gradient_transfers(timer, self._mean(timer.shape.plan))
-        return max(seconds - window, 0.0) if self.framework.overlaps_data_sums else seconds
+        return max(seconds - window, 0.0) if timer.hides_gradient_sums else seconds
 
     def memory(self, plan: Plan, policy: str | None = None, *, gathered: bool = True) -> float:
         """Return bytes that some rank allocates or reserves at least under a policy (None: any), for any cut.
@@ -172,7 +168,7 @@ class Bounds:
 
     @cached_property
     def _memory(self) -> MemoryBounds:
-        return MemoryBounds(self.model, self.framework)
+        return MemoryBounds(self.model)
 
     def _mean(self, plan: Plan) -> float:
         """Return the parameters of the model on a rank of `tp`, over the ranks of `pp`."""
@@ -206,8 +202,7 @@ def least_ends(step: StepTimes) -> list[float]:
     are whole, those of the stages before follow its last, or that one's input gradient.
     """
     schedule, passes = step.schedule, step.passes
-    first = step.timer.shape.framework.sends_inputs_first(step.timer.shape.plan)
-    hop = 0.0 if step.timer.shape.framework.blocking_messages else step.hop
+    first, hop = step.timer.shape.plan.sends_inputs_first, step.timer.message_seconds
     before, ends, count = 0.0, [], step.timer.shape.plan.microbatches
     for rank in range(schedule.ranks):
         own = schedule.stages_of(rank)

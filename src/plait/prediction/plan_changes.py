@@ -44,7 +44,7 @@ def best_changes(found: Prediction, most: int = 3) -> tuple[PlanChange, ...]:
     changes = []
     for field, plan in _candidates(found):
         try:
-            after = predict(found.decoder, plan, found.hardware, rows=found.rows, framework=found.framework)
+            after = predict(found.decoder, plan, found.hardware, rows=found.rows)
         except PlaitError:
             continue  # such a plan cannot run
         changes.append(PlanChange(field, getattr(plan, field), found, after))

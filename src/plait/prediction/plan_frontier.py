@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from plait.plan import Plan
-from plait.prediction.framework import PLAIT, Framework
 from plait.prediction.plan_search import PlanSearchResult, plan_rank, search
 from plait.prediction.step_prediction import Prediction
 
@@ -27,12 +26,10 @@ class PlanFrontier:
     """Those for which every plan that was searched is slower or needs more memory, by rising time."""
 
 
-def search_frontier(
-    first: PlanSearchResult, batch: int, *, base: Plan | None = None, framework: Framework = PLAIT
-) -> PlanFrontier:
+def search_frontier(first: PlanSearchResult, batch: int, *, base: Plan | None = None) -> PlanFrontier:
     """Return the fastest plans for each of several memory limits, every limit below the one before.
 
-    `first`: a search of all choices for the same `batch`, `base` and `framework` that found a plan. The next
+    `first`: a search of all choices for the same `batch` and `base` that found a plan. The next
     search allows `STEP` of the memory that its fastest plan needs, and so on, until no plan fits or
     `SEARCHES` are done. A plan that is faster and smaller than one that a search found would be found before
     it, so that `best` needs only the plans that were found; between two of them there can be others.
@@ -41,7 +38,7 @@ def search_frontier(
     hardware, decoder, ranks = fastest.hardware, fastest.decoder, fastest.plan.world
     for _ in range(SEARCHES):
         less = replace(hardware, memory=hardware.reserved + STEP * fastest.peak_memory)
-        result = search(decoder, less, ranks, batch, base=base, most=OTHERS, framework=framework)
+        result = search(decoder, less, ranks, batch, base=base, most=OTHERS)
         if not result.best:
             break
         fastest = result.best[0]

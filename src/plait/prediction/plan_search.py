@@ -13,7 +13,6 @@ from math import floor
 from plait.errors import PlanError
 from plait.plan import Plan, Recompute, SequenceParallel
 from plait.prediction.decoder import Decoder
-from plait.prediction.framework import PLAIT, Framework
 from plait.prediction.hardware import Hardware
 from plait.prediction.plan_bounds import ROUNDING, Bounds
 from plait.prediction.plan_space import PlanChoices, RankDivision, divisions
@@ -63,7 +62,6 @@ def search(
     choices: PlanChoices = ALL,
     most: int = 10,
     alike: Callable[[Prediction, Prediction], bool] | None = None,
-    framework: Framework = PLAIT,
 ) -> PlanSearchResult:
     """Return the `most` fastest plans of `ranks` ranks for `batch` sequences a step over all of them.
 
@@ -79,7 +77,7 @@ def search(
             f"{ranks} ranks cannot be divided for this model and a batch of {batch}: {reasons}: change the "
             "ranks, the batch or the sizes."
         )
-    bounds = Bounds(model, hardware, batch, framework.on(hardware))
+    bounds = Bounds(model, hardware, batch)
     queue = _PlanQueue(bounds, PlanSteps(bounds), base or Plan(), choices)
     with _collection_paused():
         for division in found:

@@ -128,11 +128,9 @@ def divisions(model: Decoder, ranks: int, batch: int) -> tuple[list[RankDivision
 
 def _reason(model: Decoder, division: RankDivision, batch: int) -> str | None:
     """Return why a division is impossible, or None."""
-    keys, tp, cp = model.key_heads, division.tp, division.cp
-    if model.heads % tp or (keys % tp and tp % keys):
-        return "tp does not divide the heads"
-    if model.inside % tp:
-        return "tp does not divide the width inside the MLP"
+    cp, undivided = division.cp, model.undivided_by(division.tp)
+    if undivided is not None:
+        return f"tp does not divide the {'width inside the MLP' if undivided == 'inner' else 'heads'}"
     if cp > 1 and model.context % (2 * cp):
         return "2 · cp does not divide the context"
     if division.pp > len(model.kinds):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from plait.plan import Plan
-from plait.prediction.decoder import LayerKind, stage_kinds
+from plait.prediction.decoder import LayerKind
 from plait.prediction.layer_operations import StepShape
 from plait.prediction.memory_bounds import KINDS
 from plait.prediction.memory_by_size import RankActivations, RankMemories
@@ -15,7 +15,7 @@ from plait.prediction.plan_bounds import Bounds, least_ends
 from plait.prediction.state_memory import RankSizes
 from plait.prediction.step_end import RankWork, latest_ends
 from plait.prediction.step_prediction import Prediction, costs_for_cut, prediction_of
-from plait.prediction.step_times import StepTimes, hides_sums, hop_seconds, stage_modes
+from plait.prediction.step_times import StepTimes, hides_sums, stage_kinds, stage_modes
 from plait.schedules.held_microbatches import HeldMicrobatches, RankHeld
 from plait.schedules.schedule import Schedule
 from plait.schedules.stage_cuts.schedule_and_cut import schedule_and_cut
@@ -83,7 +83,7 @@ class PlanSteps:
         layers = tuple(
             timer.times(kind, plan.recompute, at_once=at_once) for at_once in sorted(ends) for kind in KINDS
         )
-        key = (plan.schedule, plan.chunks, plan.pp, plan.microbatches, plan.tp, layers, hop_seconds(timer))
+        key = (plan.schedule, plan.chunks, plan.pp, plan.microbatches, plan.tp, layers, timer.message_seconds)
         if key not in self._steps:
             modes = stage_modes(plan, pipeline.cut)
             self._steps[key] = SharedStep(StepTimes(timer, schedule, pipeline.stages, modes))

@@ -33,26 +33,13 @@ def rank_sizes(shape: StepShape, stages: Sequence[Sequence[LayerKind]]) -> RankS
     return RankSizes(whole, twice, max([*each.values(), *pairs]))
 
 
-def placeholder_gradients(shape: StepShape, stages: Sequence[Sequence[LayerKind]]) -> float:
-    """Return the bytes of `Framework.placeholder_gradients` of a rank with `stages`."""
-    kept, kinds = shape.framework.placeholder_gradients, [*chain(*stages)]
-    if kept == "none":
-        return 0.0
-    if kept == "all":
-        return shape.item * shape.decoder.parameters_of(kinds, shape.plan.tp)
-    return shape.item * sum(
-        shape.decoder.parameters(kind, shape.plan.tp) for kind in {*kinds} - {"embedding"}
-    )
-
-
 def state_bytes(shape: StepShape, sizes: RankSizes) -> tuple[float, float, float, float]:
     """Return bytes of a rank: parameters, kept gradients, optimizer state, gathered parameters."""
     plan, count = shape.plan, sizes.whole
     compute = ITEM[plan.precision or "fp32"]
     master = ITEM[plan.master_precision or plan.precision or "fp32"]
     ranks = plan.state_ranks if plan.strategy != "none" else 1
-    moments = shape.framework.moment_bytes
-    optimizer = count / ranks * (2 * master if moments is None else moments)
+    optimizer = count / ranks * 2 * master
     gradients = (count / ranks if shards_gradients(plan) else count + sizes.twice) * shape.gradient_item
     if plan.strategy != "full" or ranks == 1:
         masters = count / ranks * master if plan.has_master else 0
@@ -91,7 +78,7 @@ def whole_gradients(shape: StepShape, sizes: RankSizes, *, splits: bool) -> Whol
     if not shards_gradients(plan):
         return WholeGradients(0.0, 0.0, False)
     at_end = plan.reduce == "last"
-    together = plan.microbatches > 1 or splits or shape.framework.sends_inputs_first(plan)
+    together = plan.microbatches > 1 or splits or plan.sends_inputs_first
     added_up = sizes.whole if at_end and together else 0.0
     return WholeGradients((added_up + sizes.twice) * item, (sizes.pair + sizes.twice) * item, at_end)
 

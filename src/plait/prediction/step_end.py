@@ -55,7 +55,7 @@ def gradient_transfers(timer: LayerTimer, count: float, layers: int = 1) -> floa
 def gradient_sum_seconds(timer: LayerTimer, work: RankWork) -> float:
     """Return the seconds from a rank's last action until its gradients are summed."""
     seconds = gradient_transfers(timer, work.parameters, work.layers)
-    if not timer.shape.framework.overlaps_data_sums:
+    if not timer.hides_gradient_sums:
         return seconds
     # Sums of a layer start with the end of its gradient; those of the last one are never hidden.
     return max(seconds / work.layers, seconds - work.window * (1 - 1 / work.layers))
@@ -67,12 +67,11 @@ def optimizer_seconds(timer: LayerTimer, count: float, layers: int = 1) -> tuple
     shape, plan, hardware = timer.shape, timer.shape.plan, timer.hardware
     ranks = plan.state_ranks if plan.strategy != "none" else 1
     master = ITEM[plan.master_precision or plan.precision or "fp32"]
-    moments = shape.framework.moment_bytes or 2 * master
-    # Gradients are read for the norm and for the step; master and moments read and written.
-    nbytes = 2 * shape.gradient_item + 2 * (master + moments) + (shape.item if plan.has_master else 0)
+    # Gradients are read for the norm and for the step; master and two moments read and written.
+    nbytes = 2 * shape.gradient_item + 2 * (master + 2 * master) + (shape.item if plan.has_master else 0)
     part = hardware.efficiency
     bandwidth = hardware.memory_bandwidth * part.memory * part.optimizer
-    seconds = count / ranks * nbytes * shape.framework.optimizer_passes / bandwidth
+    seconds = count / ranks * nbytes / bandwidth
     if plan.strategy not in ("optimizer", "gradients"):
         return seconds, 0.0
     gather = AxisTransfer("all-gather", "shard", count * shape.item)

@@ -10,14 +10,12 @@ from pathlib import Path
 from plait.arguments import require_instance
 from plait.errors import PlanError
 from plait.plan import Plan
-from plait.prediction.decoder import Decoder, stage_kinds
-from plait.prediction.framework import PLAIT, Framework
+from plait.prediction.decoder import Decoder, decoder_of
 from plait.prediction.hardware import Hardware, load_hardware
 from plait.prediction.layer_operations import StepShape
 from plait.prediction.layer_times import LayerTimer
 from plait.prediction.memory_by_size import PredictedMemory, predicted_memory
-from plait.prediction.model_sizes import decoder_of
-from plait.prediction.step_times import NANOSECOND, StepTimes, stage_modes
+from plait.prediction.step_times import NANOSECOND, StepTimes, stage_kinds, stage_modes
 from plait.quantities import memory_text, seconds_text
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.timeline import Timeline
@@ -32,7 +30,6 @@ class Prediction:
     plan: Plan
     decoder: Decoder
     hardware: Hardware
-    framework: Framework
     rows: int
     """Sequences of a data-parallel rank in a step."""
     layers_per_stage: tuple[int, ...]
@@ -69,7 +66,7 @@ class Prediction:
     def mfu(self) -> float:
         """Model FLOPs utilisation: needed operations over the peak of all devices in the plan's precision.
 
-        Recomputation is not counted; the rate in fp8 is compared with the peak of bf16.
+        Recomputation is not counted.
         """
         needed = self.decoder.operations_per_token * self.tokens_per_second / self.plan.world
         return needed / self.hardware.peak_of(self.plan.precision or "fp32")
@@ -122,25 +119,19 @@ class Prediction:
 
 
 def predict(
-    model: object,
-    plan: Plan,
-    hardware: Hardware | str | Path,
-    *,
-    rows: int | None = None,
-    framework: Framework = PLAIT,
+    model: object, plan: Plan, hardware: Hardware | str | Path, *, rows: int | None = None
 ) -> Prediction:
     """Return the predicted time and memory of a training step of `plan` on `hardware`.
 
     `model`: one that `plait.models.gpt2` or `llama` has made, on the meta device too, or its sizes as a
     `plait.prediction.decoder.Decoder`. `rows`: sequences of a data-parallel rank in a step, each as long as
     the model's context; None: one a micro-batch. `hardware`: the name of a bundled file, a TOML file, or a
-    `Hardware`. `framework`: behaviour that the plan does not say; plait's own by default.
+    `Hardware`.
 
     Nothing runs, and there is no communication. Raises PlanError, ModelError, ScheduleError or ConfigError
     for what cannot run, and for a figure that the hardware lacks.
     """
     require_instance("the plan", plan, Plan, "give a plait.Plan", PlanError)
-    require_instance("framework", framework, Framework, "give one of plait.prediction.framework")
     machine, decoder = load_hardware(hardware), decoder_of(model)
     rows = plan.microbatches if rows is None else rows
     check_plan(decoder, plan, rows)
@@ -153,7 +144,7 @@ def predict(
         limit=plan.memory_limit,
         cut=plan.layers_per_stage,
     )
-    shape = StepShape(decoder, plan, framework.on(machine), rows / plan.microbatches)
+    shape = StepShape(decoder, plan, rows / plan.microbatches, on_cpu=not machine.overlaps)
     return prediction_of(shape, machine, schedule, cut)
 
 
@@ -161,13 +152,13 @@ def prediction_of(
     shape: StepShape, hardware: Hardware, schedule: Schedule, cut: tuple[int, ...]
 ) -> Prediction:
     """Return the predicted time and memory of a step whose schedule and layers per stage are given."""
-    plan, decoder, framework = shape.plan, shape.decoder, shape.framework
+    plan, decoder = shape.plan, shape.decoder
     stages, modes = stage_kinds(decoder.kinds, cut), stage_modes(plan, cut)
-    timer = LayerTimer(shape, hardware, framework.product_precision or plan.precision or "fp32")
+    timer = LayerTimer(shape, hardware, plan.precision or "fp32")
     memory = predicted_memory(shape, schedule, stages, modes, hardware.reserved)
     times = StepTimes(timer, schedule, stages, modes)
     rows = round(shape.rows * plan.microbatches)
-    return Prediction(plan, decoder, hardware, framework, rows, cut, times, memory)
+    return Prediction(plan, decoder, hardware, rows, cut, times, memory)
 
 
 def costs_for_cut(model: Decoder, plan: Plan) -> LayerCosts:

@@ -13,7 +13,6 @@ from plait.plan import Plan, Recompute
 from plait.prediction.decoder import LayerKind
 from plait.prediction.layer_operations import StepShape
 from plait.prediction.layer_times import LayerTimer, Parts, PassTimes
-from plait.prediction.operations import AxisTransfer
 from plait.prediction.step_end import (
     RankWork,
     gradient_sum_seconds,
@@ -42,9 +41,6 @@ class StepTimes:
     stages: Sequence[Sequence[LayerKind]]
     """The kinds of each stage's layers."""
     modes: Sequence[Sequence[Recompute]]
-    shorter: Schedule | None = None
-    """The same schedule with fewer micro-batches; then `schedule` too has fewer than the plan, and the times
-    of the others are extrapolated: the order of actions repeats itself."""
 
     @cached_property
     def passes(self) -> tuple[PassTimes, ...]:
@@ -64,18 +60,12 @@ class StepTimes:
 
     def _executed(self, schedule: Schedule) -> Schedule:
         """Return the schedule as ranks run it: where input gradients are sent first, backwards are split."""
-        shape = self.timer.shape
-        return schedule.split_backward if shape.framework.sends_inputs_first(shape.plan) else schedule
-
-    @cached_property
-    def hop(self) -> float:
-        """Seconds of a message between neighbouring stages."""
-        return hop_seconds(self.timer)
+        return schedule.split_backward if self.timer.shape.plan.sends_inputs_first else schedule
 
     @property
     def costs(self) -> Costs:
         """The costs of actions and messages, in nanoseconds."""
-        timing = self._timing(self.hop)
+        timing = self.timing(self.timer.message_seconds)
         durations = timing.durations
         return Costs(
             F=durations[Kind.F],
@@ -86,7 +76,7 @@ class StepTimes:
 
     def timeline(self) -> Timeline:
         """Return the simulated actions with their times in nanoseconds."""
-        schedule, timing = self._executed(self.schedule), self._timing(self.hop)
+        schedule, timing = self._executed(self.schedule), self.timing(self.timer.message_seconds)
         found = simulate(schedule, self.costs)
         if self.timer.speedup == 1:
             return found
@@ -100,36 +90,26 @@ class StepTimes:
     @cached_property
     def ends(self) -> tuple[float, ...]:
         """Seconds from the start of the step to each rank's last action."""
-        return self._ends(self.hop)
+        return self.ends_with(self.timer.message_seconds)
 
-    def _ends(self, hop: float) -> tuple[float, ...]:
-        timing = self._timing(hop)
-        ends = self._last_ends(self.schedule, timing)
-        if self.shorter is None:
-            return tuple(end * NANOSECOND for end in ends)
-        before = self._last_ends(self.shorter, timing)
-        left = self.timer.shape.plan.microbatches - self.schedule.microbatches
-        repeats = left / (self.schedule.microbatches - self.shorter.microbatches)
-        return tuple(
-            (end + repeats * (end - earlier)) * NANOSECOND for end, earlier in zip(ends, before, strict=True)
-        )
+    def ends_with(self, hop: float) -> tuple[float, ...]:
+        """Return `ends` where a message takes `hop` seconds."""
+        return tuple(end * NANOSECOND for end in self.last_ends(self.schedule, self.timing(hop)))
 
-    def _last_ends(self, schedule: Schedule, timing: Timing) -> Sequence[float]:
+    def last_ends(self, schedule: Schedule, timing: Timing) -> Sequence[float]:
+        """Return the nanoseconds to each rank's last action of `schedule`."""
         order = self._executed(schedule).event_order
         if self.timer.speedup == 1:
             return order.last_ends(timing)
         return [ends[-1] for ends in simulate_shared(order, timing, self.timer.speedup).ends]
 
-    def _timing(self, hop: float) -> Timing:
-        blocks = self.timer.shape.framework.blocking_messages
-        extra = hop if blocks else 0.0
-        forward = [_whole(one.forward.total + extra) for one in self.passes]
-        inputs = [_whole(one.inputs.total + extra) for one in self.passes]
+    def timing(self, hop: float) -> Timing:
+        """Return the durations of actions and messages in nanoseconds; a message takes `hop` seconds."""
+        forward = [_whole(one.forward.total) for one in self.passes]
+        inputs = [_whole(one.inputs.total) for one in self.passes]
         weights = [_whole(one.weights.total) for one in self.passes]
         both = [first + second for first, second in zip(inputs, weights, strict=True)]
-        wait = 0 if blocks else _whole(hop)
-        rank_of = self.schedule.rank_of
-        hops = [0 if here == there else wait for here, there in pairwise(rank_of)]
+        hops = [0 if here == there else _whole(hop) for here, there in pairwise(self.schedule.rank_of)]
         durations = {Kind.F: forward, Kind.I: inputs, Kind.W: weights, Kind.B: both}
         return Timing(durations, [0, *hops], [*hops, 0])
 
@@ -171,7 +151,7 @@ class StepTimes:
             parts = parts + self.passes[stage].total
         parts = parts.times(plan.microbatches * self._busy(last))
         waiting = self.ends[last] - parts.total
-        without = self._ends(0.0)[last] if self.hop else self.ends[last]
+        without = self.ends_with(0.0)[last] if self.timer.message_seconds else self.ends[last]
         pp = min(max(self.ends[last] - without, 0.0), max(waiting, 0.0))
         return {
             "matrix products": parts.products,
@@ -191,25 +171,15 @@ class StepTimes:
         """Return a rank's computing time as a fraction of what it would be if no other rank ever waited."""
         if self.timer.speedup == 1:
             return 1.0
-        order, timing = self._executed(self.schedule).event_order, self._timing(self.hop)
+        order, timing = self._executed(self.schedule).event_order, self.timing(self.timer.message_seconds)
         shared, alike = (simulate_shared(order, timing, speedup) for speedup in (self.timer.speedup, 1.0))
         return shared.busy(rank) / alike.busy(rank)
 
 
 def hides_sums(shape: StepShape, schedule: Schedule, stage: int) -> bool:
     """Return whether the weight gradients of a stage's layers run during sums over `tp`."""
-    if schedule.splits and not shape.framework.layer_by_layer:
-        return False
-    return shape.framework.weights_at_once(shape.plan, sends=schedule.exchanges_before(stage))
-
-
-def hop_seconds(timer: LayerTimer) -> float:
-    """Return the seconds of a message between neighbouring stages."""
-    shape, plan = timer.shape, timer.shape.plan
-    if plan.pp == 1:
-        return 0.0
-    divided = shape.framework.messages_divided and not plan.cuts_sequence
-    return timer.network.seconds(AxisTransfer("message", "pp", shape.outside / (plan.tp if divided else 1)))
+    sends = schedule.exchanges_before(stage)
+    return not schedule.splits and shape.plan.weights_at_once(sends=sends)
 
 
 def _whole(seconds: float) -> int:
@@ -225,3 +195,12 @@ def stage_modes(plan: Plan, cut: Sequence[int]) -> tuple[tuple[Recompute, ...], 
         found.append(tuple(modes[first : first + count]))
         first += count
     return tuple(found)
+
+
+def stage_kinds(kinds: Sequence[LayerKind], cut: Sequence[int]) -> tuple[tuple[LayerKind, ...], ...]:
+    """Return the kinds of each stage's layers; `cut` has the number of layers of each stage."""
+    first, stages = 0, []
+    for count in cut:
+        stages.append(tuple(kinds[first : first + count]))
+        first += count
+    return tuple(stages)

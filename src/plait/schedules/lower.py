@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
+from plait.plan import weights_at_once
 from plait.schedules.action import Action, Kind
 from plait.schedules.lowering_spec import LoweringSpec
 from plait.schedules.messages import AT_START, Inbox, StageMessage, inboxes
@@ -82,7 +83,7 @@ def _lower_action(
 def _backward(action: Action, schedule: Schedule, spec: LoweringSpec) -> list[Instruction]:
     """Return a backward's instructions; `spec.overlap` decides if `B` runs per layer or all `I` first."""
     sends = _sends(action, schedule)
-    layerwise = not sends if spec.overlap is None else spec.overlap
+    layerwise = weights_at_once(spec.overlap, sends=bool(sends))
     first, *later = [action]
     if action.kind is Kind.B and not layerwise:
         first, later = action.message_key, [action._replace(kind=Kind.W)]

@@ -18,8 +18,9 @@ from plait.loop.learning_rates import (
     warmup_stable_decay,
 )
 from plait.loop.parameter_rates import ParameterRate, freeze, parameter_groups, require_matches
-from plait.models import gpt2, llama
+from plait.models.gpt2 import gpt2_of
 from plait.models.huggingface.pretrained import model_in, weights_in
+from plait.models.llama import llama_of
 from plait.models.low_rank_adaptation import adapter_values, lora
 from plait.models.peft_adapters import load_adapter, values_in
 from plait.train.config import Config
@@ -47,16 +48,8 @@ def build_model(model: ModelConfig, vocab: int) -> nn.Sequential:
 def _without_adapters(model: ModelConfig, vocab: int) -> nn.Sequential:
     if model.folder is not None:
         return model_in(model.folder, model.context)
-    sizes = {
-        "layers": model.layers,
-        "hidden": model.hidden,
-        "heads": model.heads,
-        "vocab": vocab,
-        "context": model.context,
-    }
-    if model.name == "gpt2":
-        return gpt2(**sizes, tied=model.is_tied)
-    return llama(**sizes, kv_heads=model.kv_heads, inner=model.inner, tied=model.is_tied)
+    sizes = model.decoder(vocab)
+    return gpt2_of(sizes) if sizes.family == "gpt2" else llama_of(sizes)
 
 
 def initial_weights(config: ModelConfig, model: nn.Sequential, seed: int) -> dict[str, Any] | None:

@@ -7,9 +7,9 @@ from typing import Self
 
 from pydantic import model_validator
 
-from plait.errors import ConfigError, listed
-from plait.model_size_rules import default_inner, divisors, heads_error, multiples
+from plait.errors import ConfigError, ModelError, listed
 from plait.plan import Plan
+from plait.prediction.decoder import MOST_BLOCKS, MOST_SIZE, Decoder, divisors, multiples
 from plait.schedules.search.api import default_chunks
 from plait.train.config_sections import (
     DataConfig,
@@ -21,10 +21,8 @@ from plait.train.model_section import invalid_path
 from plait.train.section import Section
 from plait.train.train_section import TrainConfig
 
-MOST = 2**31 - 1
-"""The largest value of a size or count without a limit of its own."""
 LIMITS = {
-    "layers": 10_000,
+    "layers": MOST_BLOCKS,
     "hidden": 2**24,
     "heads": 2**16,
     "kv_heads": 2**16,
@@ -63,8 +61,7 @@ class Config(Section):
         _check_adapter(self.model)
         if self.model.folder is None:
             _check_family(self.model)
-            _check_heads(self.model)
-            _check_tensor_parallel(self.model, self.parallel.tp)
+            _check_tensor_parallel(self.model, _sizes(self.model), self.parallel.tp)
             _check_context_parallel(self.model, self.parallel)
         _check_batch(self.train, self.parallel.dp)
         _check_parallel(self.parallel)
@@ -100,10 +97,10 @@ def _check_magnitudes(config: Config) -> None:
     """Raise ConfigError for sizes and counts that no machine could hold or run, before they are used."""
     for section, fields in config:
         for name, value in fields:
-            if isinstance(value, int) and name not in NOT_COUNTS and value > LIMITS.get(name, MOST):
+            if isinstance(value, int) and name not in NOT_COUNTS and value > LIMITS.get(name, MOST_SIZE):
                 raise ConfigError(
-                    f"{section}.{name} = {_short(value)} is more than {LIMITS.get(name, MOST)}, the most "
-                    "that plait takes: give a smaller one."
+                    f"{section}.{name} = {_short(value)} is more than {LIMITS.get(name, MOST_SIZE)}, the "
+                    "most that plait takes: give a smaller one."
                 )
 
     if config.run.timeout > LONGEST_TIMEOUT:
@@ -237,12 +234,6 @@ def _check_validation(config: Config) -> None:
         )
 
 
-def _check_heads(model: ModelConfig) -> None:
-    error = heads_error(model.hidden, model.heads, model.kv_heads, rotary=model.name == "llama")
-    if error is not None:
-        raise ConfigError(error)
-
-
 def _check_family(model: ModelConfig) -> None:
     """Raise ConfigError if fields that only llama has are given for another model."""
     for name in ("kv_heads", "inner"):
@@ -254,30 +245,32 @@ def _check_family(model: ModelConfig) -> None:
             )
 
 
-def _check_tensor_parallel(model: ModelConfig, tp: int) -> None:
-    """Raise ConfigError if `tp` ranks cannot share the model's attention heads and MLP features equally.
+def _sizes(model: ModelConfig) -> Decoder:
+    """Return the sizes of plait's own model. Raises ConfigError where they do not fit each other."""
+    try:
+        return model.decoder(1)
+    except ModelError as error:
+        raise ConfigError(str(error)) from None
 
-    GPT-2's MLP has 4 · hidden features, which divide where the heads do; a vocabulary may be cut unevenly.
-    """
-    if model.heads % tp:
+
+def _check_tensor_parallel(model: ModelConfig, sizes: Decoder, tp: int) -> None:
+    """Raise ConfigError if `tp` ranks cannot share the model's attention heads and MLP features equally."""
+    undivided = sizes.undivided_by(tp)
+    if undivided == "heads":
         raise ConfigError(
-            f"model.heads = {model.heads} is not divisible by parallel.tp = {tp}: "
-            f"set parallel.tp to {divisors(model.heads)}{_heads_for(model, tp)}."
+            f"model.heads = {sizes.heads} is not divisible by parallel.tp = {tp}: "
+            f"set parallel.tp to {divisors(sizes.heads)}{_heads_for(model, tp)}."
         )
-    if model.name != "llama":
-        return
-    kv_heads = model.kv_heads or model.heads
-    if kv_heads % tp and tp % kv_heads:
+    if undivided == "kv_heads":
         raise ConfigError(
-            f"model.kv_heads = {kv_heads} is neither a multiple nor a divisor of parallel.tp = {tp}: "
+            f"model.kv_heads = {sizes.key_heads} is neither a multiple nor a divisor of parallel.tp = {tp}: "
             f"set model.kv_heads to {divisors(tp)}, or change parallel.tp."
         )
-    inner = default_inner(model.hidden) if model.inner is None else model.inner
-    if inner % tp:
+    if undivided == "inner":
         origin = "" if model.inner is not None else f", the default for model.hidden = {model.hidden},"
         raise ConfigError(
-            f"model.inner = {inner}{origin} is not divisible by parallel.tp = {tp}: "
-            f"set model.inner to {multiples(inner, tp)}, or change parallel.tp."
+            f"model.inner = {sizes.inside}{origin} is not divisible by parallel.tp = {tp}: "
+            f"set model.inner to {multiples(sizes.inside, tp)}, or change parallel.tp."
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 from pydantic import Field, field_validator, model_validator
 
@@ -21,6 +21,7 @@ from plait.plan import (
     SequenceParallel,
     Strategy,
 )
+from plait.prediction.decoder import Decoder, Family
 from plait.train.model_section import OWN_MODELS, with_folder_sizes
 from plait.train.section import Count, Decay, Section, is_positive_number
 
@@ -103,10 +104,11 @@ class ModelConfig(Section):
         name = given.get("name", OWN_MODELS[0]) if isinstance(given, dict) else OWN_MODELS[0]
         return given if name in OWN_MODELS or not isinstance(name, str) else with_folder_sizes(given)
 
-    @property
-    def is_tied(self) -> bool:
-        """Whether the head shares the embedding's weight: `tied`, or as `plait.models` has the family."""
-        return self.name == "gpt2" if self.tied is None else self.tied
+    def decoder(self, vocab: int) -> Decoder:
+        """Return the sizes of plait's own model with `vocab` tokens. Raises ModelError where none fits."""
+        tied = {} if self.tied is None else {"tied": self.tied}
+        given = self.model_dump(exclude={"name", "lora", "tied", "vocab"})
+        return Decoder.of_family(cast(Family, self.name), vocab=vocab, **given, **tied)
 
     @property
     def folder(self) -> Path | None:

@@ -47,21 +47,7 @@ def configured_decoder(config: Config) -> Decoder:
             f"{what} is given, and predictions know runs that train all parameters with two moments each, as "
             "AdamW has: leave it out."
         )
-    llama = model.name == "llama"
-    return Decoder(
-        layers=model.layers,
-        hidden=model.hidden,
-        heads=model.heads,
-        kv_heads=model.kv_heads,
-        inner=model.inner,
-        vocab=model.vocab or open_tokenizer(config.tokenizer).vocab,
-        context=model.context,
-        gated=llama,
-        biases=not llama,
-        positions=not llama,
-        rotary=llama,
-        tied=model.is_tied,
-    )
+    return model.decoder(model.vocab or open_tokenizer(config.tokenizer).vocab)
 
 
 def config_text(config: Config, plan: Plan) -> str:

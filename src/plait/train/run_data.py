@@ -12,7 +12,8 @@ from plait.data.read_ahead import ReadAhead
 from plait.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
 from plait.data.tokenizer_match import require_tokens_of_transformers
 from plait.errors import ConfigError
-from plait.train.config import MOST, RANDOM, Config, check_steps
+from plait.prediction.decoder import MOST_SIZE
+from plait.train.config import RANDOM, Config, check_steps
 from plait.train.data_sources import open_source
 from plait.train.prepared_sources import is_tokenized, prepared_folder
 from plait.train.sample import encode_prompt
@@ -92,10 +93,10 @@ def with_steps_of_epochs(config: Config, data: Data) -> Config:
     if epochs is None or rows is None:
         return config
     exact = epochs * rows / config.train.batch
-    if exact > MOST:
+    if exact > MOST_SIZE:
         raise ConfigError(
-            f"train.epochs = {epochs:g} are {exact:g} steps, more than {MOST}, the most that plait takes: "
-            "give fewer."
+            f"train.epochs = {epochs:g} are {exact:g} steps, more than {MOST_SIZE}, the most that plait "
+            "takes: give fewer."
         )
     steps = max(1, math.ceil(round(exact, 9)))
     known = config.train.model_copy(update={"steps": steps, "epochs": None})

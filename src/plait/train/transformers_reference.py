@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any
 
-import torch
-from torch import nn
-
-from plait.checkpoint.huggingface.model_sizes import ModelSizes, config_json
+from plait.checkpoint.huggingface.model_sizes import config_json
 from plait.checkpoint.huggingface.tensor_names import TensorPair, tensor_pairs
 from plait.errors import ConfigError
 from plait.models.huggingface.pretrained import logits_of, original_in, original_of
+from plait.prediction.decoder import Decoder
 from plait.train.config import Config
+from plait.train.run_data import load_data
 from plait.verification.independent_reference import IndependentReference, named_alike
 
 ANGLES_IN_FLOAT32 = 1e-6
 """Relative accuracy of rotary angles in transformers; plait's own llama has them in float64 here."""
 
 
-def transformers_reference(config: Config, vocab: int, model: nn.Module) -> IndependentReference:
-    """Return the model of transformers that computes what `model` of the configuration computes.
+def transformers_reference(config: Config) -> IndependentReference:
+    """Return the model of transformers that computes what the model of the configuration computes.
 
     For a model in a folder what transformers builds of it; for plait's own the model to which a checkpoint is
     exported. Raises ConfigError for adapters, which transformers does not have.
@@ -31,27 +30,11 @@ def transformers_reference(config: Config, vocab: int, model: nn.Module) -> Inde
     if config.model.folder is not None:
         made = partial(original_in, config.model.folder)
         return IndependentReference(made, "transformers", pairs=named_alike, call=logits_of)
-    sizes = _sizes(config, vocab, model)
+    sizes = config.model.decoder(load_data(config).vocab)
     made = partial(original_of, config_json(sizes, "float32"))
     pairs = partial(_pairs, sizes)
     return IndependentReference(made, "transformers", pairs, logits_of, accuracy=ANGLES_IN_FLOAT32)
 
 
-def _sizes(config: Config, vocab: int, model: nn.Module) -> ModelSizes:
-    shape = config.model
-    up = cast(torch.Tensor, model.get_parameter("blocks.0.mlp.up.weight"))
-    return ModelSizes(
-        family=cast(Literal["gpt2", "llama"], shape.name),
-        layers=shape.layers,
-        hidden=shape.hidden,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads or shape.heads,
-        inner=up.shape[0],
-        vocab=vocab,
-        context=shape.context,
-        tied=shape.is_tied,
-    )
-
-
-def _pairs(sizes: ModelSizes, *_: Any) -> Sequence[TensorPair]:
+def _pairs(sizes: Decoder, *_: Any) -> Sequence[TensorPair]:
     return tensor_pairs(sizes)

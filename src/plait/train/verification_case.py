@@ -9,15 +9,8 @@ from plait.tensor.losses import cross_entropy
 from plait.train.build import build_optimizer, trained_part
 from plait.train.config import Config
 from plait.train.run_data import load_data
-from plait.train.transformers_reference import transformers_reference
 from plait.verification.case import Case
-from plait.verification.independent_reference import IndependentReference
 from plait.verification.options import Mode, VerifyOptions, usual_steps
-
-
-def reference_of(config: Config, case: Case) -> IndependentReference:
-    """Return the model of transformers beside the model of `case`, the one of `config`."""
-    return transformers_reference(config, load_data(config).vocab, case.build())
 
 
 def verification_case(config: Config, *, mode: Mode, steps: int | None, isolate: bool) -> Case:

@@ -31,11 +31,12 @@ from parity.one_rank import (
 from plait.checkpoint.box_reader import FullTensors
 from plait.checkpoint.huggingface.exporting import export_adapted, export_own
 from plait.checkpoint.huggingface.importing import import_folder
-from plait.checkpoint.huggingface.model_sizes import ModelSizes, _rope_base, sizes_from_manifest
+from plait.checkpoint.huggingface.model_sizes import _rope_base, sizes_from_manifest
 from plait.errors import CheckpointError
 from plait.huggingface_files import INDEX
 from plait.models.huggingface.pretrained import model_in, weights_in
 from plait.models.rotary import rotary_angles
+from plait.prediction.decoder import ROPE_BASE, Decoder
 
 pytestmark = pytest.mark.transformers
 
@@ -44,7 +45,7 @@ SMALL_FILES = 20_000
 """Bytes: less than half of any of the models, more than any of their tensors."""
 
 
-def sizes(name: str, path: Path) -> ModelSizes:
+def sizes(name: str, path: Path) -> Decoder:
     told: dict[str, Any] = {"heads": HEADS[name]}
     if name.startswith("llama"):
         told |= {"context": CONTEXT, "rope_base": 500.0 if name == "llama" else None}
@@ -267,14 +268,14 @@ def test_sizes_that_a_run_left(tmp_path: Path) -> None:
     config = {"model": {"name": "llama", "heads": 6, "kv_heads": 2, "context": CONTEXT, "vocab": None}}
     path = saved(lively(MODELS["llama"]()), tmp_path / "ours", {"config": config})
     found = sizes_from_manifest(FullTensors(path).manifest)
-    assert found == ModelSizes("llama", 2, 24, 6, 2, 20, VOCAB, CONTEXT, tied=False)
+    assert found == Decoder.of_family("llama", **SIZES, heads=6, kv_heads=2, inner=20)
     with pytest.raises(CheckpointError, match="says that heads is 6 and not 4: leave it out"):
         sizes_from_manifest(FullTensors(path).manifest, heads=4)
 
 
 def test_a_checkpoint_of_another_model_is_not_exported(tmp_path: Path) -> None:
     path = saved(lively(MODELS["gpt2"]()), tmp_path / "ours")
-    wrong = ModelSizes("gpt2", 1, 24, 6, 6, 96, VOCAB, CONTEXT, tied=False)
+    wrong = Decoder.of_family("gpt2", **{**SIZES, "layers": 1, "heads": 6}, tied=False)
     with pytest.raises(CheckpointError, match=r"unexpected: .*blocks.1.attention.key.bias"):
         export_own(FullTensors(path), tmp_path / "target", wrong)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["ours"]
@@ -339,11 +340,11 @@ def test_damaged_folders_are_refused(tmp_path: Path) -> None:
 
 def test_a_base_of_the_rotary_embedding_stands_where_older_or_newer_files_have_it(tmp_path: Path) -> None:
     for config, base in [
-        ({}, ModelSizes.rope_base),
+        ({}, ROPE_BASE),
         ({"rope_theta": 300}, 300.0),
         ({"rope_theta": 300, "rope_parameters": {"rope_theta": 500.0}}, 500.0),
-        ({"rope_parameters": {"rope_type": "default"}}, ModelSizes.rope_base),
-        ({"rope_scaling": None}, ModelSizes.rope_base),
+        ({"rope_parameters": {"rope_type": "default"}}, ROPE_BASE),
+        ({"rope_scaling": None}, ROPE_BASE),
     ]:
         assert _rope_base(config, tmp_path) == base, config
     for base in (0, -1.0, True, "1", float("inf")):

@@ -12,7 +12,8 @@ from plait.cli import main as module
 from plait.cli.main import main
 from plait.data.token_files import open_tokens
 from plait.errors import DataError, RankError
-from plait.train.config import LIMITS, MOST
+from plait.prediction.decoder import MOST_SIZE
+from plait.train.config import LIMITS
 from plait.train.config_parser import config_from_arguments
 
 
@@ -28,7 +29,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     for field, value, told in [
-        ("model.vocab", 2**63, f"model.vocab = {2**63} is more than {MOST}, the most that plait takes"),
+        ("model.vocab", 2**63, f"model.vocab = {2**63} is more than {MOST_SIZE}, the most that plait takes"),
         ("model.hidden", 2**40, f"model.hidden = {2**40} is more than {LIMITS['hidden']}"),
         ("model.layers", 2**40, "model.layers = 1099511627776 is more than 10000"),
         ("model.context", 2**62, "model.context = 4611686018427387904 is more than"),

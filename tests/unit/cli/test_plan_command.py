@@ -12,8 +12,8 @@ import pytest
 
 from plait.cli.main import main
 from plait.cli.plan_output import calibration_text, change_lines
+from plait.prediction.decoder import decoder_of
 from plait.prediction.hardware import Link, load_hardware
-from plait.prediction.model_sizes import decoder_of
 from plait.prediction.plan_search import AXES
 from plait.quantities import count_text
 from plait.train.build import build_model

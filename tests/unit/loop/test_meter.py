@@ -5,9 +5,23 @@ import torch
 
 from plait.comm import Mesh
 from plait.comm.rank_pool import RankPool
-from plait.loop.meter import Meter, StepNumbers, StepResult, flops_per_token, peak_flops
+from plait.loop.meter import Meter, StepNumbers, StepResult, flops_per_token
+from plait.plan import Plan
+from plait.prediction.decoder import Decoder
+from plait.prediction.hardware import load_hardware
+from plait.prediction.step_prediction import predict
 from plait.train.build import build_model
 from plait.train.config_sections import ModelConfig
+
+SIZES = Decoder(layers=2, hidden=64, heads=4, vocab=100, context=32)
+BUNDLED = {
+    "NVIDIA A100-SXM4-40GB": "a100-40",
+    "NVIDIA A100-SXM4-80GB": "a100-80",
+    "NVIDIA H100 80GB HBM3": "h100-sxm",
+    "NVIDIA H200": "h200-sxm",
+    "NVIDIA B200": "b200-sxm",
+}
+"""The files of predictions by the names of GPUs."""
 
 
 def test_flops_of_gpt2() -> None:
@@ -26,28 +40,26 @@ def test_flops_of_llama() -> None:
     assert flops == 6 * weights + 12 * 2 * 64 * 32
 
 
-PEAKS = {
-    "NVIDIA B200": (2250, 75),
-    "NVIDIA H100 80GB HBM3": (989, 67),
-    "NVIDIA H100 PCIe": (756, 51),
-    "NVIDIA H100 NVL": (835, 60),
-    "NVIDIA GH200 480GB": (989, 67),
-    "NVIDIA H200": (989, 67),
-    "NVIDIA A100-SXM4-80GB": (312, 19.5),
-    "NVIDIA A10G": (125, 31.2),
-    "NVIDIA L40S": (362, 91.6),
-    "NVIDIA L40": (181, 90.5),
-    "NVIDIA L4": (121, 30.3),
-    "nvidia geforce rtx 4090": (165, 82.6),
-}
-"""In 1e12 operations a second: of bf16 and fp32."""
-
-
-def test_peak_of_devices() -> None:
-    for device, (bf16, fp32) in PEAKS.items():
-        assert (peak_flops(device, "bf16"), peak_flops(device, "fp32")) == (bf16 * 1e12, fp32 * 1e12), device
-        assert peak_flops(device, "fp64") is None
-    assert peak_flops("something new", "bf16") is None
+def test_mfu_and_predictions_divide_by_the_same_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default fp32 is that of the plain units; MFU takes TF32's where torch is set to round to it."""
+    monkeypatch.setattr("plait.loop.meter.is_accelerator", lambda _: True)
+    for device, file in [
+        *BUNDLED.items(),
+        ("NVIDIA A100-PCIE-40GB", "a100-40"),
+        ("NVIDIA GH200", "h100-sxm"),
+    ]:
+        monkeypatch.setattr("plait.loop.meter.name_of", lambda _, device=device: device)
+        for precision in ("fp64", "fp32", "bf16", "fp16"):
+            predicted = predict(SIZES, Plan(precision=precision), file)
+            peak = SIZES.operations_per_token * predicted.tokens_per_second / predicted.mfu
+            assert Meter(Mesh(), precision, 1.0)._peak == pytest.approx(peak), (device, precision)
+        try:
+            torch.backends.cuda.matmul.fp32_precision = "tf32"
+            assert Meter(Mesh(), None, 1.0)._peak == load_hardware(file).peak["tf32"]
+        finally:
+            torch.backends.cuda.matmul.fp32_precision = "ieee"
+    monkeypatch.setattr("plait.loop.meter.name_of", lambda _: "something new")
+    assert Meter(Mesh(), "bf16", 1.0)._peak is None
 
 
 def _step_numbers() -> StepNumbers:

@@ -5,13 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from torch import nn
 
+import plait
 from plait.errors import ModelError
-from plait.prediction.decoder import Decoder, LayerKind, stage_kinds
+from plait.layers.layer_sequence import layer_costs, sequence_of
+from plait.loop.meter import flops_per_token
+from plait.prediction.decoder import Decoder, LayerKind, decoder_of
+from plait.train.config_sections import ModelConfig
 
 LLAMA = Decoder(
     layers=3, hidden=96, heads=6, kv_heads=2, inner=176, vocab=500, context=640, gated=True, rotary=True
 )
+SIZES = {"layers": 3, "hidden": 96, "heads": 4, "vocab": 500, "context": 64}
 GPT = Decoder(layers=3, hidden=96, heads=6, vocab=500, context=640, biases=True, positions=True)
 
 
@@ -47,9 +53,8 @@ def test_a_tied_table_counts_once_where_both_layers_are() -> None:
     assert tied.total_parameters == tied.parameters_of(tied.kinds)
 
 
-def test_stages_take_the_layers_in_order() -> None:
+def test_a_block_is_two_layers() -> None:
     assert LLAMA.kinds == ("embedding", *(("attention", "mlp") * 3), "head")
-    assert stage_kinds(LLAMA.kinds, (1, 3, 4)) == (LLAMA.kinds[:1], LLAMA.kinds[1:4], LLAMA.kinds[4:])
 
 
 def test_sizes_that_fit_no_model_are_refused() -> None:
@@ -60,8 +65,45 @@ def test_sizes_that_fit_no_model_are_refused() -> None:
         ({"inner": 0}, "model.inner is 0"),
         ({"hidden": None}, "model.hidden is None"),
         ({"kv_heads": 3, "heads": 4}, "model.kv_heads = 3 does not divide model.heads = 4"),
-        ({"heads": 7}, "model.hidden = 96 is not divisible by model.heads = 7"),
+        ({"heads": 7}, "model.hidden = 96 is not divisible by model.heads = 7: set model.hidden to 91 or 98"),
+        ({"heads": 32, "kv_heads": 1}, "makes heads of 3 features, and llama turns pairs of them"),
     ]:
         with pytest.raises(ModelError, match=message):
             replace(LLAMA, **fields)  # type: ignore[arg-type]
         assert replace(LLAMA, heads=1, kv_heads=1, layers=1, vocab=1, context=1, inner=1).head_size == 96
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_sizes_give_parameters_operations_and_costs_of_layers(name: str, tied: bool) -> None:
+    more = {"kv_heads": 2, "inner": 200} if name == "llama" else {}
+    model = getattr(plait.models, name)(tied=tied, **SIZES, **more)
+    found, flags = decoder_of(model), dict.fromkeys(("biases", "positions"), True)
+    if name == "llama":
+        flags = dict.fromkeys(("gated", "rotary"), True)
+    assert found == Decoder(**{"kv_heads": 4, "inner": 384, **SIZES, **more, **flags, "tied": tied})  # type: ignore[arg-type]
+    configured = ModelConfig(name=name, tied=tied, **{**SIZES, "vocab": None}, **more).decoder(500)  # type: ignore[arg-type]
+    assert replace(configured, kv_heads=configured.key_heads, inner=configured.inside) == found
+    assert found.total_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert found.operations_per_token == flops_per_token(model, layers=3, hidden=96, context=64)
+    assert [*found.layer_costs] == layer_costs(sequence_of(model).layers)
+    assert decoder_of(found) is found
+
+
+def test_another_model_is_refused_and_one_whose_blocks_differ() -> None:
+    model = plait.models.llama(**SIZES)
+    other = plait.models.llama(**{**SIZES, "layers": 1}, inner=128)
+    blocks = [*model.get_submodule("blocks"), *other.get_submodule("blocks")]  # type: ignore[misc]
+    model.blocks = nn.Sequential(*blocks)
+    with pytest.raises(ModelError, match="2 different sizes"):
+        decoder_of(model)
+    with pytest.raises(ModelError, match="the sizes of dict are not known"):
+        decoder_of({})
+
+
+def test_ranks_share_whole_heads_and_equal_parts_of_the_width_of_an_mlp() -> None:
+    sizes = Decoder(layers=1, hidden=96, heads=12, kv_heads=4, inner=88, vocab=7, context=8)
+    shared = {1: None, 2: None, 4: None, 8: "heads", 5: "heads", 6: "kv_heads", 3: "kv_heads", 24: "heads"}
+    assert {tp: sizes.undivided_by(tp) for tp in shared} == shared
+    assert replace(sizes, kv_heads=2, inner=90).undivided_by(4) == "inner"
+    assert replace(sizes, kv_heads=2).undivided_by(4) is None

@@ -11,6 +11,7 @@ from plait.prediction.hardware import (
     Link,
     _parsed,
     bundled_name,
+    gpu_peaks,
     hardware_names,
     load_hardware,
 )
@@ -167,3 +168,31 @@ def test_a_gpu_is_known_by_its_name() -> None:
     }
     assert {device: bundled_name(device) for device in known} == known
     assert [*hardware_names()] == sorted([*filter(None, known.values()), "cpu-two-cores"])
+
+
+PEAKS = {
+    "NVIDIA B200": (2250, 75, 1125),
+    "NVIDIA H100 80GB HBM3": (989.4, 67, 494.7),
+    "NVIDIA H100 PCIe": (756, 51, 378),
+    "NVIDIA H100 NVL": (835, 60, 417.5),
+    "NVIDIA GH200 480GB": (989.4, 67, 494.7),
+    "NVIDIA H200": (989.4, 67, 494.7),
+    "NVIDIA A100-SXM4-80GB": (312, 19.5, 156),
+    "NVIDIA A100-PCIE-40GB": (312, 19.5, 156),
+    "NVIDIA A10G": (125, 31.2, 62.5),
+    "NVIDIA L40S": (362, 91.6, 183),
+    "NVIDIA L40": (181, 90.5, 90.5),
+    "NVIDIA L4": (121, 30.3, 60),
+    "nvidia geforce rtx 4090": (165, 82.6, 82.6),
+}
+"""In 1e12 operations a second: of bf16, of fp32 as torch computes by default, and of fp32 in TF32."""
+
+
+def test_the_peaks_of_gpus_are_those_of_the_data_sheets() -> None:
+    for device, expected in PEAKS.items():
+        found = gpu_peaks(device)
+        assert [found[one] / 1e12 for one in ("bf16", "fp32", "tf32")] == pytest.approx(expected), device
+        assert found["fp16"] == found["bf16"]
+        file = bundled_name(device)
+        assert file is None or found == load_hardware(file).peak
+    assert gpu_peaks("something new") == {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from itertools import product
 from typing import Any
 
@@ -14,15 +14,11 @@ from plait.blueprint import build_blueprint
 from plait.footprint.estimate import MemoryEstimator
 from plait.footprint.traces import Trace
 from plait.plan import Plan
-from plait.prediction.decoder import Decoder, LayerKind
-from plait.prediction.framework import PLAIT, Framework
-from plait.prediction.hardware import load_hardware
-from plait.prediction.layer_memory import LayerMemory, layer_memory, sending_pieces
+from plait.prediction.decoder import Decoder, LayerKind, decoder_of
+from plait.prediction.layer_memory import LayerMemory, layer_memory
 from plait.prediction.layer_operations import StepShape
-from plait.prediction.model_sizes import decoder_of
 
 SIZES: dict[str, Any] = {"layers": 1, "hidden": 128, "heads": 8, "vocab": 200, "context": 64}
-ON_CPU = PLAIT.on(load_hardware("cpu-two-cores"))
 DIVISIONS: dict[str, dict[str, Any]] = {
     "alone": {},
     "bf16": {"precision": "bf16"},
@@ -44,7 +40,7 @@ QUICK = (
 def test_layers_keep_and_allocate_what_their_trace_does(name: str, division: str, mode: str) -> None:
     model = getattr(plait.models, name)(**SIZES)
     plan = Plan(microbatches=2, recompute=mode, **DIVISIONS[division])
-    shape = StepShape(decoder_of(model), plan, ON_CPU, rows=2)
+    shape = StepShape(decoder_of(model), plan, rows=2, on_cpu=True)
     for kind, trace in zip(("attention", "mlp"), _traces(model, plan)[1:3], strict=True):
         found, expected = layer_memory(kind, mode, shape), _of(trace, shape.outside)
         few = 0.02 * shape.activation
@@ -82,22 +78,10 @@ LLAMA = Decoder(
     layers=2, hidden=32, heads=4, kv_heads=2, inner=48, vocab=60, context=16, gated=True, rotary=True
 )
 GPT = Decoder(layers=2, hidden=32, heads=4, vocab=60, context=16, biases=True, positions=True)
-CPU = replace(PLAIT, composes_operations=True)
-OTHER = replace(
-    PLAIT,
-    fused_attention=False,
-    attention_dropout=True,
-    fused_gate=True,
-    recomputes_attention_only=True,
-    recomputes_blocks=True,
-    joins_linears=False,
-)
 
 
-def shape_of(
-    decoder: Decoder, framework: Framework = PLAIT, *, dropout: bool = False, **fields: Any
-) -> StepShape:
-    return StepShape(decoder, Plan(**fields), framework, rows=2, dropout=dropout)
+def shape_of(decoder: Decoder, *, on_cpu: bool = False, **fields: Any) -> StepShape:
+    return StepShape(decoder, Plan(**fields), rows=2, on_cpu=on_cpu)
 
 
 RECORDED: tuple[tuple[StepShape, dict[LayerKind, tuple[float, ...]]], ...] = (
@@ -111,7 +95,7 @@ RECORDED: tuple[tuple[StepShape, dict[LayerKind, tuple[float, ...]]], ...] = (
         },
     ),
     (
-        shape_of(LLAMA, CPU, recompute="selective", precision="bf16"),
+        shape_of(LLAMA, on_cpu=True, recompute="selective", precision="bf16"),
         {
             "embedding": (2048, 2048, 2048, 0, 0, 2048),
             "attention": (8704, 10240, 13824, 10240, 0, 2048),
@@ -120,7 +104,7 @@ RECORDED: tuple[tuple[StepShape, dict[LayerKind, tuple[float, ...]]], ...] = (
         },
     ),
     (
-        shape_of(LLAMA, CPU, recompute="full", tp=2, sequence_parallel="keep", precision="bf16"),
+        shape_of(LLAMA, on_cpu=True, recompute="full", tp=2, sequence_parallel="keep", precision="bf16"),
         {
             "embedding": (1024, 2304, 3328, 4096, 0, 1024),
             "attention": (1024, 7168, 12288, 12288, 0, 1024),
@@ -129,7 +113,7 @@ RECORDED: tuple[tuple[StepShape, dict[LayerKind, tuple[float, ...]]], ...] = (
         },
     ),
     (
-        shape_of(LLAMA, CPU, recompute="none", tp=2, sequence_parallel="regather"),
+        shape_of(LLAMA, on_cpu=True, recompute="none", tp=2, sequence_parallel="regather"),
         {
             "embedding": (2304, 4352, 6400, 8192, 0, 2048),
             "attention": (14656, 10240, 31040, 7936, 16384, 2048),
@@ -138,20 +122,20 @@ RECORDED: tuple[tuple[StepShape, dict[LayerKind, tuple[float, ...]]], ...] = (
         },
     ),
     (
-        shape_of(GPT, recompute="none", dropout=True, tp=2, precision="bf16"),
+        shape_of(GPT, recompute="none", tp=2, precision="bf16"),
         {
             "embedding": (2560, 3584, 5632, 3072, 0, 2048),
-            "attention": (9728, 8192, 11776, 4928, 0, 2048),
-            "mlp": (13568, 12288, 15616, 8256, 0, 2048),
+            "attention": (8704, 8192, 10752, 4928, 0, 2048),
+            "mlp": (12544, 12288, 14592, 8256, 0, 2048),
             "head": (8064, 3968, 8064, 2176, 0, 0),
         },
     ),
     (
-        shape_of(GPT, recompute="full", tp=2, sequence_parallel="regather", dropout=True),
+        shape_of(GPT, recompute="full", tp=2, sequence_parallel="regather"),
         {
             "embedding": (2048, 6656, 8704, 14336, 0, 2048),
-            "attention": (2048, 12288, 23040, 21120, 16384, 2048),
-            "mlp": (2048, 20480, 22528, 35456, 16384, 2048),
+            "attention": (2048, 12288, 22528, 20608, 16384, 2048),
+            "mlp": (2048, 20480, 22528, 34944, 16384, 2048),
             "head": (3840, 5888, 9984, 12416, 8192, 0),
         },
     ),
@@ -183,7 +167,7 @@ RECORDED: tuple[tuple[StepShape, dict[LayerKind, tuple[float, ...]]], ...] = (
         },
     ),
     (
-        shape_of(LLAMA, CPU, recompute="full", cp=4, context_parallel="ulysses"),
+        shape_of(LLAMA, on_cpu=True, recompute="full", cp=4, context_parallel="ulysses"),
         {
             "embedding": (1024, 1024, 1024, 0, 0, 1024),
             "attention": (1024, 5120, 10368, 14464, 0, 1024),
@@ -227,33 +211,6 @@ RECORDED: tuple[tuple[StepShape, dict[LayerKind, tuple[float, ...]]], ...] = (
             "head": (4096, 0, 4096, 14464, 0, 0),
         },
     ),
-    (
-        shape_of(GPT, OTHER, recompute="selective", dropout=True, tp=2, precision="bf16"),
-        {
-            "embedding": (2048, 3584, 5632, 5120, 0, 2048),
-            "attention": (9472, 8192, 16384, 9024, 0, 2048),
-            "mlp": (13568, 12288, 10240, 8000, 0, 2048),
-            "head": (8064, 3968, 8064, 2176, 0, 0),
-        },
-    ),
-    (
-        shape_of(LLAMA, OTHER, recompute="full", precision="bf16"),
-        {
-            "embedding": (2048, 2048, 2048, 0, 0, 2048),
-            "attention": (0, 10240, 20480, 24576, 0, 2048),
-            "mlp": (2048, 13312, 8192, 38016, 0, 2048),
-            "head": (13696, 5888, 21376, 15360, 0, 0),
-        },
-    ),
-    (
-        shape_of(LLAMA, replace(PLAIT, fused_loss=True), recompute="none", tp=2),
-        {
-            "embedding": (4352, 4352, 8448, 4096, 0, 4096),
-            "attention": (14720, 14336, 18816, 7936, 0, 4096),
-            "mlp": (20608, 17408, 24704, 9216, 0, 4096),
-            "head": (8064, 7936, 8064, 12032, 0, 0),
-        },
-    ),
 )
 """Bytes of tiny layers of each kind, in the order of the fields of `LayerMemory`."""
 
@@ -265,13 +222,3 @@ def test_layers_have_the_bytes_that_were_recorded() -> None:
         assert not isinstance(mode, tuple)
         for kind, numbers in expected.items():
             assert astuple(layer_memory(kind, mode, shape)) == numbers, (shape.plan, kind)
-
-
-def test_a_rank_that_sends_a_piece_of_its_output_keeps_no_more_of_it() -> None:
-    memory = LayerMemory(5000, 1, 2, 3, 4, 5)
-    whole = 2 * 16 * 32 * 4
-    for fields, kept in (({}, 5000), ({"tp": 2}, 5000 - whole / 2), ({"tp": 4}, 5000 - whole * 3 / 4)):
-        assert sending_pieces(memory, shape_of(GPT, **fields)) == replace(memory, until_inputs=kept)
-    cut = shape_of(GPT, tp=2, sequence_parallel="keep")  # a piece already
-    assert sending_pieces(memory, cut) == memory
-    assert sending_pieces(replace(memory, until_inputs=9), shape_of(GPT, tp=2)).until_inputs == 0

@@ -7,7 +7,6 @@ from typing import Any
 
 from plait.plan import Plan
 from plait.prediction.decoder import Decoder
-from plait.prediction.framework import PLAIT, Framework
 from plait.prediction.layer_operations import (
     LayerWork,
     Recomputation,
@@ -27,10 +26,8 @@ WHOLE, FP32 = 2 * TOKENS * 96, 4 * TOKENS * 96
 """Bytes of an activation, in bf16 and in fp32."""
 
 
-def shape_of(
-    decoder: Decoder, framework: Framework = PLAIT, *, dropout: bool = False, **fields: Any
-) -> StepShape:
-    return StepShape(decoder, Plan(**fields), framework, rows=3, dropout=dropout)
+def shape_of(decoder: Decoder, *, on_cpu: bool = False, **fields: Any) -> StepShape:
+    return StepShape(decoder, Plan(**fields), rows=3, on_cpu=on_cpu)
 
 
 def over_tp(collective: Collective, nbytes: float) -> tuple[AxisTransfer, ...]:
@@ -100,11 +97,11 @@ def test_the_work_of_a_llama_divided_over_two_ranks_that_gather_again() -> None:
     )
 
 
-def test_the_work_of_a_gpt_in_fp32_with_dropout_and_logits_of_some_rows() -> None:
+def test_the_work_of_a_gpt_in_fp32_with_logits_of_some_rows() -> None:
     """Of one rank there are no transfers; 192 rows of logits are three chunks of at most 70."""
-    shape = shape_of(GPT, dropout=True, loss_rows=70)
+    shape = shape_of(GPT, loss_rows=70)
     norm, norm_back = Elementwise(2 * FP32, 1), Elementwise(4 * FP32, 2)
-    residual, residual_back = Elementwise(3.5 * FP32, 1), Elementwise(3 * FP32, 1)
+    residual, residual_back = Elementwise(3 * FP32, 1), Elementwise(2 * FP32, 1)
     assert layer_work("embedding", shape) == LayerWork(
         forward=(Elementwise(4 * FP32, 3),), backward=(Elementwise(9 * FP32, 6),)
     )
@@ -133,46 +130,21 @@ def test_the_work_of_a_gpt_in_fp32_with_dropout_and_logits_of_some_rows() -> Non
     chunks = (*(linear,) * 3, loss, loss_back, *(linear_back,) * 3, *(linear_weights,) * 3)
     again = Recomputation((norm,))
     assert layer_work("head", shape) == LayerWork((norm,), (*chunks, norm_back), (), again, again)
-    fused = layer_work("head", shape_of(GPT, replace(PLAIT, fused_loss=True)))
-    assert (fused.forward[-1], fused.backward[0]) == (
-        Elementwise(8 * TOKENS * 510, 2),
-        Elementwise(4 * TOKENS * 510, 1),
-    )
 
 
 def test_on_a_cpu_norms_rotations_and_gates_are_several_operations() -> None:
-    composing = replace(PLAIT, composes_operations=True, elementwise_passes=2.0)
-    shape = shape_of(LLAMA, composing, precision="bf16")
-    norm, norm_back = Elementwise(2 * 7 * WHOLE, 6), Elementwise(2 * 14 * WHOLE, 10)
-    turn = Elementwise(2 * 4.5 * 2 * TOKENS * (96 + 32) * 2, 14)
+    shape = shape_of(LLAMA, on_cpu=True, precision="bf16")
+    norm, norm_back = Elementwise(7 * WHOLE, 6), Elementwise(14 * WHOLE, 10)
+    turn = Elementwise(4.5 * 2 * TOKENS * (96 + 32) * 2, 14)
     attention, mlp = layer_work("attention", shape), layer_work("mlp", shape)
     assert attention.selective.operations == (norm, turn)
     assert (attention.forward[0], attention.backward[-1]) == (norm, norm_back)
     assert (attention.forward[2], attention.backward[3]) == (turn, turn)
     wide = TOKENS * 160 * 2
-    assert mlp.selective.operations == (norm, Elementwise(2 * 3 * wide, 2, activation=True))
-    assert mlp.backward[2] == Elementwise(2 * 5 * wide, 3, activation=True)
+    assert mlp.selective.operations == (norm, Elementwise(3 * wide, 2, activation=True))
+    assert mlp.backward[2] == Elementwise(5 * wide, 3, activation=True)
     for kind in KINDS:  # a GPT's are one operation each on a CPU, too
-        alone = replace(composing, composes_operations=False)
-        assert layer_work(kind, shape_of(GPT, composing)) == layer_work(kind, shape_of(GPT, alone))
-
-
-def test_attention_that_is_not_fused_reads_and_writes_all_scores() -> None:
-    for dropout in [False, True]:
-        framework = replace(PLAIT, fused_attention=False, attention_dropout=dropout)
-        work = layer_work("attention", shape_of(GPT, framework, precision="bf16", cp=2, tp=2))
-        scores, values = Product(32, 64, 16, batch=9), Product(32, 16, 64, batch=9)
-        matrix, more, kernels = 9 * 32 * 64 * 2, 2.5 * dropout, 1 + dropout
-        assert work.forward[2:5] == (scores, Elementwise((2 + more) * matrix, kernels), values)
-        turned, gradient = Product(64, 16, 32, batch=9), Elementwise((3 + more) * matrix, kernels)
-        assert work.backward[2:7] == (scores, turned, gradient, values, values)
-
-
-def test_a_framework_may_repeat_the_scores_of_attention_only() -> None:
-    shape = shape_of(GPT, replace(PLAIT, recomputes_attention_only=True), tp=2, sequence_parallel="keep")
-    core = FusedAttention(3, 3, 3, 16, 64, 64, 0.5)
-    assert layer_work("attention", shape).selective == Recomputation((core,))
-    assert layer_work("mlp", shape).selective == Recomputation()
+        assert layer_work(kind, shape_of(GPT, on_cpu=True)) == layer_work(kind, shape_of(GPT))
 
 
 def test_contexts_exchange_keys_with_values_in_a_ring_or_heads_by_all_to_alls() -> None:
@@ -201,11 +173,6 @@ def test_causal_attention_computes_half_of_the_pairs_or_what_the_last_rank_sees(
         fields = {"cp": 4, "context_parallel": method, "context_layout": layout}
         core = layer_work("attention", shape_of(LLAMA, **fields)).forward[3]
         assert core == FusedAttention(3, 6, 2, 16, 16, 64, seen)
-        whole = layer_work(
-            "attention", shape_of(LLAMA, replace(PLAIT, skips_masked=False), **fields)
-        ).forward[3]
-        assert isinstance(whole, FusedAttention)
-        assert whole.seen == 1
 
 
 def test_auto_takes_the_method_by_which_a_rank_sends_less() -> None:
@@ -219,12 +186,3 @@ def test_auto_takes_the_method_by_which_a_rank_sends_less() -> None:
         (four, {"cp": 2, "tp": 2, "sequence_parallel": "keep"}, "ring"),  # keys are not sent again
     ):
         assert context_method(shape_of(decoder, **fields)) == expected, (decoder.heads, fields)
-
-
-def test_a_framework_may_repeat_layers_to_their_end_and_whole_blocks_only() -> None:
-    fields = {"tp": 2, "sequence_parallel": "keep"}
-    for kind in ("attention", "mlp"):
-        work = layer_work(kind, shape_of(LLAMA, replace(PLAIT, recomputes_to_end=True), **fields))  # type: ignore[arg-type]
-        assert work.full == Recomputation(work.forward, work.forward_transfers)
-    head = layer_work("head", shape_of(LLAMA, replace(PLAIT, recomputes_blocks=True), **fields))
-    assert head.full == head.selective == Recomputation()

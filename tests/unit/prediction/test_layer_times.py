@@ -10,12 +10,12 @@ from one_second_kernels import DECODER, FAST, HARDWARE
 
 from plait.plan import Plan
 from plait.prediction.decoder import LayerKind
-from plait.prediction.framework import PLAIT, Framework
 from plait.prediction.hardware import Hardware
 from plait.prediction.layer_operations import StepShape
 from plait.prediction.layer_times import LayerTimer, Parts, PassTimes
 
 TP = {"tp": 2, "sequence_parallel": "keep"}
+ON_CPU = replace(HARDWARE, overlaps=False)
 PLAIN = PassTimes(Parts(2, 1, 4), Parts(2, 3, 5), Parts(2))
 """Attention on one rank: two linears, a norm, two rotations and a residual, in the backward of two each."""
 
@@ -23,12 +23,11 @@ PLAIN = PassTimes(Parts(2, 1, 4), Parts(2, 3, 5), Parts(2))
 def times(
     kind: LayerKind = "attention",
     recompute: Any = "none",
-    framework: Framework = PLAIT,
     hardware: Hardware = HARDWARE,
     at_once: bool = True,
     **fields: Any,
 ) -> PassTimes:
-    shape = StepShape(DECODER, Plan(precision="bf16", **fields), framework, rows=1)
+    shape = StepShape(DECODER, Plan(precision="bf16", **fields), rows=1)
     return LayerTimer(shape, hardware, "bf16").times(kind, recompute, at_once=at_once)
 
 
@@ -37,21 +36,18 @@ def test_times_are_those_of_the_operations_by_their_kind() -> None:
     assert times("embedding") == PassTimes(Parts(elementwise=1), Parts(elementwise=2), Parts())
     assert times("mlp") == PassTimes(Parts(3, 0, 3), Parts(3, 0, 4), Parts(3))
     assert times("head") == PassTimes(Parts(1, 0, 5), Parts(1, 0, 4), Parts(1))
-    apart = times(framework=replace(PLAIT, fused_attention=False))  # whose products count as attention
-    assert apart == PassTimes(Parts(2, 2, 5), Parts(2, 4, 6), Parts(2))
     assert PLAIN.backward == 12
     assert PLAIN.total == Parts(6, 4, 9)
     assert (PLAIN + PLAIN.times(2)).total == Parts(18, 12, 27)
 
 
-def test_sums_over_tp_are_hidden_by_weight_gradients_and_in_pieces_by_products() -> None:
+def test_sums_over_tp_are_hidden_by_weight_gradients() -> None:
     for fields, forward, backward in [
         (TP, 6 + 6, 6 + (6 - 2)),  # gathers, and sums that run while the weight gradients do
         ({**TP, "sequence_parallel": "regather"}, 6 + 6, 6 + (6 + 6 - 2)),
         ({"tp": 2}, 7, 7 - 2),
         ({**TP, "at_once": False}, 12, 12),
-        ({**TP, "framework": replace(PLAIT, overlaps_tensor_sums=False)}, 12, 12),
-        ({**TP, "framework": replace(PLAIT, overlaps_tensor_products=True)}, 0.3 * 12, 0.3 * 12),
+        ({**TP, "hardware": ON_CPU}, 12, 12),
     ]:
         found = times(**fields)
         assert found.forward.seconds == pytest.approx(replace(PLAIN.forward, tp=forward).seconds)
@@ -65,7 +61,7 @@ def test_backwards_repeat_operations_and_transfers() -> None:
         ("selective", {}, 3 + 100, 0),  # a norm and two rotations
         ("full", {}, 5 + 100, 0),  # and a product, and attention
         ("selective", TP, 3 + 6 + 100, 0),
-        ("full", {**TP, "framework": replace(PLAIT, overlaps_tensor_products=True)}, 5 + 1.8 + 100, 0),
+        ("full", TP, 5 + 6 + 100, 0),
         ("none", {"cp": 2, "context_parallel": "ring"}, 0, 6 - 3 / 2),
         ("full", {"cp": 2, "context_parallel": "ring"}, 5 + 100, 6 - 3 / 2 + 6 - 1 / 2),
         ("selective", {"cp": 2, "context_parallel": "ulysses"}, 3 + 100, 3 * 6 + 2 * 6),
@@ -76,10 +72,10 @@ def test_backwards_repeat_operations_and_transfers() -> None:
         assert found.forward.recomputation == found.weights.total - 2 == 0
 
 
-def test_a_ring_is_hidden_behind_attention_where_the_framework_overlaps_it() -> None:
+def test_a_ring_is_hidden_behind_attention_where_the_hardware_overlaps_it() -> None:
     ring = {"cp": 4, "context_parallel": "ring"}  # three messages after one another, of a second each
     assert times(**ring).forward.cp == 5 + 3 - 3 / 4
-    assert times(**ring, framework=replace(PLAIT, overlaps_context=False)).forward.cp == 5 + 3
+    assert times(**ring, hardware=ON_CPU).forward.cp == 5 + 3
     quick = replace(
         HARDWARE, efficiency=replace(HARDWARE.efficiency, collective=0.0), inside=replace(FAST, latency=0)
     )
@@ -95,12 +91,7 @@ def test_parameters_are_gathered_and_gradients_summed_while_a_layer_runs() -> No
         ({"strategy": "full"}, 36 - 7, 36 - 12),
         ({"strategy": "full", "reduce": "each"}, 36 - 7, 72 - 12),
         ({"strategy": "full", "recompute": "full"}, 36 - 7, 0),
-        ({"strategy": "full", "framework": replace(PLAIT, overlaps_gathers=False)}, 36, 36),
-        (
-            {"strategy": "full", "framework": replace(PLAIT, frees_gathered=False), "microbatches": 2},
-            18 - 7,
-            0,
-        ),
+        ({"strategy": "full", "hardware": ON_CPU}, 36, 36),
         ({"strategy": "full", "replicate": 32}, 0, 0),
         # Over `tp` on the same links the time of its transfers hides nothing; on others it does.
         ({"strategy": "full", **TP}, 36 - 7, 36 - (12 + 10 - 12)),
@@ -115,8 +106,6 @@ def test_the_device_waits_for_the_host_to_start_operations() -> None:
     slow = replace(HARDWARE, efficiency=replace(HARDWARE.efficiency, host=40.0))
     found = times(hardware=slow, **TP)
     assert (found.forward.host, found.inputs.host, found.weights.host) == (7 * 40 - 19, 8 * 40 - 20, 0)
-    halves = replace(PLAIT, operations_per_layer=0.5)
-    assert times(hardware=slow, framework=halves).forward.host == 7 * 20 - 7
     again = times(recompute="full", hardware=slow)  # the whole forward counts, see `started_backward`
     assert again.inputs.host == (8 + 7) * 40 - 10 - 105
     assert times(recompute="selective", hardware=slow).inputs.host == 8 * 40 - 10 - 103
@@ -124,7 +113,7 @@ def test_the_device_waits_for_the_host_to_start_operations() -> None:
 
 
 def test_layers_of_one_kind_are_timed_once_for_all_plans_that_share_them() -> None:
-    shape = StepShape(DECODER, Plan(precision="bf16"), PLAIT, rows=1)
+    shape = StepShape(DECODER, Plan(precision="bf16"), rows=1)
     first = LayerTimer(shape, HARDWARE, "bf16")
     found = first.times("mlp", "none", at_once=False)
     slower = replace(HARDWARE, efficiency=replace(HARDWARE.efficiency, kernel=2.0))

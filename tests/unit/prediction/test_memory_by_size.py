@@ -8,22 +8,20 @@ import pytest
 
 import plait
 from parity.pairs import in_quick
-from plait.model_size_rules import default_inner
 from plait.plan import Plan
-from plait.prediction.decoder import Decoder
-from plait.prediction.framework import PLAIT
+from plait.prediction.decoder import Decoder, decoder_of
 from plait.prediction.hardware import load_hardware
-from plait.prediction.layer_memory import LayerMemory, layer_memory, sending_pieces
+from plait.prediction.layer_memory import LayerMemory, layer_memory
 from plait.prediction.layer_operations import StepShape
 from plait.prediction.memory_by_size import (
     ActivationPeak,
     PredictedMemory,
     RankActivations,
+    RankMemories,
     StageMemory,
     activation_peaks,
     stage_memory,
 )
-from plait.prediction.model_sizes import decoder_of
 from plait.prediction.state_memory import RankSizes, rank_sizes
 from plait.prediction.step_prediction import predict
 from plait.schedules.action import Kind
@@ -32,7 +30,7 @@ from plait.schedules.search.api import schedule
 
 SIZES: dict[str, Any] = {"layers": 4, "hidden": 256, "heads": 8, "vocab": 1000, "context": 128}
 # Layers on the CPU: RMS norms and rotations are not fused there, and keep copies.
-FRAMEWORK = replace(PLAIT, composes_operations=True)
+ON_CPU = replace(load_hardware("h100-sxm"), overlaps=False)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -66,41 +64,9 @@ def test_within_one_percent_of_the_simulated_step(name: str, options: str) -> No
     model = getattr(plait.models, name)(**SIZES)
     plan = Plan(microbatches=4, precision="bf16", **OPTIONS[options])
     expected = plait.memory(model, plan, rows=8, device="cpu").ranks
-    found = predict(decoder_of(model), plan, "h100-sxm", rows=8, framework=FRAMEWORK).memory
+    found = predict(decoder_of(model), plan, ON_CPU, rows=8).memory
     for rank, predicted in zip(expected, found, strict=True):
         assert predicted.allocated == pytest.approx(rank.most, rel=ALLOWED.get(options, 0.01))
-
-
-def _memory(pp: int = 1, **framework: Any) -> PredictedMemory:
-    sizes = Decoder(layers=6, hidden=512, heads=8, vocab=1000, context=256, gated=True, rotary=True)
-    recompute = "full" if "recomputes_blocks" in framework else "none"
-    plan = Plan(pp=pp, precision="bf16", recompute=recompute)
-    return predict(sizes, plan, "h100-sxm", framework=replace(PLAIT, **framework)).memory[0]
-
-
-def test_a_fused_gate_does_not_keep_the_activation() -> None:
-    saved = _memory().activations - _memory(fused_gate=True).activations
-    assert saved == 6 * 256 * default_inner(512) * 2
-
-
-def test_placeholder_gradients_are_one_of_each_size_or_all() -> None:
-    without, sizes, all_ = (
-        _memory(placeholder_gradients=kind).temporary for kind in ("none", "sizes", "all")
-    )
-    matrices = 4 * 512 * 512 + 3 * 512 * default_inner(512) + 1000 * 512
-    assert sizes - without == pytest.approx(2 * matrices, rel=1e-3)
-    total = matrices + 5 * (4 * 512 * 512 + 3 * 512 * default_inner(512)) + 1000 * 512
-    assert all_ - without == pytest.approx(2 * total, rel=1e-3)
-    first = _memory(2, placeholder_gradients="sizes").temporary - _memory(2).temporary
-    assert first == pytest.approx(2 * (matrices - 1000 * 512), rel=1e-3)  # without a head
-
-
-def test_recomputed_blocks_keep_one_input_for_attention_and_mlp() -> None:
-    layers, blocks = _memory(recomputes_blocks=False), _memory(recomputes_blocks=True)
-    one = 256 * 512 * 2
-    head = one + 4 * 256  # it is no block: its norm's output and statistics are kept
-    assert layers.activations - blocks.activations == 6 * one - head
-    assert blocks.temporary > layers.temporary
 
 
 def test_stages_free_what_they_keep_layer_by_layer() -> None:
@@ -145,23 +111,27 @@ HELD = RankHeld(
 )
 
 
-@pytest.mark.parametrize(("blocking", "received", "sent"), [(False, 3, 4), (True, 2, 0)])
-def test_peaks_are_what_is_held_with_messages_and_what_runs(blocking: bool, received: int, sent: int) -> None:
+@pytest.mark.parametrize(("received", "sent"), [(3000.0, 4000.0), (2000.0, 0.0)])
+def test_peaks_are_what_is_held_with_messages_and_what_runs(received: float, sent: float) -> None:
     """The first backward counts as after one, too: its last layer runs beside all weight gradients."""
-    sizes = Decoder(layers=1, hidden=8, heads=2, vocab=10, context=4)
-    shape = StepShape(sizes, Plan(), replace(PLAIT, blocking_messages=blocking), rows=2)
-    buffers, sending = received * 2 * 4 * 8 * 4, sent * 2 * 4 * 8 * 4
-    assert activation_peaks(HELD, STAGES, shape, always=1000) == {
-        (F, False): (110 + buffers, 1007),
-        (B, False): (120 + buffers, 1300),
-        (B, True): max((120 + buffers, 1250), (10 + buffers + sending, 1300), key=sum),
-        (W, True): (3 + buffers + sending, 1060),
+    assert activation_peaks(HELD, STAGES, received, sent) == {
+        (F, False): (110 + received, 7),
+        (B, False): (120 + received, 300),
+        (B, True): max((120 + received, 250), (10 + received + sent, 300), key=sum),
+        (W, True): (3 + received + sent, 60),
     }
+
+
+def test_messages_are_receive_buffers_and_gradients_on_their_way() -> None:
+    sizes = Decoder(layers=1, hidden=8, heads=2, vocab=10, context=4)
+    made = schedule("1f1b", ranks=2, microbatches=2)
+    known = RankMemories(StepShape(sizes, Plan(pp=2), rows=2), made, [], [])
+    assert known.messages(HELD) == (3 * 2 * 4 * 8 * 4, 4 * 2 * 4 * 8 * 4)
 
 
 def test_the_peak_of_a_rank_is_that_of_its_actions_with_the_gradients_they_need() -> None:
     plan = Plan(dp=2, microbatches=2, strategy="gradients")  # in fp32, reduced after the last backward
-    shape = StepShape(Decoder(layers=1, hidden=8, heads=2, vocab=10, context=4), plan, PLAIT, rows=2)
+    shape = StepShape(Decoder(layers=1, hidden=8, heads=2, vocab=10, context=4), plan, rows=2)
     sizes, small = RankSizes(whole=100, twice=0, pair=50), ActivationPeak(3, 4)
     for peaks, gradients, kept, running in (
         ({(F, False): (500, 60)}, 0, 500, 60),
@@ -180,19 +150,16 @@ def test_the_peak_of_a_rank_is_that_of_its_actions_with_the_gradients_they_need(
     assert rank.splits
 
 
-def test_stages_are_computed_once_but_for_their_messages() -> None:
-    """The last layer of a stage that sends a piece keeps less; of equal stages one is computed."""
+def test_a_stage_is_made_of_its_layers_and_has_the_peaks_of_its_schedule() -> None:
     sizes = Decoder(layers=6, hidden=64, heads=4, vocab=10, context=16)
     plan = Plan(pp=3, tp=2, microbatches=3, layers_per_stage=(5, 4, 5))
-    for divided in (False, True):
-        framework = replace(PLAIT, messages_divided=divided)
-        memory = predict(sizes, plan, "h100-sxm", framework=framework).memory
-        shape = StepShape(sizes, plan, framework, rows=1)
-        whole = [layer_memory(kind, "none", shape) for kind in sizes.kinds[5:9]]
-        last = sending_pieces(whole[-1], shape) if divided else whole[-1]
-        stage = stage_memory([*whole[:-1], last], at_once=False, receives=True)
-        made = schedule("1f1b", ranks=3, microbatches=3)
-        held = HeldMicrobatches(made).ranks[1]
-        peaks = activation_peaks(held, [stage], shape, 0.0)
-        activations = RankActivations(rank_sizes(shape, [sizes.kinds[5:9]]), peaks)
-        assert memory[1] == activations.with_state(shape, load_hardware("h100-sxm").reserved)
+    memory = predict(sizes, plan, "h100-sxm").memory
+    shape = StepShape(sizes, plan, rows=1)
+    layers = [layer_memory(kind, "none", shape) for kind in sizes.kinds[5:9]]
+    stage = stage_memory(layers, at_once=False, receives=True)
+    held = HeldMicrobatches(schedule("1f1b", ranks=3, microbatches=3)).ranks[1]
+    peaks = activation_peaks(
+        held, [stage], held.receive_buffers * shape.outside, held.sending * shape.outside
+    )
+    activations = RankActivations(rank_sizes(shape, [sizes.kinds[5:9]]), peaks)
+    assert memory[1] == activations.with_state(shape, load_hardware("h100-sxm").reserved)

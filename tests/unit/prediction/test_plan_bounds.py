@@ -10,11 +10,7 @@ import pytest
 
 from plait.plan import Plan
 from plait.prediction.decoder import Decoder
-from plait.prediction.framework import PLAIT
 from plait.prediction.hardware import Hardware, load_hardware
-from plait.prediction.layer_memory import layer_memory
-from plait.prediction.layer_operations import StepShape
-from plait.prediction.memory_bounds import MemoryBounds
 from plait.prediction.plan_bounds import Bounds, pipeline_seconds
 from plait.prediction.plan_space import PlanChoices, divisions
 from plait.prediction.plan_steps import PlanSteps
@@ -61,7 +57,7 @@ def _random_problem(random: Random) -> tuple[Decoder, Hardware, Plan, int]:
 def _bounded(problem: tuple[Decoder, Hardware, Plan, int]) -> tuple[Bounds, Plan, Prediction]:
     model, hardware, plan, batch = problem
     found = predict(model, plan, hardware, rows=batch // plan.dp)
-    return Bounds(model, hardware, batch, PLAIT.on(hardware)), plan, found
+    return Bounds(model, hardware, batch), plan, found
 
 
 def _check(seed: int) -> None:
@@ -99,7 +95,7 @@ def test_after_the_only_micro_batch_no_activations_are_bound() -> None:
         pp=2, dp=8, strategy="full", precision="bf16", master_precision="fp32", layers_per_stage=(13, 13)
     )
     found = predict(model, plan, H100, rows=1)
-    assert Bounds(model, H100, 8, PLAIT).memory(plan, "1f1b") <= found.peak_memory + H100.reserved
+    assert Bounds(model, H100, 8).memory(plan, "1f1b") <= found.peak_memory + H100.reserved
 
 
 def test_no_bound_is_above_the_prediction() -> None:
@@ -177,7 +173,7 @@ def test_the_bound_of_a_pipeline_is_close() -> None:
 def test_one_micro_batch_takes_the_path_through_stages_and_messages() -> None:
     for policy, chunks, least in [("1f1b", 1, 0.995), ("zb-h1", 1, 0.995), ("zb-v", 2, 0.999)]:
         wide = replace(EVEN, layers=3, context=4096)
-        plan = Plan(pp=4, schedule=policy, chunks=chunks)
+        plan = Plan(pp=4, schedule=policy, chunks=chunks, precision="bf16")
         assert least < _share(plan, wide, SLOW_LINKS, 1) <= 1
 
 
@@ -209,13 +205,3 @@ def test_the_bound_of_memory_has_state_activations_and_buffers() -> None:
         plan = replace(plan, precision="bf16", master_precision="bf16")
         bounds, plan, found = _bounded((model, replace(H100, reserved=0), plan, 16))
         assert least < bounds.memory(plan, plan.schedule) / found.peak_memory <= 1
-
-
-def test_of_a_message_that_is_divided_a_layer_keeps_its_piece_at_every_cut() -> None:
-    for divided in (False, True):
-        framework = replace(PLAIT, messages_divided=divided)
-        shape = StepShape(KEPT, Plan(pp=2, tp=2), framework, rows=1)
-        each = [layer_memory(kind, "none", shape).until_inputs for kind in KEPT.kinds]
-        rest = divided * shape.activation / 2
-        kept = MemoryBounds(KEPT, framework)._kept(shape).kept
-        assert kept == pytest.approx(sum(max(one - rest, 0.0) for one in each), rel=1e-12)

@@ -52,3 +52,12 @@ def test_the_fits_method_finds_a_minimum_the_same_each_time(fit: Any) -> None:
     assert found == pytest.approx([1, -2], abs=1e-4)
     assert found == fit.minimum(valley, [0.0, 0.0], 100)
     assert fit.minimum(lambda point: inf, [3.0], 5)[0] >= 3
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", ["judge", "fit"])
+def test_the_readme_has_what_is_printed(fit: Any, part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    import_module("run").main(part)
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    readme = (FOLDER / "README.md").read_text().splitlines()
+    assert [line for line in printed if line not in readme] == []

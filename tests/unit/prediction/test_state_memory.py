@@ -1,17 +1,14 @@
-"""Bytes of state beside formulas: each strategy, with and without masters, tied tables and placeholders."""
+"""Bytes of state beside formulas: each strategy, with and without masters, and tied tables."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from plait.plan import Plan
 from plait.prediction.decoder import Decoder
-from plait.prediction.framework import PLAIT, Framework
 from plait.prediction.layer_operations import StepShape
 from plait.prediction.state_memory import (
     RankSizes,
-    placeholder_gradients,
     rank_sizes,
     state_bytes,
     whole_gradients,
@@ -23,8 +20,8 @@ MIXED = {"precision": "bf16", "master_precision": "fp32"}
 SIZES = RankSizes(whole=1000, twice=100, pair=150)
 
 
-def shape_of(framework: Framework = PLAIT, **fields: Any) -> StepShape:
-    return StepShape(DECODER, Plan(**{**MIXED, **fields}), framework, rows=1)
+def shape_of(**fields: Any) -> StepShape:
+    return StepShape(DECODER, Plan(**{**MIXED, **fields}), rows=1)
 
 
 def test_sizes_of_a_rank_are_those_of_its_stages_and_of_the_largest_neighbours() -> None:
@@ -53,25 +50,8 @@ def test_parameters_gradients_and_state_of_a_rank() -> None:
         ({"master_precision": "bf16"}, (2000, 2200, 4000, 0)),
         ({"gradient_precision": "bf16"}, (2000, 2200, 12000, 0)),
         ({"precision": None, "master_precision": None}, (4000, 4400, 8000, 0)),
-        ({"framework": replace(PLAIT, moment_bytes=0.0)}, (2000, 4400, 4000, 0)),
-        (
-            {"framework": replace(PLAIT, moment_bytes=6.0), "dp": 2, "strategy": "full"},
-            (2000, 2000, 3000, 300),
-        ),
     ]:
         assert state_bytes(shape_of(**fields), SIZES) == expected
-
-
-def test_placeholder_gradients_are_one_of_each_size_or_all() -> None:
-    for kept, expected in [
-        ("none", lambda attention, mlp, table: 0),
-        ("sizes", lambda attention, mlp, table: 2 * (attention + mlp + table + 96)),
-        ("all", lambda attention, mlp, table: 2 * (2 * attention + mlp + table + 96)),
-    ]:
-        shape = shape_of(replace(PLAIT, placeholder_gradients=kept), tp=2)
-        sizes = 96 * (96 + 32) + 96, 96 * 160 + 96, 96 * 510 / 2
-        found = placeholder_gradients(shape, [("embedding", "attention"), ("mlp", "attention", "head")])
-        assert found == expected(*sizes)
 
 
 GRADIENTS = {"dp": 4, "microbatches": 2, "strategy": "gradients"}

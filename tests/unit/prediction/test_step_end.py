@@ -9,7 +9,6 @@ import pytest
 
 from plait.plan import Plan
 from plait.prediction.decoder import Decoder
-from plait.prediction.framework import PLAIT, Framework
 from plait.prediction.hardware import Hardware, Link, load_hardware
 from plait.prediction.layer_operations import StepShape
 from plait.prediction.layer_times import LayerTimer
@@ -37,8 +36,8 @@ DECODER = Decoder(layers=1, hidden=96, heads=6, vocab=510, context=64)
 MIXED = {"precision": "bf16", "master_precision": "fp32"}
 
 
-def timer(framework: Framework = PLAIT, hardware: Hardware = HARDWARE, **fields: Any) -> LayerTimer:
-    shape = StepShape(DECODER, Plan(**{**MIXED, **fields}), framework, rows=1)
+def timer(hardware: Hardware = HARDWARE, **fields: Any) -> LayerTimer:
+    shape = StepShape(DECODER, Plan(**{**MIXED, **fields}), rows=1)
     return LayerTimer(shape, hardware, "bf16")
 
 
@@ -66,7 +65,7 @@ def test_sums_are_hidden_by_the_last_backward_but_for_those_of_its_last_layer() 
     for window, left in ((0.0, sums), (40.0, sums - 40 * 3 / 4), (1e6, sums / 4)):
         work = RankWork(1000.0, 4, window)
         assert gradient_sum_seconds(timer(dp=4), work) == pytest.approx(left, rel=1e-12)
-        shown = timer(replace(PLAIT, overlaps_data_sums=False), dp=4)
+        shown = timer(replace(HARDWARE, overlaps=False), dp=4)
         assert gradient_sum_seconds(shown, work) == pytest.approx(sums, rel=1e-12)
 
 
@@ -87,8 +86,6 @@ def test_the_optimizer_reads_and_writes_its_state_and_gathers_parameters() -> No
         ({"master_precision": "bf16"}, (2 + 2 * (1 + 2)) * 2, 0),
         ({"precision": None, "master_precision": None}, (2 + 2 * (1 + 2)) * 4, 0),
         ({"gradient_precision": "bf16"}, 2 * 2 + MOMENTS + 2 * 4 + 2, 0),
-        ({"framework": replace(PLAIT, moment_bytes=4)}, GRADIENT + 2 * 4 + 2 * 4 + 2, 0),
-        ({"framework": replace(PLAIT, optimizer_passes=1.5)}, 1.5 * (GRADIENT + MOMENTS + 2 * 4 + 2), 0),
     ]:
         found = optimizer_seconds(timer(**fields), 1000.0, 2)
         assert found == pytest.approx((1000 * nbytes / 400, gathers), rel=1e-12)

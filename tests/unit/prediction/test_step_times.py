@@ -9,21 +9,19 @@ import pytest
 from one_second_kernels import DECODER, HARDWARE
 
 from plait.plan import Plan
-from plait.prediction.framework import PLAIT, Framework
-from plait.prediction.hardware import Hardware, Link, load_hardware
+from plait.prediction.hardware import Hardware, Link
 from plait.prediction.layer_operations import StepShape
 from plait.prediction.layer_times import LayerTimer
-from plait.prediction.quick_step import quick_step
 from plait.prediction.step_prediction import Prediction, predict
-from plait.prediction.step_times import hop_seconds, stage_modes
+from plait.prediction.step_times import stage_kinds, stage_modes
 
 GPIPE = Plan(pp=2, microbatches=2, schedule="gpipe", layers_per_stage=(2, 2), overlap=True, precision="bf16")
 """Forward and backward take 8 and 14 seconds on the first stage, 12 and 16 on the last."""
 FIRST = {"matrix products": 12, "attention": 8, "element-wise": 24}
 
 
-def predicted(framework: Framework = PLAIT, hardware: Hardware = HARDWARE, **fields: Any) -> Prediction:
-    return predict(DECODER, replace(GPIPE, **fields), hardware, framework=framework)
+def predicted(hardware: Hardware = HARDWARE, **fields: Any) -> Prediction:
+    return predict(DECODER, replace(GPIPE, **fields), hardware)
 
 
 def test_ranks_end_when_their_last_action_does() -> None:
@@ -33,8 +31,6 @@ def test_ranks_end_when_their_last_action_does() -> None:
         # Its first input gradient, of 12 of the 16 seconds, is sent before the weight gradient.
         (predicted(overlap=None), (8 + 6 + 24 + 16 + 12 + 6 + 14, 70), 12),
         (predicted(schedule="1f1b"), (8 + 6 + 12 + 16 + 12 + 16 + 6 + 14, 70), 12),
-        # A rank is busy while it sends: after each forward and before each backward.
-        (predicted(replace(PLAIT, blocking_messages=True)), (14 + 2 * 18 + 2 * 22 + 20, 14 + 36 + 44), 36),
     ]:
         assert found.times.ends == pytest.approx(ends, rel=1e-9)
         assert found.step_seconds == pytest.approx(max(ends))
@@ -45,13 +41,17 @@ def test_ranks_end_when_their_last_action_does() -> None:
         assert found.bound == ("bubble" if bubble > pp else "pp communication")
 
 
+def test_stages_take_the_layers_in_order() -> None:
+    assert stage_kinds(DECODER.kinds, (1, 2, 1)) == (("embedding",), ("attention", "mlp"), ("head",))
+
+
 def test_stages_have_the_modes_of_their_own_layers() -> None:
     modes = ("full", "none", "selective", "none")
     plan = replace(GPIPE, recompute=modes, layers_per_stage=(1, 3))
     assert stage_modes(plan, (1, 3)) == (("full",), ("none", "selective", "none"))
     assert stage_modes(replace(plan, recompute="full"), (1, 3)) == (("full",), ("full",) * 3)
     found = predict(DECODER, plan, HARDWARE)
-    timer = LayerTimer(StepShape(DECODER, plan, PLAIT, 1), HARDWARE, "bf16")
+    timer = LayerTimer(StepShape(DECODER, plan, 1), HARDWARE, "bf16")
     last = [
         timer.times(kind, mode) for kind, mode in zip(("attention", "mlp", "head"), modes[1:], strict=True)
     ]  # type: ignore[arg-type]
@@ -84,19 +84,17 @@ def test_the_last_ranks_breakdown_has_sums_gathers_and_the_optimizer_of_the_slow
 
 
 def test_a_message_has_the_activation_or_the_ranks_piece() -> None:
-    for fields, framework, parts in [
-        ({}, PLAIT, 1),
-        ({"tp": 2}, PLAIT, 1),
-        ({"tp": 2}, replace(PLAIT, messages_divided=True), 2),
-        ({"tp": 2, "sequence_parallel": "keep"}, PLAIT, 2),
-        ({"tp": 2, "sequence_parallel": "keep"}, replace(PLAIT, messages_divided=True), 2),
-        ({"cp": 2}, PLAIT, 2),
+    for fields, parts in [
+        ({}, 1),
+        ({"tp": 2}, 1),
+        ({"tp": 2, "sequence_parallel": "keep"}, 2),
+        ({"cp": 2}, 2),
     ]:
         slow = replace(HARDWARE, inside=Link(10.0, 1.0), efficiency=replace(HARDWARE.efficiency, inside=0.5))
         for pp, expected in ((1, 0), (2, 6 + 64 * 96 * 2 / parts / 5)):
             plan = replace(GPIPE, pp=pp, layers_per_stage=None, **fields)
-            shape = StepShape(DECODER, plan, framework, rows=1)
-            assert hop_seconds(LayerTimer(shape, slow, "bf16")) == pytest.approx(expected)
+            timer = LayerTimer(StepShape(DECODER, plan, rows=1), slow, "bf16")
+            assert timer.message_seconds == pytest.approx(expected)
 
 
 def test_ranks_that_share_cores_are_faster_while_others_wait() -> None:
@@ -118,25 +116,3 @@ def test_ranks_that_share_cores_are_faster_while_others_wait() -> None:
     assert sum(found.breakdown.values()) == pytest.approx(37)
     one = Plan(tp=4, precision="bf16")  # none waits
     assert predict(DECODER, one, shared).breakdown == predict(DECODER, one, HARDWARE).breakdown
-
-
-H100 = load_hardware("h100-sxm")
-
-
-def test_steps_of_many_microbatches_are_extrapolated_from_shorter_ones() -> None:
-    for policy, count, simulated in [
-        ("1f1b", 28, (28, None)),
-        ("1f1b", 29, (25, 21)),
-        ("1f1b", 63, (27, 23)),
-        ("zb-h1", 63, (27, 23)),
-        ("interleaved", 64, (24, 20)),
-        ("interleaved", 63, (63, None)),  # whose groups are of unequal sizes
-    ]:
-        plan = Plan(pp=4, microbatches=count, schedule=policy, chunks=2 if policy == "interleaved" else None)
-        model = replace(DECODER, layers=8, hidden=960, heads=15)
-        whole = predict(model, plan, H100, rows=2 * count)
-        part = quick_step(model, plan, whole.layers_per_stage, 2 * count, PLAIT, H100)
-        assert (part.schedule.microbatches, part.shorter and part.shorter.microbatches) == simulated
-        assert part.timer.precision == "fp32"
-        assert part.passes == whole.times.passes
-        assert part.seconds == pytest.approx(whole.step_seconds, rel=1e-3)

@@ -17,7 +17,7 @@ from plait.checkpoint.box_reader import FullTensors
 from plait.checkpoint.compatibility import require_model
 from plait.checkpoint.disk import Disk, write_text
 from plait.checkpoint.folders import atomic_folder
-from plait.checkpoint.huggingface.model_sizes import CONFIG, ModelSizes, config_json, read_config
+from plait.checkpoint.huggingface.model_sizes import CONFIG, config_json, read_config
 from plait.checkpoint.huggingface.tensor_names import TensorPair, tensor_pairs
 from plait.checkpoint.merged_tensors import MergedTensors
 from plait.checkpoint.rank_contents import parameter_key
@@ -25,6 +25,7 @@ from plait.checkpoint.tensor_file import BoxToWrite, write_files
 from plait.files import copy_file, make_folder
 from plait.huggingface_files import INDEX
 from plait.layout.boxes import full_box
+from plait.prediction.decoder import Decoder
 
 COPIED = (
     "generation_config.json",
@@ -49,7 +50,7 @@ Tensors: TypeAlias = FullTensors | MergedTensors
 def export_own(
     tensors: Tensors,
     target: Path,
-    sizes: ModelSizes,
+    sizes: Decoder,
     *,
     dtype: torch.dtype | None = None,
     max_bytes: int | None = None,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from plait.checkpoint.converting import write_checkpoint
 from plait.checkpoint.disk import Disk
-from plait.checkpoint.huggingface.model_sizes import ModelSizes, read_config, sizes_from_config
+from plait.checkpoint.huggingface.model_sizes import read_config, sizes_from_config
 from plait.checkpoint.huggingface.tensor_names import HEAD, TensorPair, tensor_pairs
 from plait.checkpoint.manifest import Manifest, TensorEntry
 from plait.checkpoint.rank_contents import parameter_key
@@ -20,6 +20,7 @@ from plait.checkpoint.tensor_file import BoxToWrite, TensorFileReader
 from plait.errors import CheckpointError, ModelError, listed
 from plait.huggingface_files import NO_WEIGHTS, files_of_tensors
 from plait.layout.boxes import full_box
+from plait.prediction.decoder import Decoder
 from plait.version import VERSION
 
 
@@ -30,7 +31,7 @@ def import_folder(
     dtype: torch.dtype | None = None,
     max_bytes: int | None = None,
     disk: Disk | None = None,
-) -> ModelSizes:
+) -> Decoder:
     """Write the weights in `source` as a checkpoint to the new folder `target`; return the model's sizes.
 
     `source` has `config.json` and safetensors, in one file or in several. The checkpoint has parameters only
@@ -44,7 +45,8 @@ def import_folder(
     weights.require_compatible(pairs, tied=sizes.tied)
     items = list(_items(weights, pairs, dtype))
     tensors = {item.tensor: TensorEntry.of(item.box.sizes, item.dtype) for item in items}
-    head = Manifest(tensors, (), state={"sizes": asdict(sizes)}, versions={"plait": VERSION})
+    state = {"sizes": {"family": sizes.family, **asdict(sizes)}}
+    head = Manifest(tensors, (), state=state, versions={"plait": VERSION})
     write_checkpoint(target, head, items, max_bytes=max_bytes, disk=disk or Disk())
     return sizes
 

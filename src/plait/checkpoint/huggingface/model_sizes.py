@@ -1,23 +1,23 @@
-"""`ModelSizes` of plait's own `gpt2` and `llama`, read from a checkpoint, and from and to config.json."""
+"""The sizes of plait's own `gpt2` and `llama`, read from a checkpoint, and from and to config.json."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict
 from math import inf, isfinite
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from plait.checkpoint.manifest import Manifest, TensorEntry, section
 from plait.errors import CheckpointError, ModelError
 from plait.huggingface_files import CONFIG as CONFIG
-from plait.huggingface_files import config_in
+from plait.huggingface_files import SIZE_KEYS, config_in
+from plait.prediction.decoder import MOST_BLOCKS, MOST_SIZE, ROPE_BASE, Decoder, Family
 
 _BLOCK = re.compile(r"model\.blocks\.(\d+)\.attention\.norm\.weight")
 _TOKEN, _POSITION = "model.embedding.token.weight", "model.embedding.position.weight"
 Number = int | float
-MOST_BLOCKS, MOST_SIZE = 10_000, 2**31 - 1
 EPSILON = 1e-5
 """Epsilon of the norms of both families."""
 FIXED: Mapping[str, Mapping[str, tuple[Any, tuple[Any, ...]]]] = {
@@ -46,36 +46,9 @@ SIZES: Mapping[str, Mapping[str, str]] = {
         "vocab": "vocab_size",
         "context": "n_positions",
     },
-    "llama": {
-        "layers": "num_hidden_layers",
-        "hidden": "hidden_size",
-        "heads": "num_attention_heads",
-        "kv_heads": "num_key_value_heads",
-        "inner": "intermediate_size",
-        "vocab": "vocab_size",
-        "context": "max_position_embeddings",
-    },
+    "llama": {**SIZE_KEYS, "kv_heads": "num_key_value_heads", "inner": "intermediate_size"},
 }
-"""The keys of sizes, by their names in `ModelSizes`."""
-
-
-@dataclass(frozen=True)
-class ModelSizes:
-    """Sizes of a model: the arguments with which plait's `gpt2` or `llama` builds it."""
-
-    family: Literal["gpt2", "llama"]
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    """Equal to `heads` in GPT-2."""
-    inner: int
-    """4 · hidden in GPT-2."""
-    vocab: int
-    context: int
-    tied: bool
-    rope_base: float = 10000.0
-    """Llama only."""
+"""The keys of sizes, by their names in `Decoder`."""
 
 
 def sizes_from_manifest(
@@ -84,7 +57,7 @@ def sizes_from_manifest(
     heads: int | None = None,
     context: int | None = None,
     rope_base: float | None = None,
-) -> ModelSizes:
+) -> Decoder:
     """Return the sizes of the model in a checkpoint.
 
     Most follow from shapes. The number of heads, and for Llama the context and the base of the rotary
@@ -106,8 +79,9 @@ def sizes_from_manifest(
     heads = int(_one("heads", heads, saved, None))
     is_gpt2 = _POSITION in tensors
     default = tensors[_POSITION].shape[0] if is_gpt2 else None
-    return ModelSizes(
-        family="gpt2" if is_gpt2 else "llama",
+    return _sizes(
+        "the checkpoint",
+        "gpt2" if is_gpt2 else "llama",
         layers=len(blocks),
         hidden=hidden,
         heads=heads,
@@ -116,8 +90,16 @@ def sizes_from_manifest(
         vocab=vocab,
         context=int(_one("context", context, saved, default)),
         tied="model.head.output.weight" not in tensors,
-        rope_base=float(_one("rope_base", rope_base, saved, ModelSizes.rope_base)),
+        rope_base=float(_one("rope_base", rope_base, saved, ROPE_BASE)),
     )
+
+
+def _sizes(where: object, family: Family, **sizes: Any) -> Decoder:
+    """Return the sizes of a `gpt2` or `llama`. Raises CheckpointError where they do not fit each other."""
+    try:
+        return Decoder.of_family(family, **sizes)
+    except ModelError as error:
+        raise CheckpointError(f"{where} has sizes that no model has: {error}") from None
 
 
 def _one(name: str, given: Number | None, saved: Mapping[str, Any], default: Number | None) -> Number:
@@ -141,9 +123,10 @@ def _kv_heads(key: TensorEntry, hidden: int, heads: int) -> int:
     return key.shape[0] // (hidden // heads)
 
 
-def config_json(sizes: ModelSizes, dtype: str) -> dict[str, Any]:
+def config_json(sizes: Decoder, dtype: str) -> dict[str, Any]:
     """Return the content of the config.json with which transformers builds a model of these sizes."""
     is_gpt2 = sizes.family == "gpt2"
+    numbers = {**asdict(sizes), "kv_heads": sizes.key_heads, "inner": sizes.inside}
     config = {
         "architectures": ["GPT2LMHeadModel" if is_gpt2 else "LlamaForCausalLM"],
         "model_type": sizes.family,
@@ -152,12 +135,12 @@ def config_json(sizes: ModelSizes, dtype: str) -> dict[str, Any]:
         "bos_token_id": None,  # the tokenizer is unknown here
         "eos_token_id": None,
     }
-    config |= {key: getattr(sizes, name) for name, key in SIZES[sizes.family].items()}
+    config |= {key: numbers[name] for name, key in SIZES[sizes.family].items()}
     config |= {key: allowed[0] for key, (_, allowed) in FIXED[sizes.family].items()}
     if is_gpt2:
-        return config | {"n_inner": sizes.inner, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+        return config | {"n_inner": sizes.inside, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
     rotary = {"rope_type": "default", "rope_theta": sizes.rope_base}
-    return config | {"head_dim": sizes.hidden // sizes.heads, "rope_parameters": rotary}
+    return config | {"head_dim": sizes.head_size, "rope_parameters": rotary}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -168,7 +151,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(str(error)) from None
 
 
-def sizes_from_config(config: Mapping[str, Any], where: Path) -> ModelSizes:
+def sizes_from_config(config: Mapping[str, Any], where: Path) -> Decoder:
     """Return the sizes of the model that `config`, the config.json in the folder `where`, describes.
 
     Raises CheckpointError for a model that is not exactly plait's own `gpt2` or `llama`.
@@ -190,15 +173,15 @@ def sizes_from_config(config: Mapping[str, Any], where: Path) -> ModelSizes:
     if kind == "gpt2":
         inner = 4 * sizes["hidden"]
         _require(config, where, "n_inner", config.get("n_inner") or inner, (inner,))
-        return ModelSizes("gpt2", **sizes, kv_heads=sizes["heads"], inner=inner, tied=tied)
+        return _sizes(where / CONFIG, "gpt2", **sizes, kv_heads=sizes["heads"], inner=inner, tied=tied)
     head_dim = sizes["hidden"] // sizes["heads"]
     _require(config, where, "head_dim", config.get("head_dim") or head_dim, (head_dim,))
-    return ModelSizes("llama", **sizes, tied=tied, rope_base=_rope_base(config, where))
+    return _sizes(where / CONFIG, "llama", **sizes, tied=tied, rope_base=_rope_base(config, where))
 
 
 def _rope_base(config: Mapping[str, Any], where: Path) -> float:
     """Return the base of the rotary embedding. Raises CheckpointError for another type of embedding."""
-    rope = {"rope_theta": config.get("rope_theta", ModelSizes.rope_base)}  # as in older files
+    rope = {"rope_theta": config.get("rope_theta", ROPE_BASE)}  # as in older files
     for key in ("rope_scaling", "rope_parameters"):
         given = config.get(key) or {}
         if not isinstance(given, dict):

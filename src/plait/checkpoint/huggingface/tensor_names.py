@@ -13,7 +13,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from plait.checkpoint.huggingface.model_sizes import ModelSizes
+from plait.prediction.decoder import Decoder
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ HEAD = "lm_head.weight"
 """The weight that is not stored where it is tied to the embedding."""
 
 
-def tensor_pairs(sizes: ModelSizes) -> list[TensorPair]:
+def tensor_pairs(sizes: Decoder) -> list[TensorPair]:
     """Return, for each tensor of the transformers model, its name there and its names in plait."""
     templates = [
         one for one in (GPT2 if sizes.family == "gpt2" else LLAMA) if not (sizes.tied and one.theirs == HEAD)
@@ -109,13 +109,13 @@ def tensor_pairs(sizes: ModelSizes) -> list[TensorPair]:
     return found
 
 
-def _pair(template: Template, sizes: ModelSizes, block: str) -> TensorPair:
+def _pair(template: Template, sizes: Decoder, block: str) -> TensorPair:
     numbers = {
         "vocab": sizes.vocab,
         "hidden": sizes.hidden,
         "context": sizes.context,
-        "inner": sizes.inner,
-        "keys": sizes.kv_heads * (sizes.hidden // sizes.heads),
+        "inner": sizes.inside,
+        "keys": sizes.key_heads * sizes.head_size,
     }
     ours = tuple(name.replace("#", block) for name in template.ours)
     shape = tuple(numbers[name] for name in template.shape)

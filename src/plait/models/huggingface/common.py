@@ -110,13 +110,6 @@ class Head(InitializedLayer):
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
 
-def attention_cost(layer: nn.Module, context: int, width: int) -> float:
-    """Return multiplications per token: all matrices, and attention of `width` features over the context."""
-    return sum(parameter.numel() for parameter in layer.parameters() if parameter.dim() > 1) + (
-        2.0 * context * width
-    )
-
-
 class Rotary(nn.Module):
     """Computes cosines and sines of rotary positions, equal to those of a rotary module of transformers.
 

@@ -14,13 +14,12 @@ from plait.models.huggingface.common import (
     Embedding,
     Head,
     Rotary,
-    attention_cost,
     is_scaled,
     rotate_first,
 )
 from plait.models.huggingface.family import ENTRANCE, Branch, Family
 from plait.models.huggingface.unmodified import require_causal, require_unmodified
-from plait.models.model_helpers import InitializedLayer, assemble, block, heads_of
+from plait.models.model_helpers import InitializedLayer, assemble, attention_cost, block, heads_of
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 """Types of layers in a configuration that plait computes."""

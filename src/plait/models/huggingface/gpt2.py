@@ -10,9 +10,16 @@ from torch import Tensor, nn
 from plait.autograd.running_sequence import positions
 from plait.context_attention import attend, share_keys
 from plait.errors import ModelError
-from plait.models.huggingface.common import MLP, Head, attention_cost
+from plait.models.huggingface.common import MLP, Head
 from plait.models.huggingface.unmodified import require_causal, require_unmodified
-from plait.models.model_helpers import InitializedLayer, assemble, block, heads_of, require_length
+from plait.models.model_helpers import (
+    InitializedLayer,
+    assemble,
+    attention_cost,
+    block,
+    heads_of,
+    require_length,
+)
 from plait.rules import Rules, column, entrance, piece, row, sequence, vocabulary
 
 RULES: Rules = {

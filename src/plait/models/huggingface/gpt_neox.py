@@ -11,11 +11,10 @@ from plait.models.huggingface.common import (
     Embedding,
     Head,
     Rotary,
-    attention_cost,
     rotate_first,
 )
 from plait.models.huggingface.unmodified import require_causal, require_unmodified
-from plait.models.model_helpers import InitializedLayer, assemble, heads_of
+from plait.models.model_helpers import InitializedLayer, assemble, attention_cost, heads_of
 from plait.rules import Rules, column, entrance, piece, row, sequence, vocabulary
 
 RULES: Rules = {

@@ -11,27 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError, PlaitError, listed, missing_package
-from plait.huggingface_files import CONFIG, NO_WEIGHTS, config_in, files_of_tensors
+from plait.huggingface_files import CONFIG, NO_WEIGHTS, SIZE_KEYS, config_in, files_of_tensors
 from plait.models.huggingface import FAMILIES, from_huggingface
 from plait.models.low_rank_adaptation import adapters_of
+from plait.prediction.decoder import MOST_BLOCKS, MOST_SIZE
 
 _MOST_LISTED = 5
 _MOST_OF_A_REASON = 200
 _FLOATS = ("F64", "F32", "F16", "BF16")
 """Dtypes of weights, as safetensors names them; numbers of others have scales that are elsewhere."""
 _ROWS_AT_ONCE = 4096
-MOST_LAYERS, MOST = 10_000, 2**31 - 1
-"""The largest number of layers, and of any other size."""
-
-
-SIZES: Mapping[str, str] = {
-    "layers": "num_hidden_layers",
-    "hidden": "hidden_size",
-    "heads": "num_attention_heads",
-    "vocab": "vocab_size",
-    "context": "max_position_embeddings",
-}
-"""Plait's names of sizes, and the attributes of a configuration of transformers."""
 
 
 def sizes_in(folder: Path) -> dict[str, int]:
@@ -41,7 +30,7 @@ def sizes_in(folder: Path) -> dict[str, int]:
     """
     config = _config(folder)
     try:
-        sizes = {name: getattr(config, key) for name, key in SIZES.items()}
+        sizes = {name: getattr(config, key) for name, key in SIZE_KEYS.items()}
         tied = bool(config.tie_word_embeddings)
     except AttributeError as error:
         raise ModelError(
@@ -49,7 +38,7 @@ def sizes_in(folder: Path) -> dict[str, int]:
             f"({error}): give the folder of one of {', '.join(FAMILIES)}."
         ) from None
     for name, size in sizes.items():
-        most = MOST_LAYERS if name == "layers" else MOST
+        most = MOST_BLOCKS if name == "layers" else MOST_SIZE
         if type(size) is not int or not 1 <= size <= most:
             raise ModelError(
                 f"{folder / CONFIG} has {size!r} for {name}: give a whole number from 1 to {most}."
