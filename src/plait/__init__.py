@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from plait.models.low_rank_adaptation import lora
     from plait.plan import Plan
     from plait.prediction.hardware import Hardware
+    from plait.prediction.plan_search import plans
     from plait.prediction.step_prediction import predict
     from plait.schedules.check import check
     from plait.schedules.search.api import schedule
@@ -105,6 +106,7 @@ _HOME = {
     "lora": "plait.models.low_rank_adaptation",
     "memory": "plait.footprint.estimate",
     "parallelize": "plait.composer",
+    "plans": "plait.prediction.plan_search",
     "positions": "plait.autograd.running_sequence",
     "predict": "plait.prediction.step_prediction",
     "save": "plait.checkpoint.saving",
@@ -134,6 +136,7 @@ __all__ = [
     "memory",
     "models",
     "parallelize",
+    "plans",
     "positions",
     "predict",
     "save",

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from itertools import chain
 
 import torch
+from torch import Tensor
 
 from plait.autograd.deferred_weight_gradients import defer_weight_gradients
-from plait.autograd.running_sequence import running
+from plait.autograd.running_sequence import LocalSequence, running
 from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.blueprint import Blueprint, storage_policy
 from plait.comm.group import Group
@@ -18,6 +19,7 @@ from plait.compilation.compiled_layer import CompiledLayer, LayerCompiler
 from plait.context_attention.method_choice import MethodChoice
 from plait.engine.loss_stages import build_loss_stage
 from plait.footprint.context_share import (
+    ContextShare,
     as_input,
     as_input_batch,
     context_share,
@@ -30,7 +32,7 @@ from plait.layers.layer_sequence import on_meta, private_copy
 from plait.layers.nested import NamedLayer, Value, map_tensors, tensors_of
 from plait.layers.precision import DTYPES
 from plait.layers.result_cache import result_caches
-from plait.layers.shape_inference import LayerInfo, infer
+from plait.layers.shape_inference import LayerInfo, LayerInput, MetaRun, run_on_meta
 from plait.pipeline.chunked_loss_stage import ChunkedLossStage
 from plait.pipeline.stage import Stage
 from plait.tensor.losses import Loss
@@ -67,7 +69,8 @@ class ModelTraces:
 def trace_model(blueprint: Blueprint, microbatch: Value, targets: Value | None, loss: Loss) -> ModelTraces:
     """Return the memory that each layer and the loss allocate and save on the first rank of `tp`.
 
-    That rank has the largest shards; which rank of `cp` it is, see `context_share`. Errors as for `infer`.
+    Layers of equal structure that read equal inputs are traced once. The rank has the largest shards; which
+    rank of `cp` it is, see `context_share`. Raises ModelError where a layer does not run on meta.
     Without `targets` there is a class for each row of the output.
     """
     queue = WeightGradientQueue()
@@ -80,25 +83,9 @@ def trace_model(blueprint: Blueprint, microbatch: Value, targets: Value | None, 
     share = context_share(
         blueprint.plan, as_input_batch(microbatch, DTYPES[blueprint.plan.precision]), targets
     )
-    value = share.inputs
-    with running(share.sequence):
-        infos = infer(layers, value, input_gradients=False)
-    adds_late = blueprint.lowering_spec.sharding.scatters == "each"
-    compiled = _compiled_layers(blueprint, tensor_parallel, layers, queue)
-    sequences = [share.new_sequence() for _ in layers]
-    traces: list[Trace] = []
-    caches: list[Mapping[Hashable, int]] = []
-    for number, (layer, info, sequence) in enumerate(zip(layers, infos, sequences, strict=True)):
-        recompute = blueprint.recompute[number]
-        stage = Stage(0, [layer], queue, [[info]], adds_late, [recompute], sequences=[sequence])
-        by_graphs = bool(compiled) and _run_compiled(stage, compiled[number], value)
-        if recompute == "selective" and not by_graphs:
-            trace_layer(stage, value)  # what to keep is known from the first backward
-        trace, value = trace_layer(stage, value)
-        traces.append(trace)
-        # Graphs compute what eager layers cache.
-        cached = () if by_graphs else result_caches(layer.module)
-        caches.append({id(cache): cache.nbytes for cache in cached})
+    traced = _trace_layers(blueprint, tensor_parallel, layers, queue, share)
+    value = traced[-1].output
+    traces = [one.trace for one in traced]
     copies = end.writes_output and traces[-1].output_is_read
     classes = share.targets
     if classes is None:
@@ -110,22 +97,75 @@ def trace_model(blueprint: Blueprint, microbatch: Value, targets: Value | None, 
         of_loss = trace_loss(end.loss, value, classes)
     return ModelTraces(
         traces,
-        infos,
+        [one.run.info for one in traced],
         of_loss,
         sum(_bytes(value)) if copies else 0,
         _bytes(share.inputs),
         _bytes(classes),
-        caches,
-        [lasting_bytes(sequence) for sequence in sequences],
-        [result_bytes(sequence) for sequence in sequences],
+        [_cache_bytes(layer, one) for layer, one in zip(layers, traced, strict=True)],
+        [lasting_bytes(one.sequence) for one in traced],
+        [result_bytes(one.sequence) for one in traced],
         share.uncut_beside(classes),
-        frozenset(chain.from_iterable(map(method_choices, sequences))),
+        frozenset(chain.from_iterable(method_choices(one.sequence) for one in traced)),
     )
+
+
+@dataclass(frozen=True)
+class _LayerTrace:
+    """What the trace of a layer found, for it and the layers of equal structure that read such inputs."""
+
+    run: MetaRun
+    trace: Trace
+    output: Value
+    cached: Sequence[int]
+    """The bytes of each of its `ResultCache`s, in the order of `result_caches`."""
+    sequence: LocalSequence | None
+    """The sequence for which it ran, with what it computed to share."""
+
+
+def _trace_layers(
+    blueprint: Blueprint,
+    tensor_parallel: TensorParallelism,
+    layers: Sequence[NamedLayer],
+    queue: WeightGradientQueue,
+    share: ContextShare,
+) -> list[_LayerTrace]:
+    """Return the trace of each layer, given the layer before's output; those that run alike share a trace."""
+    structures = blueprint.meta_layers(tensor_parallel, FIRST, {}).structures
+    adds_late = blueprint.lowering_spec.sharding.scatters == "each"
+    compiled = _compiled_layers(blueprint, structures, layers, queue)
+    given, value = LayerInput.of_batch(share.inputs, input_gradients=False), share.inputs
+    known: dict[Hashable, _LayerTrace] = {}
+    traced: list[_LayerTrace] = []
+    for number, layer in enumerate(layers):
+        recompute = blueprint.recompute[number]
+        key = structures[number], recompute, given.length, given.repeats, _described(value)
+        if key not in known:
+            with running(share.sequence):
+                run, _ = run_on_meta(layer, given)  # fills the layer's caches, too
+            sequence = share.new_sequence()
+            stage = Stage(0, [layer], queue, [[run.info]], adds_late, [recompute], sequences=[sequence])
+            by_graphs = bool(compiled) and _run_compiled(stage, compiled[number], value)
+            if recompute == "selective" and not by_graphs:
+                trace_layer(stage, value)  # what to keep is known from the first backward
+            trace, output = trace_layer(stage, value)
+            # Graphs compute what eager layers cache.
+            cached = [] if by_graphs else [cache.nbytes for cache in result_caches(layer.module)]
+            known[key] = _LayerTrace(run, trace, output, cached, sequence)
+        traced.append(known[key])
+        given, value = known[key].run.next_input(), known[key].output
+    return traced
+
+
+def _cache_bytes(layer: NamedLayer, traced: _LayerTrace) -> dict[Hashable, int]:
+    """Return the bytes that a layer's `ResultCache`s hold, by a number of the cache."""
+    caches = result_caches(layer.module) if traced.cached else ()
+    return {id(cache): nbytes for cache, nbytes in zip(caches, traced.cached, strict=True)}
 
 
 def _compiled_layers(
     blueprint: Blueprint,
-    tensor_parallel: TensorParallelism,
+    structures: Sequence[Hashable],
     layers: Sequence[NamedLayer],
     queue: WeightGradientQueue,
 ) -> list[CompiledLayer]:
@@ -133,11 +173,21 @@ def _compiled_layers(
     if not blueprint.plan.compile:
         return []
     compiler = LayerCompiler.for_estimates(queue)
-    structures = blueprint.meta_layers(tensor_parallel, FIRST, {}).structures
     return [
         compiler.compiled(layer, structure, recompute)
         for layer, structure, recompute in zip(layers, structures, blueprint.recompute, strict=True)
     ]
+
+
+def _described(value: Value) -> str:
+    """Return shapes, strides, dtypes and `requires_grad` of a value's tensors, and which share memory."""
+    seen: dict[int, int] = {}
+
+    def described(one: Tensor) -> tuple[object, ...]:
+        number = seen.setdefault(id(one.untyped_storage()), len(seen))
+        return tuple(one.shape), one.stride(), one.storage_offset(), one.dtype, one.requires_grad, number
+
+    return repr(map_tensors(described, value))
 
 
 def _run_compiled(stage: Stage, compiled: CompiledLayer, given: Value) -> bool:

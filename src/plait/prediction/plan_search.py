@@ -9,11 +9,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heappop, heappush
 from math import floor
+from pathlib import Path
 
+from plait.arguments import require_instance, require_whole
 from plait.errors import PlanError
 from plait.plan import Plan, Recompute, SequenceParallel
-from plait.prediction.decoder import Decoder
-from plait.prediction.hardware import Hardware
+from plait.prediction.decoder import Decoder, decoder_of
+from plait.prediction.hardware import Hardware, load_hardware
 from plait.prediction.plan_bounds import ROUNDING, Bounds
 from plait.prediction.plan_space import PlanChoices, RankDivision, divisions
 from plait.prediction.plan_steps import PlanSteps
@@ -50,6 +52,40 @@ def plan_rank(seconds: float, memory: float, plan: Plan) -> tuple[int, int, int]
     """
     axes = sum(getattr(plan, axis) > 1 for axis in AXES)
     return round(seconds / NANOSECOND), round(memory), axes
+
+
+def plans(
+    model: object,
+    hardware: Hardware | str | Path,
+    *,
+    ranks: int,
+    batch: int,
+    base: Plan | None = None,
+    most: int = 10,
+) -> tuple[Prediction, ...]:
+    """Return the predictions of the `most` fastest plans of `ranks` ranks that fit the memory, best first.
+
+    `batch`: sequences of a step over all ranks. `base`: a plan with what is not searched, such as the
+    precisions, `loss_rows` and `overlap`; degrees, micro-batches, strategy, schedule, recomputation and
+    sequence parallelism are chosen. `model` and `hardware` are those of `plait.predict`. Each result has its
+    `plan`, its `rows` for a data-parallel rank, and the figures that `plait.predict` gives for them. No plan
+    that is not returned is faster; of equal times, plans that need less memory come first. Empty where none
+    fits.
+
+    Nothing runs, and there is no communication. Raises PlanError where the ranks cannot be divided, and
+    ModelError or ConfigError as `plait.predict` does.
+    """
+    for name, number in (("ranks", ranks), ("batch", batch), ("most", most)):
+        require_whole(name, number, PlanError, least=1)
+    if base is not None:
+        require_instance("base", base, Plan, "give a plait.Plan", PlanError)
+        if base.offload != "none" or base.memory_limit is not None:
+            name = "memory_limit" if base.offload == "none" else "offload"
+            raise PlanError(
+                f"base has {name} = {getattr(base, name)!r}, which a search of plans does not know: leave it "
+                "out."
+            )
+    return search(decoder_of(model), load_hardware(hardware), ranks, batch, base=base, most=most).best
 
 
 def search(

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -59,6 +61,21 @@ def test_cut_logits_are_spent_by_the_loss() -> None:
     assert sum(cut.loss.forward.allocated.values()) < logits / 4
     assert cut.loss.backward.results == cut.loss.inputs
     assert cut.output_copy == 0
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_equal_layers_are_traced_once_as_each_would_be(family: str) -> None:
+    sizes = {"layers": 3, "hidden": 16, "heads": 2, "vocab": 32, "context": 8}
+    once, apart = (getattr(plait.models, family)(**sizes) for _ in range(2))
+    for number, block in enumerate(apart.blocks):
+        block.attention.number = block.mlp.number = number  # so that no two are equal
+    tokens = torch.empty(ROWS, 8, dtype=torch.int64)
+    plan = {"tp": 2, "recompute": ("none", *["none", "full"] * 2, "selective", "none", "none")}
+    found, expected = traced(once, tokens, **plan), traced(apart, tokens, **plan)
+    assert [len({id(trace) for trace in one.layers}) for one in (found, expected)] == [6, 8]
+    cached = [[[*layer.values()] for layer in one.caches] for one in (found, expected)]
+    assert cached[0] == cached[1]
+    assert replace(found, caches=()) == replace(expected, caches=())
 
 
 def test_a_layer_that_stands_twice_is_traced_twice() -> None:

@@ -6,15 +6,17 @@ import gc
 from dataclasses import replace
 from itertools import groupby
 from random import Random
+from typing import Any
 
 import pytest
 
 from plait.errors import PlanError
+from plait.models import llama
 from plait.plan import Plan
-from plait.prediction.decoder import Decoder
+from plait.prediction.decoder import Decoder, decoder_of
 from plait.prediction.hardware import Hardware, load_hardware
 from plait.prediction.plan_frontier import OTHERS, SEARCHES, search_frontier
-from plait.prediction.plan_search import plan_rank, search
+from plait.prediction.plan_search import plan_rank, plans, search
 from plait.prediction.plan_space import PlanChoices, divisions
 from plait.prediction.step_prediction import Prediction, predict
 
@@ -162,3 +164,31 @@ def test_divisions_that_are_impossible_are_counted_by_reason() -> None:
     message = r"7919 ranks cannot be divided for this model and a batch of 4: .+ \(\d+\), .+: change"
     with pytest.raises(PlanError, match=message):
         search(GPT2, H100, 7919, 4)
+
+
+def test_plans_are_the_best_of_the_search_as_predict_judges_them() -> None:
+    model = llama(layers=2, hidden=64, heads=4, vocab=128, context=64)
+    found = plans(model, "h100-sxm", ranks=4, batch=8, base=MIXED, most=3)
+    assert found == search(decoder_of(model), H100, 4, 8, base=MIXED, most=3).best
+    assert [one.plan.world for one in found] == [4, 4, 4]
+    assert [one.rows * one.plan.dp for one in found] == [8, 8, 8]
+    times = [predict(model, one.plan, H100, rows=one.rows).step_seconds for one in found]
+    assert times == [one.step_seconds for one in found] == sorted(times)
+    assert plans(model, replace(H100, memory=0.0), ranks=4, batch=8) == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ranks": 0}, "ranks is 0"),
+        ({"batch": 1.5}, "batch is 1.5"),
+        ({"most": 0}, "most is 0"),
+        ({"base": "fast"}, "base is"),
+        ({"base": Plan(dp=2, strategy="full", offload="full")}, "offload = 'full', which a search"),
+        ({"base": Plan(memory_limit=3)}, "memory_limit = 3, which a search"),
+        ({"ranks": 7, "batch": 3}, "7 ranks cannot be divided"),
+    ],
+)
+def test_what_plans_refuses(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plans(GPT2, H100, **({"ranks": 4, "batch": 8} | arguments))
