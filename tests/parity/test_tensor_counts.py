@@ -84,7 +84,7 @@ def waiting_at_each_sum(thread_ranks, **options):
     waiting, overlap = defaultdict(list), WeightGradientQueue.overlap
 
     def note(queue):
-        if queue.overlaps:
+        if queue.mode.overlaps:
             waiting[id(queue)].append(len(queue.pending))
         overlap(queue)
 

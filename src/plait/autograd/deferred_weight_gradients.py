@@ -198,7 +198,7 @@ def saved_input(saved: Tensor, gather: Gather | None, queue: WeightGradientQueue
         whole = saved.detach()  # detached, so that pending work does not hold the layer's graph
         return lambda: whole
     regathered = queue.gathered.again(saved, gather)
-    if queue.overlaps:  # the work follows after the product for the input gradient
+    if queue.mode.overlaps:  # the work follows after the product for the input gradient
         regathered.start()
     return regathered.whole
 
@@ -206,7 +206,7 @@ def saved_input(saved: Tensor, gather: Gather | None, queue: WeightGradientQueue
 def _saved_gradient(gradient: Tensor, rows: Tensor, queue: WeightGradientQueue) -> Callable[[], Tensor]:
     """Return a function that gives a linear's output gradient: gathered again if registered, else `rows`."""
     # Where the work follows at once, the whole gradient is still in memory.
-    source = None if queue.overlaps else queue.gathered.of(gradient)
+    source = None if queue.mode.overlaps else queue.gathered.of(gradient)
     return (lambda: rows) if source is None else queue.gathered.again(*source).whole
 
 

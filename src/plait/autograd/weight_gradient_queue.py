@@ -13,15 +13,35 @@ WeightWork = Callable[[], object]
 """Adds one weight gradient of one micro-batch to its buffer."""
 
 
+@dataclass(frozen=True)
+class BackwardMode:
+    """What becomes of the weight gradients that a backward asks for; see the four modes below."""
+
+    keeps: bool = True
+    """Whether they are computed at all."""
+    defers: bool = True
+    """Whether they are queued; else they are computed as the backward comes to them."""
+    overlaps: bool = False
+    """Whether they are computed before anything else follows, so that collectives may overlap with them."""
+
+
+INPUT_ONLY = BackwardMode()
+"""The backward `I`: the queue is left to `W`."""
+WEIGHTS_NEXT = BackwardMode(overlaps=True)
+"""The backward `B` of one layer: its queue is computed next, or earlier while a collective runs."""
+WEIGHTS_AT_ONCE = BackwardMode(defers=False, overlaps=True)
+"""The backward `B` of several layers, where operands of a queue would stay until the last of them."""
+NO_WEIGHTS = BackwardMode(keeps=False)
+"""A backward within a layer's forward, for a gradient that the layer itself reads."""
+
+
 @dataclass
 class WeightGradientQueue:
     """The deferred weight gradients of a stage, in the order of the backward."""
 
     pending: list[WeightWork] = field(default_factory=list)
-    overlaps: bool = False
-    """Whether `overlap` runs the queue: set where the weight gradients of a backward follow at once."""
-    defers: bool = True
-    """Whether `add` appends to the queue; else it computes at once."""
+    mode: BackwardMode = INPUT_ONLY
+    """How the running backward is done; torch hands the functions of a graph no argument to say so."""
     buffers: dict[int, Tensor] = field(default_factory=dict)
     """By the id of a weight, the buffer of its gradient while its `.grad` is set aside."""
     products: set[int] = field(default_factory=set)
@@ -32,10 +52,10 @@ class WeightGradientQueue:
     """The linears' inputs and output gradients that are gathered again for their weight gradients."""
 
     def add(self, work: WeightWork) -> None:
-        """Append the computation of one weight gradient to the queue; unless `defers`, compute it at once."""
-        if self.defers:
+        """Queue the computation of one weight gradient, compute it at once, or drop it, as `mode` says."""
+        if self.mode.keeps and self.mode.defers:
             self.pending.append(work)
-        else:
+        elif self.mode.keeps:
             work()
 
     def buffer_of(self, weight: Tensor) -> Tensor:
@@ -79,6 +99,6 @@ class WeightGradientQueue:
             work()
 
     def overlap(self) -> None:
-        """Compute the queued weight gradients during a collective; do nothing unless `overlaps`."""
-        if self.overlaps:
+        """Compute the queued weight gradients during a collective, if `mode` overlaps; else do nothing."""
+        if self.mode.overlaps:
             self.run()

@@ -199,7 +199,7 @@ class CompiledRun:
         """
         queue = self.layer.queue
         found = queue.gathered.again(piece, gather)
-        if queue.overlaps:
+        if queue.mode.overlaps:
             found.start()
         return found
 
@@ -215,7 +215,7 @@ class CompiledRun:
 
     def _later(self, operand: Tensor | Regathered) -> Tensor | Regathered:
         queue = self.layer.queue
-        if isinstance(operand, Regathered) or queue.overlaps:
+        if isinstance(operand, Regathered) or queue.mode.overlaps:
             return operand
         source = queue.gathered.of(operand)
         return operand if source is None else queue.gathered.again(*source)

@@ -74,10 +74,8 @@ class Engine:
         self._agreement.note_gradients()
         self._agreement.compare_at("forward_backward", input_gradients=input_gradients)
         runner.scale.begin(anew=runner.reducer.starts_anew)
-        for stage in self._pipeline.stages.values():
-            stage.input_gradients = input_gradients
         with torch.enable_grad():
-            batch = runner.loss_batch(inputs, targets)
+            batch = runner.loss_batch(inputs, targets, input_gradients=input_gradients)
             scale = runner.scale.value / batch.divisor
             runner.run(
                 runner.steps.train, batch.inputs, batch.targets, scale, input_gradients=input_gradients

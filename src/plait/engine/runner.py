@@ -120,7 +120,13 @@ class Runner:
         return [layer.module for stage in self.pipeline.stages.values() for layer in stage.layers]
 
     def loss_batch(
-        self, inputs: Value, targets: Value, rows: int | None = None, *, evenly: bool = True
+        self,
+        inputs: Value,
+        targets: Value,
+        rows: int | None = None,
+        *,
+        evenly: bool = True,
+        input_gradients: bool = False,
     ) -> LossBatch:
         """Split the batch into micro-batches, and compute the weights by which their losses are averaged.
 
@@ -129,7 +135,7 @@ class Runner:
         of the program and of the mean loss.
         """
         if torch.is_grad_enabled():
-            self._refuse_graphs(inputs, targets)
+            _refuse_graphs(() if input_gradients else inputs, targets)
         (inputs, targets), part = without_part(self.runtime.context_parallelism, inputs, targets)
         self._batches += 1
         every = self._batches <= COMPARED_BATCHES or self.mesh.guarded
@@ -156,18 +162,6 @@ class Runner:
         started = all_reduce(weights.sum(), self.mesh.group("dp_cp"), checked=False)
         total = started.about("the loss's weight").wait()
         return LossBatch(local, parts, counted, weights, total, divisor(self.runtime.loss, total))
-
-    def _refuse_graphs(self, inputs: Value, targets: Value) -> None:
-        """Raise DataError for a tensor of a training batch whose gradient is asked for, but not computed."""
-        returned = any(stage.input_gradients for stage in self.pipeline.stages.values())
-        for what, value in {"inputs": () if returned else inputs, "targets": targets}.items():
-            given = value.value if isinstance(value, SequencePart) else value
-            given = given.values if isinstance(given, Microbatches) else given
-            if any(tensor.requires_grad for tensor in tensors_of(given)):
-                raise DataError(
-                    f"the {what} require a gradient, which a step does not pass on: detach them, and for the "
-                    "gradients of inputs give input_gradients=True and read engine.input_gradients()."
-                )
 
     def local_inputs(self, batch: Sequence[Value], length: int | None = None) -> LocalInputs:
         """Return this rank's part of micro-batches: its positions, without document ids.
@@ -317,7 +311,8 @@ class Runner:
         if torch.is_inference_mode_enabled():
             raise PlanError("torch.inference_mode is active around a step: leave it, or use torch.no_grad.")
         self._sequences = batch.sequences
-        self.pipeline.begin(batch.values, self._layer_infos(batch, input_gradients), batch.sequences)
+        infos = self._layer_infos(batch, input_gradients)
+        self.pipeline.begin(batch.values, infos, batch.sequences, input_gradients=input_gradients)
         self.pipeline.loss_stage.begin(targets, scale)
         trains, program = torch.is_grad_enabled(), programs[self.mesh.index("pp")]
         try:
@@ -373,3 +368,15 @@ class Runner:
         if layers.are_proved and all(known != shape for known, *_ in self._infos):
             layers.prove(microbatch)
         return infos
+
+
+def _refuse_graphs(inputs: Value, targets: Value) -> None:
+    """Raise DataError for a tensor of a training batch whose gradient is asked for, but not computed."""
+    for what, value in {"inputs": inputs, "targets": targets}.items():
+        given = value.value if isinstance(value, SequencePart) else value
+        given = given.values if isinstance(given, Microbatches) else given
+        if any(tensor.requires_grad for tensor in tensors_of(given)):
+            raise DataError(
+                f"the {what} require a gradient, which a step does not pass on: detach them, and for the "
+                "gradients of inputs give input_gradients=True and read engine.input_gradients()."
+            )

@@ -47,6 +47,7 @@ class PipelineRank:
         """Of each stage the number of its last layer in the model, plus one."""
         self.batch: Sequence[Value] = ()
         self.input_gradients: dict[int, Gradients] = {}
+        self._keeps_input_gradients = False
         self._infos: Sequence[Sequence[LayerInfo]] = ()
         self._stage_outputs: Sequence[Sequence[LayerInfo]] = ()
         """Per stage of the model, then per micro-batch."""
@@ -94,13 +95,16 @@ class PipelineRank:
         batch: Sequence[Value],
         infos: Sequence[Sequence[LayerInfo]],
         sequences: Sequence[LocalSequence | None] = (),
+        *,
+        input_gradients: bool = False,
     ) -> None:
         """Start a step; per micro-batch, `batch` has the input and `infos` the output info of every layer.
 
         `sequences`: this rank's part of each micro-batch's sequences, if not the whole of all.
+        `input_gradients`: whether the gradients of floating-point inputs of the model are kept.
         """
         self.batch = batch
-        self.input_gradients = {}
+        self.input_gradients, self._keeps_input_gradients = {}, input_gradients
         for stage in self.stages.values():
             stage.sequences = sequences
             stage.begin()
@@ -134,7 +138,7 @@ class PipelineRank:
         action = instruction.action
         stage = self.stages[action.stage]
         value = map_tensors(
-            lambda tensor: leaf_of(tensor, stage.input_gradients and tensor.is_floating_point()),
+            lambda tensor: leaf_of(tensor, self._keeps_input_gradients and tensor.is_floating_point()),
             self.batch[action.microbatch],
         )
         stage.values[action.microbatch] = value
@@ -193,7 +197,7 @@ class PipelineRank:
         action: Action = instruction.action
         if action.stage == 0 and action.kind is not Kind.F:
             gradients = self.stages[0].gradients.pop(action.microbatch)
-            if self.stages[0].input_gradients:
+            if self._keeps_input_gradients:
                 self.input_gradients[action.microbatch] = [
                     None if gradient is None else self.exchange.safe_to_keep(gradient)
                     for gradient in gradients

@@ -5,10 +5,18 @@ reduced. Layers that run together share a graph, which costs the host less. Per 
 holds a `LayerRun`: the first layer's input (a leaf), the last one's output (the root of the graph) and,
 between `I` and `W`, the weight gradients that are still to be computed.
 
-    forward:   leaf → layers → root, detached → next leaf
-    I:         gradient of the root → gradient of the leaf = gradient of the previous root
-    W:         the weight gradients that I left
-    B:         both, graph by graph
+            values[m]                                                        values[m]
+    F   ──①──→ leaf ────────→ layer ─────→ … ─────→ layer ────→ root ──②──→ detached, the next leaf
+    I          its .grad ←─── layer ←──③── … ←───── layer ←─── seed ←────── gradients[m]
+            gradients[m]        │                     │
+    W                           └──④── runs[m].work ──┘ ─────→ .grad of the weights
+
+    ①  a micro-batch's input enters: a leaf, whose gradient the stage before is to get
+    ②  the graph is cut: what comes after the root has a graph of its own
+    ③  I: the backward of one graph, from the gradient of its root to that of its leaf; what it computes of
+       biases and norms is added at its end
+    ④  W: the products that I has queued are computed, and added to the buffers of the weights
+    B  is ③ and ④, graph by graph
 """
 
 from __future__ import annotations
@@ -30,7 +38,14 @@ from plait.autograd.dropout import DropoutGenerator, names_of
 from plait.autograd.engine_calls import run_backward
 from plait.autograd.joined_linears import JoinedLinears
 from plait.autograd.running_sequence import LocalSequence, running
-from plait.autograd.weight_gradient_queue import WeightGradientQueue, WeightWork
+from plait.autograd.weight_gradient_queue import (
+    INPUT_ONLY,
+    NO_WEIGHTS,
+    WEIGHTS_AT_ONCE,
+    WEIGHTS_NEXT,
+    WeightGradientQueue,
+    WeightWork,
+)
 from plait.compilation.compiled_layer import CompiledLayer, CompiledRun
 from plait.layers.layer_sequence import read_attributes, set_attributes
 from plait.layers.nested import NamedLayer, Value, detached, list_of_tensors, map_tensors
@@ -73,8 +88,6 @@ class Stage:
     """The random numbers of the layers' dropouts."""
     sequences: Sequence[LocalSequence | None] = ()
     """Per micro-batch, this rank's part of its sequences; None where they are whole."""
-    input_gradients: bool = False
-    """Whether the first stage of the model collects the gradient of its floating-point input."""
 
     values: dict[int, Value] = field(default_factory=dict)
     """Per micro-batch: the current activation, input of the next layer to run, whose tensors are leaves."""
@@ -143,7 +156,7 @@ class Stage:
 
         Stores the detached output.
         """
-        value, last = self.values.pop(microbatch), layer if last is None else last
+        value, last = self.values.pop(microbatch), layer if last is None else last  # ①
         trains = torch.is_grad_enabled()
         inputs = list_of_tensors(value) if trains else []
         for number in range(layer, last + 1):
@@ -157,7 +170,7 @@ class Stage:
                 raise
         if trains:
             self.runs[microbatch, layer] = LayerRun(inputs, list_of_tensors(value), last)
-        self.values[microbatch] = detached(value)
+        self.values[microbatch] = detached(value)  # ②
 
     def backward_input(self, microbatch: int, layer: int) -> None:
         """Compute the gradient of a layer's input from that of its output; defer its weight gradients.
@@ -176,7 +189,7 @@ class Stage:
             else:
                 roots, seeds = _with_gradient(run.outputs, given)
                 if roots:
-                    self._run_backward(roots, seeds, sequence, layer, run.last, computed)
+                    self._run_backward(roots, seeds, sequence, layer, run.last, computed)  # ③
                 gradients = [tensor.grad for tensor in run.inputs]
         except Exception as error:
             self._add_note(error, microbatch, layer, run.last)
@@ -189,7 +202,7 @@ class Stage:
     def backward_weight(self, microbatch: int, layer: int) -> None:
         """Compute the layer's deferred weight gradients and add them to `.grad`; discard its `LayerRun`."""
         for work in self.runs.pop((microbatch, layer)).work:
-            work()
+            work()  # ④
 
     def backward(self, microbatch: int, layer: int) -> None:
         """Compute input and weight gradients; the latter may overlap the former's reduction over `tp`.
@@ -197,12 +210,12 @@ class Stage:
         Of layers that ran together weight gradients are computed as they come: else what all of them need
         would stay until the last one.
         """
-        queue = self.queue
-        queue.overlaps, queue.defers = True, self.runs[microbatch, layer].last == layer
+        is_alone = self.runs[microbatch, layer].last == layer
+        self.queue.mode = WEIGHTS_NEXT if is_alone else WEIGHTS_AT_ONCE
         try:
             self.backward_input(microbatch, layer)
         finally:
-            queue.overlaps, queue.defers = False, True
+            self.queue.mode = INPUT_ONLY
         self.backward_weight(microbatch, layer)
 
     def output_is_read(self, microbatch: int) -> bool:
@@ -232,9 +245,8 @@ class Stage:
         given = map_tensors(torch.clone, value) if info.writes_input else value
         if info.counting:
             self._restart(layer, info.counting)
-        # A layer that runs backwards of its own asks for no weight gradient.
-        outside, defers = queue.pending, queue.defers
-        queue.pending, queue.defers = [], True
+        # A recomputed layer runs within a backward, whose mode holds again afterwards.
+        outside, queue.mode = queue.mode, NO_WEIGHTS
         try:
             sequence = self.sequences[microbatch] if self.sequences else None
             if sequence is None and named.run_on_pieces is None and not self._dropouts[layer]:
@@ -243,7 +255,7 @@ class Stage:
                 with self._forward_contexts(sequence, microbatch, layer):
                     output = named.run(given, info.length)[0]
         finally:
-            queue.pending, queue.defers = outside, defers
+            queue.mode = outside
             for joined in self._joined[layer]:
                 joined.forget()
         return self._without_parameters(output, layer) if info.returns_parameter else output

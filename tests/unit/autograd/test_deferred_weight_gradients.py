@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.autograd import deferred_weight_gradients
 from plait.autograd.deferred_weight_gradients import defer_weight_gradients, linear
-from plait.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.autograd.weight_gradient_queue import INPUT_ONLY, WEIGHTS_NEXT, WeightGradientQueue
 from plait.device import multiplies_into_float32
 from plait.errors import ModelError
 
@@ -197,10 +197,10 @@ def test_meanwhile_work_is_done_only_where_spending_is_allowed() -> None:
     queue.add(partial(done.append, "work"))
     queue.overlap()
     assert done == []
-    queue.overlaps = True
+    queue.mode = WEIGHTS_NEXT
     queue.overlap()
     assert done == ["work"]
-    queue.overlaps = False
+    queue.mode = INPUT_ONLY
     queue.add(partial(done.append, "later"))
     queue.overlap()
     assert done == ["work"]

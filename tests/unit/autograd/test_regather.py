@@ -14,7 +14,7 @@ from plait.autograd.deferred_weight_gradients import linear
 from plait.autograd.paired_collectives import gather_in
 from plait.autograd.regather import Gather, GatherRegistry, Regathered
 from plait.autograd.uneven_collectives import own_piece
-from plait.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.autograd.weight_gradient_queue import INPUT_ONLY, WEIGHTS_NEXT, WeightGradientQueue
 from plait.comm import Count, Group, Mesh, Traffic
 
 ROWS, LENGTH, WIDTH = 2, 5, 3
@@ -46,7 +46,7 @@ def forward(
 def one_gather_for_three(spends: bool) -> tuple[list[Tensor], dict[str, Count], int]:
     mesh, queue, learned = Mesh(tp=2), WeightGradientQueue(), weights()
     group = mesh.group("tp")
-    queue.overlaps = spends
+    queue.mode = WEIGHTS_NEXT if spends else INPUT_ONLY
     _, output, whole = forward(group, queue, learned, seed=0)
     gc.collect()
     assert whole() is None, "linears keep the piece only"

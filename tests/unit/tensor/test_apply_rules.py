@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from parity.layers import Conv1D
-from plait.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.autograd.weight_gradient_queue import INPUT_ONLY, WEIGHTS_NEXT, WeightGradientQueue
 from plait.comm import Count, Group, Mesh, Traffic
 from plait.errors import ModelError, PlanError
 from plait.layout import Layout, Shard, assemble, shard
@@ -350,7 +350,7 @@ def woven_on_a_rank(make: Any, rules: Rules, keeps: bool, spends: bool) -> Any:
     woven = nn.ModuleList(cut(make(), rules, mesh.group("tp"), queue if keeps else None))
     for parameter in woven.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    queue.overlaps = spends
+    queue.mode = WEIGHTS_NEXT if spends else INPUT_ONLY
     results = run(*woven)
     left = len(queue.pending)
     queue.run()

@@ -12,7 +12,7 @@ from parallel_cases import WIDTH, assert_close, cut_block, defer, draw, full_blo
 from torch import Tensor, nn
 
 from plait.autograd import paired_collectives
-from plait.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.autograd.weight_gradient_queue import INPUT_ONLY, WEIGHTS_NEXT, WeightGradientQueue
 from plait.comm import Count, Group, Handle, Mesh, Traffic, all_reduce
 from plait.errors import PlanError
 from plait.layout import assemble
@@ -199,7 +199,7 @@ def test_weight_work_fills_the_time_of_the_input_gradients_sum(rank_pool):
             output = layer(given)
             with pytest.MonkeyPatch.context() as patched:
                 patched.setattr(paired_collectives, "all_reduce", diary.all_reduce)
-                diary.overlaps = overlap
+                diary.mode = WEIGHTS_NEXT if overlap else INPUT_ONLY
                 output.backward(draw(5, 8, seed=9))
             diary.events.append("end")
             diary.run()
