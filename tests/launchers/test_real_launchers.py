@@ -82,7 +82,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.parametrize("plugin", ["none", "pmi2"])
-def test_slurm_on_two_nodes(slurm: dict[str, str], plugin: str) -> None:
+def test_slurm_runs_ranks_on_two_nodes(slurm: dict[str, str], plugin: str) -> None:
     command = (*SLURM, "-n4", f"--mpi={plugin}")
     code, output, errors = finished(start(command, "summing.py", 1, MASTER_ADDR="127.0.0.1", **slurm))
     assert (code, output.count("sums [4.0, 4.0, 4.0, 4.0]")) == (0, 4), output + errors

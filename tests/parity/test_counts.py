@@ -84,7 +84,7 @@ def test_nothing_comes_back_to_a_frozen_stage(thread_ranks):
     assert first["pp"]["send"] == last["pp"]["receive"]
 
 
-def test_alone_nothing_is_sent(thread_ranks):
+def test_one_rank_sends_nothing(thread_ranks):
     ((_, traffic, _),) = steps(thread_ranks, gpt2(), Plan(microbatches=3, precision="fp64"))
     assert traffic == {}
 

@@ -76,7 +76,9 @@ def with_head() -> nn.Module:
 @pytest.mark.parametrize(
     "given", [nn.CrossEntropyLoss(label_smoothing=0.1), nn.CrossEntropyLoss(weight=WEIGHTS)], ids=str
 )
-def test_a_given_loss_of_logits_cut_by_class(thread_ranks: RankPool, given: nn.Module) -> None:
+def test_a_given_loss_of_logits_sharded_by_class_equals_one_rank(
+    thread_ranks: RankPool, given: nn.Module
+) -> None:
     plan = Plan(tp=2, dp=2, microbatches=2, precision="fp64")
     check_parity(thread_ranks, case(with_head, draw_ignored, loss=given, mean=given), plan, ONE_STEP)
 

@@ -62,7 +62,7 @@ def reordered(case: Case, plan: Plan, costs: plait.Costs) -> Any:
 
 
 @pytest.mark.full
-def test_the_order_of_rank_0_is_shorter(thread_ranks: Any) -> None:
+def test_a_reordered_schedule_is_shorter_and_every_rank_takes_rank_0s(thread_ranks: Any) -> None:
     plan = Plan(pp=2, microbatches=4, precision="fp64")
     costs = plait.Costs(F=(1, 1), I=(1, 1), W=(1, 1), comm=0.1)
     for before, after, again in thread_ranks.run(reordered, gpt2(), plan, costs, ranks=2):

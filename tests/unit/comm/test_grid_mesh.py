@@ -142,7 +142,7 @@ REFUSED: list[tuple[Any, list[str]]] = [
 ]
 
 
-def test_errors_say_what_and_how_to_mend() -> None:
+def test_grid_mesh_errors_name_the_values_and_the_remedy() -> None:
     for make, parts in REFUSED:
         with pytest.raises(MeshError) as caught:
             make()

@@ -98,7 +98,9 @@ def test_a_document_has_the_tokens_of_its_whole_text(
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", kinds.KINDS)
-def test_texts_that_are_hard_to_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_texts_without_safe_places_to_cut_have_the_tokens_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     cut_often(monkeypatch)
     folder = kinds.save(tmp_path / "tokenizer", kind, post="<bos> $A")
     theirs = transformers_tokenizer(folder)
@@ -139,7 +141,7 @@ def test_tokens_around_a_document_stand_once(tmp_path: Path, monkeypatch: pytest
     ]
 
 
-def test_what_the_files_beside_a_tokenizer_say(tmp_path: Path) -> None:
+def test_added_tokens_in_tokenizer_config_are_read_and_padding_is_ignored(tmp_path: Path) -> None:
     """Tokens that only they name are added; batches that are cut and filled up are none of documents."""
     config = {
         "pad_token": "<pad>",

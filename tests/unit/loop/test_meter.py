@@ -10,7 +10,7 @@ from plait.train.build import build_model
 from plait.train.config_sections import ModelConfig
 
 
-def test_flops_of_gpt2() -> None:
+def test_flops_per_token_of_gpt2_are_those_of_the_formula() -> None:
     # GPT-2 small: 12 · 12 · 768² = 84,934,656 weights in blocks, 38,597,376 in the head.
     expected = 6 * (84_934_656 + 38_597_376) + 12 * 12 * 768 * 1024
     for tied in (True, False):
@@ -18,7 +18,7 @@ def test_flops_of_gpt2() -> None:
         assert flops_per_token(model, layers=12, hidden=768, context=1024) == expected
 
 
-def test_flops_of_llama() -> None:
+def test_flops_per_token_of_llama_are_those_of_the_formula() -> None:
     shape = ModelConfig(name="llama", layers=2, hidden=64, heads=8, kv_heads=2, inner=96)
     attention = 2 * 64 * 64 + 2 * 64 * 16
     weights = 2 * (attention + 3 * 64 * 96) + 100 * 64
@@ -43,7 +43,7 @@ PEAKS = {
 """In 1e12 operations a second: of bf16 and fp32."""
 
 
-def test_peak_of_devices() -> None:
+def test_the_peak_flops_of_known_gpus_are_listed_by_precision() -> None:
     for device, (bf16, fp32) in PEAKS.items():
         assert (peak_flops(device, "bf16"), peak_flops(device, "fp32")) == (bf16 * 1e12, fp32 * 1e12), device
         assert peak_flops(device, "fp64") is None
@@ -67,7 +67,7 @@ def _step_numbers() -> StepNumbers:
     )()
 
 
-def test_numbers_of_each_rank_and_of_all(thread_ranks: RankPool) -> None:
+def test_a_step_measures_numbers_of_each_rank_and_of_all(thread_ranks: RankPool) -> None:
     for numbers in thread_ranks.run(_step_numbers, ranks=4):
         assert numbers.blocked_seconds == pytest.approx((0.001, 0.002, 0.003, 0.004))
         assert (numbers.signal, numbers.loss_rank, numbers.gradient_rank) == (15, 3, 1)
