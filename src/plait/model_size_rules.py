@@ -1,4 +1,4 @@
-"""Sizes of models that follow from other sizes, and checks of them, without importing torch."""
+"""Model sizes that follow from other sizes, and checks of sizes, without importing torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Helpers of all models: a base class of layers, the head, assembly of the sequence, and checks of sizes."""
+"""Helpers for all models: a base class of layers, the head, assembly of the sequence, checks of sizes."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class Framework:
         return plan.pp > 1 and not self.weights_at_once(plan, sends=True)
 
     def on(self, hardware: Hardware) -> Framework:
-        """Return the behaviour on `hardware`: a CPU overlaps no transfer, and composes operations."""
+        """Return the framework's behaviour on `hardware`: on a CPU nothing is overlapped or fused."""
         if hardware.overlaps:
             return self
         names = (one.name for one in fields(self) if one.name.startswith("overlaps_"))

@@ -50,7 +50,7 @@ class LayerWork:
 
 @dataclass(frozen=True)
 class StepShape:
-    """A decoder, a plan, a framework, and the rows of a micro-batch: all that a layer's sizes depend on."""
+    """The inputs that determine a layer's sizes: decoder, plan, framework, and rows of a micro-batch."""
 
     decoder: Decoder
     plan: Plan

@@ -55,7 +55,7 @@ class Bounds:
     _times: dict[tuple[object, ...], ModelTime] = field(default_factory=dict)
 
     def shape(self, plan: Plan) -> StepShape:
-        """Return what the sizes of a plan's layers depend on."""
+        """Return the `StepShape` of a plan, on which its layers' sizes depend."""
         return StepShape(self.model, plan, self.framework, self.batch / plan.dp / plan.microbatches)
 
     def timer(self, plan: Plan) -> LayerTimer:
