@@ -57,7 +57,7 @@ def torchrun(*options: object) -> list[str]:
 
 
 @pytest.mark.parametrize("command", [OPEN_MPI, MPICH], ids=["Open MPI", "MPICH"])
-def test_two_runs_at_once_do_not_meet(command: tuple[str, ...]) -> None:
+def test_two_launches_at_once_do_not_join_each_others_group(command: tuple[str, ...]) -> None:
     needed(command[0])
     runs = [start((*command, "-n", "2"), "summing.py", number) for number in (1, 100)]
     for process, total in zip(runs, (2.0, 200.0), strict=True):

@@ -92,7 +92,7 @@ def follow_another(case: Case, plan: Plan, change: str) -> None:
 
 
 @pytest.mark.parametrize(("change", "told"), [("more", "microbatches is 5, but"), ("places", "rank_of is")])
-def test_orders_of_other_work_are_refused(thread_ranks: Any, change: str, told: str) -> None:
+def test_engine_follow_refuses_schedules_of_other_work(thread_ranks: Any, change: str, told: str) -> None:
     with pytest.raises(ScheduleError, match=told):
         thread_ranks.run(
             follow_another, gpt2(), Plan(pp=2, microbatches=4, precision="fp64"), change, ranks=2

@@ -170,7 +170,9 @@ def test_the_same_bits_whenever_operations_complete(thread_ranks: Any, layout: s
 @pytest.mark.full
 @pytest.mark.parametrize("seeds", [range(first, first + 25) for first in range(3, 203, 25)], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_same_bits_for_200_seeds(thread_ranks: Any, layout: str, seeds: range) -> None:
+def test_delayed_streams_give_the_same_bits_for_200_seeds(
+    thread_ranks: Any, layout: str, seeds: range
+) -> None:
     compare(thread_ranks, layout, seeds)
 
 

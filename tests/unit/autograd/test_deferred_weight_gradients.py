@@ -169,7 +169,7 @@ def test_a_forward_without_gradients_defers_nothing() -> None:
     assert queue.take() == []
 
 
-def test_frozen_weights_keep_nothing() -> None:
+def test_frozen_weights_defer_no_gradient() -> None:
     twin, queue = deferred(nn.Linear(3, 2).requires_grad_(False))
     assert backward(twin, torch.randn(4, 3), torch.ones(4, 2)) is not None
     assert queue.take() == []

@@ -137,7 +137,9 @@ def left_out_on_a_stage(path: Path) -> str:
     return refused(path, (NAMES[1:], {}), plan=STAGES)
 
 
-def test_ranks_with_other_parameters_are_asked_too(thread_ranks: RankPool, tmp_path: Path) -> None:
+def test_optimizer_differences_on_another_stage_are_reported_on_all_ranks(
+    thread_ranks: RankPool, tmp_path: Path
+) -> None:
     told = on_ranks(thread_ranks, divided_by_stage, tmp_path)
     assert told[0] == told[1]
     assert told[0].startswith("the optimizer has 0.weight and 1.weight in different groups (lr 0.5 and 0.25)")

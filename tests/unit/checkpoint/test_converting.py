@@ -62,7 +62,7 @@ def test_converting_a_checkpoint_keeps_every_bit(most: int | None, trained: Path
     assert sorted(entry.name for entry in target.parent.iterdir()) == ["target"]
 
 
-def test_a_run_goes_on_from_what_was_converted(trained: Path, tmp_path: Path) -> None:
+def test_a_converted_checkpoint_is_loaded_bit_for_bit(trained: Path, tmp_path: Path) -> None:
     convert(trained, tmp_path / "target")
     engine = engine_of(lively(MODELS["gpt2"]()))
     optimizer = torch.optim.AdamW(engine.parameter_groups(weight_decay=0.5), lr=1.0)

@@ -295,7 +295,7 @@ def test_a_llama_of_transformers_brings_its_moments_and_goes_back(
         ), part
 
 
-def test_names_of_another_model_are_refused(tmp_path: Path) -> None:
+def test_dcp_import_and_export_refuse_names_of_another_model(tmp_path: Path) -> None:
     model, optimizer = small()
     source = written(tmp_path, {"app": AppState(model, optimizer)})
     with pytest.raises(CheckpointError, match=r"has 0\.weight, .*, which the model of --model has not"):

@@ -79,7 +79,7 @@ def test_options_are_those_saved_or_those_given_and_the_difference_is_said(
 
 
 @pytest.mark.parametrize("options", ["saved", "given"])
-def test_the_rate_of_a_scheduler_goes_on(
+def test_a_schedulers_learning_rate_is_restored(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str
 ) -> None:
     """Where the optimizer begins with the same one; with another rate, that one counts if it is to."""

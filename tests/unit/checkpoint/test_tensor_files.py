@@ -231,7 +231,7 @@ def test_state_that_no_checkpoint_holds_is_refused(tmp_path: Path) -> None:
     assert local_boxes([], {}) == []
 
 
-def test_which_options_may_stand_for_others() -> None:
+def test_optimizer_options_may_replace_those_of_like_type_only() -> None:
     one = torch.tensor(1.0)
     for now in (None, True, "text", 1, 1.5, one, [1, 2], (0.5, True), object()):
         assert _is_alike(now, None)

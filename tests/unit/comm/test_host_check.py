@@ -29,7 +29,7 @@ def good_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("good_host")
-def test_a_good_host_needs_no_change() -> None:
+def test_check_host_suggests_nothing_on_a_good_host() -> None:
     found = {finding.about: finding.found for finding in check_host()}
     assert remedies() == {}
     assert found["versions"].startswith(f"plait {version_of('plait')}, torch {version_of('torch')}, numpy ")

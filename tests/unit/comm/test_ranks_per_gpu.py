@@ -103,7 +103,9 @@ def test_errors_of_a_shared_gpu_name_the_ranks_that_share_it(monkeypatch: pytest
     )
 
 
-def test_a_newer_nccl_is_one_that_is_new_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_newer_nccl_is_taken_only_where_the_loaded_one_is_too_old(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     versions = {"old": (2, 28, 9), "new": (2, 30, 7)}
     monkeypatch.setattr(ranks_per_gpu, "_version_of", lambda path: versions[Path(path).name])
     monkeypatch.setattr(ranks_per_gpu.ctypes.util, "find_library", lambda _: "old")

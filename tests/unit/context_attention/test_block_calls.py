@@ -167,7 +167,7 @@ IDS = torch.arange(5).repeat_interleave(torch.tensor(LENGTHS))[None]
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_one_call_for_each_document(causal: bool) -> None:
+def test_attention_is_one_block_call_for_each_document(causal: bool) -> None:
     own = torch.arange(1000)
     kind = "causal" if causal else "full"
     expected = [
@@ -204,7 +204,7 @@ def test_short_documents_share_a_call() -> None:
     ]
 
 
-def test_rows_that_are_alike_share_calls() -> None:
+def test_rows_with_the_same_documents_share_block_calls() -> None:
     own, other = torch.arange(1000), IDS.clone()
     other[:, 400:] = 7  # two documents and one long one
     calls = calls_of(own, own, 1000, ids=IDS.expand(3, -1))

@@ -79,7 +79,7 @@ def test_a_row_of_two_texts_is_a_prompt_and_a_completion() -> None:
         assert text_record(record) is None
 
 
-def test_turns_of_sharegpt_are_messages() -> None:
+def test_turns_of_sharegpt_become_messages() -> None:
     call = {"name": "f", "arguments": {"a": 1}}
     for turn, message in (
         ({"from": "gpt", "value": "yo", "weight": 1}, {**SAY, "weight": 1}),

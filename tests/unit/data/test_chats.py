@@ -63,7 +63,7 @@ pytestmark = pytest.mark.transformers
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
-def test_answers_are_what_the_assistant_says(tokenizer_folder: Path, template: str) -> None:
+def test_only_the_assistants_turns_are_answers(tokenizer_folder: Path, template: str) -> None:
     text, answers = answered(tokenizer_folder, template, {"messages": CHAT})
     assert text == "[user]abc<end>[assistant]de<end>[user]f<end>[assistant]ghi<end>"
     assert answers == "de<end>ghi<end>"
@@ -184,7 +184,7 @@ def test_conversations_of_tables_are_those_of_json_lines(
         assert first.read_bytes() == second.read_bytes()
 
 
-def test_an_empty_file_is_no_other_kind(
+def test_an_empty_file_beside_chats_does_not_change_the_kind(
     tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_one_process(monkeypatch)

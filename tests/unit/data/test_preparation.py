@@ -173,7 +173,7 @@ def test_document_numbers_span_token_shards_with_and_without_documents() -> None
     assert corpus_of(np.arange(3)).document_length(1) == 2
 
 
-def test_a_shard_has_as_many_portions_as_fit() -> None:
+def test_shards_are_filled_with_portions_in_order() -> None:
     portions = [
         SourceRange(str(number), "text", 0, size, size) for number, size in enumerate([3, 3, 3, 5, 1, 9, 1])
     ]

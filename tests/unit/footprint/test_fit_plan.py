@@ -130,7 +130,7 @@ def test_fit_plan_gives_none_where_no_change_fits() -> None:
     assert fit_plan(estimator(), Plan(dp=2, microbatches=2), 1000) is None
 
 
-def test_on_a_cpu_offloading_is_not_tried() -> None:
+def test_fit_plan_does_not_offload_on_a_cpu() -> None:
     given, plan = estimator("cpu"), Plan(dp=2, microbatches=8)
     least = min(given.estimate(other).most for other in nearest(plan, ROWS, offloads=False))
     assert fit_plan(given, plan, least) is not None

@@ -25,7 +25,7 @@ def test_a_memory_block_counts_once_as_long_as_any_holder_keeps_it() -> None:
     assert total(ledger) == 0
 
 
-def test_blocks_of_one_size_are_different_memory() -> None:
+def test_the_ledger_counts_blocks_of_equal_size_separately() -> None:
     ledger = MemoryLedger()
     ledger.hold("two", [MemoryBlock(5, Category.BATCH), MemoryBlock(5, Category.BATCH)])
     assert total(ledger) == 10

@@ -64,7 +64,7 @@ def test_a_received_tensor_that_is_sent_on_counts_twice() -> None:
     assert total(ledger) == 2 * before
 
 
-def test_where_no_gradient_flows_zeros_are_sent() -> None:
+def test_a_missing_gradient_is_counted_as_sent_zeros() -> None:
     ledger, messages = account()
     messages.send_gradients(Action.parse("1I0"), [None, None], 0)
     assert total(ledger) == BYTES

@@ -135,7 +135,7 @@ def test_using_closed_channels_is_an_error():
         a.send(a.next_sequence())
 
 
-def test_more_messages_than_the_send_buffer_holds():
+def test_more_messages_than_the_send_buffer_holds_arrive_in_order():
     a, b = joined(2)
     count = 3000
 
