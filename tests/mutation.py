@@ -20,7 +20,14 @@ import pytest
 
 from plait.comm.rank_pool import RankPool
 
-LEFT_OUT = ("tests/zoo/", "tests/unit/verification/", "verify", "can_fail", "compare", "tests/test_docs.py")
+LEFT_OUT = (
+    "tests/zoo/",
+    "tests/unit/verification/",
+    "verify",
+    "_defects.py",
+    "compare",
+    "tests/test_docs.py",
+)
 """Parts of the names of tests that compare with the verifier, or run on mistakes of their own."""
 
 

@@ -64,12 +64,12 @@ PUBLIC = [
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_the_house_keeps_the_rule(rule: Rule) -> None:
+def test_every_file_of_the_package_keeps_the_rule(rule: Rule) -> None:
     breaches = [breach for source in house().values() for breach in rule(source, house())]
     assert not breaches, "\n" + "\n".join(breaches)
 
 
-def test_every_exception_is_still_needed() -> None:
+def test_every_listed_exception_to_a_rule_still_occurs_in_the_source() -> None:
     uses = {
         (source.path, place, name)
         for source in house().values()
@@ -86,7 +86,7 @@ def test_every_exception_is_still_needed() -> None:
     assert set(FROZEN_VALUES) <= names, "take what is no longer there out of FROZEN_VALUES"
 
 
-def test_everything_outside_the_package_is_tidy() -> None:
+def test_examples_benchmarks_and_tests_keep_the_rules_for_text() -> None:
     files = [file for folder in ("examples", "benchmarks", "tests") for file in (ROOT / folder).rglob("*.py")]
     texts = [
         Source("", f"../../{file.relative_to(ROOT)}", file.read_text())
@@ -171,7 +171,7 @@ BROKEN: tuple[tuple[Rule, str, str, str], ...] = (
 @pytest.mark.parametrize(
     ("rule", "path", "text", "told"), BROKEN, ids=lambda value: getattr(value, "__name__", None)
 )
-def test_a_breach_is_told(rule: Rule, path: str, text: str, told: str) -> None:
+def test_each_rule_reports_a_breach_with_its_line(rule: Rule, path: str, text: str, told: str) -> None:
     name = ".".join(["plait", *Path(path).with_suffix("").parts]).removesuffix(".__init__")
     source = Source(name, path, text)
     breaches = list(rule(source, {**house(), name: source}))
@@ -192,12 +192,12 @@ def test_a_breach_is_told(rule: Rule, path: str, text: str, told: str) -> None:
         "path = '~/data' + 'a/tmp/b'",
     ],
 )
-def test_what_is_allowed_is_not_told(text: str) -> None:
+def test_no_rule_reports_allowed_code(text: str) -> None:
     source = Source("plait.comm.x", "comm/x.py", text)
     assert [breach for rule in RULES for breach in rule(source, {**house(), source.name: source})] == []
 
 
-def test_the_public_names() -> None:
+def test_plait_exports_exactly_the_listed_public_names() -> None:
     assert plait.__all__ == PUBLIC, "a public name came or went: change PUBLIC here and the documentation"
     assert len(PUBLIC) <= MOST_PUBLIC_NAMES
     assert dir(plait) == PUBLIC

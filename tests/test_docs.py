@@ -141,7 +141,7 @@ def test_every_output_belongs_to_a_script() -> None:
     [pytest.param(*one, marks=[pytest.mark.full] if SLOW_OPTIONS & {*one[1]} else []) for one in commands()],
     ids=lambda value: str(value)[:60],
 )
-def test_a_command_is_understood(
+def test_every_plait_command_on_a_page_is_accepted_by_the_command_line(
     line: Block, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A schedule is drawn; what runs ranks, needs a run, or is a step of a tutorial is only read."""
@@ -170,7 +170,7 @@ def test_a_command_is_understood(
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_no_page_promises_what_is_there(page: Path) -> None:
+def test_no_page_announces_as_future_what_already_exists(page: Path) -> None:
     wrong = {sentence: names for sentence in sentences(page.read_text()) if (names := promised(sentence))}
     assert not wrong, "\n".join(f"{sentence!r} names {sorted(names)}" for sentence, names in wrong.items())
 
@@ -187,7 +187,7 @@ def test_no_page_promises_what_is_there(page: Path) -> None:
         ("It waits for gradients to come back.", set()),
     ],
 )
-def test_a_promise_of_what_is_there_is_found(text: str, names: set[str]) -> None:
+def test_an_announcement_of_an_existing_feature_is_found(text: str, names: set[str]) -> None:
     assert set().union(*map(promised, sentences(text))) == names
 
 
@@ -263,7 +263,7 @@ def test_every_public_member_stands_in_the_reference(kind: type, page: str) -> N
     assert {name for name in public if not re.search(rf"`{name}\b", text)} == set()
 
 
-def test_links_lead_to_files() -> None:
+def test_every_relative_link_on_a_page_leads_to_a_file() -> None:
     """Or to a folder with a README, which the site shows for it."""
     broken = [
         f"{page.relative_to(ROOT)}: {link[1]}"
@@ -285,7 +285,7 @@ def test_every_page_is_in_the_index_and_the_navigation() -> None:
     assert [page for page in pages if f": {page}\n" not in site] == []
 
 
-def test_every_field_stands_in_the_guide() -> None:
+def test_every_field_of_the_configuration_is_in_the_guide_with_its_default() -> None:
     guide = (ROOT / "docs" / "guides" / "configuration.md").read_text().splitlines()
     rows = []
     for name, field in fields().items():
@@ -297,7 +297,7 @@ def test_every_field_stands_in_the_guide() -> None:
     assert len(told) == len(rows), f"no fields any more: {sorted(set(told) - set(rows))}"
 
 
-def test_every_example_is_listed() -> None:
+def test_every_example_is_listed_in_its_readme() -> None:
     listed = (ROOT / "examples" / "README.md").read_text()
     files = [
         file

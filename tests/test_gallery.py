@@ -50,7 +50,7 @@ def printed_by(name: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("own_loss", [r"(9\d|100)% of unseen objects", r"micro-batches of rank 0: 0, "]),
     ],
 )
-def test_it_learns_and_equals_one_rank(
+def test_an_example_of_the_gallery_learns_and_equals_one_rank(
     name: str, claims: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     printed = printed_by(name, capsys)
@@ -67,7 +67,7 @@ def test_a_diffusion_transformer_draws_what_it_is_asked_for(capsys: pytest.Captu
     assert VERDICT.findall(printed) == ["EQUAL"], printed
 
 
-def test_a_mistaken_split_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_finds_a_mistaken_split_of_a_gallery_model(capsys: pytest.CaptureFixture[str]) -> None:
     printed = printed_by("own_split_backward", capsys)
     assert VERDICT.findall(printed) == ["EQUAL", "NOT EQUAL"], printed
     assert "Mistaken: NOT EQUAL to one rank: the weight gradient of 10.weight in 10" in printed

@@ -29,7 +29,7 @@ def kinds(output: dict[str, Any]) -> tuple[str, ...]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", in_quick((path.stem for path in PATHS), "first_steps"))
-def test_cells_give_what_is_saved(name: str) -> None:
+def test_notebook_cells_print_their_saved_outputs(name: str) -> None:
     path = notebooks.FOLDER / f"{name}.ipynb"
     saved = notebooks.read(path)
     found = notebooks.run(saved)
@@ -39,7 +39,7 @@ def test_cells_give_what_is_saved(name: str) -> None:
     assert path.read_text(encoding="utf-8") == notebooks.as_text(found), f"not as it is saved: {AGAIN}"
 
 
-def test_pictures_are_well_formed() -> None:
+def test_svg_pictures_saved_in_notebooks_are_well_formed() -> None:
     pictures = [
         "".join(output["data"]["image/svg+xml"])
         for path in PATHS

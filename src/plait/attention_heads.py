@@ -38,5 +38,5 @@ def vectors_sent(
 
 
 def sending_less(ring: float, ulysses: float | None) -> Literal["ring", "ulysses"]:
-    """Return "ring" or "ulysses", whichever sends fewer vectors; what `context_parallel="auto"` chooses."""
+    """Return "ring" or "ulysses", whichever sends fewer vectors: the choice of `context_parallel="auto"`."""
     return "ulysses" if ulysses is not None and ulysses < ring else "ring"

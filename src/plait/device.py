@@ -111,7 +111,7 @@ def accelerator_of_rank(local_rank: int, ranks_per_gpu: int = 1) -> torch.device
 
 
 def keep_stand_in_for_gpus() -> None:
-    """Initialise torch 2.11's dummy CUDA guard in a thread that stays: it dies with its thread otherwise.
+    """Initialise torch 2.11's dummy CUDA guard in a thread that never ends: it is freed with its thread.
 
     torch 2.11 for CUDA makes one on a machine without GPUs, in the memory of the first thread that traces,
     and reads it when that thread has ended: a segmentation fault. Later versions keep it.

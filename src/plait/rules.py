@@ -87,7 +87,7 @@ class Rule:
             )
 
     def by(self, parts: str, *, repeated: bool = False) -> Rule:
-        """Return a copy that keeps parts whole; `parts`: module attribute with their number ("heads")."""
+        """Return a copy that divides no part, such as a head; `parts`: module attribute with their number."""
         return replace(self, parts=parts, repeated=repeated)
 
     def along(self, dim: int) -> Rule:

@@ -6,7 +6,7 @@ VERSION = "0.1.0"
 
 
 def version_of(package: str) -> str:
-    """Return the version of a package; "" if it is not installed. That of plait is the running code's.
+    """Return the version of a package, "" if not installed; for plait that of the running code.
 
     So plait also runs where it is not installed, from a folder in `PYTHONPATH`.
     """

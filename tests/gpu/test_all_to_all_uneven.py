@@ -32,7 +32,9 @@ def exchanged(dtype: torch.dtype) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
-def test_pieces_come_in_order_of_the_index(gpu_ranks: GpuRanks, dtype: torch.dtype) -> None:
+def test_all_to_all_uneven_joins_received_pieces_in_order_of_sending_rank(
+    gpu_ranks: GpuRanks, dtype: torch.dtype
+) -> None:
     for index, results in enumerate(gpu_ranks.run(exchanged, dtype, ranks=2)):
         for sizes, result in zip(ROUNDS, results, strict=True):
             sent = [

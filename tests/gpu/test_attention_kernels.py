@@ -81,7 +81,9 @@ def _expected(
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize(("size", "kv_heads"), list(product((64, 20), (4, 2))))
-def test_blocks_on_a_gpu(gpu_ranks: GpuRanks, dtype: torch.dtype, size: int, kv_heads: int) -> None:
+def test_attention_in_blocks_on_a_gpu_equals_attention_at_once(
+    gpu_ranks: GpuRanks, dtype: torch.dtype, size: int, kv_heads: int
+) -> None:
     (found,) = gpu_ranks.run(_errors_of_rank, dtype, size, kv_heads, gpu_ranks.device, ranks=1)
     assert max(found.values()) < BOUNDS[dtype], found
 
@@ -118,7 +120,7 @@ def packed_results(
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("window", [None, 9])
-def test_packed_documents_on_a_gpu(
+def test_attention_on_packed_documents_on_a_gpu_equals_masked_attention(
     gpu_ranks: GpuRanks, dtype: torch.dtype, kv_heads: int, window: int | None
 ) -> None:
     """One call of flash attention in 16 bits, else a call for each document."""

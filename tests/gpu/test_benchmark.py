@@ -193,5 +193,5 @@ def test_the_report_is_printed_and_written(
 
 
 @pytest.mark.parametrize(("giga", "name"), [(141, "1.3B"), (80, "1.3B"), (48, "0.37B"), (16, "0.14B")])
-def test_the_model_fits_the_gpu(giga: int, name: str) -> None:
+def test_the_benchmark_chooses_the_largest_model_that_fits_the_gpu(giga: int, name: str) -> None:
     assert import_module("work").fitting(giga * 1e9) == name

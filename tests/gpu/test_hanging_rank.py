@@ -24,7 +24,7 @@ TIMEOUT, SECONDS = 5.0, 120.0
 """Of the mesh, and until the rank must have ended."""
 
 
-def test_it_is_named_and_the_other_ends(gpu_ranks: GpuRanks, tmp_path: Path) -> None:
+def test_a_hanging_rank_is_named_and_the_other_rank_ends(gpu_ranks: GpuRanks, tmp_path: Path) -> None:
     gpu_ranks.require(2)
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))

@@ -56,6 +56,6 @@ def steady_steps(plan: Plan) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_steady_step_does_not_wait(gpu_ranks: GpuRanks, name: str) -> None:
+def test_the_host_does_not_wait_for_the_gpu_in_a_steady_step(gpu_ranks: GpuRanks, name: str) -> None:
     assert set(gpu_ranks.run(steady_steps, PLANS[name], ranks=PLANS[name].world)) == {(True, True)}
     gpu_ranks.skip_on_cpu("a CPU has nothing to wait for")

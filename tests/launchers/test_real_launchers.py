@@ -57,7 +57,7 @@ def torchrun(*options: object) -> list[str]:
 
 
 @pytest.mark.parametrize("command", [OPEN_MPI, MPICH], ids=["Open MPI", "MPICH"])
-def test_two_runs_at_once_do_not_meet(command: tuple[str, ...]) -> None:
+def test_two_launches_at_once_do_not_join_each_others_group(command: tuple[str, ...]) -> None:
     needed(command[0])
     runs = [start((*command, "-n", "2"), "summing.py", number) for number in (1, 100)]
     for process, total in zip(runs, (2.0, 200.0), strict=True):
@@ -82,7 +82,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.parametrize("plugin", ["none", "pmi2"])
-def test_slurm_on_two_nodes(slurm: dict[str, str], plugin: str) -> None:
+def test_slurm_runs_ranks_on_two_nodes(slurm: dict[str, str], plugin: str) -> None:
     command = (*SLURM, "-n4", f"--mpi={plugin}")
     code, output, errors = finished(start(command, "summing.py", 1, MASTER_ADDR="127.0.0.1", **slurm))
     assert (code, output.count("sums [4.0, 4.0, 4.0, 4.0]")) == (0, 4), output + errors

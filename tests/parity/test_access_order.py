@@ -73,7 +73,7 @@ def run(
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", in_quick(PLANS, "offload"))
-def test_no_race(thread_ranks: Any, tmp_path: Path, name: str) -> None:
+def test_no_two_accesses_of_memory_are_unordered(thread_ranks: Any, tmp_path: Path, name: str) -> None:
     order = AccessOrder()
     run(thread_ranks, tmp_path, PLANS[name], order)
     assert not order.races, "\n".join(dict.fromkeys(order.races))
@@ -81,7 +81,7 @@ def test_no_race(thread_ranks: Any, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("defect", in_quick(RACES, *QUICK_RACES), ids=lambda defect: defect.__name__)
-def test_a_race_is_found(thread_ranks: Any, tmp_path: Path, defect: Defect) -> None:
+def test_unordered_accesses_of_memory_are_found(thread_ranks: Any, tmp_path: Path, defect: Defect) -> None:
     fields, told = RACES[defect]
     order = AccessOrder()
     with suppress(PlaitError):  # the rules, too, find most of them

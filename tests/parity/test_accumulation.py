@@ -20,6 +20,8 @@ CASES = {"gpt2": gpt2(), **{case.name: case for case in USER_CASES}}
         ("gpt2", 1, "sgd", 1, 1),
     ],
 )
-def test_gradients_add_up(thread_ranks, name, calls, optimizer, pp, dp, set_to_none):
+def test_gradients_of_several_calls_add_up_as_on_one_rank(
+    thread_ranks, name, calls, optimizer, pp, dp, set_to_none
+):
     recipe = Recipe(calls=calls, optimizer=optimizer, set_to_none=set_to_none)
     check_parity(thread_ranks, CASES[name], Plan(pp=pp, dp=dp, microbatches=3, precision="fp64"), recipe)

@@ -82,7 +82,9 @@ def kept(rank_pool: Any) -> Kept:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("family", "tp"), in_quick(product(FAMILIES, (2, 4)), ("gpt2", 2)))
-def test_blocks_keep_their_share(kept: Kept, family: str, tp: int) -> None:
+def test_with_regather_a_rank_keeps_its_share_of_a_blocks_activations(
+    kept: Kept, family: str, tp: int
+) -> None:
     """Of Llama besides what is the same on every rank: sines and cosines of the positions."""
     forward, waiting = kept(family, 1)
     forward_piece, waiting_piece = kept(family, tp, sequence_parallel="regather")
@@ -91,7 +93,7 @@ def test_blocks_keep_their_share(kept: Kept, family: str, tp: int) -> None:
 
 
 @pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_keep_holds_what_was_gathered(kept: Kept, tp: int) -> None:
+def test_with_keep_a_rank_also_holds_the_gathered_inputs_of_regions(kept: Kept, tp: int) -> None:
     """Of each layer what enters its region, and between `I` and `W` the gradient of what leaves it, too."""
     forward, waiting = kept("gpt2", 1)
     rest = WHOLE - WHOLE // tp
@@ -100,7 +102,7 @@ def test_keep_holds_what_was_gathered(kept: Kept, tp: int) -> None:
 
 
 @pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_without_it_more_is_kept(kept: Kept, tp: int) -> None:
+def test_without_sequence_parallelism_norms_and_residuals_are_kept_whole(kept: Kept, tp: int) -> None:
     """Norms and residual connections: else the bound would say nothing."""
     forward, waiting = kept("gpt2", 1)
     forward_none, waiting_none = kept("gpt2", tp)
@@ -110,7 +112,9 @@ def test_without_it_more_is_kept(kept: Kept, tp: int) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("pp", "tp"), [(1, 2), (2, 2), pytest.param(1, 4, marks=pytest.mark.full)])
-def test_what_is_gathered_again_is_right(thread_ranks: Any, family: str, pp: int, tp: int) -> None:
+def test_gradients_with_regathered_inputs_equal_those_of_one_rank(
+    thread_ranks: Any, family: str, pp: int, tp: int
+) -> None:
     """Also where weight work waits, and where rows of a micro-batch are few or its positions uneven."""
     plan = Plan(
         pp=pp, tp=tp, schedule="zb-h1", microbatches=2, precision="fp64", sequence_parallel="regather"

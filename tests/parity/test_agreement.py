@@ -94,7 +94,7 @@ SETTINGS: tuple[tuple[Callable[[], object], bool, str], ...] = (
 )
 
 
-def test_other_settings_of_a_process_are_refused(rank_pool):
+def test_ranks_with_different_torch_settings_are_refused(rank_pool):
     for change, after, told in SETTINGS:
         for sentence in rank_pool.run(weave_and_step, change, after, ranks=2):
             assert re.search(told, sentence), sentence
@@ -136,7 +136,7 @@ def step_unlike(shared: nn.Module | None) -> float:
     return engine.forward_backward(torch.ones(2, 4), torch.ones(2, 3)).item()
 
 
-def test_what_is_another_in_each_process_is_no_reason_to_refuse(rank_pool, thread_ranks):
+def test_object_ids_and_addresses_that_differ_between_ranks_are_accepted(rank_pool, thread_ranks):
     torch.manual_seed(0)
     shared = nn.Sequential(Unlike(0))
     assert len(

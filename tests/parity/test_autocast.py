@@ -77,7 +77,7 @@ def differences(plan: Plan) -> list[float]:
     ],
     ids=["none", "full", "zb-h1"],
 )
-def test_inside_a_layer_it_is_right(thread_ranks: Any, plan: Plan) -> None:
+def test_autocast_inside_a_layer_gives_the_gradients_of_one_rank(thread_ranks: Any, plan: Plan) -> None:
     for found in thread_ranks.run(differences, plan, ranks=plan.world):
         assert found
         assert max(found) < 1e-6, "the same operations, added up in another order"
@@ -90,11 +90,11 @@ def runs(back: bool, around: bool) -> None:
         engine.forward_backward(*batch(0))
 
 
-def test_around_a_step_it_is_refused() -> None:
+def test_autocast_around_a_step_is_refused() -> None:
     with pytest.raises(PlanError, match="autocast is active around a step"):
         runs(back=True, around=True)
 
 
-def test_a_layer_whose_output_depends_on_it_is_refused() -> None:
+def test_a_layer_whose_output_dtype_depends_on_autocast_is_refused() -> None:
     with pytest.raises(ModelError, match=r"must not depend on .* torch\.autocast"):
         runs(back=False, around=False)

@@ -98,7 +98,7 @@ def hand_on(plan: Plan) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("strategy", ["none", "full"])
-def test_a_layer_may_hand_on_its_parameter(thread_ranks: Any, strategy: Any) -> None:
+def test_a_layer_may_return_its_parameter_as_output(thread_ranks: Any, strategy: Any) -> None:
     (alone,) = thread_ranks.run(hand_on, Plan(precision="fp64"), ranks=1)
     for rank in thread_ranks.run(hand_on, Plan(dp=2, strategy=strategy, precision="fp64"), ranks=2):
         torch.testing.assert_close(rank, alone, rtol=1e-12, atol=0)
@@ -144,7 +144,7 @@ def add_up_with_a_frozen_stage(plan: Plan) -> float:
     return float(engine.clip_grad_norm_(float("inf")))
 
 
-def test_adding_up_where_one_stage_is_frozen(thread_ranks: Any) -> None:
+def test_gradients_add_up_where_one_stage_is_frozen(thread_ranks: Any) -> None:
     first, second = thread_ranks.run(add_up_with_a_frozen_stage, HALF, ranks=2)
     assert first == second > 0
 
@@ -156,7 +156,7 @@ def fail_and_go_on(plan: Plan) -> float:
     return float(engine.forward_backward(torch.ones(2, 4), torch.ones(2, 4)))
 
 
-def test_a_bad_batch_is_no_step_that_nobody_looked_at(thread_ranks: Any) -> None:
+def test_a_refused_batch_does_not_count_as_an_fp16_step_whose_norm_was_not_checked(thread_ranks: Any) -> None:
     (loss,) = thread_ranks.run(fail_and_go_on, Plan(precision="fp16", master_precision="fp32"), ranks=1)
     assert loss > 0
 
@@ -173,7 +173,9 @@ def overflow(plan: Plan) -> tuple[bool, str]:
 
 
 @pytest.mark.parametrize("scale", [None, 2.0**14])
-def test_what_overflowed_is_thrown_away(thread_ranks: Any, scale: float | None) -> None:
+def test_zero_grad_discards_overflowed_gradients_and_the_loss_scale_continues(
+    thread_ranks: Any, scale: float | None
+) -> None:
     plan = Plan(precision="fp16", master_precision="fp32", loss_scale=scale)
     ((gone, message),) = thread_ranks.run(overflow, plan, ranks=1)
     assert gone
@@ -190,7 +192,7 @@ def test_a_model_in_half_precision_has_a_loss_scale(thread_ranks: Any) -> None:
     assert thread_ranks.run(half_model, Plan(master_precision="fp32"), ranks=1) == [(2.0**16, True)]
 
 
-def test_sums_of_fewer_digits_than_asked_for_are_refused() -> None:
+def test_memory_refuses_a_gradient_precision_that_bf16_masters_cannot_add_up_in() -> None:
     formats = {"precision": "bf16", "master_precision": "bf16", "gradient_precision": "fp32"}
     plan = Plan(dp=2, strategy="full", reduce="each", **formats)
     with pytest.raises(PlanError, match=r"add up in the torch\.bfloat16 .*choose reduce 'last'"):
@@ -200,12 +202,12 @@ def test_sums_of_fewer_digits_than_asked_for_are_refused() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"rows": -1}, {"rows": 2.5}, {"moments": "two"}, {"moments": -1}, {"loss": None}], ids=str
 )
-def test_what_memory_does_not_take(wrong: dict[str, Any]) -> None:
+def test_memory_refuses_invalid_rows_moments_and_loss(wrong: dict[str, Any]) -> None:
     with pytest.raises(PlanError):
         plait.memory(gpt2().build(), Plan(), **wrong)
 
 
-def test_rows_of_inputs_are_not_told_twice() -> None:
+def test_memory_refuses_rows_beside_inputs() -> None:
     with pytest.raises(PlanError, match="not both"):
         plait.memory(gpt2().build(), Plan(), torch.zeros(2, 8, dtype=torch.int64), rows=2)
 

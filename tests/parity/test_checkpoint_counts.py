@@ -121,7 +121,9 @@ def evaluated(plan: Plan, path: str, *, loads: bool) -> float:
     ],
     ids=str,
 )
-def test_what_layers_use_is_what_was_loaded(thread_ranks: RankPool, tmp_path: Path, plan: Plan) -> None:
+def test_layers_compute_with_loaded_parameters_where_masters_are_separate(
+    thread_ranks: RankPool, tmp_path: Path, plan: Plan
+) -> None:
     """Where the optimizer updates other tensors than layers use, these follow before the next pass."""
     path = str(tmp_path / "one")
     before = thread_ranks.run(lambda: evaluated(plan, path, loads=False), ranks=2)

@@ -41,7 +41,7 @@ def save_twice(path: str, full: int, room: int, staged: bool) -> str:
 @pytest.mark.parametrize(
     ("full", "room", "staged"), in_quick(product((0, 1), (0, 1, 16), (False, True)), *FULL_DISKS)
 )
-def test_all_hear_of_a_full_disk(
+def test_every_rank_is_told_which_ranks_disk_is_full(
     rank_pool: RankPool, tmp_path: Path, full: int, room: int, staged: bool
 ) -> None:
     path = tmp_path / "here" / "one"
@@ -63,7 +63,9 @@ def save_apart(folder: str) -> str:
         return str(told.value)
 
 
-def test_a_folder_that_a_host_does_not_see(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_a_checkpoint_folder_that_one_host_does_not_see_is_refused(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
     said = rank_pool.run(save_apart, str(tmp_path), ranks=2)
     for told in said:
         assert "rank 1 does not see" in told
@@ -83,7 +85,7 @@ def load_in_rounds(path: str) -> int:
         return len(before)
 
 
-def test_ranks_that_read_more_are_waited_for(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_load_waits_for_ranks_that_read_more(rank_pool: RankPool, tmp_path: Path) -> None:
     first, last = rank_pool.run(load_in_rounds, str(tmp_path / "one"), ranks=2)
     assert first != last, "or nobody is waited for"
 

@@ -40,7 +40,9 @@ def part(name: str, make: Make, source: str | None, target: str, steps: tuple[in
 
 
 @pytest.mark.parametrize("name", in_quick(OPTIMIZERS, "sgd", "nadam", "adagrad", "asgd"))
-def test_optimizers(thread_ranks: RankPool, tmp_path: Path, name: str) -> None:
+def test_each_optimizer_resumed_in_another_layout_continues_as_uninterrupted(
+    thread_ranks: RankPool, tmp_path: Path, name: str
+) -> None:
     make = partial(OPTIMIZERS[name], lr=1e-2)
     stop, end, never = (str(tmp_path / which) for which in ("stop", "end", "never"))
     thread_ranks.run(part, "full", make, None, stop, (0, 2), ranks=2)
@@ -104,7 +106,9 @@ def every_kind(plan: Plan, source: str | None, target: str, *, rows: bool) -> li
 
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("rows", [True, False])
-def test_every_kind_of_state_and_buffers(thread_ranks: RankPool, tmp_path: Path, rows: bool) -> None:
+def test_optimizer_state_of_every_kind_and_buffers_survive_a_change_of_layout(
+    thread_ranks: RankPool, tmp_path: Path, rows: bool
+) -> None:
     """State as it was, in its own dtype, and buffers, in the same layout and in others."""
     bf16 = partial(Plan, precision="bf16", master_precision="bf16")
     cut = bf16(pp=2, microbatches=2) if rows else bf16(dp=2, strategy="full")
@@ -176,7 +180,9 @@ def grouped_by_stage(plan: Plan, path: str, *, loads: bool) -> list[float]:
         return expected
 
 
-def test_groups_that_each_stage_counts_by_itself(thread_ranks: RankPool, tmp_path: Path) -> None:
+def test_parameter_groups_built_by_each_stage_are_saved_and_loaded(
+    thread_ranks: RankPool, tmp_path: Path
+) -> None:
     plan = Plan(pp=2, microbatches=4)
     for loads in (False, True):
         thread_ranks.run(
@@ -193,7 +199,9 @@ def with_dropout(plan: Plan, source: str | None, target: str, steps: tuple[int, 
         return run.losses
 
 
-def test_dropout_goes_on_drawing(thread_ranks: RankPool, tmp_path: Path) -> None:
+def test_a_resumed_run_draws_the_dropout_masks_of_an_uninterrupted_one(
+    thread_ranks: RankPool, tmp_path: Path
+) -> None:
     plan = Plan(pp=2, microbatches=4, precision="fp64")
     stop, end, never = (str(tmp_path / which) for which in ("stop", "end", "never"))
     thread_ranks.run(with_dropout, plan, None, stop, (0, 2), ranks=2)
@@ -223,7 +231,7 @@ def test_the_order_of_actions_is_kept_where_the_plan_wishes_it(
     assert thread_ranks.run(lambda: followed(other, path, loads=True), ranks=2)[0] != searched
 
 
-def test_the_state_is_that_of_the_moment(tmp_path: Path) -> None:
+def test_a_save_in_the_background_holds_the_state_at_the_call(tmp_path: Path) -> None:
     with run_of(Plan()) as run:
         state = {"step": 1}
         writing = plait.save(run.engine, run.optimizer, tmp_path / "one", state, wait=False)

@@ -128,7 +128,9 @@ def check_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: flo
 
 
 @pytest.mark.parametrize(("before", "after"), list(all_pairs()))
-def test_any_layout_goes_on_in_any_other(stops: Stops, tmp_path: Path, before: str, after: str) -> None:
+def test_a_checkpoint_of_any_layout_is_resumed_in_any_other(
+    stops: Stops, tmp_path: Path, before: str, after: str
+) -> None:
     stop, on, losses = stops.of(before)
     again = stops.run(after, stop, tmp_path / "end", STEPS, saves_loaded=True)
     check_same_bits(stops.tensors(stop), tensors_of(tmp_path / "end-loaded"))
@@ -141,7 +143,9 @@ def test_any_layout_goes_on_in_any_other(stops: Stops, tmp_path: Path, before: s
 
 
 @pytest.mark.full
-def test_a_chain_through_all_layouts(stops: Stops, thread_ranks: RankPool, tmp_path: Path) -> None:
+def test_a_run_resumed_through_all_layouts_ends_as_one_rank(
+    stops: Stops, thread_ranks: RankPool, tmp_path: Path
+) -> None:
     source = None
     for place, name in enumerate(LAYOUTS):
         target = tmp_path / str(place)

@@ -67,7 +67,7 @@ def identify(row):
 
 @pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("row", covering_rows(FACTORS, allowed), ids=identify)
-def test_every_pair_of_factors(thread_ranks, row):
+def test_loss_in_chunks_trains_as_one_rank_for_every_pair_of_factors(thread_ranks, row):
     one = LOSSES[row["loss"]](FAMILIES[row["family"]](tied=row["tied"]))
     fields = {name: row[name] for name in OF_PLAN if name != "tied"}
     check_parity(thread_ranks, one, Plan(**fields, microbatches=3, precision="fp64"))
@@ -84,14 +84,14 @@ def freezing(prefixes: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("frozen", ["", "3.weight", "3", "0 1 2"], ids=["none", "weight", "last", "others"])
-def test_a_linear_as_the_last_layer_with_a_bias(thread_ranks, frozen):
+def test_loss_in_chunks_takes_a_plain_linear_with_bias_as_the_last_layer(thread_ranks, frozen):
     """Its input is what the layer before it gave; nothing is computed for what is frozen."""
     one = case(partial(freezing, frozen or "none"), draw_contexts(GPT2_VOCAB), name="freezing")
     plan = Plan(pp=2, microbatches=2, loss_rows=5, schedule="zb-h1", precision="fp64")
     check_parity(thread_ranks, one, plan)
 
 
-def test_adapters(thread_ranks):
+def test_loss_in_chunks_trains_lora_adapters_as_one_rank(thread_ranks):
     plan = Plan(pp=2, tp=2, microbatches=2, loss_rows=5, precision="fp64")
     check_parity(thread_ranks, lora_cases.GPT2, plan)
 
@@ -118,7 +118,7 @@ def alike_in_a_rank(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_losses_outputs_and_tokens(thread_ranks, name):
+def test_loss_in_chunks_gives_the_losses_outputs_and_tokens_of_whole_logits(thread_ranks, name):
     plan = Plan(**PLANS[name], microbatches=3, precision="fp64")
     thread_ranks.run(alike_in_a_rank, plan, ranks=plan.world)
 
@@ -133,7 +133,7 @@ def small(loss_rows, **fields):
     return woven.weave(gpt2(), plan)
 
 
-def test_micro_batches_of_different_shapes():
+def test_loss_in_chunks_of_micro_batches_of_different_shapes_equals_whole_logits():
     generator = torch.Generator().manual_seed(1)
     tokens = [torch.randint(GPT2_VOCAB, (rows, 9), generator=generator) for rows in (1, 3)]
     inputs, targets = (Microbatches(one[:, cut] for one in tokens) for cut in (slice(8), slice(1, 9)))
@@ -143,7 +143,7 @@ def test_micro_batches_of_different_shapes():
     assert_equal(*(dict(engine.named_gradients()) for engine in engines[::-1]), 1e-12, "the gradient")
 
 
-def test_in_half_precision_sums_are_as_precise():
+def test_loss_in_chunks_in_bf16_is_as_precise_as_whole_logits():
     """The gradients are those of whole logits, up to what 16 bits round."""
     engines = [small(rows, precision="bf16", master_precision="fp32") for rows in (None, 5)]
     inputs, targets = batch()
@@ -154,7 +154,7 @@ def test_in_half_precision_sums_are_as_precise():
         assert (one.grad - other.grad).norm() <= 2.0**-8 * one.grad.norm()
 
 
-def test_targets_that_are_no_class():
+def test_loss_in_chunks_refuses_targets_that_are_no_class():
     engine = small(5)
     inputs, targets = batch()
     for call in (engine.forward_backward, engine.evaluate):
@@ -201,7 +201,7 @@ class Doubled(Twice):
     ],
     ids=["loss", "subclass", "twice", "not the last operation"],
 )
-def test_what_cannot_be_computed_in_chunks_is_refused(last, loss, why):
+def test_a_last_layer_or_loss_that_cannot_be_computed_in_chunks_is_refused(last, loss, why):
     with pytest.raises(PlanError, match=f"plan.loss_rows is .*{why}"):
         one_step(last, loss)
 
@@ -234,7 +234,7 @@ def calls_in_a_rank(plan: Plan) -> int:
     return engine.traffic()["tp"]["all_reduce"].calls
 
 
-def test_each_chunk_has_the_sums_of_the_loss(thread_ranks):
+def test_each_chunk_of_the_loss_makes_two_all_reduces_over_tp(thread_ranks):
     """Two, as a micro-batch of whole logits has; there are four chunks in each."""
     plan = Plan(tp=2, microbatches=3, precision="fp64")
     whole, chunks = (

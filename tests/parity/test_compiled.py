@@ -51,13 +51,13 @@ def identify(row):
         for number, row in enumerate(ROWS)
     ],
 )
-def test_layouts(thread_ranks, row):
+def test_compiled_graphs_train_as_one_rank_in_every_layout(thread_ranks, row):
     check_row(thread_ranks, row, "graphs")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("row", ROWS[::3], ids=identify)
-def test_layouts_with_generated_code(thread_ranks, row):
+def test_generated_code_trains_as_one_rank_in_every_layout(thread_ranks, row):
     check_row(thread_ranks, row, True)
 
 
@@ -96,7 +96,7 @@ def saved_bytes(case, plan):
 
 
 @pytest.mark.parametrize("name", in_quick(BY_NAME, "skips", "frozen_first"))
-def test_users_models(thread_ranks, name):
+def test_compiled_models_of_users_train_as_one_rank(thread_ranks, name):
     plan = Plan(pp=2, schedule="zb-h1", microbatches=3, precision="fp64", compile="graphs")
     check_parity(thread_ranks, BY_NAME[name], plan)
 
@@ -114,7 +114,7 @@ def test_dropout_draws_other_masks_in_each_step(thread_ranks, case, recompute):
 
 @pytest.mark.parametrize("cp", in_quick((1, 2), 2))
 @pytest.mark.parametrize("recompute", in_quick(("none", "selective", "full"), "full"))
-def test_dropout_in_parts_of_sequences(thread_ranks, cp, recompute):
+def test_compiled_dropout_in_parts_of_sequences_equals_that_of_one_rank(thread_ranks, cp, recompute):
     """Also of the weights of attention, which runs between graphs."""
     plan = Plan(cp=cp, microbatches=2, precision="fp64", compile="graphs", recompute=recompute)
     ranks = thread_ranks.run(woven.train, IN_CONTEXTS, plan, TWO_STEPS, ranks=cp)
@@ -125,7 +125,9 @@ def test_dropout_in_parts_of_sequences(thread_ranks, cp, recompute):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("context_parallel", ["ring", "ulysses"])
-def test_contexts_with_generated_code(thread_ranks, name, recompute, context_parallel):
+def test_generated_code_trains_as_one_rank_under_context_parallelism(
+    thread_ranks, name, recompute, context_parallel
+):
     plan = Plan(cp=2, pp=2, schedule="zb-h1", microbatches=2, precision="fp64", compile=True)
     plan = replace(plan, recompute=recompute, context_parallel=context_parallel)
     check_parity(thread_ranks, MODELS[name](), plan)
@@ -134,7 +136,7 @@ def test_contexts_with_generated_code(thread_ranks, name, recompute, context_par
 @pytest.mark.full
 @pytest.mark.transformers
 @pytest.mark.parametrize("name", huggingface_cases.MODELS)
-def test_huggingface_models(thread_ranks, name):
+def test_compiled_models_of_transformers_train_as_one_rank(thread_ranks, name):
     plan = Plan(pp=2, schedule="zb-h1", microbatches=2, precision="fp64", compile="graphs")
     # Some norms compute in float32, whose rounding depends on how they are divided into operations.
     with huggingface_cases.norms_in_float64():

@@ -44,7 +44,9 @@ def of_context(case: Any) -> Any:
 
 @pytest.mark.parametrize("cp", [2, 3, 4])
 @pytest.mark.parametrize(("mode", "units", "calls"), [("keep", 4, 2), ("none", 6, 3)])
-def test_bytes_and_calls_of_a_ring(thread_ranks: Any, cp: int, mode: str, units: int, calls: int) -> None:
+def test_a_ring_makes_the_computed_number_of_bytes_and_calls(
+    thread_ranks: Any, cp: int, mode: str, units: int, calls: int
+) -> None:
     """Kept: 4 · kv_heads · width · n · (cp - 1) elements a layer, of which zigzag needs three quarters."""
     fields = {"cp": cp, "context_parallel": "ring", "sequence_parallel": mode}
     found = thread_ranks.run(cp_traffic, 12, 6, fields, ranks=cp)
@@ -63,7 +65,7 @@ def test_bytes_and_calls_of_a_ring(thread_ranks: Any, cp: int, mode: str, units:
         ("full", "graphs", 4, 9),
     ],
 )
-def test_calls_with_recomputation(
+def test_recomputed_attention_repeats_only_the_exchanges_that_it_did_not_keep(
     thread_ranks: Any, recompute: str, compile: Any, ring: int, ulysses: int
 ) -> None:
     """Selective recomputation keeps what attention gave, so that a ring sends nothing again for it.
@@ -76,7 +78,9 @@ def test_calls_with_recomputation(
 
 
 @pytest.mark.parametrize(("cp", "kv_heads"), [(2, 6), (3, 6), (4, 3)])
-def test_bytes_and_calls_of_ulysses(thread_ranks: Any, cp: int, kv_heads: int) -> None:
+def test_ulysses_makes_the_computed_number_of_bytes_and_calls(
+    thread_ranks: Any, cp: int, kv_heads: int
+) -> None:
     """Queries, keys with values, and outputs, each forward and backward; keys and values as heads ask.
 
     Outputs go once more in the backward, as they are not kept by heads.
@@ -88,7 +92,7 @@ def test_bytes_and_calls_of_ulysses(thread_ranks: Any, cp: int, kv_heads: int) -
     assert sum(count.bytes for count in found) == 2 * elements * 8 * ROWS * cp
 
 
-def test_auto_takes_the_way_that_sends_less(thread_ranks: Any) -> None:
+def test_auto_takes_the_one_of_ring_and_ulysses_that_sends_less(thread_ranks: Any) -> None:
     """Kept, Ulysses sends less from cp > heads / kv_heads + 1 on."""
     for heads, kv_heads, cp, ulysses in ((12, 12, 2, False), (12, 12, 3, True), (12, 3, 4, False)):
         fields = {"cp": cp, "sequence_parallel": "keep"}
@@ -157,7 +161,7 @@ def test_gradients_of_16_bits_are_summed_over_ranks_in_more(
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
-def test_schedules_give_the_same_bits(thread_ranks: Any, method: Any) -> None:
+def test_schedules_under_context_parallelism_give_the_same_bits(thread_ranks: Any, method: Any) -> None:
     case, runs = of_length(gpt2(heads=4), 7), []
     for schedule in ("gpipe", "1f1b", "zb-h1"):
         plan = Plan(
@@ -272,7 +276,9 @@ def losses_and_outputs(plan: Plan, with_ids: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("with_ids", [True, False])
-def test_parts_of_sequences_are_the_whole(thread_ranks: Any, with_ids: bool) -> None:
+def test_a_step_on_sequence_parts_gives_the_losses_of_a_step_on_whole_sequences(
+    thread_ranks: Any, with_ids: bool
+) -> None:
     plan = Plan(cp=2, microbatches=2, precision="fp64")
     for found in thread_ranks.run(losses_and_outputs, plan, with_ids, ranks=2):
         assert all(torch.equal(whole, part) for whole, part in zip(found[:3], found[3:], strict=True))

@@ -58,7 +58,7 @@ def compare(found: Any, expected: Any, what: str) -> None:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_every_method_on_a_guarded_mesh(thread_ranks: Any, name: str) -> None:
+def test_every_engine_method_under_cp_on_a_guarded_mesh_equals_one_rank(thread_ranks: Any, name: str) -> None:
     plan = Plan(**PLANS[name], microbatches=2, precision="fp64")
     (expected,) = thread_ranks.run(everything, Plan(microbatches=2, precision="fp64"), ranks=1)
     for found in thread_ranks.run(everything, plan, ranks=plan.world):
@@ -100,7 +100,7 @@ def test_gradients_of_inputs_are_whole(thread_ranks: Any) -> None:
         compare(found, expected, "the gradient of the inputs")
 
 
-def test_microbatches_of_their_own_lengths(thread_ranks: Any) -> None:
+def test_micro_batches_of_different_lengths_under_cp_give_the_loss_of_one_rank(thread_ranks: Any) -> None:
     def body(plan: Plan) -> Tensor:
         case = mixing(8, window=3)
         engine = woven.weave(case, plan)

@@ -99,7 +99,7 @@ def test_a_rank_keeps_its_share_of_a_long_sequence(family: str, layout: Any) -> 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_breaks_the_quarter(family: str) -> None:
+def test_under_cp_4_gathered_keys_and_ulysses_outputs_exceed_a_quarter_of_the_memory(family: str) -> None:
     """Kept keys and values are those of all ranks; with Ulysses the output by heads and by positions."""
     model = FAMILIES[family](context=LONG)
     heads, kv_heads, width = (12, 12, 64) if family == "gpt2" else (16, 4, 64)
@@ -129,7 +129,9 @@ def test_what_breaks_the_quarter(family: str) -> None:
         ),
     ],
 )
-def test_it_is_what_real_ranks_keep(rank_pool: Any, family: str, length: int, compile: Any) -> None:
+def test_predicted_activations_under_cp_are_those_that_ranks_keep(
+    rank_pool: Any, family: str, length: int, compile: Any
+) -> None:
     make = partial(SMALL[family], context=length)
     alone = Plan(precision="fp32", schedule="zb-h1", compile=compile)
     plan = replace(alone, cp=CP, context_parallel="ring")

@@ -81,13 +81,17 @@ def check(thread_ranks: Any, row: dict[str, Any], recipe: Recipe) -> None:
 
 @pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("row", a_third_compiled(COVERING), ids=name_of)
-def test_every_pair_of_factors(thread_ranks: Any, row: dict[str, Any]) -> None:
+def test_context_parallel_runs_equal_one_rank_for_every_pair_of_factors(
+    thread_ranks: Any, row: dict[str, Any]
+) -> None:
     check(thread_ranks, row, TWO_STEPS)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("row", a_third_compiled(REST), ids=name_of)
-def test_every_attention(thread_ranks: Any, row: dict[str, Any]) -> None:
+def test_context_parallel_runs_equal_one_rank_for_every_other_row(
+    thread_ranks: Any, row: dict[str, Any]
+) -> None:
     check(thread_ranks, row, THREE_STEPS)
 
 
@@ -98,6 +102,8 @@ def test_every_attention(thread_ranks: Any, row: dict[str, Any]) -> None:
         *(("packed-gpt2", False), ("packed-window", False), ("packed-llama", "graphs")),
     ),
 )
-def test_packed_documents_on_one_rank(thread_ranks: Any, family: str, compile: Any) -> None:
+def test_one_rank_on_packed_documents_equals_plain_pytorch(
+    thread_ranks: Any, family: str, compile: Any
+) -> None:
     plan = Plan(microbatches=2, precision="fp64", compile=compile)
     check_parity(thread_ranks, FAMILIES[family](7), plan)

@@ -81,7 +81,7 @@ def test_a_layer_that_mixes_positions_is_named(thread_ranks: Any, layer: nn.Modu
         ),
     ],
 )
-def test_batches_and_heads_that_cannot_be_cut(
+def test_batches_and_heads_that_do_not_divide_over_cp_are_refused(
     thread_ranks: Any, shape: Any, targets: Any, fields: Any, error: Any, message: str
 ) -> None:
     fields = dict(fields)
@@ -134,13 +134,13 @@ UNLIKE = {
 
 
 @pytest.mark.parametrize("what", UNLIKE)
-def test_parts_are_of_the_same_batch_on_every_rank(thread_ranks: Any, what: str) -> None:
+def test_sequence_parts_of_different_batches_are_refused(thread_ranks: Any, what: str) -> None:
     """Otherwise ranks would expect other keys than arrive, which ends or blocks their processes."""
     with pytest.raises(CommunicationError, match=r"the ranks of cp do not agree .*a step on parts of"):
         thread_ranks.run(step_on_parts, UNLIKE[what], Plan(cp=2), ranks=2)
 
 
-def test_a_part_is_that_of_its_rank(thread_ranks: Any) -> None:
+def test_a_sequence_part_of_another_rank_or_layout_is_refused(thread_ranks: Any) -> None:
     def inputs(index: int) -> Tensor:
         return torch.zeros(2, 8).long()
 
@@ -154,7 +154,7 @@ def test_a_part_is_that_of_its_rank(thread_ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("index", [-1, 2])
-def test_parts_are_of_ranks_that_there_are(index: int) -> None:
+def test_sequence_part_refuses_an_index_outside_cp(index: int) -> None:
     with pytest.raises(DataError, match=f"the index {index}, where plan.cp is 2"):
         plait.sequence_part(torch.zeros(2, 8), Plan(cp=2), index)
 
@@ -164,6 +164,6 @@ def test_parts_of_micro_batches_are_refused() -> None:
         plait.sequence_part(Microbatches([torch.zeros(2, 8)]), Plan(cp=2), 0)
 
 
-def test_document_ids_alone_are_no_batch() -> None:
+def test_sequence_part_refuses_document_ids_without_inputs() -> None:
     with pytest.raises(DataError, match="the batch has document_ids only: give the inputs beside them"):
         plait.sequence_part({"document_ids": torch.zeros(2, 8).long()}, Plan(cp=2), 0)

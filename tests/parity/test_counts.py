@@ -73,7 +73,7 @@ def test_boundaries_carry_tokens_times_hidden_each_way(thread_ranks, pp, dp, mic
         assert traffic["pp"] == {"send": both_ways, "receive": both_ways}
 
 
-def test_nothing_comes_back_to_a_frozen_stage(thread_ranks):
+def test_no_gradient_is_sent_to_a_frozen_first_stage(thread_ranks):
     case = BY_NAME["frozen_first"]
     plan = Plan(pp=2, layers_per_stage=(2, 3), microbatches=3, precision="fp64")
     (_, first, nothing), (_, last, gradients) = steps(thread_ranks, case, plan)
@@ -84,7 +84,7 @@ def test_nothing_comes_back_to_a_frozen_stage(thread_ranks):
     assert first["pp"]["send"] == last["pp"]["receive"]
 
 
-def test_alone_nothing_is_sent(thread_ranks):
+def test_one_rank_sends_nothing(thread_ranks):
     ((_, traffic, _),) = steps(thread_ranks, gpt2(), Plan(microbatches=3, precision="fp64"))
     assert traffic == {}
 

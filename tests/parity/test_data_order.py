@@ -149,7 +149,9 @@ def fit(plan: plait.Plan, run: Path, resume: str) -> Shares:
 
 
 @pytest.mark.full
-def test_so_it_is_with_workers_of_a_loader(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_every_layout_and_a_resumed_run_have_the_same_batches_from_loader_workers(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
     def batches(name: str, resume: str = "no") -> list[list[str]]:
         shares = rank_pool.run(
             fit, PLANS[name], tmp_path / (name + resume[-1]), resume, ranks=PLANS[name].world

@@ -41,7 +41,7 @@ TWO_CALLS = Recipe(steps=2, calls=2)
     ],
     ids=str,
 )
-def test_every_layout_draws_the_same(thread_ranks: Any, settings: dict[str, Any]) -> None:
+def test_every_layout_draws_the_same_dropout_masks(thread_ranks: Any, settings: dict[str, Any]) -> None:
     plan = Plan(**settings, microbatches=4, precision="fp64")
     expected = by_hand(DROPPING, plan, TWO_CALLS)
     compare(
@@ -52,7 +52,9 @@ def test_every_layout_draws_the_same(thread_ranks: Any, settings: dict[str, Any]
 @pytest.mark.parametrize("length", [8, 7])
 @pytest.mark.parametrize("mode", ["keep", "regather"])
 @pytest.mark.parametrize("tp", [2, 4])
-def test_pieces_of_the_sequence_draw_the_same(thread_ranks: Any, tp: int, mode: Any, length: int) -> None:
+def test_sequence_parallel_ranks_draw_the_dropout_masks_of_the_whole_sequence(
+    thread_ranks: Any, tp: int, mode: Any, length: int
+) -> None:
     case = of_length(DROPPING, length)
     plan = Plan(tp=tp, microbatches=2, sequence_parallel=mode, precision="fp64")
     expected = by_hand(case, plan, TWO_CALLS)
@@ -91,7 +93,9 @@ QUICK = {(row["context_parallel"], row["context_layout"]): row for row in PAIRS}
 
 
 @pytest.mark.parametrize("row", in_quick(PAIRS + covering_rows(CONTEXTS, fits), *QUICK), ids=name_of)
-def test_parts_of_the_sequence_draw_the_same(thread_ranks: Any, row: dict[str, Any]) -> None:
+def test_context_parallel_ranks_draw_the_dropout_masks_of_the_whole_sequence(
+    thread_ranks: Any, row: dict[str, Any]
+) -> None:
     fields = dict(row)
     case, (tp, mode) = of_length(IN_CONTEXTS, fields.pop("length")), fields.pop("tensor")
     plan = Plan(**fields, tp=tp, sequence_parallel=mode, microbatches=2, precision="fp64")
@@ -100,7 +104,9 @@ def test_parts_of_the_sequence_draw_the_same(thread_ranks: Any, row: dict[str, A
 
 
 @pytest.mark.parametrize("settings", [{}, {"pp": 2}], ids=str)
-def test_a_layer_in_two_places_draws_for_each(thread_ranks: Any, settings: dict[str, Any]) -> None:
+def test_a_layer_in_two_places_draws_a_dropout_mask_for_each(
+    thread_ranks: Any, settings: dict[str, Any]
+) -> None:
     plan = Plan(**settings, microbatches=2, precision="fp64")
     expected = by_hand(TWICE, plan, TWO_CALLS)
     compare(thread_ranks.run(woven.train, TWICE, plan, TWO_CALLS, ranks=plan.world), expected, torch.float64)
@@ -116,7 +122,7 @@ def on_cut_batches(rows: Sequence[int], plan: Plan) -> tuple[float, dict[str, Te
     return engine.forward_backward(*cut).item(), woven.gradients_of(engine)
 
 
-def test_micro_batches_of_different_rows(thread_ranks: Any) -> None:
+def test_dropout_on_micro_batches_of_different_rows_equals_that_of_one_rank(thread_ranks: Any) -> None:
     rows = (1, 3, 2, 1)
     alone = Plan(microbatches=4, precision="fp64")
     ((loss, gradients),) = thread_ranks.run(on_cut_batches, rows, alone, ranks=1)
@@ -142,7 +148,7 @@ def losses_of_passes() -> list[float]:
     return losses
 
 
-def test_each_pass_draws_anew_and_can_be_drawn_again(thread_ranks: Any) -> None:
+def test_each_pass_draws_new_dropout_masks_that_can_be_repeated(thread_ranks: Any) -> None:
     ((first, second, evaluated, again),) = thread_ranks.run(losses_of_passes, ranks=1)
     assert len({first, second, evaluated}) == 3
     assert again == second
@@ -182,7 +188,7 @@ def test_a_checkpoint_of_the_models_own_is_refused() -> None:
         engine_of(Checkpointed()).forward_backward(torch.randn(2, 4), torch.zeros(2, dtype=torch.int64))
 
 
-def test_other_rows_are_refused() -> None:
+def test_dropout_refuses_a_tensor_whose_dim_0_is_not_the_micro_batchs_rows() -> None:
     engine = engine_of(Transposed())
     with pytest.raises(ModelError) as caught:
         engine.forward_backward(torch.randn(3, 4), torch.zeros(3, dtype=torch.int64))

@@ -44,15 +44,15 @@ def check(thread_ranks, case, layout, schedules=ONE_STAGE):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_schedules_of_gpt2(thread_ranks, layout):
+def test_all_schedules_give_gpt2_the_same_bits(thread_ranks, layout):
     check(thread_ranks, gpt2(layers=2, tied=layout[1] == 1), layout)
 
 
 @pytest.mark.parametrize("name", ["crossing_ties", "convolution"])
-def test_schedules_of_users_models(thread_ranks, name):
+def test_all_schedules_give_users_models_the_same_bits(thread_ranks, name):
     check(thread_ranks, BY_NAME[name], (4, 1, 4))
 
 
 @pytest.mark.parametrize("layout", [(2, 1, 5), (4, 1, 4), (2, 2, 3)], ids=str)
-def test_schedules_in_a_v(thread_ranks, layout):
+def test_all_schedules_in_a_v_give_gpt2_the_same_bits(thread_ranks, layout):
     check(thread_ranks, gpt2(layers=3, tied=True), layout, IN_A_V)

@@ -126,7 +126,7 @@ def require_losses(run: Path, expected: list[float]) -> None:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_losses_are_those_of_a_plain_loop(
+def test_fine_tuning_has_the_losses_of_a_plain_loop(
     thread_ranks: RankPool, folder: Path, tmp_path: Path, name: str
 ) -> None:
     config = configured(folder, tmp_path, name)
@@ -136,7 +136,7 @@ def test_losses_are_those_of_a_plain_loop(
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["full", "everything"])
-def test_with_adapters_they_are_those_of_peft(
+def test_fine_tuning_adapters_has_the_losses_of_peft(
     thread_ranks: RankPool, folder: Path, tmp_path: Path, name: str
 ) -> None:
     peft = pytest.importorskip("peft")
@@ -149,7 +149,9 @@ def test_with_adapters_they_are_those_of_peft(
 
 
 @pytest.mark.full
-def test_commands_read_conversations_as_they_are(folder: Path, tmp_path: Path) -> None:
+def test_train_and_verify_read_a_json_lines_file_of_conversations_unprepared(
+    folder: Path, tmp_path: Path
+) -> None:
     given = sections(folder, folder / "chats.jsonl", tmp_path, "pp-tp")
     options = {f"--{part}.{name}": one for part, fields in given.items() for name, one in fields.items()}
     texts = (one if isinstance(one, str) else json.dumps(one) for one in options.values())

@@ -56,5 +56,7 @@ def in_several_ways() -> nn.Module:
     ],
     ids=str,
 )
-def test_a_weight_that_is_used_in_several_ways(thread_ranks: Any, plan: dict[str, Any]) -> None:
+def test_a_weight_used_by_several_operations_gets_all_its_gradients(
+    thread_ranks: Any, plan: dict[str, Any]
+) -> None:
     check_parity(thread_ranks, case(in_several_ways, draw_vectors), Plan(precision="fp64", **plan))

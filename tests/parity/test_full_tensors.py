@@ -99,7 +99,7 @@ def found_in_a_rank(cases: list[Case], plan: Plan) -> list[Found]:
 
 
 @pytest.mark.parametrize("name", in_quick(RUNS, "pp-dp"))
-def test_the_whole_model_is_that_of_one_rank(thread_ranks: RankPool, name: str) -> None:
+def test_the_gathered_state_dict_is_that_of_one_rank(thread_ranks: RankPool, name: str) -> None:
     plan, cases = RUNS[name]
     plan = replace(plan, precision="fp64")
     ranks = thread_ranks.run(found_in_a_rank, cases, plan, ranks=plan.world)
@@ -140,7 +140,9 @@ def refusals_in_a_rank() -> list[str]:
     return told
 
 
-def test_what_does_not_fit_is_refused_on_every_rank_and_changes_nothing(thread_ranks: RankPool) -> None:
+def test_a_state_dict_that_does_not_fit_is_refused_on_every_rank_and_changes_nothing(
+    thread_ranks: RankPool,
+) -> None:
     first, second = thread_ranks.run(refusals_in_a_rank, ranks=2)
     assert first == second
     for sentence in first[:2]:
@@ -163,7 +165,7 @@ def masters_in_a_rank() -> tuple[set[torch.dtype], bool]:
     return {t.dtype for t in state.values()}, all(map(torch.equal, rounded, state.values()))
 
 
-def test_masters_keep_their_digits(thread_ranks: RankPool) -> None:
+def test_a_loaded_state_dict_keeps_the_digits_of_fp32_masters(thread_ranks: RankPool) -> None:
     """What is frozen has no master."""
     for dtypes, rounded in thread_ranks.run(masters_in_a_rank, ranks=2):
         assert torch.float32 in dtypes
@@ -177,7 +179,7 @@ def traffic_in_a_rank() -> Any:
     return engine.mesh.traffic.since(before)
 
 
-def test_only_rank_0_is_sent_what_it_has_not(thread_ranks: RankPool) -> None:
+def test_only_the_pipeline_of_rank_0_is_sent_tensors_of_other_stages(thread_ranks: RankPool) -> None:
     """Over `pp` go whole tensors of the second stage, to the pipeline of rank 0."""
     model = materialise(gpt2().build(), torch.float64)
     ranks = thread_ranks.run(traffic_in_a_rank, ranks=4)

@@ -63,7 +63,7 @@ GIVEN = [
 
 
 @pytest.mark.parametrize("one", GIVEN, ids=lambda one: str(one.loss)[:40])
-def test_a_given_loss_is_that_of_one_rank(thread_ranks: RankPool, one: Case) -> None:
+def test_a_given_loss_trains_as_on_one_rank(thread_ranks: RankPool, one: Case) -> None:
     check_parity(thread_ranks, one, PIPELINE, ONE_STEP)
 
 
@@ -76,7 +76,9 @@ def with_head() -> nn.Module:
 @pytest.mark.parametrize(
     "given", [nn.CrossEntropyLoss(label_smoothing=0.1), nn.CrossEntropyLoss(weight=WEIGHTS)], ids=str
 )
-def test_a_given_loss_of_logits_cut_by_class(thread_ranks: RankPool, given: nn.Module) -> None:
+def test_a_given_loss_of_logits_sharded_by_class_equals_one_rank(
+    thread_ranks: RankPool, given: nn.Module
+) -> None:
     plan = Plan(tp=2, dp=2, microbatches=2, precision="fp64")
     check_parity(thread_ranks, case(with_head, draw_ignored, loss=given, mean=given), plan, ONE_STEP)
 
@@ -103,7 +105,7 @@ def test_a_sum_is_the_sum_over_the_global_batch(thread_ranks: RankPool) -> None:
         assert_close(evaluated, whole, tight, "the loss of an evaluation")
 
 
-def test_verify_takes_what_parallelize_takes() -> None:
+def test_verify_and_memory_take_loss_modules_as_parallelize_does() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
     targets = torch.tensor([0, 1, -100, 2])

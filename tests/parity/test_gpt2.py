@@ -41,11 +41,11 @@ def check(thread_ranks, row):
 
 @pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("row", COVERING, ids=identify)
-def test_every_pair_of_factors(thread_ranks, row):
+def test_gpt2_equals_one_rank_for_every_pair_of_factors(thread_ranks, row):
     check(thread_ranks, row)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("row", REST, ids=identify)
-def test_every_plan(thread_ranks, row):
+def test_gpt2_equals_one_rank_for_every_other_row(thread_ranks, row):
     check(thread_ranks, row)

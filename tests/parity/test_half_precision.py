@@ -147,11 +147,11 @@ def identify(row: Row) -> str:
 
 
 @pytest.mark.parametrize("row", PAIRS, ids=identify)
-def test_every_pair_of_factors(thread_ranks: Any, row: Row) -> None:
+def test_half_precision_equals_one_rank_for_every_pair_of_factors(thread_ranks: Any, row: Row) -> None:
     check(thread_ranks, row)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("row", REST, ids=identify)
-def test_every_plan(thread_ranks: Any, row: Row) -> None:
+def test_half_precision_equals_one_rank_for_every_other_row(thread_ranks: Any, row: Row) -> None:
     check(thread_ranks, row)

@@ -98,13 +98,17 @@ def _checks_of_values_are_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_steady_step_reads_nothing(thread_ranks: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_steady_step_reads_no_tensor_on_the_host(
+    thread_ranks: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.setitem(woven.DTYPES, "bf16", torch.float32)
     for places in thread_ranks.run(steady_step, PLANS[name], 1.0, ranks=PLANS[name].world):
         assert not places
 
 
-def test_a_dynamic_loss_scale_reads_once(thread_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_with_a_dynamic_loss_scale_reads_one_tensor_on_the_host(
+    thread_ranks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whether gradients have overflowed decides the next scale."""
     monkeypatch.setitem(woven.DTYPES, "fp16", torch.float32)
     plan = Plan(pp=2, dp=2, microbatches=2, precision="fp16", master_precision="fp32")
@@ -112,7 +116,7 @@ def test_a_dynamic_loss_scale_reads_once(thread_ranks: Any, monkeypatch: pytest.
         assert sum(places.values()) <= 1, places
 
 
-def test_a_steady_step_of_a_training_run_reads_nothing(
+def test_a_steady_step_of_plait_train_reads_no_tensor_on_the_host(
     thread_ranks: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """With its metrics, clipping and signals to stop, read a step late as on a GPU."""
@@ -140,7 +144,7 @@ def test_a_steady_step_of_a_training_run_reads_nothing(
     assert not any(found), found
 
 
-def test_a_read_is_seen() -> None:
+def test_float_and_bool_of_a_tensor_are_counted_as_host_reads() -> None:
     with HostReads() as reads:
         float(torch.ones(()))
         bool(torch.ones(()) > 0)
@@ -185,7 +189,7 @@ def copies(path: Path) -> Iterator[int]:
                 yield node.lineno
 
 
-def test_only_files_with_a_reason_read_values() -> None:
+def test_only_listed_files_read_tensor_values_on_the_host() -> None:
     rooms = [SOURCE / room for room in ROOMS]
     paths = [path for room in rooms for path in ([room] if room.is_file() else room.rglob("*.py"))]
     found = {str(path.relative_to(SOURCE)) for path in paths if any(copies(path))}

@@ -86,7 +86,9 @@ QUICK = (
 
 
 @pytest.mark.parametrize(("name", "plan"), in_quick(product(FAMILIES, WOVEN), *QUICK))
-def test_woven_runs_equal_one_rank(thread_ranks: RankPool, name: str, plan: str) -> None:
+def test_models_of_transformers_train_as_one_rank_on_every_plan(
+    thread_ranks: RankPool, name: str, plan: str
+) -> None:
     check_parity(thread_ranks, cases.case(name), WOVEN[plan])
 
 
@@ -107,7 +109,9 @@ MORE_QUICK = (("qwen3", "pieces"), ("phi3", "everything"), ("olmo2", "tp"))
         if row != ("phi3", "repeated")
     ],
 )
-def test_declared_families_equal_one_rank(thread_ranks: RankPool, name: str, plan: str) -> None:
+def test_families_without_code_of_their_own_train_as_one_rank(
+    thread_ranks: RankPool, name: str, plan: str
+) -> None:
     check_parity(thread_ranks, cases.case(name), MORE_WOVEN[plan])
 
 
@@ -133,7 +137,7 @@ SEEN_ELSEWHERE = (*NEW, "llama-scaled", "gpt-neox-in-turn")
         for name in sorted(set(cases.MODELS) - set(FAMILIES) - set(NEW))
     ],
 )
-def test_what_configurations_change_is_woven_too(thread_ranks: RankPool, name: str) -> None:
+def test_variants_of_transformers_configurations_train_as_one_rank(thread_ranks: RankPool, name: str) -> None:
     check_parity(thread_ranks, cases.case(name), Plan(pp=2, tp=2, microbatches=2, precision="fp64"))
 
 
@@ -142,7 +146,7 @@ VERIFIED = Plan(pp=2, tp=2, schedule="zb-h1", microbatches=2)
 
 @pytest.mark.full  # the next test verifies two of them with dropout
 @pytest.mark.parametrize("name", FAMILIES + NEW)
-def test_verify_says_equal(thread_ranks: RankPool, name: str) -> None:
+def test_verify_finds_models_of_transformers_equal(thread_ranks: RankPool, name: str) -> None:
     verify(thread_ranks, cases.MODELS[name](), VERIFIED)
 
 
@@ -150,7 +154,9 @@ def test_verify_says_equal(thread_ranks: RankPool, name: str) -> None:
     ("name", "mode"),
     in_quick(product(cases.DROPPING, ("none", "keep", "regather")), ("qwen2", "regather")),
 )
-def test_verify_says_equal_with_dropout(thread_ranks: RankPool, name: str, mode: Any) -> None:
+def test_verify_finds_models_of_transformers_with_dropout_equal(
+    thread_ranks: RankPool, name: str, mode: Any
+) -> None:
     model = cases.DROPPING[name]()
     assert model.training
     verify(thread_ranks, model, replace(VERIFIED, schedule="zb-v", recompute="full", sequence_parallel=mode))

@@ -74,13 +74,17 @@ def check(thread_ranks: Any, model: Case, plan: Plan, *, drops: bool) -> None:
 
 @pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("row", a_third_compiled(COVERING), ids=name_of)
-def test_every_pair_of_factors(thread_ranks: Any, row: dict[str, Any]) -> None:
+def test_models_of_transformers_under_cp_equal_one_rank_for_every_pair_of_factors(
+    thread_ranks: Any, row: dict[str, Any]
+) -> None:
     check_row(thread_ranks, row)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("row", a_third_compiled(REST), ids=name_of)
-def test_every_model_and_exchange(thread_ranks: Any, row: dict[str, Any]) -> None:
+def test_models_of_transformers_under_cp_equal_one_rank_for_every_other_row(
+    thread_ranks: Any, row: dict[str, Any]
+) -> None:
     check_row(thread_ranks, row)
 
 
@@ -101,7 +105,9 @@ def test_declared_families_on_packed_documents(thread_ranks: Any, name: str, pla
 
 @pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_packed_documents_on_one_rank(thread_ranks: Any, name: str, drops: bool) -> None:
+def test_models_of_transformers_on_packed_documents_equal_one_rank(
+    thread_ranks: Any, name: str, drops: bool
+) -> None:
     plan = Plan(microbatches=2, precision="fp64")
     check(thread_ranks, case(name, 7, in_documents=True, drops=drops), plan, drops=drops)
 
@@ -119,7 +125,9 @@ VERIFIED = {
 
 
 @pytest.mark.parametrize(("name", "fields"), in_quick(product(DROPPING, VERIFIED), ("llama", "pieces")))
-def test_verify_says_equal(thread_ranks: Any, name: str, fields: str) -> None:
+def test_verify_finds_models_of_transformers_with_dropout_under_cp_equal(
+    thread_ranks: Any, name: str, fields: str
+) -> None:
     plan = VERIFIED[fields]
     inputs, targets = cases.draw_contexts(cases.GPT2_VOCAB)(8, torch.Generator().manual_seed(3))
     model = plait.models.from_huggingface(DROPPING[name]())

@@ -51,7 +51,7 @@ def check(thread_ranks: Any, case: Case, plan: Plan) -> list[int]:
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_a_stage_is_one_graph(thread_ranks: Any, recompute: Any) -> None:
+def test_a_stage_of_compiled_layers_runs_as_one_graph(thread_ranks: Any, recompute: Any) -> None:
     plan = Plan(microbatches=2, precision="fp64", recompute=recompute)
     assert check(thread_ranks, gpt2(layers=2, tied=False), plan) == [
         4,
@@ -66,7 +66,7 @@ def test_a_stage_is_one_graph(thread_ranks: Any, recompute: Any) -> None:
         for one in USER_CASES
     ],
 )
-def test_users_models(thread_ranks: Any, case: Case) -> None:
+def test_users_models_with_joined_layers_train_as_one_rank(thread_ranks: Any, case: Case) -> None:
     check(thread_ranks, case, Plan(microbatches=2, precision="fp64", recompute="selective"))
 
 
@@ -81,5 +81,5 @@ def test_users_models(thread_ranks: Any, case: Case) -> None:
     ],
     ids=lambda plan: f"pp{plan.pp}-dp{plan.dp}-cp{plan.cp}-{plan.schedule}-{plan.strategy}-{plan.recompute}",
 )
-def test_plans(thread_ranks: Any, plan: Plan) -> None:
+def test_llama_with_joined_layers_trains_as_one_rank_on_every_plan(thread_ranks: Any, plan: Plan) -> None:
     check(thread_ranks, llama(layers=4, tied=plan.pp == 1), replace(plan, precision="fp64"))

@@ -271,7 +271,7 @@ def fall_at_once(ranks: MortalRanks, cases: tuple[Case, ...], fates: list[Fate],
 
 
 @pytest.mark.parametrize("cases", CASES)
-def test_the_others_name_a_rank_that_was_killed(mortal_ranks: MortalRanks, cases: tuple[Case, ...]) -> None:
+def test_other_ranks_name_a_killed_rank_at_once(mortal_ranks: MortalRanks, cases: tuple[Case, ...]) -> None:
     """At once: nobody waits for the timeout of the mesh."""
     fates = [fate_of(case) for case in cases]
     for endings, fate in zip(fall_at_once(mortal_ranks, cases, fates, 4 * LIMIT), fates, strict=True):
@@ -283,7 +283,9 @@ def test_the_others_name_a_rank_that_was_killed(mortal_ranks: MortalRanks, cases
     [STOPPED, pytest.param((Case("tp", 1, "RunLayer B", "inside"),), marks=pytest.mark.full)],
     ids=lambda cases: " and ".join(f"{case.plan}-{case.kind}" for case in cases),
 )
-def test_the_others_name_a_rank_that_was_stopped(mortal_ranks: MortalRanks, cases: tuple[Case, ...]) -> None:
+def test_other_ranks_name_a_stopped_rank_after_the_timeout(
+    mortal_ranks: MortalRanks, cases: tuple[Case, ...]
+) -> None:
     """No connection is closed: only the timeout tells."""
     timeout = 3.0
     fates = [fate_of(case)._replace(signal=signal.SIGSTOP) for case in cases]

@@ -64,7 +64,9 @@ def test_adapted_models_equal_one_rank(thread_ranks: RankPool, case: Case, setti
 
 
 @pytest.mark.parametrize("settings", PLANS[1:])
-def test_dropouts_draw_the_same_in_every_layout(thread_ranks: RankPool, settings: dict[str, Any]) -> None:
+def test_dropout_of_adapters_draws_the_same_masks_in_every_layout(
+    thread_ranks: RankPool, settings: dict[str, Any]
+) -> None:
     plan, case, recipe = plan_of(settings), lora_cases.DROPPING, Recipe(steps=2)
     alone = plan_of({"microbatches": plan.microbatches * plan.dp})
     (expected,) = thread_ranks.run(woven.train, case, alone, recipe, ranks=1)
@@ -75,7 +77,7 @@ def test_dropouts_draw_the_same_in_every_layout(thread_ranks: RankPool, settings
 
 @pytest.mark.full
 @pytest.mark.parametrize("mode", ["none", "keep", "regather"])
-def test_verify_says_equal(thread_ranks: RankPool, mode: Any) -> None:
+def test_verify_finds_an_adapted_model_with_dropout_equal(thread_ranks: RankPool, mode: Any) -> None:
     inputs, targets = cases.draw_contexts(cases.GPT2_VOCAB)(8, torch.Generator().manual_seed(3))
     plan = Plan(pp=2, tp=2, schedule="zb-h1", microbatches=2, sequence_parallel=mode)
     case = VerifiedCase(
@@ -97,7 +99,7 @@ def without_replicated() -> str:
     return str(caught.value)
 
 
-def test_the_proof_sees_a_gradient_that_is_not_summed(thread_ranks: RankPool) -> None:
+def test_an_adapter_without_the_rule_replicated_inside_a_region_is_refused(thread_ranks: RankPool) -> None:
     for text in thread_ranks.run(without_replicated, ranks=2):
         assert "the whole parameter query.down.weight is used inside a region" in text
         assert "give its module the rule replicated" in text

@@ -51,7 +51,9 @@ ROWS = [
 
 @pytest.mark.full
 @pytest.mark.parametrize(("case", "plan"), ROWS)
-def test_memory_is_foretold(rank_pool: Any, case: str, plan: str) -> None:
+def test_predicted_memory_of_an_adapted_model_is_what_ranks_allocate(
+    rank_pool: Any, case: str, plan: str
+) -> None:
     chosen = PLANS[plan]
     counted = rank_pool.run(memory.count_in_a_rank, CASES[case], chosen, False, ranks=chosen.world)
     ranks, _ = memory.foretold(CASES[case], chosen, 2)
@@ -84,7 +86,7 @@ def counted(case: str, plan: Plan) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "plan", ["full", *(pytest.param(plan, marks=pytest.mark.full) for plan in ("none", "gradients"))]
 )
-def test_only_what_trains_is_reduced_and_kept(thread_ranks: Any, case: str, plan: str) -> None:
+def test_only_gradients_of_adapters_are_reduced_and_kept(thread_ranks: Any, case: str, plan: str) -> None:
     chosen = PLANS[plan]
     model = CASES[case].build()
     trained = sum(one.numel() for one in model.parameters() if one.requires_grad)

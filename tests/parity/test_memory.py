@@ -197,12 +197,16 @@ def check(rank_pool: Any, case: Case, plan: Plan, *, momentum: bool = False) -> 
 
 
 @pytest.mark.parametrize("name", in_quick(SIX, "full-zb-h1"))
-def test_six_configurations(rank_pool: Any, name: str) -> None:
+def test_predicted_memory_of_gpt2_is_what_ranks_allocate_in_six_configurations(
+    rank_pool: Any, name: str
+) -> None:
     check(rank_pool, GPT2, SIX[name])
 
 
 @pytest.mark.parametrize("name", in_quick(OTHERS, "offload-full"))
-def test_other_configurations(rank_pool: Any, name: str) -> None:
+def test_predicted_memory_of_gpt2_is_what_ranks_allocate_in_other_configurations(
+    rank_pool: Any, name: str
+) -> None:
     check(rank_pool, GPT2, OTHERS[name])
 
 
@@ -225,13 +229,15 @@ COMPILED: dict[str, dict[str, Any]] = {
 @pytest.mark.full
 @pytest.mark.parametrize("case", [GPT2, LLAMA], ids=lambda one: one.name)
 @pytest.mark.parametrize("name", COMPILED)
-def test_compiled_layers(rank_pool: Any, case: Case, name: str) -> None:
+def test_predicted_memory_of_compiled_layers_is_what_ranks_allocate(
+    rank_pool: Any, case: Case, name: str
+) -> None:
     """What their graphs save and allocate; without generated code, whose allocations cannot be counted."""
     check(rank_pool, case, make(compile="graphs", **COMPILED[name]))
 
 
 @pytest.mark.full
-def test_another_model_and_optimizer(rank_pool: Any) -> None:
+def test_predicted_memory_of_llama_with_momentum_is_what_ranks_allocate(rank_pool: Any) -> None:
     check(rank_pool, LLAMA, make(pp=2, dp=2, strategy="optimizer", schedule="zb-h1"), momentum=True)
 
 
@@ -245,13 +251,17 @@ def draw_packed(rows: int, generator: torch.Generator) -> Batch:
 @pytest.mark.full
 @pytest.mark.parametrize("compile", [False, "graphs"])
 @pytest.mark.parametrize("cp", [1, 2])
-def test_packed_documents(rank_pool: Any, cp: int, compile: Any) -> None:
+def test_predicted_memory_with_packed_documents_is_what_ranks_allocate(
+    rank_pool: Any, cp: int, compile: Any
+) -> None:
     case = Case("packed", LLAMA.build, draw_packed)
     check(rank_pool, case, make(cp=cp, context_parallel="ring", compile=compile))
 
 
 @pytest.mark.parametrize("settings", in_quick(DROPPING, DROPPING[-1]), ids=str)
-def test_dropout(rank_pool: Any, settings: dict[str, Any]) -> None:
+def test_predicted_memory_with_dropout_is_what_ranks_allocate(
+    rank_pool: Any, settings: dict[str, Any]
+) -> None:
     """Its masks, and what it takes to make them."""
     case = Case("dropping", with_values(partial(dropping, hidden=64, vocab=VOCAB)), draw)
     check(rank_pool, case, make(**settings))
@@ -259,7 +269,7 @@ def test_dropout(rank_pool: Any, settings: dict[str, Any]) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_dropout_of_compiled_layers(rank_pool: Any, recompute: Any) -> None:
+def test_predicted_memory_of_compiled_dropout_is_what_ranks_allocate(rank_pool: Any, recompute: Any) -> None:
     case = Case("dropping", with_values(partial(dropping, hidden=64, vocab=VOCAB)), draw)
     check(rank_pool, case, make(tp=2, recompute=recompute, compile="graphs"))
 
@@ -268,7 +278,9 @@ def test_dropout_of_compiled_layers(rank_pool: Any, recompute: Any) -> None:
     ("name", "compile"),
     in_quick(product(BY_NAME, (False, "graphs")), *product(QUICK, (False,)), ("frozen_first", "graphs")),
 )
-def test_users_models(name: str, compile: Any) -> None:
+def test_predicted_memory_of_users_models_is_what_a_rank_allocates_after_each_instruction(
+    name: str, compile: Any
+) -> None:
     """Layers in place, of several tensors, frozen, tied, with views, recomputed: to a few numbers."""
     case, plan = BY_NAME[name], Plan(microbatches=2, precision="fp32", overlap=False, compile=compile)
     counted = count_in_a_rank(case, plan, momentum=True, rows=4)
@@ -282,7 +294,9 @@ def test_users_models(name: str, compile: Any) -> None:
 @pytest.mark.parametrize(
     ("plan", "stages"), [(make(), 1), (make(pp=2, schedule="zb-v"), 2)], ids=["1f1b", "zb-v"]
 )
-def test_what_layers_cache(thread_ranks: Any, plan: Plan, stages: int) -> None:
+def test_rotary_angles_count_once_for_each_stage_in_predicted_memory(
+    thread_ranks: Any, plan: Plan, stages: int
+) -> None:
     """The angles of a model of rotary positions: of each stage once, between steps, too."""
     angles = 2 * CONTEXT * (SIZES["hidden"] // SIZES["heads"] // 2) * 4
     assert thread_ranks.run(cached_in_a_rank, plan, ranks=plan.world) == [[angles] * stages] * plan.pp
@@ -304,7 +318,7 @@ def cached_in_a_rank(plan: Plan) -> list[int]:
 
 
 @pytest.mark.full
-def test_strategies_differ_by_more_than_the_tolerance() -> None:
+def test_predictions_of_different_strategies_differ_by_more_than_the_tolerance() -> None:
     """Else the count could not tell them apart."""
     alike = [plan for plan in SIX.values() if plan.pp == 1]
     peaks = [plait.memory(GPT2.build(), plan, rows=ROWS, device="cpu").peak for plan in alike]

@@ -114,7 +114,7 @@ def everything(engine: Engine, batch: Any) -> None:
 
 
 @pytest.mark.parametrize("name", in_quick(PLANS, *QUICK))
-def test_real_engines_queue_what_the_data_tells(
+def test_engines_queue_the_communication_that_mesh_calls_lists(
     thread_ranks: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """In the third step: before it, and in the fourth, the eighth …, the ranks agree on their calls."""
@@ -197,7 +197,7 @@ def schedule_of(policy: str, ranks: int, microbatches: int, chunks: int | None) 
     return plait.schedule(policy, ranks=ranks, microbatches=microbatches, chunks=chunks)
 
 
-def test_no_mesh_hangs() -> None:
+def test_no_mesh_of_the_covering_rows_deadlocks() -> None:
     """With late receives, tied parameters, and a communicator for all axes of the same ranks."""
     assert {name_of(row): told for row in ROWS if (told := deadlock_in(mesh_of(row)))} == {}
 
@@ -205,7 +205,7 @@ def test_no_mesh_hangs() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("pp", FACTORS["pp"])
 @pytest.mark.parametrize("policy", FACTORS["policy"], ids=str)
-def test_no_mesh_hangs_at_all(policy: Any, pp: int) -> None:
+def test_no_mesh_of_any_layout_and_schedule_deadlocks(policy: Any, pp: int) -> None:
     """Every layout of every schedule; the other factors in turns."""
     number = len(FACTORS["pp"]) * FACTORS["policy"].index(policy) + pp
     turns = islice(cycle(product(SHARDINGS, WORDS, FACTORS["more"])), 8 * number % 12, None)

@@ -113,7 +113,9 @@ def relative(actual: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("offload", ["none", "full"])
 @pytest.mark.parametrize("reduce_precision", [None, "bf16"])
 @pytest.mark.parametrize("strategy", ["none", "optimizer", "gradients", "full"])
-def test_masters_in_fp32(thread_ranks: Any, strategy: Any, reduce_precision: Any, offload: Any) -> None:
+def test_bf16_with_fp32_masters_updates_as_plain_pytorch(
+    thread_ranks: Any, strategy: Any, reduce_precision: Any, offload: Any
+) -> None:
     if strategy == "none" and offload == "full":
         pytest.skip("nothing is cut, so nothing is offloaded")
     plan = Plan(
@@ -135,7 +137,7 @@ def test_masters_in_fp32(thread_ranks: Any, strategy: Any, reduce_precision: Any
 
 
 @pytest.mark.parametrize("strategy", ["none", "optimizer", "full"])
-def test_sums_in_fp32_without_masters(thread_ranks: Any, strategy: Any) -> None:
+def test_bf16_without_masters_sums_gradients_in_fp32(thread_ranks: Any, strategy: Any) -> None:
     """The first step's gradients; the optimizer then rounds to what parameters are."""
     plan = Plan(
         dp=2,
@@ -173,7 +175,7 @@ def overflowing(plan: Plan) -> list[tuple[float, float, bool]]:
 
 
 @pytest.mark.parametrize("strategy", ["none", "full"])
-def test_a_step_that_overflows_is_left_out_on_every_rank(thread_ranks: Any, strategy: Any) -> None:
+def test_a_step_whose_gradients_overflow_is_skipped_on_every_rank(thread_ranks: Any, strategy: Any) -> None:
     plan = Plan(dp=2, strategy=strategy, microbatches=MICROBATCHES, precision="fp16", master_precision="fp32")
     first, second = thread_ranks.run(overflowing, plan, ranks=2)
     assert [(scale, changed) for scale, _, changed in first] == [
@@ -190,7 +192,7 @@ def trained(plan: Plan) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
-def test_a_scale_changes_no_gradient(thread_ranks: Any, scale: float) -> None:
+def test_a_loss_scale_changes_no_gradient(thread_ranks: Any, scale: float) -> None:
     plans = [Plan(dp=2, strategy="gradients", microbatches=MICROBATCHES, loss_scale=s) for s in (None, scale)]
     plain, scaled = (thread_ranks.run(trained, plan, ranks=2) for plan in plans)
     for one, other in zip(plain, scaled, strict=True):
@@ -205,7 +207,7 @@ def nobody_looks(plan: Plan) -> None:
     engine.forward_backward(*batch(0))
 
 
-def test_in_half_precision_somebody_has_to_look(thread_ranks: Any) -> None:
+def test_an_fp16_step_without_clip_grad_norm_is_refused(thread_ranks: Any) -> None:
     plan = Plan(dp=2, strategy="full", microbatches=1, precision="fp16", master_precision="fp32")
     with pytest.raises(PlanError, match="clip_grad_norm_"):
         thread_ranks.run(nobody_looks, plan, ranks=2)

@@ -78,12 +78,14 @@ PLANS = {
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_gradients_are_those_of_one_rank(thread_ranks: RankPool, plan: str) -> None:
+def test_a_norm_over_features_of_all_ranks_has_the_gradients_of_one_rank(
+    thread_ranks: RankPool, plan: str
+) -> None:
     check_parity(thread_ranks, Case("norms", build, draw_contexts(GPT2_VOCAB)), PLANS[plan])
 
 
 @pytest.mark.parametrize("mode", ["exact", "float64"])
-def test_verify_says_equal(thread_ranks: RankPool, mode: Any) -> None:
+def test_verify_finds_a_model_with_a_norm_inside_a_region_equal(thread_ranks: RankPool, mode: Any) -> None:
     inputs, targets = draw_contexts(GPT2_VOCAB)(4, torch.Generator().manual_seed(3))
     plan = Plan(tp=2, cp=2, microbatches=2)
     steps = 1 if mode == "exact" else 2

@@ -35,7 +35,7 @@ def step_by(plan: Plan, kind: str, groups: bool) -> str:
 
 @pytest.mark.parametrize("kind", ["SGD", "AdamW", "RMSprop"])
 @pytest.mark.parametrize("plan", [Plan(dp=2, strategy="full"), Plan(tp=2)], ids=["full", "tp"])
-def test_elementwise_ones_work(thread_ranks: Any, plan: Plan, kind: str) -> None:
+def test_elementwise_optimizers_step_on_sharded_parameters(thread_ranks: Any, plan: Plan, kind: str) -> None:
     assert thread_ranks.run(step_by, plan, kind, True, ranks=2) == ["", ""]
 
 
@@ -48,14 +48,14 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("kind", "plan", "told"), REFUSED, ids=["full", "tp", "muon", "pp"])
-def test_others_are_refused_before_they_change_anything(
+def test_optimizers_that_need_whole_parameters_are_refused_before_they_change_anything(
     thread_ranks: Any, kind: str, plan: Plan, told: str
 ) -> None:
     for refused in thread_ranks.run(step_by, plan, kind, kind == "Muon", ranks=2):
         assert refused.startswith(f"{kind} {told}")
 
 
-def test_the_engine_refuses_them_before_it_clips(thread_ranks: Any) -> None:
+def test_the_engine_refuses_a_non_elementwise_optimizer_before_it_clips(thread_ranks: Any) -> None:
     for refused in thread_ranks.run(clipped_by_a_step_refused, Plan(pp=2), ranks=2):
         assert refused
 
@@ -99,7 +99,9 @@ def losses_by(plan: Plan, kind: str) -> list[float]:
     ],
     ids=["a parameter, pp", "all, dp"],
 )
-def test_what_is_let_computes_what_one_rank_does(thread_ranks: Any, kind: str, plan: Plan) -> None:
+def test_adafactor_and_lbfgs_on_plans_that_allow_them_equal_one_rank(
+    thread_ranks: Any, kind: str, plan: Plan
+) -> None:
     (alone,) = thread_ranks.run(losses_by, Plan(precision="fp64"), kind, ranks=1)
     assert thread_ranks.run(losses_by, plan, kind, ranks=2)[0] == pytest.approx(alone, rel=1e-6)
     assert len(set(alone)) == 4

@@ -118,14 +118,18 @@ def same(actual: Value, expected: Value, what: str) -> None:
 
 
 @pytest.mark.parametrize(("plan", "cases"), RUNS, ids=lambda value: "")
-def test_the_output_is_that_of_one_rank(thread_ranks: RankPool, plan: Plan, cases: list[Case]) -> None:
+def test_the_engines_output_is_that_of_one_rank(
+    thread_ranks: RankPool, plan: Plan, cases: list[Case]
+) -> None:
     check(thread_ranks, plan, cases)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule_and_strategy(thread_ranks: RankPool, schedule: Any, strategy: Any) -> None:
+def test_the_engines_output_is_that_of_one_rank_for_every_schedule_and_strategy(
+    thread_ranks: RankPool, schedule: Any, strategy: Any
+) -> None:
     plan = Plan(pp=2, dp=2, tp=2, microbatches=4, schedule=schedule, strategy=strategy)
     check(thread_ranks, plan, [gpt2(), LLAMA])
 
@@ -152,7 +156,7 @@ def uneven_in_a_rank(plan: Plan) -> tuple[Any, Any]:
     return output.values, (logits[:, -1].argmax(-1), again.generate(prompt, 1, temperature=0)[:, -1])
 
 
-def test_micro_batches_come_one_by_one_and_generate_agrees(thread_ranks: RankPool) -> None:
+def test_output_of_micro_batches_is_a_tuple_and_agrees_with_generate(thread_ranks: RankPool) -> None:
     plan = Plan(pp=2, tp=2, microbatches=3, precision="fp64")
     model = materialise(LLAMA.build(), torch.float64).eval()
     with torch.no_grad():
@@ -185,7 +189,7 @@ def refusals_in_a_rank() -> list[str]:
     return told
 
 
-def test_what_cannot_be_joined_is_refused(thread_ranks: RankPool) -> None:
+def test_outputs_without_a_row_for_each_input_are_refused(thread_ranks: RankPool) -> None:
     first, second = thread_ranks.run(refusals_in_a_rank, ranks=2)
     assert first == second
     assert "gives a tensor of shape [5] for a micro-batch of 2 rows" in first[0]
@@ -207,7 +211,7 @@ def traffic_in_a_rank() -> list[Any]:
     return counted
 
 
-def test_pieces_cross_the_pipeline_and_are_gathered_behind_it(thread_ranks: RankPool) -> None:
+def test_sequence_parallel_outputs_are_gathered_after_the_last_stage(thread_ranks: RankPool) -> None:
     piece = ROWS * GPT2_CONTEXT * 36 // 2 * 8
     for whole, pieces in thread_ranks.run(traffic_in_a_rank, ranks=4):
         assert (whole[0], whole[1].calls, whole[1].bytes) == (piece, 1, piece)

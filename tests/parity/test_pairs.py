@@ -4,7 +4,7 @@ from parity.pairs import covering_rows, every_row, pairs_of
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 3, 4), (6, 5, 2, 2, 2), (1, 4, 1, 3), (5,), ()], ids=str)
-def test_every_pair_stands_in_some_row(sizes):
+def test_every_pair_of_values_is_in_some_covering_row(sizes):
     factors = {f"factor{number}": range(size) for number, size in enumerate(sizes)}
     rows, product = covering_rows(factors), every_row(factors)
     covered = {pair for row in rows for pair in pairs_of(row)}
@@ -12,14 +12,14 @@ def test_every_pair_stands_in_some_row(sizes):
     assert all(row in product for row in rows)
 
 
-def test_rows_are_few_and_the_same_each_time():
+def test_covering_rows_are_few_and_the_same_each_time():
     factors = {"a": range(6), "b": range(5), "c": "xy", "d": "xy", "e": "xy"}
     rows = covering_rows(factors)
     assert rows == covering_rows(factors)
     assert len(rows) == 30  # a and b alone need as many; the product has 240
 
 
-def test_rows_begin_as_told_and_what_is_not_allowed_is_left_out():
+def test_covering_rows_begin_with_given_rows_and_contain_no_forbidden_ones():
     factors = {"a": range(3), "b": range(3), "c": "xyz"}
 
     def allowed(row):

@@ -86,7 +86,9 @@ def woven_step(name: str, folder: Path, target: Path) -> tuple[float, dict[str, 
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_step_is_that_of_peft(thread_ranks: RankPool, tmp_path: Path, name: str) -> None:
+def test_a_training_step_of_adapters_is_that_of_peft(
+    thread_ranks: RankPool, tmp_path: Path, name: str
+) -> None:
     theirs = peft_model(name)
     theirs.save_pretrained(tmp_path / "theirs")
     loss, gradients = their_step(theirs)

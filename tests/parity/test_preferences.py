@@ -105,7 +105,7 @@ def on_ranks(name: str, form: str, average: bool) -> tuple[float, dict[str, Tens
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.quick_cases(4)
-def test_it_is_the_formula_written_out(thread_ranks: RankPool, name: str, form: str) -> None:
+def test_the_preference_loss_is_its_formula_written_out(thread_ranks: RankPool, name: str, form: str) -> None:
     average = form == "packed"
     loss, gradients = written_out(average)
     world = Plan(**PLANS[name]).world
@@ -128,7 +128,9 @@ def on_its_reference(form: str) -> tuple[float, list[float]]:
 @pytest.mark.parametrize(
     "form", ["a row", *(pytest.param(one, marks=pytest.mark.full) for one in ("packed", "apart"))]
 )
-def test_a_model_that_is_its_reference_has_margins_of_zero(thread_ranks: RankPool, form: str) -> None:
+def test_the_preference_loss_of_a_model_against_itself_has_margins_of_zero(
+    thread_ranks: RankPool, form: str
+) -> None:
     for loss, margins in thread_ranks.run(on_its_reference, form, ranks=2):
         assert loss == pytest.approx(math.log(2), abs=1e-12)
         assert margins == pytest.approx([0.0] * PAIRS, abs=1e-12)
@@ -136,7 +138,7 @@ def test_a_model_that_is_its_reference_has_margins_of_zero(thread_ranks: RankPoo
 
 @pytest.mark.full
 @pytest.mark.parametrize("form", ["a row", "apart"])
-def test_verify_finds_it_equal_over_cp_and_dp(form: str) -> None:
+def test_verify_finds_the_preference_loss_equal_over_cp_and_dp(form: str) -> None:
     inputs, targets = batch(form)
     loss = plait.dpo_loss(BETA, **FORMS[form])
     plan = Plan(cp=2, dp=2, microbatches=1)

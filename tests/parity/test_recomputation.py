@@ -22,7 +22,9 @@ from plait.plan import Plan, Recompute
 
 @pytest.mark.parametrize("case", USER_CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_users_models(thread_ranks: Any, case: Any, recompute: Recompute) -> None:
+def test_recomputed_models_of_users_train_as_one_rank(
+    thread_ranks: Any, case: Any, recompute: Recompute
+) -> None:
     plan = Plan(pp=2, schedule="zb-h1", microbatches=2, recompute=recompute, precision="fp64")
     check_parity(thread_ranks, case, plan)
 
@@ -36,7 +38,7 @@ def test_users_models(thread_ranks: Any, case: Any, recompute: Recompute) -> Non
     ],
     ids=str,
 )
-def test_the_same_bits(thread_ranks: Any, settings: dict[str, Any]) -> None:
+def test_recomputed_layers_give_the_bits_of_kept_ones(thread_ranks: Any, settings: dict[str, Any]) -> None:
     case = (llama if "tp" in settings else gpt2)(layers=2)
     runs = []
     for recompute in ("none", "selective", "full"):
@@ -48,7 +50,7 @@ def test_the_same_bits(thread_ranks: Any, settings: dict[str, Any]) -> None:
             assert all(torch.equal(first.gradients[name], other.gradients[name]) for name in first.gradients)
 
 
-def test_each_layer_as_it_is_told(thread_ranks: Any) -> None:
+def test_recomputation_chosen_for_each_layer_trains_as_one_rank(thread_ranks: Any) -> None:
     case = gpt2(layers=2)
     modes: tuple[Recompute, ...] = ("none", "full", "selective", "full", "selective", "none")
     plan = Plan(pp=2, microbatches=3, recompute=modes, precision="fp64")
@@ -56,7 +58,7 @@ def test_each_layer_as_it_is_told(thread_ranks: Any) -> None:
     check_parity(thread_ranks, case, plan)
 
 
-def test_eight_ranks(thread_ranks: Any) -> None:
+def test_recomputed_llama_on_eight_ranks_trains_as_one_rank(thread_ranks: Any) -> None:
     plan = Plan(
         pp=2,
         tp=2,

@@ -58,7 +58,7 @@ def recorded(request: Any, rank_pool: Any) -> tuple[Plan, list[Any]]:
     return plan, rank_pool.run(record, gpt2(layers=4), plan, ranks=plan.world)
 
 
-def test_all_ranks_of_a_pipeline_have_the_same(recorded: tuple[Plan, list[Any]]) -> None:
+def test_all_ranks_of_a_pipeline_have_the_same_recorded_timeline(recorded: tuple[Plan, list[Any]]) -> None:
     plan, results = recorded
     beside = plan.dp * plan.tp
     for place in range(beside):
@@ -68,7 +68,7 @@ def test_all_ranks_of_a_pipeline_have_the_same(recorded: tuple[Plan, list[Any]])
     assert all(result[-1] for result in results), "recording changes no result, and ends"
 
 
-def test_the_order_is_the_schedules(recorded: tuple[Plan, list[Any]]) -> None:
+def test_a_recorded_timeline_has_the_order_of_the_schedule(recorded: tuple[Plan, list[Any]]) -> None:
     """Each `B` as `I` and `W` where its result is sent early, else at once."""
     plan, results = recorded
     for schedule, timeline, *_ in results:
@@ -85,7 +85,9 @@ def test_the_order_is_the_schedules(recorded: tuple[Plan, list[Any]]) -> None:
                     assert action in asked or (whole in asked and not plan.overlap)
 
 
-def test_nothing_overlaps_and_nothing_comes_too_early(recorded: tuple[Plan, list[Any]]) -> None:
+def test_recorded_actions_of_a_rank_do_not_overlap_and_start_after_their_inputs(
+    recorded: tuple[Plan, list[Any]],
+) -> None:
     _, results = recorded
     for _, timeline, *_ in results:
         ends = {}
@@ -107,7 +109,7 @@ def _apart(timeline: Timeline, stage: int, action: Action) -> bool:
     return rank_of[stage] != rank_of[action.stage]
 
 
-def test_costs_are_those_of_the_timeline(recorded: tuple[Plan, list[Any]]) -> None:
+def test_recorded_costs_are_the_durations_in_the_timeline(recorded: tuple[Plan, list[Any]]) -> None:
     _, results = recorded
     for schedule, timeline, costs, waits, _ in results:
         assert len(costs.F) == len(costs.I) == len(costs.W) == schedule.stages
@@ -120,7 +122,7 @@ def test_costs_are_those_of_the_timeline(recorded: tuple[Plan, list[Any]]) -> No
         assert simulated.makespan > 0
 
 
-def test_every_picture_can_be_drawn(recorded: tuple[Plan, list[Any]]) -> None:
+def test_a_recorded_timeline_can_be_drawn_in_every_format(recorded: tuple[Plan, list[Any]]) -> None:
     _, results = recorded
     _, timeline, *_ = results[0]
     drawn = {kind: picture(timeline, kind, name="as it was") for kind in FORMATS}
@@ -133,7 +135,7 @@ def test_every_picture_can_be_drawn(recorded: tuple[Plan, list[Any]]) -> None:
     assert lasted == pytest.approx(sum(cell.end - cell.start for row in timeline.cells for cell in row) / 1e3)
 
 
-def test_without_a_step_there_is_no_timeline(rank_pool: Any) -> None:
+def test_a_recording_without_a_training_step_has_no_timeline(rank_pool: Any) -> None:
     def body() -> list[str]:
         engine: Engine = woven.weave(gpt2(), Plan(pp=2, microbatches=2, precision="fp64"))
         (batch,) = woven.shares(gpt2(), engine, 1)

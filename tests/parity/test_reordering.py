@@ -62,7 +62,7 @@ def reordered(case: Case, plan: Plan, costs: plait.Costs) -> Any:
 
 
 @pytest.mark.full
-def test_the_order_of_rank_0_is_shorter(thread_ranks: Any) -> None:
+def test_a_reordered_schedule_is_shorter_and_every_rank_takes_rank_0s(thread_ranks: Any) -> None:
     plan = Plan(pp=2, microbatches=4, precision="fp64")
     costs = plait.Costs(F=(1, 1), I=(1, 1), W=(1, 1), comm=0.1)
     for before, after, again in thread_ranks.run(reordered, gpt2(), plan, costs, ranks=2):
@@ -92,7 +92,7 @@ def follow_another(case: Case, plan: Plan, change: str) -> None:
 
 
 @pytest.mark.parametrize(("change", "told"), [("more", "microbatches is 5, but"), ("places", "rank_of is")])
-def test_orders_of_other_work_are_refused(thread_ranks: Any, change: str, told: str) -> None:
+def test_engine_follow_refuses_schedules_of_other_work(thread_ranks: Any, change: str, told: str) -> None:
     with pytest.raises(ScheduleError, match=told):
         thread_ranks.run(
             follow_another, gpt2(), Plan(pp=2, microbatches=4, precision="fp64"), change, ranks=2

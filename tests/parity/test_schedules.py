@@ -64,13 +64,17 @@ def check(thread_ranks: Any, row: dict[str, Any], recipe: Recipe) -> None:
 
 @pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("row", covering_rows(FACTORS, allowed), ids=name_of)
-def test_every_pair(thread_ranks: Any, row: dict[str, Any]) -> None:
+def test_schedules_train_as_one_rank_for_every_pair_of_factors(
+    thread_ranks: Any, row: dict[str, Any]
+) -> None:
     check(thread_ranks, row, TWO_STEPS)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("row", a_third_compiled(PRODUCT), ids=name_of)
-def test_the_product(thread_ranks: Any, row: dict[str, Any]) -> None:
+def test_schedules_train_as_one_rank_for_every_row_of_the_product(
+    thread_ranks: Any, row: dict[str, Any]
+) -> None:
     check(thread_ranks, row, THREE_STEPS)
 
 
@@ -81,7 +85,9 @@ def test_the_product(thread_ranks: Any, row: dict[str, Any]) -> None:
         {"interleaved": {"schedule": "interleaved", "chunks": 2}, "zb-v": {"schedule": "zb-v"}},
     ),
 )
-def test_users_models(thread_ranks: Any, case: Any, schedule: dict[str, Any]) -> None:
+def test_schedules_train_users_models_as_one_rank(
+    thread_ranks: Any, case: Any, schedule: dict[str, Any]
+) -> None:
     plan = Plan(pp=2, **schedule, microbatches=4, precision="fp64")
     check_parity(thread_ranks, case, plan)
 
@@ -100,17 +106,17 @@ def test_users_models(thread_ranks: Any, case: Any, schedule: dict[str, Any]) ->
         ),
     ],
 )
-def test_an_order_that_was_searched(thread_ranks: Any, plan: Plan, tied: bool) -> None:
+def test_schedules_found_by_auto_train_as_one_rank(thread_ranks: Any, plan: Plan, tied: bool) -> None:
     check_parity(thread_ranks, gpt2(layers=3, tied=tied), plan)
 
 
-def test_eight_ranks(thread_ranks: Any) -> None:
+def test_llama_on_eight_ranks_in_zb_v_trains_as_one_rank(thread_ranks: Any) -> None:
     plan = Plan(
         pp=2, tp=2, dp=2, schedule="zb-v", microbatches=3, strategy="full", reduce="each", precision="fp64"
     )
     check_parity(thread_ranks, llama(layers=2), plan)
 
 
-def test_chunks_in_a_loop(thread_ranks: Any) -> None:
+def test_interleaved_with_four_chunks_trains_as_one_rank(thread_ranks: Any) -> None:
     plan = Plan(pp=2, schedule="interleaved", chunks=4, microbatches=4, precision="fp64")
     check_parity(thread_ranks, gpt2(layers=3), plan)

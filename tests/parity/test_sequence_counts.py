@@ -67,7 +67,9 @@ BLOCKS = {
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("compile", [False, "graphs"])
 @pytest.mark.parametrize(("mode", "recompute"), BLOCKS)
-def test_a_transformer_block(thread_ranks: Any, family: str, compile: Any, mode: Any, recompute: Any) -> None:
+def test_a_sequence_parallel_block_makes_the_listed_collectives(
+    thread_ranks: Any, family: str, compile: Any, mode: Any, recompute: Any
+) -> None:
     found = a_block(thread_ranks, family, sequence_parallel=mode, recompute=recompute, compile=compile)
     loss_and_head = found.pop("all_reduce", Count()) if mode != "none" else Count()
     assert loss_and_head == Count(), "a block has no all-reduce then"
@@ -77,7 +79,9 @@ def test_a_transformer_block(thread_ranks: Any, family: str, compile: Any, mode:
 @pytest.mark.parametrize("mode", ["keep", "regather"])
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_weight_work_apart(thread_ranks: Any, mode: str, overlap: bool, schedule: str) -> None:
+def test_deferred_weight_gradients_gather_sequence_parallel_inputs_again(
+    thread_ranks: Any, mode: str, overlap: bool, schedule: str
+) -> None:
     """Where it waits, what row linears were given as a gradient is gathered again for it, too."""
     waits = schedule != "1f1b" or not overlap
     found = a_block(thread_ranks, "gpt2", 2, sequence_parallel=mode, overlap=overlap, schedule=schedule)
@@ -106,7 +110,7 @@ def test_gradients_of_what_is_whole_are_summed_once_a_step(
 
 
 @pytest.mark.parametrize("length", [GPT2_CONTEXT, 7])
-def test_pieces_cross_between_stages(thread_ranks: Any, length: int) -> None:
+def test_stages_send_each_tp_ranks_part_of_the_sequence(thread_ranks: Any, length: int) -> None:
     sums = {}
     for mode in ("none", "keep"):
         plan = Plan(

@@ -61,19 +61,25 @@ def check(thread_ranks: Any, row: dict[str, Any], recipe: Recipe) -> None:
 
 @pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("row", COVERING, ids=name_of)
-def test_every_pair_of_factors(thread_ranks: Any, row: dict[str, Any]) -> None:
+def test_sequence_parallel_runs_equal_one_rank_for_every_pair_of_factors(
+    thread_ranks: Any, row: dict[str, Any]
+) -> None:
     check(thread_ranks, row, TWO_STEPS)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("row", a_third_compiled(REST), ids=name_of)
-def test_every_plan(thread_ranks: Any, row: dict[str, Any]) -> None:
+def test_sequence_parallel_runs_equal_one_rank_for_every_other_row(
+    thread_ranks: Any, row: dict[str, Any]
+) -> None:
     check(thread_ranks, row, THREE_STEPS)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("tp", "kv_heads"), [(2, 2), (4, 2)])
-def test_heads_that_some_ranks_share(thread_ranks: Any, tp: int, kv_heads: int, mode: Any) -> None:
+def test_sequence_parallelism_with_key_heads_shared_by_ranks_equals_one_rank(
+    thread_ranks: Any, tp: int, kv_heads: int, mode: Any
+) -> None:
     """Two neighbours of four hold the same head: their sum is over them, that of norms over all."""
     case = of_length(llama(heads=4, kv_heads=kv_heads), 3)
     check_parity(thread_ranks, case, Plan(tp=tp, microbatches=2, sequence_parallel=mode, precision="fp64"))
@@ -107,14 +113,18 @@ OTHER_COVERING = covering_rows(OTHER_FACTORS)
         for row in every_row(OTHER_FACTORS)
     ],
 )
-def test_other_models(thread_ranks: Any, row: dict[str, Any]) -> None:
+def test_other_models_under_sequence_parallelism_equal_one_rank(
+    thread_ranks: Any, row: dict[str, Any]
+) -> None:
     plan = Plan(**LAYOUTS[row["layout"]], microbatches=2, sequence_parallel=row["mode"], precision="fp64")
     check_parity(thread_ranks, OTHERS[row["name"]](5), plan)
 
 
 @pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("cut", range(1, 8))
-def test_a_cut_between_any_two_layers(thread_ranks: Any, cut: int) -> None:
+def test_sequence_parallelism_with_stages_cut_between_any_two_layers_equals_one_rank(
+    thread_ranks: Any, cut: int
+) -> None:
     """From pieces to whole, from whole to pieces, whole to whole, and the head's."""
     plan = Plan(
         tp=2,
@@ -133,7 +143,7 @@ SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2")
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_schedules_give_the_same_bits(thread_ranks: Any, mode: Any) -> None:
+def test_schedules_under_sequence_parallelism_give_the_same_bits(thread_ranks: Any, mode: Any) -> None:
     case = of_length(gpt2(tied=True), 7)
     runs = []
     for schedule in SCHEDULES:
@@ -171,7 +181,7 @@ def train_in_a_rank(case: Case, plan: Plan) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("settings", [{"tp": 4}, {"tp": 2, "dp": 2, "strategy": "full"}], ids=str)
-def test_what_is_whole_stays_the_same_on_every_rank(
+def test_unsharded_parameters_stay_the_same_on_every_rank_of_tp(
     thread_ranks: Any, settings: dict[str, Any], mode: Any
 ) -> None:
     case = of_length(gpt2(heads=4), 7)
@@ -194,7 +204,9 @@ def look_in_a_rank(case: Case, plan: Plan) -> tuple[float, Tensor | None]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("settings", [{"tp": 2}, {"tp": 4}, {"tp": 2, "pp": 2}], ids=str)
-def test_evaluating_and_generating(thread_ranks: Any, settings: dict[str, Any], mode: Any) -> None:
+def test_evaluation_and_generation_under_sequence_parallelism_equal_one_rank(
+    thread_ranks: Any, settings: dict[str, Any], mode: Any
+) -> None:
     """The prompt is shorter than tp, and grows."""
     case = of_length(gpt2(heads=4), 7)
     ((loss, text),) = thread_ranks.run(look_in_a_rank, case, Plan(precision="fp64"), ranks=1)

@@ -171,7 +171,7 @@ def test_the_number_of_collectives_does_not_depend_on_the_shapes(
             assert first["consistency over pp"] == 1, "one consistency check"
 
 
-def test_only_what_there_is_is_sent(thread_ranks: RankPool) -> None:
+def test_messages_of_packed_micro_batches_have_only_their_own_tokens(thread_ranks: RankPool) -> None:
     plan = Plan(pp=2, microbatches=4, precision="fp64")
     ranks = thread_ranks.run(count_in_a_rank, plan, ranks=2)
     hidden = packed.HIDDEN * 8
@@ -216,7 +216,7 @@ def refusals_in_a_rank() -> list[str]:
     return messages
 
 
-def test_what_does_not_fit_is_refused(thread_ranks: RankPool) -> None:
+def test_targets_and_inputs_with_different_micro_batches_are_refused(thread_ranks: RankPool) -> None:
     told = refusals_in_a_rank()
     assert "the targets are 1 micro-batches, but the plan runs 2 a step" in told[0]
     assert "the targets are not Microbatches, but the others are" in told[2]
@@ -249,7 +249,7 @@ def disagree_in_a_rank(plan: Plan) -> str:
     return "nothing"
 
 
-def test_ranks_that_pass_other_shapes_are_told(thread_ranks: RankPool) -> None:
+def test_ranks_that_pass_micro_batches_of_different_shapes_get_an_error(thread_ranks: RankPool) -> None:
     with pytest.raises(PlaitError) as caught:
         thread_ranks.run(raise_in_a_rank, make(pp=2), ranks=2)
     told = str(caught.value)

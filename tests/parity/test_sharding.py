@@ -42,20 +42,26 @@ def check(thread_ranks: Any, row: dict[str, Any], steps: int) -> None:
 
 @pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("row", covering_rows(FACTORS, allowed), ids=name_of)
-def test_every_pair(thread_ranks: Any, row: dict[str, Any]) -> None:
+def test_sharded_runs_equal_one_rank_for_every_pair_of_factors(
+    thread_ranks: Any, row: dict[str, Any]
+) -> None:
     check(thread_ranks, row, steps=2)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("row", a_third_compiled(every_row(FACTORS, allowed)), ids=name_of)
-def test_the_product(thread_ranks: Any, row: dict[str, Any]) -> None:
+def test_sharded_runs_equal_one_rank_for_every_row_of_the_product(
+    thread_ranks: Any, row: dict[str, Any]
+) -> None:
     check(thread_ranks, row, steps=3)
 
 
 @pytest.mark.parametrize(
     ("case", "reduce"), in_turns({case.name: case for case in USER_CASES}, {"last": "last", "each": "each"})
 )
-def test_users_models(thread_ranks: Any, case: Any, reduce: Any) -> None:
+def test_users_models_fully_sharded_over_three_ranks_equal_one_rank(
+    thread_ranks: Any, case: Any, reduce: Any
+) -> None:
     """Frozen and unused parameters, ties, several dtypes, layers in place, more ranks than rows."""
     plan = Plan(dp=3, strategy="full", reduce=reduce, microbatches=2, precision="fp64")
     check_parity(thread_ranks, case, plan)
@@ -68,7 +74,7 @@ OFFLOADED = {
 
 
 @pytest.mark.parametrize("name", OFFLOADED)
-def test_offloaded_gradients_that_arrive_late(
+def test_offloaded_gradients_that_are_copied_late_equal_those_of_one_rank(
     thread_ranks: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """As from a GPU: added when the next unit's are copied, and the memory that they came from is reused."""

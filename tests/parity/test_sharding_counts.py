@@ -50,7 +50,9 @@ def traffic_of(plan: Plan) -> tuple[Any, list[int]]:
 @pytest.mark.parametrize("reduce", ["last", "each"])
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("strategy", ["optimizer", "gradients", "full"])
-def test_payload_is_that_of_the_formula(rank_pool: Any, strategy: Any, ranks: int, reduce: Any) -> None:
+def test_gathers_and_scatters_of_each_strategy_send_the_bytes_of_the_formula(
+    rank_pool: Any, strategy: Any, ranks: int, reduce: Any
+) -> None:
     plan = Plan(dp=ranks, strategy=strategy, reduce=reduce, microbatches=MICROBATCHES, precision="fp32")
     for traffic, sizes in rank_pool.run(traffic_of, plan, ranks=ranks):
         pieces = [size // ranks for size in sizes]
@@ -70,7 +72,7 @@ def test_payload_is_that_of_the_formula(rank_pool: Any, strategy: Any, ranks: in
         assert "replicate" not in traffic
 
 
-def test_copies_of_pieces_are_summed_once(rank_pool: Any) -> None:
+def test_gradients_of_replicated_shards_are_summed_once(rank_pool: Any) -> None:
     plan = Plan(dp=4, replicate=2, strategy="full", reduce="each", microbatches=MICROBATCHES)
     for traffic, sizes in rank_pool.run(traffic_of, plan, ranks=4):
         assert traffic["replicate"] == {"all_reduce": Count(len(sizes), 4 * sum(sizes) // 2)}
@@ -118,7 +120,9 @@ def states() -> list[Any]:
 
 
 @pytest.mark.parametrize(("strategy", "precision", "ranks"), states())
-def test_state_is_that_of_the_formula(rank_pool: Any, strategy: Any, ranks: int, precision: Any) -> None:
+def test_bytes_of_state_of_each_strategy_are_those_of_the_formula(
+    rank_pool: Any, strategy: Any, ranks: int, precision: Any
+) -> None:
     formats = {"precision": precision, "master_precision": precision}
     plan = Plan(dp=ranks, strategy=strategy, reduce="each", microbatches=MICROBATCHES, **formats)
     item = ITEM[precision]
@@ -128,7 +132,7 @@ def test_state_is_that_of_the_formula(rank_pool: Any, strategy: Any, ranks: int,
 
 
 @pytest.mark.parametrize("strategy", ["optimizer", "gradients", "full"])
-def test_state_with_masters(rank_pool: Any, strategy: Any) -> None:
+def test_bytes_of_state_with_fp32_masters_are_those_of_the_formula(rank_pool: Any, strategy: Any) -> None:
     """bf16 for layers, fp32 for gradients, masters and both moments."""
     plan = Plan(dp=2, strategy=strategy, reduce="each", precision="bf16")
     for counted, elements in rank_pool.run(state_of, plan, ranks=2):
@@ -154,7 +158,7 @@ def alive_in(plan: Plan) -> tuple[int, int, list[int]]:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_two_layers_at_most_are_whole(rank_pool: Any, schedule: Any) -> None:
+def test_with_full_at_most_two_layers_are_gathered_at_once(rank_pool: Any, schedule: Any) -> None:
     plan = Plan(dp=2, strategy="full", reduce="each", microbatches=MICROBATCHES, schedule=schedule)
     for parameters, gradients, units in rank_pool.run(alive_in, plan, ranks=2):
         neighbours = max(a + b for a, b in pairwise(units))

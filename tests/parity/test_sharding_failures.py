@@ -115,7 +115,9 @@ def trained(plan: Plan, breaks: tuple[str, int] | None, carries: bool) -> list[T
     ],
     ids=lambda plan: f"{plan.strategy}-{plan.reduce}-{plan.replicate}",
 )
-def test_the_next_step_is_clean(thread_ranks: Any, plan: Plan, breaks: Any, carries: bool) -> None:
+def test_a_step_after_a_failed_one_has_the_bits_of_a_run_without_failure(
+    thread_ranks: Any, plan: Plan, breaks: Any, carries: bool
+) -> None:
     if thread_ranks.completion is not None:
         pytest.skip("on NCCL the process of a failed step ends")
     broken = thread_ranks.run(trained, plan, breaks, carries, ranks=plan.world)

@@ -30,7 +30,9 @@ PLANS = [
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.schedule}-{plan.strategy}-{plan.recompute}")
-def test_gradients_are_those_of_one_rank(thread_ranks: RankPool, plan: Plan) -> None:
+def test_a_module_with_a_split_backward_has_the_gradients_of_one_rank(
+    thread_ranks: RankPool, plan: Plan
+) -> None:
     check_parity(thread_ranks, SPLIT, replace(plan, precision="fp64"), Recipe(steps=2))
 
 
@@ -60,7 +62,9 @@ def calls_in_a_rank(plan: Plan) -> list[tuple[str, dict[str, int]]]:
     return [(kind, calls) for kind, calls in found if calls]
 
 
-def test_each_part_is_called_once_a_micro_batch_when_it_is_due(thread_ranks: RankPool) -> None:
+def test_each_part_of_a_split_backward_is_called_once_a_micro_batch_when_it_is_due(
+    thread_ranks: RankPool,
+) -> None:
     first, second = thread_ranks.run(
         calls_in_a_rank, Plan(pp=2, microbatches=4, schedule="zb-h1", precision="fp64"), ranks=2
     )
@@ -69,7 +73,7 @@ def test_each_part_is_called_once_a_micro_batch_when_it_is_due(thread_ranks: Ran
     assert sorted(second, key=str) == sorted([(k, {k: 1}) for k in "FIW" for _ in range(4)], key=str)
 
 
-def test_verify_finds_a_wrong_part() -> None:
+def test_verify_finds_a_wrong_part_of_a_split_backward() -> None:
     class Doubled(Scale):
         @staticmethod
         def weight_gradients(gradient: Any, x: Any, note: str) -> dict[str, Any]:

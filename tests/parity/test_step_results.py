@@ -40,7 +40,7 @@ def losses_in_a_rank(case, plan):
 
 
 @pytest.mark.parametrize("plan", LAYOUTS, ids=identify)
-def test_losses_per_microbatch(thread_ranks, plan):
+def test_losses_of_micro_batches_are_those_of_their_rows_on_one_rank(thread_ranks, plan):
     case = BY_NAME["weighted"]
     model, inputs, targets = single_device(case, plan)
     for dp, losses in thread_ranks.run(losses_in_a_rank, case, plan, ranks=plan.world):
@@ -65,7 +65,7 @@ def input_gradients_in_a_rank(case, plan):
 
 @pytest.mark.parametrize("plan", LAYOUTS, ids=identify)
 @pytest.mark.parametrize("name", ["dictionary", "skips", "convolution", "frozen_first_vectors"])
-def test_input_gradients(thread_ranks, name, plan):
+def test_gradients_of_inputs_are_those_of_one_rank(thread_ranks, name, plan):
     case = BY_NAME[name]
     model, inputs, targets = single_device(case, plan)
     for tensor in tensors_of(inputs):
@@ -111,7 +111,7 @@ def modes(engine):
 
 @pytest.mark.parametrize("plan", LAYOUTS, ids=identify)
 @pytest.mark.parametrize("name", ["moody", "attention", "ignored_targets"])
-def test_evaluation(thread_ranks, name, plan):
+def test_evaluate_gives_the_loss_of_one_rank_before_and_after_a_step(thread_ranks, name, plan):
     case = BY_NAME[name]
     _, (inputs, targets) = case.batches(woven.global_rows(plan), 2, torch.float64)
     model = materialise(case.build(), torch.float64).eval()
@@ -142,7 +142,7 @@ PROMPT = torch.tensor([[3, 1, 4], [1, 5, 36]])
 
 
 @pytest.mark.parametrize("plan", LAYOUTS, ids=identify)
-def test_greedy_continuation(thread_ranks, plan):
+def test_greedy_generation_gives_the_tokens_of_one_rank(thread_ranks, plan):
     model = materialise(gpt2().build(), torch.float64)
     expected = PROMPT
     with torch.no_grad():
@@ -207,7 +207,7 @@ def stepped_in_a_rank(case, plan, at_once):
 
 
 @pytest.mark.parametrize("plan", LAYOUTS, ids=identify)
-def test_clipping_and_stepping_at_once(thread_ranks, plan):
+def test_engine_step_gives_the_bits_of_clipping_then_stepping(thread_ranks, plan):
     runs = [
         thread_ranks.run(stepped_in_a_rank, gpt2(), plan, once, ranks=plan.world) for once in (True, False)
     ]

@@ -54,7 +54,7 @@ def whole(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("pp", "tp"), [(1, 1), *(pytest.param(*one, marks=pytest.mark.full) for one in ((2, 1), (1, 2)))]
 )
-def test_the_same_bits(thread_ranks: Any, pp: int, tp: int) -> None:
+def test_every_strategy_and_offload_gives_the_same_bits(thread_ranks: Any, pp: int, tp: int) -> None:
     plan = Plan(pp=pp, tp=tp, dp=2, microbatches=2, precision="fp32")
     expected = thread_ranks.run(everything, plan, ranks=plan.world)
     for strategy in ("optimizer", "gradients", "full"):
@@ -80,13 +80,15 @@ def check_bits(thread_ranks: Any, plans: Sequence[Plan]) -> None:
 
 
 @pytest.mark.parametrize("reduce", [pytest.param("last", marks=pytest.mark.full), "each"])
-def test_schedules_give_the_same_bits(thread_ranks: Any, reduce: Any) -> None:
+def test_schedules_of_sharded_runs_give_the_same_bits(thread_ranks: Any, reduce: Any) -> None:
     plan = Plan(pp=2, dp=2, microbatches=3, strategy="full", reduce=reduce, layers_per_stage=(3, 3))
     check_bits(thread_ranks, [replace(plan, schedule=name) for name in ("gpipe", "1f1b", "zb-h1", "zb-h2")])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("settings", [{}, {"strategy": "full"}, {"strategy": "gradients", "reduce": "each"}])
-def test_what_both_ends_of_a_v_use_gets_the_same_bits(thread_ranks: Any, settings: dict[str, Any]) -> None:
+def test_parameters_tied_between_the_ends_of_a_v_get_the_same_bits_in_every_schedule(
+    thread_ranks: Any, settings: dict[str, Any]
+) -> None:
     plan = Plan(pp=2, dp=2, microbatches=3, schedule="zb-v", layers_per_stage=(2, 1, 1, 2), **settings)
     check_bits(thread_ranks, [replace(plan, schedule=name) for name in ("zb-v", "v-half", "v-min")])

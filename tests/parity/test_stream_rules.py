@@ -71,7 +71,9 @@ def plan_of(row: dict[str, Any]) -> Plan:
 
 @pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("row", COVERING, ids=name_of)
-def test_every_pair(thread_ranks: Any, row: dict[str, Any]) -> None:
+def test_runs_under_nccl_stream_rules_equal_one_rank_for_every_pair_of_factors(
+    thread_ranks: Any, row: dict[str, Any]
+) -> None:
     check_parity(thread_ranks.under_rules(row["completion"]), gpt2(layers=4), plan_of(row), Recipe(steps=2))
 
 
@@ -84,7 +86,9 @@ NCCL = {
 
 
 @pytest.mark.parametrize("name", NCCL)
-def test_what_a_mesh_does_on_nccl(thread_ranks: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_mesh_that_uses_nccl_trains_as_one_rank(
+    thread_ranks: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """Receives posted late, calls agreed on once, one communicator for axes of the same ranks, a watch."""
     monkeypatch.setattr(plait.Mesh, "uses_nccl", True)
     check_parity(thread_ranks.under_rules("late"), gpt2(layers=4), NCCL[name], Recipe(steps=2))
@@ -131,7 +135,9 @@ def test_axes_are_connected_when_the_mesh_is_made(thread_ranks: Any, monkeypatch
 
 @pytest.mark.full
 @pytest.mark.parametrize("row", REST, ids=name_of)
-def test_every_row(thread_ranks: Any, row: dict[str, Any]) -> None:
+def test_runs_under_nccl_stream_rules_equal_one_rank_for_every_other_row(
+    thread_ranks: Any, row: dict[str, Any]
+) -> None:
     check_parity(thread_ranks.under_rules(row["completion"]), gpt2(layers=4), plan_of(row), Recipe(steps=2))
 
 
@@ -164,7 +170,9 @@ def test_the_same_bits_whenever_operations_complete(thread_ranks: Any, layout: s
 @pytest.mark.full
 @pytest.mark.parametrize("seeds", [range(first, first + 25) for first in range(3, 203, 25)], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_same_bits_for_200_seeds(thread_ranks: Any, layout: str, seeds: range) -> None:
+def test_delayed_streams_give_the_same_bits_for_200_seeds(
+    thread_ranks: Any, layout: str, seeds: range
+) -> None:
     compare(thread_ranks, layout, seeds)
 
 
@@ -189,7 +197,7 @@ def compare(thread_ranks: Any, layout: str, completions: Any) -> None:
     ],
     ids=lambda defect: defect.__name__,
 )
-def test_a_defect_is_found(thread_ranks: Any, defect: Any) -> None:
+def test_each_missing_wait_or_stream_defect_is_found(thread_ranks: Any, defect: Any) -> None:
     fields, told = STREAM_DEFECTS[defect]
     plan = Plan(**fields, microbatches=4, precision="fp64")
     with pytest.raises((AssertionError, PlaitError), match=told), defect():  # once, for all threads

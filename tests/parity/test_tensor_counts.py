@@ -68,7 +68,7 @@ def test_four_all_reduces_a_block_and_one_for_the_loss_after_the_maximum(thread_
         assert evaluated == {"all_reduce": times(forward + loss, microbatches)}
 
 
-def test_stages_send_what_their_own_layers_sum(thread_ranks):
+def test_each_stage_all_reduces_for_its_own_layers_only(thread_ranks):
     plan = Plan(pp=2, tp=2, microbatches=3, layers_per_stage=(3, 3), precision="fp64")
     activation = TOKENS * 16 * ITEM
     ranks = thread_ranks.run(traffic_in_a_rank, gpt2(layers=BLOCKS), plan, ranks=4)

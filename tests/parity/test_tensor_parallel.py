@@ -64,19 +64,19 @@ def check(thread_ranks, row, recipe):
 
 @pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("row", COVERING, ids=identify)
-def test_every_pair_of_factors(thread_ranks, row):
+def test_tensor_parallel_runs_equal_one_rank_for_every_pair_of_factors(thread_ranks, row):
     check(thread_ranks, row, TWO_STEPS)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("row", a_third_compiled(REST), ids=identify)
-def test_every_plan(thread_ranks, row):
+def test_tensor_parallel_runs_equal_one_rank_for_every_other_row(thread_ranks, row):
     check(thread_ranks, row, THREE_STEPS)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "llama-one"])
 @pytest.mark.parametrize(("pp", "dp"), [(1, 1), (2, 1), (1, 2)])
-def test_three_ranks(thread_ranks, family, pp, dp):
+def test_tensor_parallelism_over_three_ranks_equals_one_rank(thread_ranks, family, pp, dp):
     plan = Plan(pp=pp, dp=dp, tp=3, microbatches=2, precision="fp64")
     check_parity(thread_ranks, FAMILIES[family](tied=pp == 1), plan)
 
@@ -92,20 +92,20 @@ def ignoring(case: Case, **loss) -> Case:
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-def test_smoothed_labels_and_ignored_targets(thread_ranks, tp):
+def test_label_smoothing_and_ignored_targets_over_tp_equal_one_rank(thread_ranks, tp):
     case = ignoring(gpt2(heads=4), loss=SMOOTHED, mean=data.mean_smoothed)
     check_parity(thread_ranks, case, Plan(tp=tp, dp=2, microbatches=2, precision="fp64"))
 
 
-def test_z_loss(thread_ranks):
+def test_z_loss_over_tp_equals_one_rank(thread_ranks):
     case = ignoring(gpt2(), loss=CrossEntropy(ignore_index=0, z_loss=0.1), mean=data.mean_with_z_loss)
     check_parity(thread_ranks, case, Plan(tp=2, pp=2, microbatches=2, precision="fp64"))
 
 
-def test_a_loss_that_takes_whole_logits(thread_ranks):
+def test_a_loss_of_gathered_logits_over_tp_equals_one_rank(thread_ranks):
     case = replace(gpt2(), loss=data.WholeCrossEntropy())
     check_parity(thread_ranks, case, Plan(tp=2, dp=2, microbatches=2, precision="fp64"))
 
 
-def test_single_precision(thread_ranks):
+def test_llama_in_fp32_over_pp_tp_and_dp_equals_one_rank(thread_ranks):
     check_parity(thread_ranks, llama(), Plan(pp=2, tp=2, dp=2, microbatches=3, precision="fp32"))

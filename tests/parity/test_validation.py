@@ -159,7 +159,7 @@ def can_run(row: dict[str, Any]) -> bool:
     covering_rows(FACTORS, can_run, [FEWER_ROWS_THAN_RANKS]),
     ids=lambda row: "-".join(map(str, row.values())),
 )
-def test_each_row_counts_once(thread_ranks: RankPool, row: dict[str, Any]) -> None:
+def test_each_validation_row_counts_once(thread_ranks: RankPool, row: dict[str, Any]) -> None:
     plan = PLANS[row["plan"]]
     plan = Plan(**{**vars(plan), "precision": "fp64"})
     wanted = expected(row["rows"], row["loss"], row["kind"])

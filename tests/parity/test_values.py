@@ -118,13 +118,15 @@ def given_by_file(path: Path, case: Case, plan: Plan, mesh: plait.Mesh) -> Engin
 
 
 @pytest.mark.parametrize(("plan", "weave"), in_turns({name_of(plan): plan for plan in PLANS}, WAYS))
-def test_every_layout(thread_ranks: Any, plan: Plan, weave: Weave) -> None:
+def test_given_values_train_as_one_rank_in_every_layout(thread_ranks: Any, plan: Plan, weave: Weave) -> None:
     check_parity(thread_ranks, weave, gpt2(), plan)
 
 
 @pytest.mark.parametrize("case", [gpt2(tied=False), llama()], ids=["untied", "llama"])
 @pytest.mark.parametrize("weave", WAYS.values(), ids=WAYS)
-def test_other_models_of_plait(thread_ranks: Any, weave: Weave, case: Case) -> None:
+def test_other_models_with_given_values_train_as_one_rank(
+    thread_ranks: Any, weave: Weave, case: Case
+) -> None:
     check_parity(thread_ranks, weave, case, Plan(pp=2, tp=2, microbatches=2, precision="fp64"))
 
 
@@ -135,7 +137,7 @@ def test_users_models_are_broadcast(thread_ranks: Any, case: Case) -> None:
     check_parity(thread_ranks, broadcast_model, case, plan)
 
 
-def test_values_in_a_file(thread_ranks: Any, tmp_path: Path) -> None:
+def test_values_given_by_a_file_train_as_one_rank(thread_ranks: Any, tmp_path: Path) -> None:
     path = tmp_path / "values.pt"
     torch.save(model_from(gpt2(), START).state_dict(), path)
     plan = Plan(pp=2, dp=2, strategy="full", microbatches=2, precision="fp64")
@@ -190,7 +192,7 @@ def weave_other_buffers() -> None:
     plait.parallelize(nn.Sequential(layer), Plan(dp=2), mesh, plait.cross_entropy, broadcast=True)
 
 
-def test_other_buffers_are_refused(rank_pool: Any) -> None:
+def test_ranks_with_different_buffers_are_refused(rank_pool: Any) -> None:
     with pytest.raises(CommunicationError, match="do not agree"):
         rank_pool.run(weave_other_buffers, ranks=2)
 

@@ -263,12 +263,12 @@ def refusal(call: Callable[[], object]) -> str:
     return "it was taken"
 
 
-def test_each_is_refused_by_name() -> None:
+def test_invalid_arguments_of_public_functions_are_refused_by_name() -> None:
     told = [(message, refusal(call)) for call, message in REFUSED]
     assert not [(message, text) for message, text in told if message not in text]
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
+def test_numpy_numbers_are_accepted_as_numbers() -> None:
     assert plait.launch(int, ranks=np.int64(2), threads=np.int32(1), ranks_as="threads") == [0, 0]
     result = fit(steps=np.int64(2), seed=np.uint8(3), learning_rate=np.float32(0.1))
     assert isinstance(result, FitResult)

@@ -22,7 +22,7 @@ def model() -> nn.Sequential:
 RULES: Rules = {"0.0": column, "0.1": row}
 
 
-def test_pieces_of_the_sequence_without_a_rule() -> None:
+def test_sequence_parallelism_without_a_rule_sequence_is_refused() -> None:
     with pytest.raises(PlanError) as caught:
         build_blueprint(model(), Plan(tp=2, sequence_parallel="keep"), RULES)
     assert str(caught.value) == (

@@ -33,7 +33,7 @@ def linears(count: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(2, 2) for _ in range(count)))
 
 
-def test_recomputation_is_said_of_all_layers_or_of_each() -> None:
+def test_plan_recompute_is_one_mode_or_one_for_each_layer() -> None:
     assert build_blueprint(linears(3), Plan()).recompute == ("none",) * 3
     assert build_blueprint(linears(3), Plan(recompute="full")).recompute == ("full",) * 3
     each = ("full", "none", "selective")
@@ -57,18 +57,18 @@ def test_recomputation_is_said_of_all_layers_or_of_each() -> None:
         (5, Plan(pp=2, schedule="auto", layers_per_stage=(1, 1, 1, 2)), (1, 1, 1, 2)),
     ],
 )
-def test_stages_are_cut(layers: int, plan: Plan, counts: tuple[int, ...]) -> None:
+def test_layers_are_cut_into_stages_of_even_cost(layers: int, plan: Plan, counts: tuple[int, ...]) -> None:
     assert cut_by(linears(layers), plan) == counts
 
 
-def test_a_dear_layer_stands_with_fewer_others() -> None:
+def test_a_costly_layer_shares_its_stage_with_fewer_layers() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 20), nn.Linear(20, 2))
     assert cut_by(model, Plan(pp=2)) == (3, 1)
 
 
 @pytest.mark.parametrize("counts", [(5,), (2, 2), (2, 4), (2, 2, 1)])
 @pytest.mark.parametrize("policy", ["1f1b", "auto"])
-def test_counts_that_do_not_fit_are_refused(policy: str, counts: tuple[int, ...]) -> None:
+def test_layers_per_stage_that_do_not_fit_the_model_are_refused(policy: str, counts: tuple[int, ...]) -> None:
     with pytest.raises(PlanError) as caught:
         cut_by(linears(5), Plan(pp=2, schedule=policy, chunks=1, layers_per_stage=counts))
     assert str(caught.value) == (
@@ -104,12 +104,12 @@ def test_layers_of_each_stage() -> None:
 
 
 @pytest.mark.parametrize("loss", [None, nn.TripletMarginLoss(), lambda output, targets: 0, "cross_entropy"])
-def test_another_loss_is_refused(loss: Any) -> None:
+def test_parallelize_refuses_an_unknown_loss(loss: Any) -> None:
     with pytest.raises(PlanError, match=r"an object with total\(output, targets\), a sum, and weight"):
         parallelize(linears(2), Plan(), Mesh(), loss)
 
 
-def test_other_mistakes_are_refused_before_anything_runs() -> None:
+def test_parallelize_refuses_other_mistakes_before_anything_runs() -> None:
     with pytest.raises(MeshError, match="pp = 2 but the mesh has pp = 1"):
         parallelize(linears(2), Plan(pp=2), Mesh(), cross_entropy)
     with pytest.raises(ModelError, match=r"drops with p = 0\.5"):
@@ -232,7 +232,7 @@ def test_after_an_exception_in_a_layer_the_next_step_is_right(where: str, kind: 
     assert_gradients(engine, gradients)
 
 
-def test_the_optimizer_trains() -> None:
+def test_an_optimizer_on_the_engines_parameters_lowers_the_loss() -> None:
     engine = woven(small_model())
     optimizer = torch.optim.AdamW(engine.parameter_groups(weight_decay=0.1), lr=0.05)
     losses = []

@@ -26,7 +26,7 @@ from plait.errors import MeshError
 CUDA = torch.device("cuda", 0)
 
 
-def test_the_cpu_is_never_behind() -> None:
+def test_device_operations_on_a_cpu_are_synchronous() -> None:
     tensor = torch.arange(3.0)
     device.copy_later(target := torch.zeros(3), tensor)
     assert torch.equal(target, tensor)
@@ -131,7 +131,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("one_gpu")
-def test_a_process_by_itself_takes_the_gpu_that_torch_takes() -> None:
+def test_a_process_outside_a_launcher_takes_torchs_current_gpu() -> None:
     assert Mesh().device == torch.device("cuda", 2)
     assert Mesh(alone=True).device == torch.device("cuda", 2)
     assert GridMesh(rows=1, device="cpu").device == CPU
@@ -160,7 +160,7 @@ def test_ranks_without_nccl_stay_on_the_cpu(thread_ranks: Any) -> None:
         ([], "cuda:0", True, "^$"),
     ],
 )
-def test_a_model_that_moves_to_another_device_is_told(
+def test_a_model_moved_to_another_device_is_warned_of(
     tensors: list[str], chosen: str, by_default: bool, told: str
 ) -> None:
     found = device_change(map(torch.device, tensors), torch.device(chosen), by_default=by_default)
@@ -213,7 +213,7 @@ def test_host_waits_are_forbidden_within_the_context_only(monkeypatch: pytest.Mo
         (subprocess.TimeoutExpired("nvidia-smi", 30), None, (2, 27), ["NCCL 2.27"]),
     ],
 )
-def test_versions_are_those_that_there_are(
+def test_accelerator_versions_list_only_what_is_installed(
     monkeypatch: pytest.MonkeyPatch, printed: Any, cuda: str | None, nccl: Any, told: list[str]
 ) -> None:
     def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
@@ -242,7 +242,7 @@ def test_a_mesh_makes_its_device_the_current_one(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("capability", "kept"), [((9, 0), 33 * 2**20), ((8, 0), 8 * 2**20 + 2**17 + 2**20)])
-def test_what_libraries_keep_counts_as_no_tensor(
+def test_workspaces_of_cublas_do_not_count_as_tensor_memory(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kept: int
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: capability)
@@ -252,7 +252,7 @@ def test_what_libraries_keep_counts_as_no_tensor(
     assert (device.allocated(CUDA), device.allocated(CPU)) == (0, 0)
 
 
-def test_torchs_stand_in_for_gpus_is_made_in_a_thread_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_fake_accelerator_is_made_in_a_lasting_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """With torch 2.11 for CUDA and no GPU; FakeTensorMode, which makes it, is entered nowhere before."""
     entered: list[str] = []
     monkeypatch.setattr(FakeTensorMode, "__enter__", lambda _: entered.append(current_thread().name))

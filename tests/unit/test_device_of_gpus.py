@@ -59,7 +59,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def test_what_torch_is_asked_about_a_gpu(calls: list[Any]) -> None:
+def test_each_device_function_calls_its_torch_cuda_function_for_the_given_gpu(calls: list[Any]) -> None:
     for ask in (
         device.synchronize,
         device.synchronize_stream,
@@ -146,7 +146,7 @@ def test_copies_to_and_from_a_gpu_go_by_pinned_memory(monkeypatch: pytest.Monkey
     assert not unpinned.is_pinned()
 
 
-def test_queued_work_is_waited_for_so_long_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_queued_work_ends_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     never, asked = Event(), list[str]()
     monkeypatch.setattr(torch.cuda, "synchronize", never.wait)
     assert device.finish_queued_work(0.0), "nothing has been queued"
@@ -158,7 +158,7 @@ def test_queued_work_is_waited_for_so_long_only(monkeypatch: pytest.MonkeyPatch)
     assert asked == ["synchronize"]
 
 
-def test_the_random_state_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_random_state_of_a_gpu_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     before = device.random_state()
     assert before[1] is None
     with device.keep_random_state(CPU):
@@ -222,7 +222,7 @@ SETTINGS: list[tuple[str, Any, Any]] = [
 ]
 
 
-def test_each_setting_that_changes_results_is_told_under_its_name() -> None:
+def test_each_torch_setting_that_changes_results_is_listed_by_name() -> None:
     before = device.computation_settings()
     seen = [before]
     for name, change, (value, usual) in SETTINGS:

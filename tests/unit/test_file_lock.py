@@ -21,7 +21,7 @@ time.sleep(60)
 """
 
 
-def test_one_has_it_until_it_is_released(tmp_path: Path) -> None:
+def test_a_file_lock_has_one_owner_until_it_is_released(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
     file = try_lock(path)
     assert file is not None
@@ -35,7 +35,7 @@ def test_one_has_it_until_it_is_released(tmp_path: Path) -> None:
     unlock(path, again)
 
 
-def test_a_process_that_is_killed_has_none(tmp_path: Path) -> None:
+def test_a_killed_process_holds_no_file_lock(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
     with subprocess.Popen([sys.executable, "-c", HOLDING, path], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -48,6 +48,6 @@ def test_a_process_that_is_killed_has_none(tmp_path: Path) -> None:
     unlock(path, file)
 
 
-def test_a_folder_that_is_missing(tmp_path: Path) -> None:
+def test_a_lock_in_a_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         try_lock(tmp_path / "missing" / "a.lock")

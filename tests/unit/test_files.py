@@ -45,7 +45,7 @@ def test_only_regular_files_are_read(tmp_path: Path, what: str) -> None:
 
 
 @pytest.mark.parametrize("write", [lambda path: write_bytes(path, b"b"), open_to_write, try_lock])
-def test_what_is_written_goes_through_no_link_and_into_no_pipe(
+def test_files_are_not_written_through_links_or_into_pipes(
     tmp_path: Path, write: Callable[[Path], object]
 ) -> None:
     victim = tmp_path / "victim"

@@ -41,7 +41,7 @@ def indexed(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_order_of_precedence(indexed: Path) -> None:
+def test_config_json_then_the_single_file_then_the_index_names_the_weights(indexed: Path) -> None:
     assert files_of_tensors(indexed) == {"a": SHARDS(1), "b": SHARDS(2)}
     write(indexed, SINGLE, "a", "b")
     assert files_of_tensors(indexed) == {"a": SINGLE, "b": SINGLE}
@@ -52,7 +52,7 @@ def test_the_order_of_precedence(indexed: Path) -> None:
     assert files_of_tensors(indexed) == {"a": SHARDS(1), "b": SHARDS(2)}
 
 
-def test_what_has_no_name_that_is_known_is_read_where_it_is_alone(tmp_path: Path) -> None:
+def test_weight_files_of_unknown_names_are_read_if_their_tensors_do_not_clash(tmp_path: Path) -> None:
     assert files_of_tensors(tmp_path) == {}
     write(tmp_path, "mine.safetensors", "a")
     write(tmp_path, "more.safetensors", "b")
@@ -117,7 +117,7 @@ FLAWS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("flaw", FLAWS)
-def test_what_is_wrong_with_files_is_told_with_their_names(indexed: Path, flaw: str) -> None:
+def test_flaws_of_weight_files_are_reported_with_their_names(indexed: Path, flaw: str) -> None:
     do, told = FLAWS[flaw]
     do(indexed)
     with pytest.raises(ModelError, match=told) as refusal:

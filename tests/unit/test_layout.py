@@ -61,14 +61,14 @@ def cut(tensor: Tensor, layout: Layout) -> dict[tuple[int, ...], Tensor]:
 
 
 class TestDivide:
-    def test_the_first_ranks_hold_one_more(self) -> None:
+    def test_an_uneven_division_gives_the_first_ranks_one_more(self) -> None:
         assert divide(10, 3) == (range(0, 4), range(4, 7), range(7, 10))
 
-    def test_more_parts_than_rows_leave_empty_ones(self) -> None:
+    def test_more_ranks_than_rows_leave_empty_parts(self) -> None:
         assert [len(part) for part in divide(2, 4)] == [1, 1, 0, 0]
 
     @given(st.integers(0, 1000), st.integers(1, 40))
-    def test_covers_every_row_once_and_evenly(self, size: int, parts: int) -> None:
+    def test_a_division_covers_every_row_once_and_evenly(self, size: int, parts: int) -> None:
         pieces = divide(size, parts)
         assert [row for piece in pieces for row in piece] == list(range(size))
         lengths = [len(piece) for piece in pieces]
@@ -77,20 +77,20 @@ class TestDivide:
         assert lengths[0] - lengths[-1] <= 1
 
     @pytest.mark.parametrize(("size", "parts"), [(-1, 2), (4, 0), (4, -1)])
-    def test_refuses_what_cannot_be_divided(self, size: int, parts: int) -> None:
+    def test_an_invalid_division_is_refused(self, size: int, parts: int) -> None:
         with pytest.raises(LayoutError, match=f"divide {size} rows into {parts} parts"):
             divide(size, parts)
 
 
 class TestLayout:
-    def test_nested_and_uneven_as_in_the_table(self) -> None:
+    def test_two_nested_uneven_axes_give_the_shards_of_the_table(self) -> None:
         rows = [[list(range(7))[UNEVEN.box((s, t)).slices[0]] for t in range(3)] for s in range(2)]
         assert rows == [
             [[0, 1], [2], [3]],
             [[4], [5], [6]],
         ]
 
-    def test_two_axes_over_two_dims(self) -> None:
+    def test_two_axes_over_two_dims_give_four_boxes(self) -> None:
         layout = Layout((5, 3), {"shard": 2, "tp": 2}, {"shard": Shard(0), "tp": Shard(1)})
         assert [layout.box(c) for c in layout.coordinates()] == [
             Box((0, 0), (3, 2)),
@@ -104,13 +104,13 @@ class TestLayout:
         assert swapped == UNEVEN
         assert Layout((7, 6), {"tp": 3, "shard": 2}, {"tp": Shard(0), "shard": Shard(0)}) != UNEVEN
 
-    def test_is_a_value(self) -> None:
+    def test_a_layout_is_hashable_picklable_and_immutable(self) -> None:
         assert hash(copy.deepcopy(UNEVEN)) == hash(UNEVEN)
         assert pickle.loads(pickle.dumps(UNEVEN)) == UNEVEN
         with pytest.raises(AttributeError):
             UNEVEN.shape = (1,)  # type: ignore[misc]
 
-    def test_prints_in_one_line(self) -> None:
+    def test_a_layout_prints_in_one_line(self) -> None:
         layout = Layout((7, 6), {"replicate": 2, "tp": 3}, {"tp": Shard(-1)})
         assert str(layout) == "Layout((7, 6), replicate=2: Replicate(), tp=3: Shard(1))"
 
@@ -118,12 +118,12 @@ class TestLayout:
         assert UNEVEN.box({"pp": 3, "tp": 2, "shard": 1}) == UNEVEN.box((1, 2))
         assert UNEVEN.local_shape({"tp": 0, "shard": 0}) == (2, 6)
 
-    def test_replicas_and_owner(self) -> None:
+    def test_the_owner_of_a_shard_is_its_first_replica(self) -> None:
         layout = Layout((4,), {"replicate": 2, "shard": 2, "tp": 2}, {"shard": Shard(0), "tp": Partial()})
         assert layout.replicas((1, 1, 1)) == ((0, 1, 1), (1, 1, 1))
         assert layout.owner((1, 1, 1)) == (0, 1, 0)
 
-    def test_copies_of_a_piece_lie_on_neighbours(self) -> None:
+    def test_replicas_of_a_shard_with_copies_are_on_neighbouring_ranks(self) -> None:
         layout = Layout((5, 3), {"shard": 2, "tp": 4}, {"tp": Shard(0, copies=2)})
         boxes = [layout.box((1, tp)) for tp in range(4)]
         assert boxes == [Box((0, 0), (3, 3))] * 2 + [Box((3, 0), (2, 3))] * 2
@@ -223,19 +223,19 @@ class TestLayout:
             ),
         ],
     )
-    def test_refuses_contradictions(self, arguments: Any, message: str) -> None:
+    def test_contradictory_layouts_are_refused(self, arguments: Any, message: str) -> None:
         with pytest.raises(LayoutError, match=message):
             Layout(*arguments)
 
     @pytest.mark.parametrize("where", [(0,), (0, 3), (-1, 0), (0, 0, 0), {"shard": 0}, {"shard": 2, "tp": 0}])
-    def test_refuses_coordinates_off_the_mesh(self, where: Any) -> None:
+    def test_coordinates_outside_the_mesh_are_refused(self, where: Any) -> None:
         with pytest.raises(LayoutError, match="is no coordinate of Layout"):
             UNEVEN.box(where)
 
 
 class TestPieces:
     @given(layouts(), st.sampled_from(DTYPES))
-    def test_assemble_undoes_shard(self, layout: Layout, dtype: torch.dtype) -> None:
+    def test_assembling_the_shards_gives_the_tensor(self, layout: Layout, dtype: torch.dtype) -> None:
         tensor = filled(layout.shape, dtype)
         pieces = cut(tensor, layout)
         for coordinate, piece in pieces.items():
@@ -247,13 +247,13 @@ class TestPieces:
             assert torch.equal(whole, tensor)
 
     @given(layouts())
-    def test_shard_undoes_assemble(self, layout: Layout) -> None:
+    def test_sharding_an_assembled_tensor_gives_the_shards(self, layout: Layout) -> None:
         pieces = cut(filled(layout.shape), layout)
         again = cut(assemble(pieces, layout), layout)
         assert all(torch.equal(pieces[c], again[c]) for c in pieces)
 
     @given(layouts(), st.data())
-    def test_a_piece_of_another_shape_is_refused(self, layout: Layout, data: st.DataObject) -> None:
+    def test_a_shard_of_another_shape_is_refused(self, layout: Layout, data: st.DataObject) -> None:
         pieces = cut(filled(layout.shape), layout)
         victim = data.draw(st.sampled_from(sorted(pieces)))
         pieces[victim] = torch.zeros((*pieces[victim].shape, 2), dtype=torch.int64)
@@ -272,13 +272,13 @@ class TestPieces:
         whole = assemble(pieces, layout, check_replicas=False)
         assert torch.equal(whole, filled(layout.shape)) == (victim != layout.replicas(victim)[0])
 
-    def test_summands_are_added_in_rank_order(self) -> None:
+    def test_partial_tensors_are_added_in_rank_order(self) -> None:
         layout = Layout((1,), {"tp": 3}, {"tp": Partial()})
         large, small = torch.tensor([1e16], dtype=torch.float64), torch.tensor([1.0], dtype=torch.float64)
         assert assemble([large, small, -large], layout).item() == 0.0
         assert assemble([large, -large, small], layout).item() == 1.0
 
-    def test_a_piece_is_a_detached_contiguous_copy(self) -> None:
+    def test_a_shard_is_a_detached_contiguous_copy(self) -> None:
         tensor = torch.nn.Parameter(torch.ones(4, 6))
         for placement in (Replicate(), Shard(1), Partial()):
             layout = Layout((4, 6), {"tp": 2}, {"tp": placement})
@@ -293,12 +293,12 @@ class TestPieces:
         pieces = [torch.tensor([float("nan"), 1.0])] * 2
         assert torch.isnan(assemble(pieces, Layout((2,), {"tp": 2}))[0])
 
-    def test_meta_tensors_have_pieces(self) -> None:
+    def test_meta_tensors_can_be_sharded(self) -> None:
         piece = shard(torch.empty(7, 6, device="meta"), UNEVEN, (0, 0))
         assert piece.device.type == "meta"
         assert piece.shape == (2, 6)
 
-    def test_refusals_name_what_is_wrong(self) -> None:
+    def test_errors_of_shard_and_assemble_name_what_is_wrong(self) -> None:
         pieces = cut(filled((7, 6)), UNEVEN)
         with pytest.raises(LayoutError, match=r"shape \(6, 7\) cannot be sharded"):
             shard(filled((6, 7)), UNEVEN, (0, 0))
@@ -333,32 +333,34 @@ class TestReshape:
             (over_tp((0, 4), 0), (0,), 0),
         ],
     )
-    def test_keeps_the_shard(self, layout: Layout, shape: tuple[int, ...], expected: int) -> None:
+    def test_reshaping_a_layout_keeps_the_sharded_dim(
+        self, layout: Layout, shape: tuple[int, ...], expected: int
+    ) -> None:
         assert reshape(layout, shape) == over_tp(shape, expected, *layout.degrees)
 
-    def test_nested_axes_move_together_or_part(self) -> None:
+    def test_reshaping_moves_nested_axes_together_or_to_separate_dims(self) -> None:
         nested = Layout((12,), {"shard": 2, "tp": 3}, {"shard": Shard(0), "tp": Shard(0)})
         assert reshape(nested, (6, 2)).placements == (Shard(0), Shard(0))
         assert reshape(nested, (2, 6)).placements == (Shard(0), Shard(1))
         assert reshape(reshape(nested, (2, 6)), (12,)) == nested
 
-    def test_copies_stay(self) -> None:
+    def test_reshaping_keeps_copies_of_a_shard(self) -> None:
         layout = Layout((12, 5), {"tp": 4}, {"tp": Shard(0, copies=2)})
         assert reshape(layout, (2, 6, 5)).placements == (Shard(0, copies=2),)
         assert reshape(layout, (60,)).placements == (Shard(0, copies=2),)
         assert reshape(reshape(layout, (4, 3, 5)), (12, 5)) == layout
 
-    def test_copies_move_with_the_axis_whose_pieces_move(self) -> None:
+    def test_reshaping_moves_copies_with_their_axis(self) -> None:
         layout = Layout((12,), {"shard": 2, "tp": 6}, {"shard": Shard(0), "tp": Shard(0, copies=2)})
         assert reshape(layout, (2, 6)).placements == (Shard(0), Shard(1, copies=2))
 
-    def test_blocks_stay_with_their_dim(self) -> None:
+    def test_reshaping_keeps_blocks_with_their_dim(self) -> None:
         layout = Layout((4, 6, 5), {"tp": 2}, {"tp": Shard(1, blocks=3)})
         assert reshape(layout, (2, 2, 6, 5)).placements == (Shard(2, blocks=3),)
         with pytest.raises(LayoutError, match="while a dim of several blocks is sharded"):
             reshape(layout, (4, 3, 2, 5))
 
-    def test_other_placements_stay(self) -> None:
+    def test_reshaping_keeps_replicate_and_partial(self) -> None:
         layout = Layout((6, 2), {"replicate": 2, "tp": 2}, {"tp": Partial()})
         assert reshape(layout, (3, 4)).placements == (Replicate(), Partial())
 
@@ -371,19 +373,21 @@ class TestReshape:
             (over_tp((6, 1, 4), 1), (6, 4)),  # the sharded dim is gone
         ],
     )
-    def test_refuses_cuts_that_would_move(self, layout: Layout, shape: tuple[int, ...]) -> None:
+    def test_reshaping_that_would_move_shards_between_ranks_is_refused(
+        self, layout: Layout, shape: tuple[int, ...]
+    ) -> None:
         with pytest.raises(LayoutError) as refusal:
             reshape(layout, shape)
         for part in (layout.shape, shape, "axis 'tp'", f"{layout.degrees[0]} pieces"):
             assert str(part) in str(refusal.value)
 
     @pytest.mark.parametrize("shape", [(41,), (-7, -6), (0,)])
-    def test_refuses_another_number_of_elements(self, shape: tuple[int, ...]) -> None:
+    def test_reshaping_to_another_number_of_elements_is_refused(self, shape: tuple[int, ...]) -> None:
         with pytest.raises(LayoutError, match=r"cannot reshape \(7, 6\) to .* as many elements"):
             reshape(UNEVEN, shape)
 
     @given(layouts(sizes=(0, 1, 2, 3, 4, 6)), st.data())
-    def test_the_piece_of_the_reshaped_is_the_reshaped_piece(
+    def test_the_shard_of_a_reshaped_tensor_is_the_reshaped_shard(
         self, layout: Layout, data: st.DataObject
     ) -> None:
         shape = data.draw(st.sampled_from(factorings(prod(layout.shape))))
@@ -397,7 +401,9 @@ class TestReshape:
             assert torch.equal(piece, shard(tensor.reshape(shape), reshaped, coordinate))
 
     @given(layouts(partial=False, sizes=(2, 3, 4, 6)), st.data())
-    def test_refuses_only_where_no_layout_would_do(self, layout: Layout, data: st.DataObject) -> None:
+    def test_reshaping_is_refused_only_where_no_layout_exists(
+        self, layout: Layout, data: st.DataObject
+    ) -> None:
         assume(layout.blocked_dim is None)  # blocks may turn into a dim, which `reshape` does not look for
         shape = data.draw(st.sampled_from([f for f in factorings(prod(layout.shape)) if 1 not in f]))
         numbers = torch.arange(prod(shape))

@@ -38,23 +38,23 @@ def check_tiles(layout: Layout) -> None:
 
 
 @given(flat_layouts(partial=False))
-def test_flat_pieces_tile_the_tensor(layout: Layout) -> None:
+def test_boxes_of_flat_shards_tile_the_tensor(layout: Layout) -> None:
     check_tiles(layout)
 
 
 @given(layouts(partial=False))
-def test_pieces_tile_the_tensor(layout: Layout) -> None:
+def test_boxes_of_shards_tile_the_tensor(layout: Layout) -> None:
     check_tiles(layout)
 
 
-def test_a_matrix_has_three_boxes_at_most() -> None:
+def test_a_flat_shard_of_a_matrix_has_three_boxes_at_most() -> None:
     layout = Layout((4, 6), {"shard": 3}, {"shard": Flat((0, 4, 21, 24))})
     assert boxes_of(layout, 0) == [Box((0, 0), (1, 4))]
     assert boxes_of(layout, 1) == [Box((0, 4), (1, 2)), Box((1, 0), (2, 6)), Box((3, 0), (1, 3))]
     assert boxes_of(layout, 2) == [Box((3, 3), (1, 3))]
 
 
-def test_blocks_are_boxes_of_their_own() -> None:
+def test_blocks_of_a_shard_are_boxes_of_their_own() -> None:
     layout = Layout((2, 6), {"shard": 2, "tp": 2}, {"tp": Shard(1, blocks=3), "shard": Flat((0, 2, 6))})
     # Rank 0 of tp holds columns 0, 2 and 4.
     assert boxes_of(layout, 0, 0) == [Box((0, 0), (1, 1)), Box((0, 2), (1, 1))]
@@ -67,20 +67,20 @@ def test_blocks_are_boxes_of_their_own() -> None:
     check_tiles(layout)
 
 
-def test_a_number_is_a_box_without_dims() -> None:
+def test_a_scalar_is_a_box_without_dims() -> None:
     assert boxes_of(Layout((), {"dp": 2}), 1) == [Box((), ())]
     assert boxes_of(Layout((), {"shard": 2}, {"shard": Flat((0, 1, 1))}), 1) == []
     assert boxes_of(Layout((0, 3), {"dp": 1}), 0) == []
 
 
-def test_intersections() -> None:
+def test_the_intersection_of_two_boxes_is_the_common_box() -> None:
     one = Box((0, 2), (4, 4))
     assert intersection(one, Box((2, 0), (4, 3))) == Box((2, 2), (2, 1))
     assert intersection(one, Box((4, 0), (4, 9))).numel == 0
     assert slices_within(Box((2, 2), (2, 1)), one) == (slice(2, 4), slice(0, 1))
 
 
-def test_boxes_of_the_right_size_do_not_always_tile() -> None:
+def test_boxes_that_overlap_do_not_tile_even_if_their_sizes_add_up() -> None:
     one, other = Box((0, 0), (2, 3)), Box((2, 0), (2, 3))
     assert is_tiling((4, 3), [other, one])
     assert not is_tiling((4, 3), [one, one])  # twice the same

@@ -36,7 +36,7 @@ def over_shard(shape: tuple[int, ...], *bounds: int) -> Layout:
     return Layout(shape, {"shard": len(bounds) - 1}, {"shard": Flat(bounds)})
 
 
-def test_pieces_made_of_rows_have_their_shape() -> None:
+def test_flat_shards_of_whole_rows_keep_the_shape_of_rows() -> None:
     layout = over_shard((4, 3), 0, 6, 9, 12)
     assert [layout.interval((rank,)) for rank in range(3)] == [range(0, 6), range(6, 9), range(9, 12)]
     assert [layout.local_shape((rank,)) for rank in range(3)] == [(2, 3), (1, 3), (1, 3)]
@@ -48,7 +48,7 @@ def test_pieces_made_of_rows_have_their_shape() -> None:
     assert shard(filled((4, 3)), layout, (1,)).tolist() == [filled((4, 3))[2].tolist()]
 
 
-def test_other_pieces_are_one_row_and_no_box() -> None:
+def test_flat_shards_within_rows_are_one_dimensional_and_no_box() -> None:
     layout = over_shard((4, 3), 0, 5, 9, 12)
     assert [layout.local_shape((rank,)) for rank in range(3)] == [(1, 5), (1, 4), (1, 3)]
     assert shard(filled((4, 3)), layout, (1,)).tolist() == [filled((4, 3)).view(-1)[5:9].tolist()]
@@ -58,7 +58,7 @@ def test_other_pieces_are_one_row_and_no_box() -> None:
     assert layout.box((2,)) == Box((3, 0), (1, 3))
 
 
-def test_pieces_of_no_rows() -> None:
+def test_empty_flat_shards_have_zero_rows() -> None:
     layout = over_shard((4, 3), 0, 0, 12, 12)
     assert [layout.local_shape((rank,)) for rank in range(3)] == [(0, 3), (4, 3), (0, 3)]
     assert [layout.box((rank,)).sizes for rank in range(3)] == [(0, 3), (4, 3), (0, 3)]
@@ -67,7 +67,7 @@ def test_pieces_of_no_rows() -> None:
     assert over_shard((3, 0), 0, 0, 0).local_shape((1,)) == (3, 0)
 
 
-def test_a_number_is_held_by_one() -> None:
+def test_a_scalar_is_held_by_one_rank_of_a_flat_axis() -> None:
     layout = over_shard((), 0, 0, 1, 1)
     assert [layout.local_shape((rank,)) for rank in range(3)] == [(0,), (), (0,)]
     pieces = cut(torch.tensor(7), layout)
@@ -75,7 +75,7 @@ def test_a_number_is_held_by_one() -> None:
     assert assemble(pieces, layout) == 7
 
 
-def test_what_other_axes_leave_is_cut() -> None:
+def test_a_flat_axis_cuts_the_shards_of_other_axes() -> None:
     """3 rows of 4 on tp 0, and 2 on tp 1, where the last rank gets what is left."""
     axes, at = {"shard": 2, "tp": 2}, {"shard": Flat((0, 6, 12)), "tp": Shard(0)}
     layout = Layout((5, 4), axes, at)
@@ -111,7 +111,7 @@ def test_without_a_flat_axis_there_is_no_interval() -> None:
     assert UNEVEN.region((1, 2)) == UNEVEN.box((1, 2))
 
 
-def test_ranks_along_a_flat_axis_hold_pieces_of_their_own() -> None:
+def test_ranks_along_a_flat_axis_hold_different_elements() -> None:
     axes = {"replicate": 2, "shard": 2, "tp": 2}
     layout = Layout((4,), axes, {"shard": Flat((0, 4, 4))})
     assert layout.replicas((1, 1, 1)) == ((0, 1, 0), (0, 1, 1), (1, 1, 0), (1, 1, 1))
@@ -123,7 +123,7 @@ def test_ranks_along_a_flat_axis_hold_pieces_of_their_own() -> None:
 @pytest.mark.parametrize(
     "bounds", [(), (0,), (0, 12), (0, 6, 9, 12), (1, 6, 12), (0, 7, 6), (-1, 0, 12), (0, -1, 12)]
 )
-def test_refuses_bounds_that_are_none(bounds: tuple[int, ...]) -> None:
+def test_invalid_bounds_of_a_flat_axis_are_refused(bounds: tuple[int, ...]) -> None:
     with pytest.raises(LayoutError) as refusal:
         Layout((4, 3), {"shard": 2}, {"shard": Flat(bounds)})
     assert str(refusal.value) == (
@@ -131,7 +131,7 @@ def test_refuses_bounds_that_are_none(bounds: tuple[int, ...]) -> None:
     )
 
 
-def test_refuses_bounds_that_leave_elements_to_nobody() -> None:
+def test_flat_bounds_that_leave_elements_to_no_rank_are_refused() -> None:
     with pytest.raises(LayoutError, match="axis 'shard' has bounds up to 11, but 12 elements are to be cut"):
         over_shard((4, 3), 0, 6, 11)
     axes, at = {"shard": 2, "tp": 2}, {"shard": Flat((0, 6, 11)), "tp": Shard(0)}
@@ -170,7 +170,7 @@ def test_refuses_flat_axes_that_are_not_nested(inner: tuple[int, ...], message: 
 
 
 @given(flat_layouts(), st.sampled_from(DTYPES))
-def test_assemble_undoes_shard(layout: Layout, dtype: torch.dtype) -> None:
+def test_assembling_flat_shards_gives_the_tensor(layout: Layout, dtype: torch.dtype) -> None:
     tensor = filled(layout.shape, dtype)
     pieces = cut(tensor, layout)
     for coordinate, piece in pieces.items():
@@ -180,7 +180,7 @@ def test_assemble_undoes_shard(layout: Layout, dtype: torch.dtype) -> None:
 
 
 @given(flat_layouts())
-def test_shard_undoes_assemble(layout: Layout) -> None:
+def test_sharding_an_assembled_tensor_gives_the_flat_shards(layout: Layout) -> None:
     pieces = cut(filled(layout.shape), layout)
     again = cut(assemble(pieces, layout), layout)
     assert all(torch.equal(pieces[c], again[c]) for c in pieces)
@@ -195,14 +195,14 @@ def test_owners_hold_each_element_once(layout: Layout) -> None:
 
 
 @given(flat_layouts(partial=False))
-def test_replicas_hold_the_same(layout: Layout) -> None:
+def test_replicas_of_flat_shards_hold_the_same_elements(layout: Layout) -> None:
     pieces = cut(filled(layout.shape), layout)
     for coordinate, piece in pieces.items():
         assert all(torch.equal(piece, pieces[other]) for other in layout.replicas(coordinate))
 
 
 @given(flat_layouts(partial=False))
-def test_a_box_is_what_the_rank_holds(layout: Layout) -> None:
+def test_a_flat_shards_box_is_what_the_rank_holds(layout: Layout) -> None:
     tensor = filled(layout.shape)
     for coordinate in layout.coordinates():
         try:
@@ -216,7 +216,7 @@ def test_a_box_is_what_the_rank_holds(layout: Layout) -> None:
 
 
 @given(flat_layouts(sizes=(0, 1, 2, 3, 4)), st.data())
-def test_a_reshaped_piece_has_the_same_elements(layout: Layout, data: st.DataObject) -> None:
+def test_a_reshaped_flat_shard_has_the_same_elements(layout: Layout, data: st.DataObject) -> None:
     shape = data.draw(st.sampled_from(factorings(prod(layout.shape))))
     try:
         reshaped = reshape(layout, shape)
@@ -228,7 +228,7 @@ def test_a_reshaped_piece_has_the_same_elements(layout: Layout, data: st.DataObj
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_single_columns_are_put_together(rows: int) -> None:
+def test_flat_shards_of_single_columns_assemble(rows: int) -> None:
     """Their elements stand apart in the memory of the whole."""
     layout = Layout((rows, 2), {"shard": 2, "tp": 2}, {"shard": Flat((0, 1, rows)), "tp": Shard(1)})
     assert torch.equal(assemble(cut(filled((rows, 2)), layout), layout), filled((rows, 2)))

@@ -11,18 +11,18 @@ from plait.plan import Plan, Policy
 from plait.schedules.search.api import POLICY_NAMES
 
 
-def test_defaults_are_one_rank() -> None:
+def test_the_default_plan_is_one_rank() -> None:
     plan = Plan()
     assert (plan.pp, plan.dp, plan.tp, plan.replicate, plan.shard, plan.world) == (1, 1, 1, 1, 1, 1)
     assert (plan.schedule, plan.microbatches, plan.strategy, plan.reduce) == ("1f1b", 1, "none", "last")
 
 
-def test_degrees() -> None:
+def test_shard_and_world_follow_from_the_other_degrees() -> None:
     plan = Plan(pp=2, dp=6, tp=3, replicate=2)
     assert (plan.shard, plan.world) == (3, 36)
 
 
-def test_a_plan_is_a_value() -> None:
+def test_a_plan_is_comparable_hashable_and_immutable() -> None:
     assert Plan(pp=2, layers_per_stage=(1, 2)) == Plan(pp=2, layers_per_stage=(1, 2))
     assert hash(Plan(pp=2)) == hash(Plan(pp=2)) != hash(Plan(pp=3))
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -53,7 +53,7 @@ def test_counts_are_whole_and_positive(name: str, value: object) -> None:
     ],
 )
 @pytest.mark.parametrize("value", ["zero", "", 1])
-def test_choices(name: str, choices: str, value: object) -> None:
+def test_an_unknown_choice_of_a_plan_lists_the_choices(name: str, choices: str, value: object) -> None:
     with pytest.raises(PlanError) as caught:
         Plan(**{name: value})  # type: ignore[arg-type]
     assert str(caught.value) == f"plan.{name} is {value!r}: choose one of {choices}."
@@ -69,17 +69,17 @@ def test_choices(name: str, choices: str, value: object) -> None:
         ("recompute", "selectiv", "selective"),
     ],
 )
-def test_a_choice_that_was_nearly_right(name: str, value: str, near: str) -> None:
+def test_a_misspelled_choice_of_a_plan_suggests_the_nearest(name: str, value: str, near: str) -> None:
     with pytest.raises(PlanError) as caught:
         Plan(**{name: value})  # type: ignore[arg-type]
     assert str(caught.value) == f"plan.{name} is {value!r}: did you mean {near}?"
 
 
-def test_schedules_are_those_that_there_are() -> None:
+def test_the_schedules_of_a_plan_are_the_known_policies() -> None:
     assert get_args(Policy) == POLICY_NAMES
 
 
-def test_no_recomputation_of_any_layer() -> None:
+def test_an_empty_recompute_is_refused() -> None:
     with pytest.raises(PlanError, match=r"plan\.recompute is \(\): give one"):
         Plan(recompute=())
 
@@ -172,7 +172,7 @@ def test_a_list_of_counts_makes_the_same_plan() -> None:
 
 @pytest.mark.parametrize("count", [0, -2, 1.5, "a"])
 @pytest.mark.parametrize("name", ["chunks", "loss_rows"])
-def test_chunks_are_positive(name: str, count: object) -> None:
+def test_chunks_and_loss_rows_are_positive_whole_numbers(name: str, count: object) -> None:
     assert getattr(Plan(**{name: 2}), name) == 2  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=f"plan.{name} is {count!r}: give a whole number of at least 1"):
         Plan(**{name: count})  # type: ignore[arg-type]
@@ -192,11 +192,11 @@ def test_other_overlaps_are_refused(overlap: object) -> None:
 
 
 @pytest.mark.parametrize(("dp", "replicate"), [(4, 3), (2, 4), (1, 2)])
-def test_replicate_divides_dp(dp: int, replicate: int) -> None:
+def test_a_replicate_that_does_not_divide_dp_is_refused(dp: int, replicate: int) -> None:
     with pytest.raises(PlanError, match=rf"plan\.replicate = {replicate} does not divide plan\.dp = {dp}: "):
         Plan(dp=dp, replicate=replicate)
 
 
-def test_everything_is_said_by_name() -> None:
+def test_a_plan_takes_keyword_arguments_only() -> None:
     with pytest.raises(TypeError):
         Plan(2, 2)  # type: ignore[misc]

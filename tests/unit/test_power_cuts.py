@@ -82,7 +82,7 @@ SAVES: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
 
 
 @pytest.mark.parametrize("case", SAVES)
-def test_a_checkpoint_is_the_old_one_or_the_new_one(case: str, tmp_path: Path) -> None:
+def test_after_a_power_cut_a_checkpoint_is_the_old_or_the_new_one(case: str, tmp_path: Path) -> None:
     before, write = SAVES[case]
     (folder := tmp_path / "written").mkdir()
     before(folder)
@@ -107,7 +107,7 @@ def test_a_checkpoint_is_the_old_one_or_the_new_one(case: str, tmp_path: Path) -
     }
 
 
-def test_a_folder_is_whole_or_not_there(tmp_path: Path) -> None:
+def test_after_a_power_cut_an_exported_folder_is_complete_or_absent(tmp_path: Path) -> None:
     """Whoever has written the files in it: an export copies some, libraries write some."""
     (folder := tmp_path / "written").mkdir()
     with PowerCuts(folder) as cuts, atomic_folder(folder / "exported", Disk()) as opened:
@@ -124,7 +124,7 @@ def test_a_folder_is_whole_or_not_there(tmp_path: Path) -> None:
     assert all(state == whole for state in cuts.last)
 
 
-def test_rows_of_a_resumed_run_are_all_there(tmp_path: Path) -> None:
+def test_after_a_power_cut_metrics_of_a_resumed_run_are_complete(tmp_path: Path) -> None:
     (folder := tmp_path / "written").mkdir()
     rows = [b'{"step": 1}\n', b'{"step": 2}\n', b'{"step": 3}\n']
     (folder / "metrics.jsonl").write_bytes(b"".join(rows))
@@ -136,7 +136,7 @@ def test_rows_of_a_resumed_run_are_all_there(tmp_path: Path) -> None:
     assert {state["metrics.jsonl"] for state in cuts.states} == {b"".join(rows), b"".join(rows[:2])}
 
 
-def test_prepared_data_are_whole_where_they_have_an_index(tmp_path: Path) -> None:
+def test_after_a_power_cut_prepared_data_with_an_index_are_complete(tmp_path: Path) -> None:
     """And the same command goes on in every state."""
     (tmp_path / "text.txt").write_text("one\n\ntwo and more\nthree")
     (folder := tmp_path / "written").mkdir()

@@ -25,7 +25,7 @@ def test_every_public_name_is_the_one_that_type_checkers_see(name: str) -> None:
     assert getattr(plait, name) is getattr(home, name)
 
 
-def test_every_public_name_has_a_word_about_it() -> None:
+def test_every_public_name_has_a_docstring() -> None:
     assert [name for name in plait.__all__ if not getattr(plait, name).__doc__] == []
 
 
@@ -54,7 +54,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     assert not hasattr(plait, "parallelise")
 
 
-def test_the_version_is_the_projects() -> None:
+def test_the_version_is_that_of_pyproject_toml() -> None:
     pyproject = tomllib.loads((Path(plait.__file__).parents[2] / "pyproject.toml").read_text())
     assert pyproject["project"]["dynamic"] == ["version"]
     assert pyproject["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "plait.version.VERSION"}

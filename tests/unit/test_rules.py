@@ -19,7 +19,7 @@ PATHS = [
 ]
 
 
-def test_a_star_stands_for_one_name() -> None:
+def test_a_star_in_a_rule_matches_one_component_of_a_path() -> None:
     heads = column.by("heads")
     rules = {"embedding.token": vocabulary, "blocks.*.attention.norm": entrance, "blocks.*.*.query": heads}
     assert match(rules, PATHS) == {
@@ -49,7 +49,7 @@ def test_a_star_stands_for_one_name() -> None:
         ("", "", True),
     ],
 )
-def test_what_fits(pattern: str, name: str, fits: bool) -> None:
+def test_a_rule_pattern_matches_the_listed_module_paths(pattern: str, name: str, fits: bool) -> None:
     if fits:
         assert match({pattern: row}, [name]) == {name: row}
     else:
@@ -57,7 +57,7 @@ def test_what_fits(pattern: str, name: str, fits: bool) -> None:
             match({pattern: row}, [name])
 
 
-def test_a_path_that_stands_twice_is_one() -> None:
+def test_a_module_path_listed_twice_is_matched_once() -> None:
     assert match({"head": column}, ["head", "head"]) == {"head": column}
 
 
@@ -96,7 +96,7 @@ def test_no_module_is_matched_twice() -> None:
     )
 
 
-def test_by_keeps_everything_else() -> None:
+def test_rule_by_keeps_the_other_options() -> None:
     rule = Rule("column", gather_output=True)
     assert rule.by("heads", repeated=True) == Rule("column", "heads", True, gather_output=True)
     assert rule.by("heads") == Rule("column", "heads", gather_output=True)

@@ -28,11 +28,13 @@ def listed(layout: SequenceLayout) -> list[list[int]]:
         ("contiguous", [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]),
     ],
 )
-def test_twelve_positions_on_three_ranks(kind: Any, expected: list[list[int]]) -> None:
+def test_each_layout_of_twelve_positions_on_three_ranks_is_the_listed_one(
+    kind: Any, expected: list[list[int]]
+) -> None:
     assert listed(sequence_layout(12, 3, kind)) == expected
 
 
-def test_lengths_that_do_not_divide() -> None:
+def test_a_length_that_does_not_divide_gives_the_first_chunks_one_more() -> None:
     assert listed(sequence_layout(7, 2, "zigzag")) == [[0, 5, 6], [1, 2, 3, 4]]
     assert listed(sequence_layout(7, 2, "striped")) == [[0, 2, 4, 6], [1, 3, 5]]
     assert listed(sequence_layout(7, 2, "contiguous")) == [[0, 1, 2, 3], [4, 5, 6]]
@@ -50,7 +52,7 @@ def test_each_position_is_on_one_rank_and_ascending(layout: SequenceLayout) -> N
 
 
 @given(some_layouts, st.integers(0, 2))
-def test_join_undoes_cut(layout: SequenceLayout, dim: int) -> None:
+def test_joining_the_parts_of_a_sequence_gives_the_sequence(layout: SequenceLayout, dim: int) -> None:
     shape = [2, 2, 2]
     shape[dim] = layout.length
     whole = torch.randn(shape)
@@ -77,12 +79,14 @@ def test_contiguous_gives_the_last_rank_the_most_work() -> None:
 
 
 @given(some_layouts, st.integers(0, 60), st.integers(0, 60))
-def test_a_part_of_ranges(layout: SequenceLayout, start: int, stop: int) -> None:
+def test_a_slice_of_position_ranges_has_the_positions_of_the_slice(
+    layout: SequenceLayout, start: int, stop: int
+) -> None:
     for held in layout.ranges:
         part = parts_of(held, slice(start, stop))
         assert list(chain.from_iterable(part)) == list(chain.from_iterable(held))[start:stop]
         assert all(part)
 
 
-def test_parts_without_ends() -> None:
+def test_a_full_slice_of_position_ranges_is_unchanged() -> None:
     assert parts_of((range(3), range(8, 20, 4)), slice(None)) == (range(3), range(8, 20, 4))

@@ -31,7 +31,7 @@ def marks_of(number, mistake):
         for number, mistake in enumerate(MISTAKES)
     ],
 )
-def test_what_is_said_of_a_mistake_is_true(rank_pool, mistake):
+def test_the_cause_named_for_each_mistake_is_true(rank_pool, mistake):
     report = report_of(rank_pool, mistake.model, mistake.plan, mistake.defect, mistake.options)
     assert report.first is not None, "no difference at all"
     said = report.first.cause

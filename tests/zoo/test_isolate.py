@@ -31,7 +31,7 @@ def places_of(report):
     return [location for location in every if not location.evaluating]
 
 
-def test_two_mistakes_are_both_listed(rank_pool):
+def test_with_isolate_two_mistakes_are_both_listed(rank_pool):
     defect = together(message_of_another_microbatch, work_of_one_layer_left_out)
     report = report_of(rank_pool, cases.LLAMA, cases.TWO_STAGES, defect, ISOLATED)
     phases = {location.phase for location in places_of(report)}
@@ -63,7 +63,7 @@ def test_a_wrong_message_makes_one_difference_for_each(rank_pool):
     ]
 
 
-def test_mistakes_of_parts_of_a_sequence(rank_pool):
+def test_mistakes_in_parts_of_a_sequence_are_listed_at_their_places(rank_pool):
     """A gradient that is a sum over the ranks of cp is replaced on one of them, and is 0 on the others."""
     defect = together(labels_shifted_after_the_cut, weight_gradient_of_the_second_part_twice)
     report = report_of(rank_pool, cases.UNTIED, RING, defect, ISOLATED)

@@ -43,7 +43,7 @@ def named(plan):
 
 @pytest.mark.full
 @pytest.mark.parametrize("plan", WAYS, ids=named)
-def test_right_runs_are_equal(rank_pool, plan):
+def test_correct_mixed_precision_runs_are_equal(rank_pool, plan):
     for model in (cases.GPT2, cases.SHARING):
         report = report_of(rank_pool, model, plan, nullcontext, TWO_NATIVE_STEPS)
         assert report, report
@@ -66,7 +66,7 @@ def off_by_a_little():
 
 
 @pytest.mark.full
-def test_the_usual_way_to_train_on_eight_ranks(rank_pool):
+def test_a_usual_bf16_plan_on_eight_ranks_is_equal_and_small_errors_are_found(rank_pool):
     """Equal; and an error of 2^-16 in fp32 gradients is seen, though bf16 rounds by 2^-8."""
     report = report_of(rank_pool, cases.FOUR_HEADS, USUAL, nullcontext, TWO_NATIVE_STEPS)
     assert report, report

@@ -108,7 +108,7 @@ def marks_of(row):
 @pytest.mark.parametrize(
     "row", [pytest.param(row, id=f"{row.name}-{row.plan.world}", marks=marks_of(row)) for row in ROWS]
 )
-def test_a_mistake_is_named(rank_pool, row):
+def test_verify_names_the_place_of_each_mistake(rank_pool, row):
     report = report_of(rank_pool, row.model, row.plan, row.defect, row.options)
     missed = row.named.missed_by(report)
     assert not missed, "\n".join([*missed, "", str(report)])
@@ -130,7 +130,7 @@ def test_a_receive_buffer_that_is_sent_on_is_named(thread_ranks):
 @pytest.mark.parametrize(
     "row", [row for row in SEEN_BY_EXACT if row.name not in UNSEEN_BY_EXACT], ids=lambda row: row.name
 )
-def test_whole_numbers_show_it_too(rank_pool, row):
+def test_exact_mode_also_names_the_mistake(rank_pool, row):
     report = report_of(rank_pool, row.model, row.plan, row.defect, EXACT)
     missed = row.named.missed_by(report)
     assert not missed, "\n".join([*missed, "", str(report)])
@@ -143,7 +143,7 @@ def test_scales_that_differ_are_refused_before_anything_is_compared(rank_pool):
         report_of(rank_pool, GPT2, HALF, scale_grows_on_one_rank, TWO_NATIVE_STEPS)
 
 
-def test_random_numbers_are_refused(rank_pool):
+def test_a_model_that_draws_random_numbers_is_refused(rank_pool):
     """They are others in every run of the reference too, and would count as rounding."""
     with pytest.raises(ModelError, match="1 draws random numbers"):
         report_of(rank_pool, RANDOM, TWO_COPIES)
@@ -156,5 +156,5 @@ def test_most_mistakes_are_named_and_explained():
     assert sum(explained) >= EXPLAINED * len(explained)
 
 
-def test_no_mistake_stands_there_twice():
+def test_no_mistake_is_listed_twice():
     assert len({(row.defect, row.plan.world) for row in ROWS}) == len(ROWS)

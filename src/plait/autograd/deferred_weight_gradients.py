@@ -128,7 +128,7 @@ def embedding(
 
 
 def defers(input: Tensor) -> bool:
-    """Return whether to defer the weight gradient.
+    """Return whether the backward of this call should queue the weight gradient instead of computing it.
 
     Not under `torch.autocast`, which casts the weight, nor in a layer that is traced, whose compiled backward
     defers it.

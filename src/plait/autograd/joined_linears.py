@@ -113,7 +113,7 @@ class JoinedLinears:
             bind_forward(one, alone)
 
     def forget(self) -> None:
-        """Free the outputs that the last run of the layer has not taken."""
+        """Free the linears' outputs that the last run of the layer computed, but did not use."""
         if self._input is not None:
             self._input = None
             self._outputs.clear()

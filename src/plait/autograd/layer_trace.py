@@ -1,4 +1,4 @@
-"""What a compiled layer runs beside its graphs: collectives, some attention, masks of dropouts, positions.
+"""Operations that a compiled layer runs outside its graphs: collectives, attention, dropout masks, positions.
 
 While a layer is traced, `TRACE` holds its `LayerTrace`. A collective is then not run but recorded, as an
 operator with a number, of which the trace knows only the shape of the result. The layer's graphs end before
@@ -89,7 +89,7 @@ torch.library.register_fake("plait::attention_backward", _like_attention_backwar
 
 @dataclass(frozen=True)
 class RecordedAttention:
-    """A call of attention in a layer that is traced."""
+    """A call of attention that was recorded while its layer was traced for compilation."""
 
     attention: Attention
     dropout: str | None

@@ -17,6 +17,6 @@ def tag(result: Tensor, key: str, value: object) -> Tensor:
 
 
 def tag_of(node: Node, key: str) -> Any:
-    """Return the tag `key` of an autograd node, or None."""
+    """Return the value of tag `key` of an autograd node, or None if the node has no such tag."""
     metadata: Any = node.metadata
     return metadata.get(key)

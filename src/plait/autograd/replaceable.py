@@ -21,7 +21,7 @@ _REPLACEMENTS: ContextVar[Replacements | None] = ContextVar("plait_replacements"
 
 
 class Replaceable(Generic[P, R]):
-    """A function in place of which `replacing` may have another called."""
+    """A function whose calls go to another function within the context `replacing`."""
 
     def __init__(self, function: Callable[P, R]) -> None:
         """`function` becomes `original`, which is never replaced."""
@@ -42,13 +42,13 @@ class Replaceable(Generic[P, R]):
 
 
 def replaceable(function: Callable[P, R]) -> Replaceable[P, R]:
-    """Return `function` as one that within `replacing` may be another."""
+    """Return a wrapper of `function` whose calls the context `replacing` can redirect to another function."""
     return Replaceable(function)
 
 
 @contextmanager
 def replacing(replacements: Replacements) -> Iterator[None]:
-    """Within the context, calls of the `replaceable` functions in `replacements` are calls of others."""
+    """Within the context, call for each `replaceable` function in `replacements` the one it is mapped to."""
     token = _REPLACEMENTS.set(replacements)
     try:
         yield

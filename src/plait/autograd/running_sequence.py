@@ -47,7 +47,7 @@ class ContextParallelism:
 
     @staticmethod
     def of(plan: Plan, group: Group, overlap: Callable[[], None] | None = None) -> ContextParallelism:
-        """Return what `plan` asks for, over the ranks of `group`."""
+        """Return the settings of context parallelism in `plan`, over the ranks of `group`."""
         keeps = plan.sequence_parallel == "keep"
         return ContextParallelism(group, plan.context_layout, plan.context_parallel, keeps, overlap)
 
@@ -117,7 +117,7 @@ class LocalSequence:
 
     @property
     def shape(self) -> tuple[SequenceLayout, bool]:
-        """What the shapes of positions depend on."""
+        """The values on which the shapes of positions depend, as a hashable key."""
         return self.layout, self.documents is not None
 
     @cached_property
@@ -149,7 +149,7 @@ class LocalSequence:
 
     @property
     def results(self) -> Mapping[Hashable, Any]:
-        """The results so far, by key; see `result`."""
+        """The results that layers have computed for this micro-batch's sequences, by key; see `result`."""
         return self._results
 
     def result(self, key: Hashable, compute: Callable[[], Result]) -> Result:
@@ -196,7 +196,7 @@ def longest_document(tensor: Tensor) -> int:
 @replaceable
 @gives_positions
 def positions(tensor: Tensor) -> Tensor:
-    """Return the positions of the tokens along dim 1 of `tensor`: int64 `[length]`, or `[rows, length]`.
+    """Return the position of each token along dim 1 of `tensor`: int64 `[length]`, or `[rows, length]`.
 
     0, 1, 2, … in plain PyTorch. Under context parallelism those that this rank holds; with packed documents
     they begin anew in each document, for each row. A new tensor, which the caller may write to.

@@ -83,7 +83,7 @@ def run_split(module: Any, queue: WeightGradientQueue, *inputs: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class _Call:
-    """Arguments of a `_SplitModule` call that are no tensors: module, queue, parameter names, input count."""
+    """The non-tensor arguments of a `_SplitModule` call: module, queue, parameter names, input count."""
 
     module: Any
     queue: WeightGradientQueue

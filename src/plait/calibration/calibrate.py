@@ -91,7 +91,7 @@ def _measure(seconds: float) -> RankMeasurement:
 
 
 def knows_links(found: Sequence[RankMeasurement]) -> bool:
-    """Return whether links were measured, or are those of a bundled file."""
+    """Return whether the link figures are known: measured here, or taken from a bundled file."""
     return _measured_links(found) or _bundled(found[0]) is not None
 
 

@@ -32,7 +32,7 @@ class Timer:
 
     @classmethod
     def on(cls, device: torch.device, budget: float) -> Timer:
-        """Return a timer for `device`, which there measures the products first."""
+        """Return a timer for `device`; on a CPU it first measures matrix products, its unit of speed."""
         alone = cls(device, budget, None)
         return alone if is_accelerator(device) else cls(device, budget, alone(_products))
 
@@ -59,7 +59,7 @@ class Timer:
         return median(found)
 
     def once(self, run: Callable[[], object]) -> float:
-        """Call `run` once; return its seconds, with those until the device is done."""
+        """Call `run` once; return the seconds until the device has finished its work."""
         start = time.perf_counter()
         run()
         synchronize(self.device)

@@ -21,7 +21,7 @@ BEST = "best"
 
 
 class BestCheckpoint(NamedTuple):
-    """A checkpoint that is kept for its validation loss."""
+    """A checkpoint that is kept because its validation loss is among the lowest."""
 
     step: int
     loss: float
@@ -42,7 +42,7 @@ def marker_path(folder: Path) -> Path:
 
 
 def mark_best(folder: Path, kept: Sequence[BestCheckpoint], disk: Disk) -> None:
-    """Record the checkpoints of `folder` with the lowest validation losses, the lowest first; none: remove.
+    """Write `kept`, lowest loss first, to `best.json` in `folder`; if `kept` is empty, remove the file.
 
     Raises OSError.
     """

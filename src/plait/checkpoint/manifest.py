@@ -108,7 +108,7 @@ class Manifest:
     optimizer: Mapping[str, Any] | None = None
     """Class ("": unknown), options of each group, group of each parameter, state that is no tensor."""
     run: Mapping[str, Any] = field(default_factory=dict)
-    """What else a step depends on, see `Engine.run_state`; empty in a checkpoint that was imported."""
+    """Further state on which steps depend, such as the number of passes; empty in an imported checkpoint."""
     state: Mapping[str, Any] = field(default_factory=dict)
     """The user's own state."""
     plan: Mapping[str, Any] = field(default_factory=dict)

@@ -45,26 +45,26 @@ class OptimizerSet:
 
     @property
     def kind(self) -> str:
-        """The names of their classes, joined by plus signs."""
+        """The names of the optimizers' classes, joined by plus signs."""
         return " + ".join(type(one).__name__ for one in self.members)
 
     @property
     def defaults(self) -> set[str]:
-        """The names of the options that their classes take."""
+        """The names of the options that the optimizers' classes take."""
         return set(chain.from_iterable(one.defaults for one in self.members))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of all, one after another."""
+        """The parameter groups of all optimizers, one optimizer after another."""
         return [group for one in self.members for group in one.param_groups]
 
     def state_of(self, parameter: nn.Parameter) -> Mapping[str, Any]:
-        """Return the state of a parameter; empty where it has none."""
+        """Return the optimizer state of a parameter; an empty dict if it has none."""
         owner = self._owners.get(id(parameter))
         return {} if owner is None else owner.state.get(parameter, {})
 
     def replace_state(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
-        """Replace the state of a parameter; by an empty one: remove it."""
+        """Set the optimizer state of a parameter; an empty `state` removes the entry."""
         owner = self._owners[id(parameter)]
         owner.state.pop(parameter, None)
         if state:

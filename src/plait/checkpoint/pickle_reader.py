@@ -21,7 +21,7 @@ class PickledClass:
 
 
 class PickledObject:
-    """An object of a pickle: its class, what that was called with, and its state; equal to itself only."""
+    """An object in a pickle: its class, constructor arguments and state; equal to itself only."""
 
     def __init__(self, kind: PickledClass, arguments: tuple[Any, ...]) -> None:
         self.kind, self.arguments = kind, arguments

@@ -86,7 +86,7 @@ def start_save(
     before_commit: Callable[[], None] = lambda: None,
     after_commit: Callable[[], None] = lambda: None,
 ) -> PendingSave:
-    """Write a checkpoint as `save` does; if `staging` is given, copy to it, then write in the background.
+    """Write a checkpoint as `save` does; with a `staging` buffer, copy to it, then write in the background.
 
     Rank 0 calls `on_start` before anything is written, `before_commit` when the checkpoint is complete but
     does not have its name yet, and `after_commit` when it has; all may raise OSError.

@@ -203,7 +203,7 @@ def _counted(number: int, name: str) -> str:
 
 
 class _ShownProgress:
-    """A progress bar on a terminal, else a line every few seconds; a context manager."""
+    """Context manager that shows the progress of a preparation: a bar on a terminal, else lines."""
 
     def __init__(self, console: Console) -> None:
         self.read = 0

@@ -34,7 +34,7 @@ def parser() -> CommandParser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print what was found, and return 1 if something has to change, else 0."""
+    """Check this host, print the findings, and return 1 if one of them needs a change, else 0."""
     options = parser().parse_args(argv)
     with importing():
         from plait.comm.host_check import check_host

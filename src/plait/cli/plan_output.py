@@ -40,7 +40,7 @@ def same_time(one: Prediction, other: Prediction) -> bool:
 
 
 def groups(found: Sequence[Prediction]) -> list[list[Prediction]]:
-    """Return consecutive plans of the same time together; `found`: fastest first."""
+    """Return the plans `found`, fastest first, in groups of equal printed time."""
     made: list[list[Prediction]] = []
     for one in found:
         if made and same_time(made[-1][0], one):
@@ -96,7 +96,7 @@ def bound_text(found: Prediction) -> str:
 
 
 def notes(result: PlanSearchResult) -> list[str]:
-    """Return lines on what became of the other plans, and on the distance of the second from the first."""
+    """Return lines on why other plans were left out, and on how much slower the second plan is."""
     lines = [
         f"Of {result.plans:,} plans {result.predicted:,} fit and were predicted, {result.too_large:,} need "
         f"more memory than a device has, and {result.slower:,} are not faster than those found."
@@ -165,7 +165,7 @@ def _links_text(found: Hardware) -> str:
 
 
 def goodput_lines(goodput: Goodput | None, found: Prediction) -> list[str]:
-    """Return a line on how often to save a run, and on the part of its time that then is progress."""
+    """Return a line that names the best interval of checkpoints and the resulting share of useful time."""
     if goodput is None:
         return []
     steps = max(1, round(goodput.interval / found.step_seconds))
@@ -179,7 +179,7 @@ def goodput_lines(goodput: Goodput | None, found: Prediction) -> list[str]:
 
 
 def goodput_json(goodput: Goodput | None) -> dict[str, Any]:
-    """Return the best interval of saves and its goodput; nothing where they were not asked for."""
+    """Return the best interval of saves and its goodput as JSON values; empty where not asked for."""
     return {} if goodput is None else {"goodput": asdict(goodput)}
 
 
@@ -199,7 +199,7 @@ def plan_json(found: Prediction, changes: Sequence[PlanChange]) -> dict[str, Any
 
 
 def search_json(result: PlanSearchResult, most: int) -> dict[str, Any]:
-    """Return the plans of a search, and what became of the others."""
+    """Return the plans of a search as JSON values, and the number of plans left out for each reason."""
     return {
         "plans": result.plans,
         "predicted": result.predicted,

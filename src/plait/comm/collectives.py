@@ -121,7 +121,7 @@ def all_gather(
 def all_to_all(
     tensor: Tensor, group: Group, *, out: Tensor | None = None, checked: bool = True
 ) -> Handle[Tensor]:
-    """Send the i-th of `size` equal pieces of dim 0 to the rank with index i; return the pieces received.
+    """Send the i-th of `size` equal parts of dim 0 to the rank with index i; return the parts received.
 
     `[size * n, ...]` to the same shape, in `out` if given, which is other memory than `tensor`.
     """
@@ -144,7 +144,7 @@ def all_to_all_uneven(
     out: Tensor | None = None,
     checked: bool = True,
 ) -> Handle[Tensor]:
-    """Send consecutive pieces of a flat tensor, `sent[i]` elements to index i; return the pieces received.
+    """Send consecutive ranges of a flat tensor, `sent[i]` elements to index i; return those received.
 
     `[sum(sent)]` to `[sum(received)]`, in `out` if given, which is other memory than `tensor`: `received[i]`
     elements from index i, in order of the index. `sent[i]` of the rank at index j is `received[j]` of the

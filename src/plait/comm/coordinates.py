@@ -100,7 +100,7 @@ def rank_at(coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> int:
 def replica_ranks(
     layout: Layout, coordinate: Mapping[str, int], stages: Iterable[int], sizes: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """Return the ranks in pipeline `stages` that hold the same piece of a `layout` tensor as `coordinate`."""
+    """Return the ranks in pipeline `stages` that hold the same shard of a `layout` tensor as `coordinate`."""
     alike = [dict(zip(layout.axes, there, strict=True)) for there in layout.replicas(coordinate)]
     return tuple(sorted(rank_at({"pp": stage, **there}, sizes) for stage in stages for there in alike))
 

@@ -55,7 +55,7 @@ class Group:
 
     @cached_property
     def with_others(self) -> str:
-        """The group and its other members, for errors; made once, since a group may have hundreds."""
+        """The group's name and other members as text for errors; computed once."""
         return f"{self.name} with {', '.join(map(str, self.others))}"
 
     @property

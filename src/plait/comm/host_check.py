@@ -1,4 +1,4 @@
-"""`check_host`: what this host offers to ranks: versions, backends, devices, limits, network, clock."""
+"""`check_host`: checks this host for ranks: versions, backends, devices, limits, network, clock."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _EXTRAS = ("tensorboard", "tokenizers", "transformers", "datasets", "wandb", "ml
 
 @dataclass(frozen=True)
 class HostFinding:
-    """Something about this host, and what to change, if anything."""
+    """A property of this host that was checked, its value, and a remedy if it has to change."""
 
     about: str
     found: str
@@ -38,7 +38,7 @@ class HostFinding:
 
 
 def check_host() -> Iterator[HostFinding]:
-    """Yield what ranks on this host will find, without starting any."""
+    """Yield a finding for each property of this host that ranks depend on, without starting ranks."""
     yield from _versions()
     yield _backends()
     yield from _devices()

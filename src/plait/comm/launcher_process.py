@@ -1,4 +1,4 @@
-"""The processes between a rank and its launcher, and what tells two runs of a launcher apart."""
+"""The processes between a rank and its launcher, and the identity of one run of a launcher."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _started_with(process: int, variable: str) -> bool:
 
 
 def run_of_launcher(mark: str) -> str:
-    """Return where the `mpiexec` of MPICH or Intel MPI listens that started this rank; "" for others.
+    """Return the address at which the MPICH or Intel `mpiexec` of this rank listens; "" for other launchers.
 
     The same for all its ranks, and another for each `mpiexec`, which gives its ranks no job id. From the
     command line of its proxy on this host, a parent of the rank. `mark`: as for `parents_up_to_launcher`.
@@ -63,7 +63,7 @@ def run_of_launcher(mark: str) -> str:
 
 
 def process_of_launcher(mark: str) -> str:
-    """Return the id and start time of the launcher's process on this host: another for each of its runs."""
+    """Return the id and start time of the launcher's process on this host, which identify one run of it."""
     launcher = _launcher(mark)
     started = _read(launcher, "stat").rpartition(")")[2].split()[19:20]
     return "-".join([str(launcher), *started])

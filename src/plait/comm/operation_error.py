@@ -1,4 +1,4 @@
-"""The error of a failed operation: what a rank waited for, why in vain, and which rank failed first."""
+"""The error of a failed operation: the operation, the cause, and the rank that failed first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imported by the fork server of the rank processes: it imports what every rank needs, once for all of them.
+"""The module that the fork server of rank processes imports: it imports the packages that every rank needs.
 
 Optimizers import torch's compiler when first used, which takes half a second, and the rest of plait takes a
 fifth of one: each rank would do it for itself.

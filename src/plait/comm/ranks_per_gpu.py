@@ -1,4 +1,4 @@
-"""Ranks that share a GPU: how many do, NCCL's settings for that, and each rank's part of the memory.
+"""Ranks that share a GPU: their number, NCCL's settings, and each rank's limit of the GPU's memory.
 
 NCCL lets ranks share a GPU from version 2.30 on (its variable `NCCL_MULTI_RANK_GPU_ENABLE`, experimental).
 All of a GPU's ranks must fit there at once, so that each is given few thread blocks. The ranks take turns:
@@ -120,7 +120,7 @@ def share_gpu(device: torch.device, count: int) -> None:
 
 @contextmanager
 def explained_sharing() -> Iterator[None]:
-    """Within the context, an out-of-memory error of a GPU that ranks share says so."""
+    """Within the context, add to out-of-memory errors a note that several ranks share the GPU."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -133,7 +133,7 @@ def explained_sharing() -> Iterator[None]:
 
 
 def hang_hint() -> str:
-    """Return a sentence for a wait in vain where ranks share a GPU: what may be exhausted; else nothing."""
+    """Return a hint for a timeout of ranks that share a GPU: what may be exhausted; "" for others."""
     if (count := ranks_per_gpu()) == 1:
         return ""
     blocks = os.environ.get("NCCL_MAX_CTAS", "as many as NCCL chooses")

@@ -69,7 +69,7 @@ def private_store(file: str, world_size: int) -> Store:
 
 
 def listen(host: str, port: int) -> Store | None:
-    """Return a store that this process holds at `port`; None if the port is taken.
+    """Start a store server in this process at `port`, and return the store; None if the port is taken.
 
     It accepts connections from this host only, where `host` is a loopback address, else from everywhere.
     """
@@ -86,7 +86,7 @@ def listen(host: str, port: int) -> Store | None:
 
 
 def listen_again(host: str, port: int) -> Store:
-    """Return the store that this process holds at `port` from an earlier run, which something keeps alive."""
+    """Return the store server that this process still runs at `port` from an earlier run."""
     return _server(host if _is_loopback(host) else "127.0.0.1", port, None)
 
 
@@ -134,7 +134,7 @@ def is_gone(store: Store) -> bool:
 
 
 def users_listening_at(port: int) -> set[int]:
-    """Return the users whose processes listen at a port of this host, as far as the system tells."""
+    """Return the users whose processes listen at a port of this host, by `/proc/net`."""
     rows: list[list[str]] = []
     for table in ("tcp", "tcp6"):
         try:

@@ -1,1 +1,1 @@
-"""Layers compiled to graphs, whose backward is split in the input's and the weights' gradients."""
+"""Layers compiled to graphs, whose backward is split into input gradient and weight gradients."""

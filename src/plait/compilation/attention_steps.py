@@ -36,7 +36,7 @@ class AttentionStep:
     done: Sequence[int] = ()
 
     def run(self, values: Values, call: LayerCall) -> None:
-        """Compute attention."""
+        """Compute attention of the step's arguments in `values`, and store the output there."""
         query, key, value = taken(values, self.arguments, self.done)
         name = self.recorded.dropout
         dropout = None if name is None else call.dropout(name)

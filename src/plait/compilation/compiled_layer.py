@@ -1,4 +1,4 @@
-"""Layers as graphs: each distinct structure is traced once for each shape of its input, forward and backward.
+"""Layers compiled to graphs: each distinct layer structure is traced once per input shape, with its backward.
 
 F    the steps of the forward; its results, and what the backward reads
 I    the steps of the backward: gradients of the input, of biases and norms; operands of weight gradients
@@ -183,17 +183,17 @@ class CompiledRun:
         return found[: graphs.inputs]
 
     def mask(self, number: int, name: str, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Return the mask of a call of the dropout `name`: the next one, or the same again."""
+        """Return the mask of call `number` of the dropout `name`; asked again, the same mask."""
         if number not in self._makers:
             self._makers[number] = self.layer.dropouts[name].next_mask_maker(shape, device)
         return self._makers[number]()
 
     def dropout(self, name: str) -> Dropout:
-        """Return the layer's dropout `name`."""
+        """Return the layer's dropout module `name`."""
         return self.layer.dropouts[name]
 
     def regathered(self, piece: Tensor, gather: Gather) -> Regathered:
-        """Return a tensor that is gathered from the ranks' pieces, again, when it is first used.
+        """Return a tensor whose all-gather from the ranks' parts is repeated on first use.
 
         The all-gather starts now if the weight gradients follow at once.
         """

@@ -1,4 +1,4 @@
-"""The division of a joint graph into a forward and a backward, and what the one saves for the other.
+"""The division of a joint graph into forward and backward, and the values that the forward saves.
 
     none        the results that the backward reads
     selective   those of matrix products, attention and collectives; the rest is computed again
@@ -61,7 +61,7 @@ class JointGraph:
         return JointGraph(module, given[:arguments], given[arguments:], returned, gradients)
 
     def in_order(self, nodes: Iterable[Node]) -> list[Node]:
-        """Return those of `nodes` that compute something, in the order of the graph."""
+        """Return the nodes among `nodes` that compute a value, in the order of the graph."""
         wanted = set(nodes)
         return [node for node in self.module.graph.nodes if node in wanted and node.op == "call_function"]
 

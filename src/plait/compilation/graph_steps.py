@@ -1,4 +1,4 @@
-"""Part of a joint graph as steps that run.
+"""Conversion of part of a joint graph to the steps that run it.
 
 Each operation runs as early as the steps between graphs allow: a graph holds all that needs no result of a
 later one. So each rank runs the same collectives in the same order, and weight gradients are in the queue

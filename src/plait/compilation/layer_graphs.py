@@ -30,7 +30,7 @@ from plait.plan import Recompute
 
 @dataclass(frozen=True)
 class OutputGradient:
-    """What the traced backward expects of the gradient of one output tensor."""
+    """Shape, strides and dtype that the traced backward expects of the gradient of one output tensor."""
 
     number: int
     """Of the tensor in the output."""

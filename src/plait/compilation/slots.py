@@ -20,20 +20,20 @@ class LayerCall(Protocol):
     """Protocol of one call of a layer: gives its steps its dropouts, and queues weight gradients."""
 
     def mask(self, number: int, name: str, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Return the mask of a call of the dropout `name`, the same each time for a number."""
+        """Return the mask of call `number` of the dropout `name`; asked again, the same mask."""
 
     def dropout(self, name: str) -> nn.Module:
-        """Return the layer's dropout `name`."""
+        """Return the layer's dropout module `name`."""
 
     def regathered(self, piece: Tensor, gather: Gather) -> Regathered:
-        """Return a tensor that is gathered from the ranks' pieces, again, when it is first used."""
+        """Return a tensor whose all-gather from the ranks' parts is repeated on first use."""
 
     def defer(self, term: WeightTerm, operands: Sequence[Tensor | Regathered]) -> None:
         """Queue the computation of `term`, a part of a weight gradient, from `operands`."""
 
 
 def taken(values: Values, slots: Sequence[int], done: Sequence[int]) -> list[Any]:
-    """Return the values of `slots`, and let go of those of `done`, so that a graph can free them early."""
+    """Return the values of `slots`, and drop the references in the slots `done`, so that graphs free them."""
     found = list(map(values.__getitem__, slots))
     for slot in done:
         values[slot] = None
@@ -42,7 +42,7 @@ def taken(values: Values, slots: Sequence[int], done: Sequence[int]) -> list[Any
 
 @dataclass(frozen=True)
 class Results:
-    """The slots of one result of a step, and its strides, for which later graphs are made."""
+    """The slots that store one result of a step, and the strides that later graphs expect of it."""
 
     slots: Sequence[int]
     stride: tuple[int, ...]

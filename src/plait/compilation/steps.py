@@ -1,4 +1,4 @@
-"""Steps of a compiled layer: graphs, what runs between them, and what is left to the queue."""
+"""Steps of a compiled layer: graphs, operations between graphs, and weight gradients for the queue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from plait.compilation.weight_terms import WeightTerm
 
 @dataclass
 class GraphStep:
-    """A graph of consecutive operations."""
+    """A step that runs a graph of consecutive operations."""
 
     graph: GraphCall
     arguments: Sequence[int]
@@ -28,7 +28,7 @@ class GraphStep:
     """Slots that no later step reads."""
 
     def run(self, values: Values, call: LayerCall) -> None:
-        """Run the graph."""
+        """Run the graph on the step's arguments in `values`, and store its results there."""
         made = self.graph(taken(values, self.arguments, self.done))
         for slot, value in zip(self.results, made, strict=True):
             values[slot] = value
@@ -36,7 +36,7 @@ class GraphStep:
 
 @dataclass
 class BetweenStep:
-    """A collective between two graphs."""
+    """A step that runs a collective between two graphs."""
 
     operation: Callable[[Tensor], Tensor]
     argument: int
@@ -46,7 +46,7 @@ class BetweenStep:
     done: Sequence[int] = ()
 
     def run(self, values: Values, call: LayerCall) -> None:
-        """Run the operation."""
+        """Run the collective on the step's argument in `values`, and store its result there."""
         (argument,) = taken(values, (self.argument,), self.done)
         self.result.store(values, self.operation(argument.clone() if self.copies else argument))
 
@@ -68,7 +68,7 @@ class RegatherStep:
 
 @dataclass
 class MaskStep:
-    """The mask of a dropout, made before the first graph."""
+    """A step that computes the mask of a dropout, before the first graph."""
 
     number: int
     name: str
@@ -79,20 +79,20 @@ class MaskStep:
     done: Sequence[int] = ()
 
     def run(self, values: Values, call: LayerCall) -> None:
-        """Make the mask."""
+        """Compute the dropout's mask for this call, and store it in `values`."""
         values[self.result] = call.mask(self.number, self.name, self.shape, self.device)
 
 
 @dataclass
 class PositionsStep:
-    """The positions of the running sequence, before the first graph."""
+    """A step that stores the positions of the running sequence, before the first graph."""
 
     device: torch.device
     result: int
     done: Sequence[int] = ()
 
     def run(self, values: Values, call: LayerCall) -> None:
-        """Store the positions."""
+        """Store the positions of the running sequence in `values`."""
         sequence = running_sequence()
         assert sequence is not None
         values[self.result] = sequence.positions(self.device)
@@ -100,14 +100,14 @@ class PositionsStep:
 
 @dataclass
 class DeferStep:
-    """A summand of a weight gradient, whose operands are there."""
+    """A step that queues a summand of a weight gradient, once its operands are computed."""
 
     term: WeightTerm
     operands: Sequence[int]
     done: Sequence[int] = ()
 
     def run(self, values: Values, call: LayerCall) -> None:
-        """Queue the summand."""
+        """Queue the computation of the summand from its operands in `values`."""
         call.defer(self.term, taken(values, self.operands, self.done))
 
 
@@ -117,7 +117,7 @@ Step = GraphStep | Between | MaskStep | PositionsStep | DeferStep
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps, and the slots of what they are given and return."""
+    """A sequence of steps, and the slots of its arguments and results."""
 
     steps: Sequence[Step]
     slots: int

@@ -117,7 +117,7 @@ def with_generated_code(graph: GraphModule) -> GraphCall:
 
 
 def code_cache() -> Path:
-    """Return the folder on the disk in which torch keeps generated code; it exists.
+    """Return the existing folder in which torch keeps generated code.
 
     Raises `PlanError` where it is in the folder for temporary files, and another user could write there:
     ranks run what is in it.

@@ -1,4 +1,4 @@
-"""Weight gradients that are taken out of a layer's backward: what is added to a parameter's buffer, and when.
+"""Weight gradients taken out of a layer's backward, as summands that the queue adds to parameters' buffers.
 
 A gradient that is a matrix product, through transposes and views, becomes its two operands; one that is the
 scatter of an embedding becomes the rows and their indexes. Sums of them are taken apart.
@@ -41,7 +41,7 @@ class Operand:
 
     @staticmethod
     def of(node: Node) -> Operand:
-        """Return `node` as views of the last node before it that is none."""
+        """Return `node` as the chain of views of the nearest earlier node that is not a view."""
         views: list[View] = []
         while is_view(node) and not node.kwargs and isinstance(node.args[0], Node):
             operation: Any = _METHODS.get(node.target, node.target)

@@ -5,6 +5,14 @@ the queries, keys and values of its own positions, and gets the attention of its
 
 `attention(query, key, value)` is `attend(query, share_keys(key, value))`. The two halves let a layer send its
 keys before it computes its queries.
+
+    query     [rows, heads, length, size]
+    key       [rows, kv heads, length, size]
+    value     [rows, kv heads, length, width]
+    result    [rows, heads, length, width]
+
+rows: of the micro-batch. heads: those that this rank of `tp` has; kv heads divide them, each for consecutive
+query heads. length: the positions that this rank of `cp` has. size and width: features of a head.
 """
 
 from __future__ import annotations
@@ -62,8 +70,9 @@ def attention(
 ) -> Tensor:
     """Return softmax attention `[rows, heads, length, width]`, without any position of another document.
 
-    `query` `[rows, heads, length, size]`; `key` and `value` may have fewer heads, each for consecutive query
-    heads. `causal`: no position sees a later one. `window`: a position sees those at a distance below it.
+    `query` `[rows, heads, length, size]`, `key` `[rows, kv heads, length, size]`, `value` with `width` in
+    place of `size`; kv heads may be fewer, each for consecutive query heads. `causal`: no position sees a
+    later one. `window`: a position sees those at a distance below it.
     `documents`: ids `[rows, length]` of the whole sequences, by default those of the batch that an engine
     runs; a document is a run of equal ids. `scale`: of the scores, by default `size ** -0.5`.
     `softcap`: a bound c of the scores s, which become c · tanh(s / c); no fused kernel has it. `dropout`: of
@@ -133,7 +142,7 @@ def _require_mask(dropout: AnyDropout | None) -> None:
 
 @dataclass(frozen=True)
 class SharedKeys:
-    """Keys and values `[rows, heads, length, width]` on their way to other ranks; made by `share_keys`."""
+    """Keys and values, of `[rows, kv heads, …]`, on their way to other ranks; made by `share_keys`."""
 
     key: Tensor
     value: Tensor

@@ -29,7 +29,7 @@ from plait.layout.sequence_layout import SequenceLayout, parts_of
 
 @dataclass(frozen=True)
 class Mask:
-    """Which positions a query sees: in its document, up to itself if `causal`, closer than `window`."""
+    """The mask of attention: keys of the query's document, not later if `causal`, closer than `window`."""
 
     causal: bool = True
     window: int | None = None
@@ -110,7 +110,7 @@ def exchange_plan(sequence: LocalSequence, mask: Mask, device: torch.device) -> 
 def remembered_plan(
     layout: SequenceLayout, index: int, mask: Mask, documents: DocumentBounds | None, device: torch.device
 ) -> ExchangePlan:
-    """Return the plan of a rank with indices on `device`; it holds no keys, and no masks but their ends."""
+    """Return the cached exchange plan of a rank with indices on `device`; it holds neither keys nor masks."""
     return build_plan(layout, index, mask, documents).on(device)
 
 

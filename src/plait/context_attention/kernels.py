@@ -30,7 +30,7 @@ BIAS_MULTIPLE = 16
 
 
 class Scaling(NamedTuple):
-    """What is done to the products of queries and keys, to make them scores."""
+    """How scores are computed from the products of queries and keys: a factor and an optional softcap."""
 
     scale: float
     """Their factor."""
@@ -122,7 +122,7 @@ def empty_result(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
-    """Add attention to a block's keys to `out` and `lse` in place: then they are of all keys so far.
+    """Merge attention to one block of keys into `out` and `lse` in place, by log-sum-exp.
 
     `out`, `lse`: views of an `empty_result` for the part's rows and queries. `part_out`, `part_lse`: from
     `block_forward`.

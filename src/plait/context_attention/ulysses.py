@@ -1,4 +1,4 @@
-"""Attention with heads in place of positions: each rank of `cp` computes some heads for all positions.
+"""Ulysses attention: ranks of `cp` exchange positions for heads; each computes some heads for all positions.
 
     queries           [rows, all heads, own positions]  ─ all-to-all →  [rows, own heads, all positions]
     keys and values   [rows, all heads, own positions]  ─ all-to-all →  [rows, own heads, all positions]
@@ -202,7 +202,7 @@ class _Pieces:
 
     @staticmethod
     def of(tensors: Sequence[Tensor], sizes: Sequence[tuple[int, int]]) -> _Pieces:
-        """Return memory for heads and positions, so many for each rank, of rows and widths like `tensors`."""
+        """Return an uninitialised buffer for each rank's heads and positions of tensors like `tensors`."""
         shapes = [[(one.shape[0], *size, one.shape[3]) for one in tensors] for size in sizes]
         counts = [[prod(shape) for shape in of_rank] for of_rank in shapes]
         flat = tensors[0].new_empty(sum(map(sum, counts)))

@@ -1,4 +1,4 @@
-"""A block of attention by matrix products, for what no fused kernel computes: dropout, capped scores.
+"""Attention of a block by matrix products, for dropout and softcapped scores, which no fused kernel has.
 
 Computes in the wider one of float32 and the query's dtype, and holds the weights of all pairs in memory.
 """

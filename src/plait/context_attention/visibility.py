@@ -118,7 +118,7 @@ class BlockCall:
 
     @property
     def mask(self) -> Literal["full", "causal"] | Tensor:
-        """What is computed, as kernels take it: intervals as a new bool tensor `[queries, keys]`."""
+        """The mask for kernels: "full", "causal", or intervals as a new bool tensor `[queries, keys]`."""
         if not isinstance(self.seen, Tensor):
             return self.seen
         begin, end = self.seen.unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""Dropout of attention weights: of all of them at once, or block by block with the same mask.
+"""Dropout of attention weights, of all at once or block by block, with the same mask.
 
 The mask is that of the weights `[rows, heads, queries, keys]` of the whole batch and sequence. A block makes
 its part, from the positions of its queries and keys: once in the forward, and again in the backward.

@@ -1,4 +1,4 @@
-"""`ArrayFile`: an array on the disk, of which each access reads only what it asks for."""
+"""`ArrayFile`: a one-dimensional array on the disk; a slice reads only its own elements."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class TokenWindows:
         return max(0, self.size - 1) % self.context
 
     def take(self, windows: NDArray[Any]) -> InputsAndTargets:
-        """Return the windows with these numbers, `[rows]`, as inputs and targets `[rows, context]` int64.
+        """Return the windows `numbers`, `[rows]`, as inputs and targets `[rows, context]` int64.
 
         Where documents are kept apart, inputs are a dictionary of `tokens` and `document_ids`, and the last
         token of each document has no target (-100). Raises `DataError` when a token is beyond the vocabulary.
@@ -118,7 +118,7 @@ class Rows(Protocol):
         """The number of rows."""
 
     def take(self, rows: NDArray[Any], /) -> InputsAndTargets:
-        """Return the rows with these numbers, `[n]`, as inputs and targets."""
+        """Return the rows `numbers`, `[n]`, as inputs and targets."""
 
 
 class Batches(Protocol):
@@ -144,7 +144,7 @@ def row_total(batches: Batches) -> int | None:
 
 
 def description(batches: Batches) -> dict[str, Any]:
-    """Return what decides which samples a step has, as JSON values: the size, and what batches describe."""
+    """Return the settings that determine the samples of each step, as JSON values."""
     described: dict[str, Any] = {"size": batches.size, **getattr(batches, "describe", dict)()}
     read: dict[str, Any] = json.loads(json.dumps(described))
     return read
@@ -162,7 +162,7 @@ class ConcatenatedRows:
         return sum(each.count for each in self.corpora)
 
     def take(self, rows: NDArray[Any]) -> InputsAndTargets:
-        """Return the rows with these numbers; see `joined`."""
+        """Return the rows with the given numbers, of all corpora, as inputs and targets."""
         starts = np.cumsum([0, *(each.count for each in self.corpora)])
         corpus = np.searchsorted(starts, rows, side="right") - 1
         mine = [np.nonzero(corpus == index)[0] for index in range(len(self.corpora))]
@@ -188,7 +188,7 @@ class ShuffledBatches:
         return self.windows.count
 
     def describe(self) -> dict[str, Any]:
-        """Return what decides the order of rows."""
+        """Return the settings that determine the order of rows, as JSON values."""
         return {"seed": self.seed, "rows": self.windows.count}
 
     def batch(self, step: int, rows: slice) -> InputsAndTargets:
@@ -216,7 +216,7 @@ class ValidationBatches:
         return min(self.windows.count, self.size * (self.limit or self.windows.count))
 
     def describe(self) -> dict[str, Any]:
-        """Return what decides the choice of rows."""
+        """Return the settings that determine the choice of rows, as JSON values."""
         return {"rows": self.windows.count, "taken": self.rows}
 
     def batch(self, step: int, rows: slice) -> InputsAndTargets:

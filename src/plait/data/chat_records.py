@@ -1,4 +1,4 @@
-"""Conversations as records: their messages, which of these are learnt, and what else their template is given.
+"""Conversations as records: messages, which of them are learnt, and further arguments of the chat template.
 
 A record has `messages`, each with `role` and `content`, or `conversations`, as ShareGPT has them, of which
 those of the assistant are to be learnt; or a `prompt` and a `completion`, as text or as messages, of which
@@ -34,7 +34,7 @@ _SET_BY_PLAIT = frozenset({"messages", "add_generation_prompt", "continue_final_
 
 @dataclass(frozen=True)
 class ChatRecord:
-    """A conversation as its row has it."""
+    """A conversation read from one row: its messages, learnt flags and template arguments."""
 
     messages: Sequence[Message]
     learnt: Sequence[bool]
@@ -53,7 +53,7 @@ def holds_chats(fields: Collection[str]) -> bool:
 
 
 def text_record(record: Mapping[str, Any]) -> tuple[str, str, tuple[str, ...]] | None:
-    """Return prompt, completion and the fields beside them, where both are text; else None.
+    """Return prompt, completion and names of other fields of a record of two texts; None for other records.
 
     Of a record with a `text` in their place the prompt is "" and the completion the text. Raises
     DataError for fields that belong to a conversation, since no chat template reads them.
@@ -107,18 +107,18 @@ def chat_record(record: Mapping[str, Any], read: Collection[str]) -> ChatRecord:
 
 
 def short_json(value: Any) -> str:
-    """Return the beginning of a value as JSON, for errors; of a column of a table it may be any object."""
+    """Return the first 40 characters of a value as JSON, for errors; of other objects of their `str`."""
     return json.dumps(value, default=str)[:40]
 
 
 def unknown_roles(chat: ChatRecord) -> tuple[str, ...]:
-    """Return the roles in a conversation that are neither the assistant's nor others that are usual."""
+    """Return the roles in a conversation that are neither the assistant's nor another common one."""
     roles = dict.fromkeys(str(message["role"]) for message in chat.messages)
     return tuple(role for role in roles if role not in {ANSWERS, *_OTHER_ROLES})
 
 
 def message_fields(chat: ChatRecord) -> Iterator[str]:
-    """Yield the names of the fields of messages that hold something, but role and content."""
+    """Yield the names of non-empty fields of messages other than role and content."""
     yield from dict.fromkeys(
         name
         for message in chat.messages

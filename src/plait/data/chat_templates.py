@@ -1,4 +1,4 @@
-"""A tokenizer's chat template: what it reads of a conversation, and the text that it makes of one.
+"""A tokenizer's chat template: the fields of a conversation that it reads, and the text it renders.
 
 A template is a program, and strangers write them. transformers runs it without access to Python's objects;
 here that is done in a process of its own, which is ended where it takes too long or too much memory.
@@ -66,12 +66,12 @@ class ChatTemplate:
 
     @property
     def marks_answers(self) -> bool:
-        """Whether the template says what the assistant generates."""
+        """Whether the template marks the text that the assistant generates."""
         return _GENERATION.search(self._source) is not None
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """The names of what the template reads, but those that transformers' own function takes."""
+        """The names of the variables that the template reads, but for arguments of `apply_chat_template`."""
         own = signature(self._tokenizer.apply_chat_template).parameters.keys() - {"tools", "documents"}
         return frozenset(self._call("_undeclared")) - own
 
@@ -137,7 +137,7 @@ class ChatTemplate:
             return []
 
     def readable(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> Sequence[Message]:
-        """Return messages whose content the template can read: as parts where it does, else as one text."""
+        """Return the messages with content that the template can read: a list of parts, or else one text."""
         given = [one["content"] for one in messages if isinstance(one.get("content"), list)]
         if not given:
             return messages
@@ -153,7 +153,7 @@ class ChatTemplate:
         return messages if is_read else [joined_parts(one) for one in messages]
 
     def left_out(self, messages: Sequence[Message], text: str) -> tuple[str, ...]:
-        """Return the roles of messages whose content is not in the text that the template makes of them."""
+        """Return the roles of messages whose content is missing in the text that the template renders."""
         roles = dict.fromkeys(str(one["role"]) for one in messages if not _shows(text, one))
         return tuple(roles)
 

@@ -1,4 +1,4 @@
-"""Whether the files of a prepared corpus are those that were written, by size and by checksum."""
+"""Checks that the files of a prepared corpus are undamaged, by size and by checksum."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class CorpusIndex:
         return ", ".join(map(repr, [*found][:SHOWN_NAMES])) + (", …" if len(found) > SHOWN_NAMES else "")
 
     def notes(self) -> list[str]:
-        """Return in words what of the sources is not learnt."""
+        """Return notes on documents and fields of the sources that are not used for training."""
         notes = []
         if left_out := self.count("left_out"):
             of = "document" if left_out == 1 else "documents"

@@ -1,4 +1,4 @@
-"""Whole documents packed into rows: what a batch of conversations is made of."""
+"""Whole documents packed into rows, as for batches of conversations."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class DocumentRows:
         return self._division.left_out
 
     def take(self, rows: NDArray[Any]) -> InputsAndTargets:
-        """Return the rows with these numbers, `[n]`: inputs `tokens` and `document_ids`, and targets.
+        """Return the rows `numbers`, `[n]`: inputs `tokens` and `document_ids`, and targets.
 
         All are `[n, context]` int64. A target is the next token of the document, or -100: for the last token,
         for padding, and where the next token belongs to no answer. Raises `DataError` for a token beyond the
@@ -106,7 +106,7 @@ class DocumentRows:
 
 @dataclass(frozen=True)
 class _Division:
-    """How documents are divided into rows."""
+    """The division of documents into rows."""
 
     begins: NDArray[np.int64]
     """The first document of each row whose number `APART` divides, and the document after the last one."""

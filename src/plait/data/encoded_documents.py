@@ -20,7 +20,7 @@ from plait.errors import DataError
 
 @dataclass(frozen=True)
 class TextEncoding:
-    """How text becomes tokens."""
+    """The settings by which sources are encoded: tokenizer, surrounding tokens, vocabulary, dtype."""
 
     tokenizer: str
     """bytes, or the path of a `tokenizer.json`."""
@@ -102,13 +102,13 @@ def _encoded_at_once(
 
 
 class _LongDocument:
-    """A document, or the part of it that a portion has, in tokens as its text comes."""
+    """Encoder of a document that is too long to encode at once, or of a portion's part of it."""
 
     def __init__(self, reader: Tokenizer, around: SurroundingTokens, path: str, begins: bool) -> None:
         self._encoder, self._around, self._begins = DocumentEncoder(reader.encode_each, path), around, begins
 
     def add(self, part: TextPart) -> Iterator[EncodedPart]:
-        """Yield the tokens that are known with another part of the text."""
+        """Take the next part of the text; yield the tokens that later text cannot change."""
         for begin in range(0, len(part.text), PART):
             for tokens in self._encoder.add(part.text[begin : begin + PART]):
                 yield EncodedPart(self._opened(tokens), ends=False, unread=part.unread)

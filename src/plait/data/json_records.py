@@ -1,4 +1,4 @@
-"""Records in JSON: one a line, or a list of them; the place of each, for errors."""
+"""Reads records in JSON, one per line or in a list, each with its place for error messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _AT_ONCE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class LinePlace:
-    """A line of a file; as text FILE:LINE, for which the lines before it are counted."""
+    """The place of a line in a file; its text is FILE:LINE, for which the lines before are counted."""
 
     path: str
     begin: int
@@ -44,7 +44,7 @@ class LinePlace:
 
 @dataclass(frozen=True, slots=True)
 class RowPlace:
-    """A row of a table, or an element of a list in JSON."""
+    """The place of a row of a table, or of an element of a list in JSON."""
 
     path: str
     kind: Literal["row", "element"]
@@ -160,13 +160,13 @@ class _ListText:
             self._read(_START)
 
     def next_character(self) -> str:
-        """Return what `peek` does, and go on behind it."""
+        """Return the next character that is no space, and advance past it."""
         found = self.peek()
         self._at += len(found)
         return found
 
     def next_value(self) -> Any:
-        """Return the value that begins here, and go on behind it. Raises ValueError where it is none."""
+        """Return the JSON value that begins at the current place, and advance past it. Raises ValueError."""
         wanted = _START
         while True:
             try:
@@ -190,7 +190,7 @@ class _ListText:
 
 
 def read_record(line: bytes, place: LinePlace) -> Mapping[str, Any]:
-    """Return a line as a record, with `�` for what is no character. Raises DataError where it is none."""
+    """Return the record in a line, invalid characters replaced by `�`. Raises DataError if there is none."""
     reason = ""
     try:
         text = line.decode("utf-8", "surrogatepass")
@@ -205,7 +205,7 @@ def read_record(line: bytes, place: LinePlace) -> Mapping[str, Any]:
 
 
 def record_value(text: str) -> Any:
-    """Return the value of a text in JSON, with `�` for halves of characters. ValueError where it is none."""
+    """Return the value of a JSON text, half surrogate pairs replaced by `�`. Raises ValueError."""
     found = json_value(text, strict=False)
     if "\\u" in text or _HALF_PAIR.search(text):
         found = _characters(found)

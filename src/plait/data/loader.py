@@ -111,7 +111,7 @@ class Loader:
         return math.ceil(epochs * self._samples.count / self.size)
 
     def describe(self) -> dict[str, Any]:
-        """Return what decides the samples of a step: a run is resumed only with the same."""
+        """Return the settings that determine each step's samples; a run resumes only with equal ones."""
         return {"samples": self._samples.count, "seed": self._samples.seed, "shuffle": self._samples.shuffle}
 
     def order(self, step: int, rows: slice = slice(None)) -> list[int]:
@@ -120,7 +120,7 @@ class Loader:
         return [int(index) for index in self._samples.places(step, start, stop)[0]]
 
     def close(self) -> None:
-        """End this rank's workers."""
+        """Stop this rank's worker processes."""
         self._next, self._reader = None, iter(())
 
     def __getstate__(self) -> dict[str, Any]:
@@ -172,7 +172,7 @@ class _Samples:
 
 
 class _Rows(Dataset[Any]):
-    """Some rows of each step, by the step's number."""
+    """Dataset of a rank's rows of each step, indexed by the step's number."""
 
     def __init__(self, samples: _Samples, start: int, stop: int) -> None:
         self._samples, self._start, self._stop = samples, start, stop

@@ -41,7 +41,7 @@ class MixedBatches:
 
     @property
     def rows(self) -> int:
-        """The number of rows until those of a corpus come again."""
+        """The number of rows of the mixture after which the rows of some corpus repeat."""
         pairs = zip(self.corpora, map(int, self.shares), strict=True)
         return min(BLOCK * each.count // share for each, share in pairs if share)
 
@@ -51,7 +51,7 @@ class MixedBatches:
         return [steps * self.size * share / BLOCK / each.count for each, share in pairs]
 
     def describe(self) -> dict[str, Any]:
-        """Return what decides the order of rows."""
+        """Return the settings that determine the order of rows, as JSON values."""
         return {
             "seed": self.seed,
             "rows": [each.count for each in self.corpora],

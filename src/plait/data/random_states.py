@@ -1,4 +1,4 @@
-"""The random numbers of torch, numpy and Python that data are read with."""
+"""Seeding and restoring the random number generators that data are read with: torch, numpy and Python."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from plait.data.batches import Batches, InputsAndTargets, description, row_total
 
 
 class ReadAhead:
-    """Returns the batches of `batches`, and meanwhile reads the next step's, so that nobody waits for a disk.
+    """Wrapper of `batches` that reads the next step's batch in a thread while a step runs.
 
     Not for threads that ask at the same time.
     """

@@ -1,4 +1,4 @@
-"""What the rows of JSON lines and tables are, by their fields: conversations, or texts."""
+"""Recognises by their fields whether rows of JSON lines and tables are conversations or texts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def require_known_fields(files: Sequence[SourceFile]) -> None:
 
 
 def are_chats(files: Sequence[SourceFile]) -> bool:
-    """Return whether a row of the files is a conversation; beside it, rows may be texts.
+    """Return whether any row of the files is a conversation; other rows may be texts.
 
     Raises DataError as `require_known_fields`, and where one file holds conversations and another is text.
     """

@@ -46,7 +46,7 @@ def write_shard(
 
 
 def first_answer(answers: NDArray[np.bool_]) -> int:
-    """Return the first token of a conversation that is to be predicted; 0 where none is.
+    """Return the index of a conversation's first target token; 0 if it has none.
 
     The token 0 cannot be predicted, since nothing stands before it.
     """
@@ -63,7 +63,7 @@ def _require_known(largest: int, settings: TextEncoding) -> None:
 
 
 class _Counts:
-    """What `index.json` counts of a shard."""
+    """Accumulates the counts of a shard for `index.json`."""
 
     def __init__(self) -> None:
         self.tokens = self._left_out = self._answers = self._unanswered = 0

@@ -22,7 +22,7 @@ _NAMES = {"from": "role", "value": "content"}
 
 
 def is_turn(found: Any) -> bool:
-    """Return whether a value is a message, or a turn of ShareGPT: it has a role, or whom it is from."""
+    """Return whether a value is a message with `role`, or a ShareGPT turn with `from`."""
     return isinstance(found, Mapping) and bool({"role", "from"} & found.keys())
 
 

@@ -85,7 +85,7 @@ def open_file(path: str) -> Iterator[BinaryIO]:
 
 
 def decoded(data: bytes, path: str, at: int) -> str:
-    """Return the text of UTF-8 bytes. Raises DataError, with the byte of the file, for others and for NUL."""
+    """Return UTF-8 bytes as text. Raises DataError, naming the byte, for invalid UTF-8 and for NUL."""
     try:
         text = data.decode()
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""Prepared corpora: tokens in files that are read where they lie, with an index of where documents end.
+"""Prepared corpora: tokens in files, of which each access reads only its range, and the ends of documents.
 
 A folder that `plait data prepare` has written:
 

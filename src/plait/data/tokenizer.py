@@ -44,7 +44,7 @@ class ByteTokenizer:
         return list(text.encode())
 
     def surrounding(self, asked: str | None) -> SurroundingTokens:
-        """Return no tokens: none ends a document. Raises ConfigError where one is asked for."""
+        """Return no surrounding tokens. Raises ConfigError if an end token is asked for: bytes have none."""
         if asked:
             raise ConfigError(
                 f"--end {asked!r}: bytes have no such token; give a tokenizer.json, or no --end."
@@ -145,15 +145,15 @@ class FileTokenizer:
         return str(self._reader.decode(known, skip_special_tokens=not special))
 
     def numbers(self) -> dict[str, int]:
-        """Return the number of each token."""
+        """Return the mapping from each token's text to its number."""
         return dict(self._reader.get_vocab())
 
     def rules(self) -> str:
-        """Return all that decides the tokens of a text, as JSON."""
+        """Return the tokenizer's settings that determine the tokens of a text, as JSON."""
         return str(self._reader.to_str())
 
     def special_tokens(self) -> list[str]:
-        """Return the texts of tokens that are not divided."""
+        """Return the texts of special tokens, which the tokenizer never splits."""
         return [token.content for token in self._reader.get_added_tokens_decoder().values()]
 
     def post_processed(self, text: str) -> list[int]:

@@ -28,21 +28,21 @@ class SurroundingTokens(NamedTuple):
     after: tuple[int, ...] = ()
 
     def opening(self, tokens: NDArray[Any]) -> tuple[int, ...]:
-        """Return the tokens to write before a document: none where its own text begins with them."""
+        """Return the tokens to write before a document; none if its own tokens begin with them."""
         return () if len(tokens) and self.before[:1] == (int(tokens[0]),) else self.before
 
     def closing(self, tokens: NDArray[Any]) -> tuple[int, ...]:
-        """Return the tokens to write after a document that ends with `tokens`, without those that it has."""
+        """Return the tokens to write after a document, without those with which its `tokens` already end."""
         ends = tuple(tokens[max(0, len(tokens) - len(self.after)) :].tolist())
         known = max(size for size in range(len(ends) + 1) if ends[len(ends) - size :] == self.after[:size])
         return self.after[known:]
 
     def ending_with(self, end: int | None) -> SurroundingTokens:
-        """Return these tokens with `end` as the last one after each document, if there is one."""
+        """Return a copy with `end`, if not None, as the last token after each document."""
         return self if end is None or end in self.after else self._replace(after=(*self.after, end))
 
     def complete(self, tokens: NDArray[Any]) -> NDArray[Any]:
-        """Return the tokens of a document between these; none of a document without tokens."""
+        """Return a document's tokens with the surrounding ones added; an empty document stays empty."""
         if not len(tokens):
             return tokens
         before, after = self.opening(tokens), self.closing(tokens)

@@ -1,4 +1,4 @@
-"""Files that a reader sees whole or not at all: written beside their name, synchronised, then renamed."""
+"""Atomic writing of files: written under another name, synchronised to the disk, then renamed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ChecksumWriter:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[ChecksumWriter]:
-    """Context manager that writes a new file, which gets its name on the disk at the end. Raises OSError.
+    """Context manager that writes a new file atomically: it is renamed to `path` at the end. Raises OSError.
 
     Neither a link nor a pipe in the place of the unfinished file is written to.
     """
@@ -52,12 +52,12 @@ def whole_file(path: Path) -> Iterator[ChecksumWriter]:
 
 
 def partial_path(path: Path) -> Path:
-    """Return where a file is written before it gets its name."""
+    """Return the temporary path at which a file is written before it is renamed."""
     return path.with_name(f"{path.name}.partial")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file. Raises OSError."""
+    """Write a text file atomically. Raises OSError."""
     with whole_file(path) as file:
         file.write(text.encode())
 

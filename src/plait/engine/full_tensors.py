@@ -34,7 +34,7 @@ from plait.tensor.tensor_parallelism import named
 
 
 def state_dict(runtime: Runtime, *, everywhere: bool) -> dict[str, Tensor]:
-    """Return the whole model's parameters and buffers on the CPU; see `Engine.state_dict`."""
+    """Return the whole model's parameters and buffers on the CPU, gathered from all ranks."""
     mesh = runtime.mesh
     require_same_text(f"state_dict(everywhere={everywhere})", mesh.group("world"), mesh.device)
     held: dict[str, Tensor] = {**dict(runtime.named_parameters()), **dict(runtime.named_buffers())}
@@ -51,7 +51,7 @@ def state_dict(runtime: Runtime, *, everywhere: bool) -> dict[str, Tensor]:
 
 
 def named_gradients(runtime: Runtime) -> Iterator[tuple[str, Tensor]]:
-    """Yield the whole gradient of each parameter on every rank; see `Engine.named_gradients`."""
+    """Yield name and whole gradient of each parameter, gathered to every rank."""
     held = {name: piece.grad for name, piece in runtime.named_parameters() if piece.grad is not None}
     for name, gradient in _full(runtime, held, "gradients", everywhere=True):
         assert gradient is not None
@@ -60,7 +60,7 @@ def named_gradients(runtime: Runtime) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def load_state_dict(runtime: Runtime, given: Mapping[str, Any] | None, *, from_rank_zero: bool) -> None:
-    """Copy whole tensors into this rank's pieces and buffers; see `Engine.load_state_dict`."""
+    """Copy this rank's shards of whole tensors into its parameters and buffers."""
     places = _places(runtime)
     source = _agreed(runtime, LocalSource(places, 0, given or {}), from_rank_zero=from_rank_zero)
     pieces, buffers = dict(runtime.named_parameters()), dict(runtime.named_buffers())

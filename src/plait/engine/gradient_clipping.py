@@ -10,7 +10,7 @@ from plait.sharding.gradient_norm import scale_to, start_norm
 
 
 def clip_gradients(runner: Runner, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
-    """Scale all gradients to `max_norm` at most, and return the norm before; see `Engine.clip_grad_norm_`."""
+    """Scale all gradients of the model to a norm of at most `max_norm`, and return the norm before."""
     runtime, scale = runner.runtime, runner.scale
     units = runtime.units.values()
     group = runner.mesh.group("world" if runner.plan.shards else "model")

@@ -1,4 +1,4 @@
-"""What an engine computes without gradients: its mean loss, its output, and the generation of tokens."""
+"""An engine's computations without gradients: the mean loss, the output, and the generation of tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from plait.tensor.sampling import TokenChoice, next_token, padded, require_promp
 
 
 def mean_loss(runner: Runner, inputs: Value, targets: Value, rows: int | None) -> Tensor:
-    """Return the mean loss over the rows that count in the global batch; see `Engine.evaluate`."""
+    """Return the mean loss over the counted rows of the global batch, in evaluation mode."""
     with torch.no_grad(), evaluating(runner.modules):
         batch = runner.loss_batch(inputs, targets, rows, evenly=False)
         runner.run(runner.steps.evaluate, batch.inputs, batch.targets)
@@ -38,7 +38,7 @@ def mean_loss(runner: Runner, inputs: Value, targets: Value, rows: int | None) -
 
 
 def model_output(runner: Runner, inputs: Value, *, whole: bool, everywhere: bool) -> Value | None:
-    """Return the last stage's output for `inputs`; see `Engine.output`."""
+    """Return the last stage's output for this data-parallel rank's `inputs`, without gradients."""
     (inputs,), part = without_part(runner.runtime.context_parallelism, inputs)
     given_cut = isinstance(inputs, Microbatches)
     inputs, _, counted = counted_microbatches(inputs, inputs, runner.plan.microbatches, None)
@@ -112,7 +112,7 @@ def _concatenated(outputs: Sequence[Value]) -> Value:
 
 
 def generated(runner: Runner, prompt: Tensor, tokens: int, choice: TokenChoice) -> Tensor:
-    """Return `prompt` `[rows, length]` extended by `tokens` generated tokens; see `Engine.generate`."""
+    """Return `prompt` `[rows, length]` extended by `tokens` tokens that the model generates."""
     require_prompt(prompt, tokens, choice)
     start = f"a prompt {tuple(prompt.shape)} of tokens {fingerprint_of_tokens(prompt.cpu())}"
     runner.require_same_call(f"{start}, {tokens} more, {choice}", "model")

@@ -74,7 +74,7 @@ def sequence_part(batch: Value, plan: Plan, index: int) -> SequencePart:
 
 
 class PartOf(NamedTuple):
-    """The whole batch of which inputs and targets are parts."""
+    """Length and identity of the whole batch from which a rank's `SequencePart`s were cut."""
 
     length: int
     """Of its sequences."""
@@ -83,7 +83,7 @@ class PartOf(NamedTuple):
 
 
 def without_part(parallelism: ContextParallelism, *given: Value) -> tuple[list[Value], PartOf | None]:
-    """Return values without `SequencePart`, and the batch of which they are parts, if any.
+    """Return the values inside `SequencePart`s, and a description of the whole batch, if they are parts.
 
     Raises DataError where only some are parts, and for parts of another rank or layout.
     """

@@ -202,7 +202,7 @@ class Runner:
         return [range(*ends) for ends in pairwise(accumulate(counts, initial=before))]
 
     def microbatch_losses(self) -> Tensor:
-        """Return the mean loss of each micro-batch of the last step; see `Engine.microbatch_losses`."""
+        """Return the mean loss of each micro-batch of this data-parallel rank's last step."""
         weights, _ = self._last_weights()
         losses, cp = torch.zeros_like(weights), self.mesh.group("cp")
         if self.is_last:
@@ -212,7 +212,7 @@ class Runner:
         return broadcast(losses, self.mesh.group("pp"), self.steps.schedule.rank_of[-1], checked=False).wait()
 
     def loss_weight(self) -> Tensor:
-        """Return the loss's weight of the last step's global batch; see `Engine.loss_weight`."""
+        """Return the loss's weight of the last step's global batch, 0-d, such as its number of targets."""
         return self._last_weights()[1]
 
     def _last_weights(self) -> tuple[Tensor, Tensor]:
@@ -221,7 +221,7 @@ class Runner:
         return self._weights
 
     def input_gradients(self) -> Value | None:
-        """Return the gradients of the last step's inputs; see `Engine.input_gradients`."""
+        """Return the gradients of the last step's inputs, of whole sequences, nested like the inputs."""
         pieces, batch = self.pipeline.input_gradients, self.pipeline.batch
         if not pieces:
             return None
@@ -237,7 +237,7 @@ class Runner:
         return with_tensors(batch[0], whole)
 
     def non_finite(self) -> Tensor:
-        """Return whether losses and gradients of the last step are not finite; see `Engine.non_finite`."""
+        """Return whether this rank's losses and gradients of the last step are not finite: bool `[2]`."""
         losses = torch.stack(self._totals) if self.is_last else torch.zeros((), device=self.mesh.device)
         gradients = non_finite_gradients(self.runtime.units.values(), self.mesh.device)
         return torch.stack([~losses.isfinite().all(), gradients])

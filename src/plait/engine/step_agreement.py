@@ -1,4 +1,4 @@
-"""Comparison of what all ranks must do alike in a step, besides their batches: optimizer, clipping, settings.
+"""Check that all ranks agree in a step on optimizer, clipping and settings; batches are checked elsewhere.
 
     over world          the calls of `forward_backward`, the arguments of `clip_grad_norm_` and
                         `parameter_groups`, the loss scale, torch's settings

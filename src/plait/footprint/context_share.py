@@ -1,4 +1,4 @@
-"""The part of a micro-batch that a rank of `cp` holds, on the meta device, and what its layers share."""
+"""The part of a micro-batch that a rank of `cp` holds, on meta, and the results that its layers share."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ContextShare:
     """Bytes of the micro-batch's tensors that are not part of `inputs` and `targets`: those are copies."""
 
     def uncut_beside(self, classes: Value) -> int:
-        """Return `uncut`, with the whole tensors that `classes` are parts of where no targets were given."""
+        """Return `uncut`; without targets, plus bytes of the whole tensors that `classes` are parts of."""
         if self.targets is not None or self.sequence is None or self.sequence.group.size == 1:
             return self.uncut
         parts = sum(tensor.nbytes for tensor in tensors_of(classes))

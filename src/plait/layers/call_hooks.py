@@ -1,4 +1,4 @@
-"""Inspection of what was set on module instances: hooks on calls, their objects, an own `forward`."""
+"""Inspection of module instances for hooks on their calls and for a `forward` set on the instance."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def weight_utility(module: nn.Module) -> str | None:
 
 
 def hook_objects(module: nn.Module) -> Iterator[object]:
-    """Yield the objects that are hooks on calls of `module`, or whose methods are.
+    """Yield the objects that are hooks on calls of `module`, or that have methods which are.
 
     A copy of the module has to call the same object, such as one that records what the module gives. Those
     that hold modules or tensors are left out: they have to be copied with these.

@@ -1,4 +1,4 @@
-"""Sizes of a layer's input by which dims with positions of a sequence are recognised: primes."""
+"""Prime sizes of a layer's input, by which dims with positions of a sequence are recognised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks that are registered on a model after the ranks have copied it: the copies do not call them."""
+"""Detection of hooks that are registered on a model after `parallelize`, whose copies do not call them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plait.layers.call_hooks import HOOKS
 
 
 class LateHooks:
-    """Warns once of hooks on the calls of a model's modules, or on its parameters, that came too late."""
+    """Warns once of hooks that were registered on a model's modules or parameters after `parallelize`."""
 
     def __init__(self, model: nn.Module) -> None:
         """Count the hooks on calls; parameters have none then. Keeps neither modules nor parameters alive."""
@@ -26,7 +26,7 @@ class LateHooks:
         self._parameters = [(name, ref(parameter)) for name, parameter in model.named_parameters()]
 
     def warn(self) -> None:
-        """Warn if there is such a hook, and only once."""
+        """Warn of a hook registered since `parallelize`, if there is one; only in the first such call."""
         if not self._hooks or (late := self._first()) is None:
             return
         self._hooks, self._parameters = [], []

@@ -1,4 +1,4 @@
-"""From which tensors the memory of others was computed, followed from operation to operation.
+"""Tracking, through all operations, of the source tensors from which each storage was computed.
 
 Each memory has a set of sources, as bits: those of all that was written to it. An operation adds the sources
 of its arguments to its results.

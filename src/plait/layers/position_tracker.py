@@ -1,4 +1,4 @@
-"""Which dims of the tensors in a run of a layer contain positions of a sequence."""
+"""Tracks which dims of the tensors in a run of a layer contain positions of a sequence."""
 
 from __future__ import annotations
 

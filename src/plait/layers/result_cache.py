@@ -43,7 +43,7 @@ class ResultCache:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the tensors that it holds."""
+        """The bytes of the tensors in the cached result."""
         return 0 if self._latest is None else sum(tensor.nbytes for tensor in self._latest[1])
 
     def __reduce__(self) -> tuple[type[ResultCache], tuple[()]]:

@@ -61,7 +61,7 @@ class ReaderRecord:
             output.register_hook(lambda _: self._apart.add(name))  # type: ignore[no-untyped-call]
 
     def save(self, tensor: Tensor) -> Tensor:
-        """Record that the outermost of `saved_tensors_hooks` are in force."""
+        """Saved-tensor hook: record if `tensor` is the probe, so no inner hooks are active; return it."""
         self._probe_was_saved |= tensor is self._probe
         return tensor
 

@@ -1,4 +1,4 @@
-"""Batches of any number of rows as micro-batches, of which some may not count; without gradients."""
+"""Batches of any number of rows as micro-batches; with few rows, some do not count. Without gradients."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def require_batches(batches: object) -> None:
 
 
 def require_divisible(batches: Batches, mesh: Mesh) -> slice:
-    """Return this data-parallel rank's rows of a batch.
+    """Return this data-parallel rank's rows of a global batch, which all ranks must be able to divide.
 
     Raises `DataError` for other objects than batches, and where ranks cannot share one.
     """
@@ -53,6 +53,6 @@ def uneven_epochs(batches: Batches, steps: int) -> str:
 
 
 def token_count(targets: Value, rows: int) -> int:
-    """Return the tokens of a global batch of `rows`, of which `targets` are a part; or its rows."""
+    """Return the number of tokens of a global batch, from `rows` and the length of `targets`; else `rows`."""
     first = next(iter(tensors_of(targets)), None)
     return rows if first is None or first.dim() < 2 else rows * first.shape[1]

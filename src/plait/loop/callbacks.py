@@ -49,7 +49,7 @@ class Log(Callback):
             self._loggers.begin(run.resumed_steps)
 
     def measured(self, run: TrainingLoop, row: dict[str, float]) -> None:
-        """Write the row."""
+        """Write the row of this step to the loggers."""
         if run.mesh.rank == 0 and (failure := self._loggers.write(row)):
             run.tell(f"WARNING: {failure}")
 
@@ -67,5 +67,5 @@ class History(Callback):
         """The numbers of each step since the start or resumption, with what other callbacks added."""
 
     def measured(self, run: TrainingLoop, row: dict[str, float]) -> None:
-        """Keep the numbers."""
+        """Append the numbers of this step to the history."""
         self.rows.append(row)

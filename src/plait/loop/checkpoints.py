@@ -143,7 +143,7 @@ class Checkpoints(Callback):
         return bool(self._every) and step % (self._every or 1) == 0
 
     def after_step(self, run: TrainingLoop) -> None:
-        """Save where it is due, no step follows, or the loss is among the lowest; a failure is a warning."""
+        """Save if due, after the last step, or if the loss is among the lowest; a failure is a warning."""
         step, best = run.done, self._best_with(run)
         is_planned = self._every is not None and (run.is_last or self.is_due(step))
         clock = 0.0 if run.numbers is None else run.numbers.clock
@@ -179,7 +179,7 @@ class Checkpoints(Callback):
         return {"watch": self._validation.loss_name, "best": [list(one) for one in self._best]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the best checkpoints of a `state_dict`."""
+        """Restore the list of best checkpoints from a `state_dict`."""
         self._best_before = state
 
     def finish(self) -> None:
@@ -188,7 +188,7 @@ class Checkpoints(Callback):
         self._warned = False
 
     def end(self, run: TrainingLoop, error: BaseException | None) -> None:
-        """Call `finish`, unless an error was raised that other ranks may not have raised."""
+        """Wait for the last checkpoint, unless the run ended by an error that other ranks may not have."""
         with self._stack:
             if error is None or isinstance(error, NonFiniteError | ReplicaError):
                 self.finish()

@@ -1,4 +1,4 @@
-"""`EarlyStop`, and which validation a callback watches."""
+"""`EarlyStop`: ends a run without improvement; and the choice of the validation that a callback watches."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class EarlyStop(Callback):
 
 
 def watched_validation(callback: Callback, run: TrainingLoop, watch: str | None) -> Validation:
-    """Return the validation named `watch` before `callback`; None: the first, which is said if of several.
+    """Return the validation named `watch` among the callbacks before `callback`; for None the first.
 
     Only those that validate during the run count. Raises `DataError` where there is none.
     """

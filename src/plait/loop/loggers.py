@@ -43,10 +43,10 @@ class Logger(Protocol):
         """Open the file or service; keep the rows of the first `steps` steps, written before a resumption."""
 
     def write(self, row: MetricsRow) -> None:
-        """Write the row of a step. Raises OSError where it has to be kept and written with a later one."""
+        """Write a step's row of metrics. Raises OSError if that failed; a later call writes it, too."""
 
     def close(self) -> None:
-        """Write what is left, and close it."""
+        """Write rows that could not be written before, and close the file or service."""
 
 
 class LoggerGroup:
@@ -66,7 +66,7 @@ class LoggerGroup:
             raise unwritable(self._folder, error, self._field) from None
 
     def write(self, row: Mapping[str, Any]) -> str:
-        """Write the row of a step to all loggers; return a warning or "". Numbers that are not finite: None.
+        """Write a step's row to all loggers, non-finite numbers as None; return a warning on failure, or "".
 
         A full disk does not end a run: rows are kept, and written with a later one. Returns a warning when
         writing starts to fail, else "".
@@ -98,7 +98,7 @@ def _is_non_finite(value: object) -> bool:
 
 
 def unwritable(folder: Path, error: OSError, field: str = "") -> ConfigError:
-    """Return the error for a folder of a run that cannot be written to; `field`: its name, if configured."""
+    """Return the error for a run's folder that cannot be written; `field`: its configuration field."""
     place = f"{field} = {str(folder)!r}" if field else str(error.filename or folder)
     inner = error.filename if field and error.filename not in (None, str(folder)) else None
     reason = f"{inner}: {error.strerror}" if inner else error.strerror
@@ -127,7 +127,7 @@ class _TextFile:
         self._unwritten = b""
 
     def begin(self, steps: int) -> None:
-        """Create the file, with the lines that it has of the first `steps` steps.
+        """Create the file anew, with the earlier file's lines of the first `steps` steps.
 
         Without any, a file of an earlier run is renamed: `metrics.1.jsonl`.
         """
@@ -142,11 +142,11 @@ class _TextFile:
         self._open_with(lines)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append a line for the row."""
+        """Append a line with the step's row of metrics."""
         self._append(self._line_of(row))
 
     def close(self) -> None:
-        """Append what is left, and close the file."""
+        """Append lines that a full disk had rejected, and close the file."""
         if self._file is not None:
             with self._file:
                 self._append("")
@@ -193,7 +193,7 @@ class Csv(_TextFile):
         super().__init__(path, self._titles(), _csv_step, self._line)
 
     def begin(self, steps: int) -> None:
-        """Create the file, with the lines and further columns that it has of the first `steps` steps."""
+        """Create the file anew, with the earlier file's columns, and its lines of the first `steps` steps."""
         if steps and self._grows and self._path.exists():
             earlier = self._read().partition("\n")[0].split(",")
             if earlier[: len(COLUMNS)] == list(COLUMNS):
@@ -201,7 +201,7 @@ class Csv(_TextFile):
         super().begin(steps)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append a line for the row."""
+        """Append a line with the step's row of metrics."""
         others = [name for name in row if name not in self._columns]
         if others and self._grows and not self._unwritten:
             self._add_columns(others)

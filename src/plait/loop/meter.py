@@ -34,13 +34,13 @@ from plait.prediction.hardware import gpu_peaks
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step computed, on the device: 0-d tensors that are equal on every rank, but `non_finite`."""
+    """The results of a step as 0-d tensors on the device, equal on all ranks except `non_finite`."""
 
     loss: Tensor
     norm: Tensor
     """The gradient norm before clipping."""
     weight: Tensor
-    """What the loss is a mean over: see `Engine.loss_weight`."""
+    """The divisor of the mean loss, such as the number of targets in the global batch."""
     non_finite: Tensor
     """Whether this rank's own loss and own gradients are not finite: bool `[2]`."""
 

@@ -96,7 +96,7 @@ def freeze(model: nn.Module, patterns: Sequence[str], field: str = "freeze") -> 
 
 
 def require_matches(patterns: Iterable[str], names: Iterable[str], field: str) -> None:
-    """Raise `ConfigError` for a pattern that fits none of `names`, with the nearest ones."""
+    """Raise `ConfigError` for a pattern that matches none of `names`, with the most similar names."""
     known = list(names)
     for pattern in patterns:
         require_instance(f"a pattern of {field}", pattern, str, "give a text")
@@ -109,7 +109,7 @@ def require_matches(patterns: Iterable[str], names: Iterable[str], field: str) -
 
 
 def fits_name(pattern: str, name: str) -> bool:
-    """Return whether whole parts of `name`, one after another, fit `pattern`."""
+    """Return whether consecutive components of the dotted `name` match `pattern`."""
     return fnmatchcase(f".{name}.", f"*.{pattern}.*")
 
 

@@ -20,7 +20,7 @@ class ProcessorUse:
         self._before = self._times()
 
     def share(self) -> float | None:
-        """Return the busy share since the last reading, 0 to 1; None where it is not known."""
+        """Return the busy share of the processors since the last call, 0 to 1; None if unknown."""
         before, self._before = self._before, self._times()
         if before is None or self._before is None:
             return None

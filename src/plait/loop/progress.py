@@ -100,7 +100,7 @@ class Progress(Callback):
         self._reporter.start_from(run.done)
 
     def measured(self, run: TrainingLoop, row: dict[str, float]) -> None:
-        """Show the step."""
+        """Show the finished step in the bar or as a line."""
         self._reporter.update(int(row["step"]), row["loss"], row["tokens_per_second"])
 
     def end(self, run: TrainingLoop, error: BaseException | None) -> None:

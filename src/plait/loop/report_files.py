@@ -86,7 +86,7 @@ class Report(Callback):
         self._ranks = LoggerGroup([JsonLines(self._folder / RANKS_FILE)], self._folder, field)
 
     def describe(self, description: RunDescription) -> None:
-        """Set what `run.json` will say, on rank 0; by default what the engine and the batches tell."""
+        """Set the description for `run.json`, on rank 0; by default that of the engine and the batches."""
         self._description = description
 
     def tell_through(self, show: Callable[[str], None]) -> Callable[[str], None]:
@@ -141,7 +141,7 @@ class Report(Callback):
         return step == self._of_report
 
     def before_step(self, run: TrainingLoop) -> None:
-        """Start to record if the step is due."""
+        """Start the recording of this step if it is to be recorded."""
         self._listen(run)
         if self.is_due(run.done + 1):
             recording = self._stack.enter_context(run.engine.recording())
@@ -149,7 +149,7 @@ class Report(Callback):
             run.mesh.traffic.waits = self._recorded.waits
 
     def submitted(self, run: TrainingLoop) -> None:
-        """End the recording, before a validation or a comparison of replicas counts as part of the step."""
+        """End the recording of the step, before validation and replica checks, which do not belong to it."""
         if self._recorded is not None:
             self._stack.close()
             run.mesh.traffic.waits, self._recorded.traffic = None, run.engine.traffic()
@@ -179,7 +179,7 @@ class Report(Callback):
             self._tell(f"{_WARNING}{failure}")
 
     def end(self, run: TrainingLoop, error: BaseException | None) -> None:
-        """Write how the run ended, and the page; release the lock of the folder."""
+        """Write the event of the run's end and the report page; release the lock of the folder."""
         with self._lock:
             self._stack.close()
             if self._writes:

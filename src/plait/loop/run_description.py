@@ -1,4 +1,4 @@
-"""`describe`: what `run.json` says of a run: environment, stages, layouts, predicted memory."""
+"""`describe`: the content of `run.json`: environment, stages, layouts and predicted memory of a run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def describe(
     changed_fields: Sequence[str] = (),
     notes: str = "",
 ) -> RunDescription:
-    """Return the description of a run that begins; `lines` say in sentences what is trained, and how.
+    """Return the description of a starting run; `lines`: sentences on model, data and plan.
 
     `rows`: of a global batch. `memory`, `seconds`: the predicted ones of a step. `changed_fields`: those of a
     configuration that differ from their default. `notes`: text of the user.

@@ -1,4 +1,4 @@
-"""The folder of a run: one run at a time writes there, and a new one keeps the files of the one before."""
+"""The folder of a run: a lock against a second writer, and the archiving of an earlier run's files."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _has_ended(owner: str) -> bool:
 
 
 def set_aside(folder: Path, names: Sequence[str] = REPORT_FILES) -> Path | None:
-    """Move the files of the run that was in `folder` before to a new folder, `earlier/1`, which is returned.
+    """Move the files of an earlier run in `folder` to a new folder such as `earlier/1`, and return that.
 
     `names`: of its files and folders. None where no run has written metrics there; then files that one has
     left are removed. Raises OSError.

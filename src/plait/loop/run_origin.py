@@ -1,4 +1,4 @@
-"""Where a run comes from, for its report: the command line without secrets, and the commit of the folder."""
+"""The origin of a run, for its report: the command line without secrets, and the git commit."""
 
 from __future__ import annotations
 

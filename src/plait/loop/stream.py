@@ -130,7 +130,7 @@ class RankStream:
         return self.share()
 
     def describe(self) -> dict[str, Any]:
-        """Return what decides the samples of a step, beside the source."""
+        """Return the settings, besides the source, that determine each step's samples."""
         return {"stream": True, "seed": self._seed}
 
     def state_dict(self) -> dict[str, Any]:

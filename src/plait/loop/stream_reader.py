@@ -26,11 +26,11 @@ class Source(Protocol):
         """Return the position of the iterator made last, as values that `load_state_dict` takes."""
 
     def load_state_dict(self, state: Any, /) -> None:
-        """Take a position, for the next iterator."""
+        """Set the position at which the next iterator starts."""
 
 
 class ReadBatch(NamedTuple):
-    """A global batch of the source."""
+    """A global batch that was read from the source."""
 
     value: tuple[Value, Value]
     """Inputs and targets."""

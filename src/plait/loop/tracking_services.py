@@ -27,13 +27,13 @@ class _Service:
         self._writer = self._start(steps)
 
     def write(self, row: MetricsRow) -> None:
-        """Send the numbers of a step that are finite."""
+        """Send the finite numbers of a step's row."""
         assert self._writer is not None
         numbers = {name: value for name, value in row.items() if value is not None}
         self._writer[0](numbers, step=int(numbers.pop("step", 0)))
 
     def close(self) -> None:
-        """End the writer."""
+        """Close the writer."""
         if self._writer is not None:
             self._writer[1]()
 

@@ -29,14 +29,14 @@ class Callback:
 
     @property
     def key(self) -> str:
-        """The name of its state in checkpoints: that of its class."""
+        """The name of the callback's state in checkpoints: by default the name of its class."""
         return type(self).__name__
 
     def resume(self, run: TrainingLoop) -> None:
-        """Load earlier state and set `run.done`; called before the `begin` of any callback."""
+        """Called before the `begin` of all callbacks: load earlier state and set `run.done`."""
 
     def begin(self, run: TrainingLoop) -> None:
-        """Start before the first step, of which `run.done` are finished already."""
+        """Called before the first step of this run; `run.done` steps were finished before."""
 
     def is_due(self, step: int) -> bool:
         """Return whether `measured` needs the state of the model right after `step`, counted from 1.
@@ -46,26 +46,26 @@ class Callback:
         return False
 
     def before_step(self, run: TrainingLoop) -> None:
-        """Act before the step `run.done`, counted from 0."""
+        """Called before the step `run.done`, counted from 0."""
 
     def submitted(self, run: TrainingLoop) -> None:
-        """Act right after a step was submitted to the device, before its numbers are read."""
+        """Called right after a step was submitted to the device, before its numbers are read."""
 
     def measured(self, run: TrainingLoop, row: dict[str, float]) -> None:
-        """Act on the numbers of step `row["step"]`, counted from 1; entries that it adds are logged."""
+        """Called with the numbers of step `row["step"]`, counted from 1; entries added to it are logged."""
 
     def after_step(self, run: TrainingLoop) -> None:
-        """Act after a step, with `run.done` finished."""
+        """Called after each step; `run.done` steps are finished."""
 
     def end(self, run: TrainingLoop, error: BaseException | None) -> None:
-        """Finish after the last step, or after an `error` that other ranks may not have raised."""
+        """Called after the last step, or after an `error` that other ranks may not have raised."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return JSON values, the same on every rank, that checkpoints hold; empty: none."""
+        """Return state for checkpoints as JSON values, the same on every rank; empty for none."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the `state_dict` in the checkpoint that a run resumes from, before `begin`."""
+        """Restore the `state_dict` of the checkpoint from which a run resumes; called before `begin`."""
 
 
 class TrainingLoop:
@@ -143,7 +143,7 @@ class TrainingLoop:
                 self.run_step()
 
     def run_step(self) -> None:
-        """Run the step `done` with its measurements and the callbacks."""
+        """Run step number `done`, with its measurements and callbacks."""
         step = self.done
         self._call("before_step")
         self._meter.start()
@@ -167,7 +167,7 @@ class TrainingLoop:
         self._call("after_step")
 
     def finish(self) -> None:
-        """If the numbers of a step are unread, read them, refuse them where not finite, call `measured`."""
+        """Read the last step's numbers, if unread; raise if not finite, else call callbacks' `measured`."""
         if self._unread is None:
             return
         (step, read), self._unread = self._unread, None
@@ -196,7 +196,7 @@ class TrainingLoop:
 
     @property
     def is_last(self) -> bool:
-        """Whether no step follows."""
+        """Whether the current step is the last one."""
         return self.done >= self.steps or bool(self.stopped)
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:

@@ -70,12 +70,12 @@ class Validation(Callback):
 
     @property
     def key(self) -> str:
-        """The name of its state in checkpoints."""
+        """The name of the validation's state in checkpoints."""
         return f"Validation {self.name}" if self.name else "Validation"
 
     @property
     def loss_name(self) -> str:
-        """The name of its loss in the row."""
+        """The name of the validation loss in the row of metrics."""
         return f"{self._prefix}loss"
 
     @property
@@ -84,7 +84,7 @@ class Validation(Callback):
         return self._data is not None and self._every > 0
 
     def begin(self, run: TrainingLoop) -> None:
-        """Say which rows are used, unless all are. Raises `ConfigError` where another one has its names."""
+        """Print which rows are used, unless all. ConfigError if two validations use the same names."""
         self._run = run
         if self._is_anew:
             run.tell("Validation data differ from those before: the lowest validation loss is searched anew.")
@@ -94,7 +94,7 @@ class Validation(Callback):
                 run.tell(f"{self.key} takes {self._data.selection}.")
 
     def names(self) -> list[str]:
-        """Return the names of its numbers in the row."""
+        """Return the names of the validation's numbers in the row of metrics."""
         if self._data is None:
             return []
         return [self.loss_name, *(f"{self._prefix}{name}" for name in self._metrics)]
@@ -105,7 +105,7 @@ class Validation(Callback):
         return self._data is not None and (at_end or (every > 0 and step % every == 0))
 
     def measured(self, run: TrainingLoop, row: dict[str, float]) -> None:
-        """Add the loss and the metrics, equal on every rank. Raises `NonFiniteError`."""
+        """If due, add validation loss and metrics, equal on all ranks, to `row`. Raises `NonFiniteError`."""
         step = int(row["step"])
         if self._data is None or not self.is_due(step):
             return
@@ -132,7 +132,7 @@ class Validation(Callback):
         run.tell(f"step {step}: validation loss{of_name} {loss:.3f}{means}")
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the lowest loss, the validations since then, and the data of which it is."""
+        """Return the lowest loss, the number of validations since, and a description of their data."""
         if self.lowest is None:
             return {}
         return {
@@ -143,7 +143,7 @@ class Validation(Callback):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the lowest loss of a `state_dict`, unless it is of other validation data."""
+        """Restore the lowest loss from a `state_dict`, unless that is of other validation data."""
         self._is_anew = self._data is not None and state["data"] != self._description()
         if not self._is_anew:
             self.lowest, self.worse = LowestLoss(state["step"], state["loss"]), state["worse"]

@@ -43,7 +43,7 @@ class ValidationRows:
 
     @property
     def total(self) -> int | None:
-        """The number of rows that there are; None for endless data."""
+        """The number of rows of the data; None for endless data."""
         return row_total(self.batches)
 
     @property
@@ -55,7 +55,7 @@ class ValidationRows:
 
     @property
     def selection(self) -> str:
-        """Which rows are taken, as text; "" where it is all of them."""
+        """Text that says which rows are used; "" for all."""
         if self.total is not None:
             return f"the first {self.count} of {self.total} rows" if self.count < self.total else ""
         batches = "batch" if self.limit in (None, 1) else f"{self.limit} batches"
@@ -63,7 +63,7 @@ class ValidationRows:
         return f"the first {batches}, {self.count} rows{unknown}"
 
     def describe(self) -> dict[str, Any]:
-        """Return as JSON values what decides which rows these are."""
+        """Return the settings that determine which rows are used, as JSON values."""
         described = description(self.batches) | {"validated_rows": self.count}
         if self.total is not None:
             del described["size"]  # the rows are the same in batches of any size

@@ -1,4 +1,4 @@
-"""Initial values from `reset_parameters()` of modules on the meta device, proved to be written by it.
+"""Initial values from modules' `reset_parameters()`, with a check that it writes every element.
 
 The module is copied to CPU memory in which each byte is known. Modules inside are reset first, then those
 around them, as when they are built. A number that stays, or that depends on what was there, shows: NaN in,

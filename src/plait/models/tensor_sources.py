@@ -94,7 +94,7 @@ class LocalSource:
         """Do nothing: `read` does not communicate, so a rank need not take part in reading `name`."""
 
     def known(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and tensor of each that is given or that the model has off the meta device, in order."""
+        """Yield name and value of each tensor that is given, or that the model has off the meta device."""
         for name, location in self.locations.items():
             if name in self._found or not location.tensor.is_meta:
                 yield name, self.read(name)

@@ -69,7 +69,7 @@ class Executor:
         self._known: list[tuple[Program, list[_BoundSegment]]] = []
 
     def run(self, program: Program, around: AroundSegment | None = None) -> None:
-        """Carry out `program` in order. An exception gets a note that names the instruction."""
+        """Run the instructions of `program` in order. An exception gets a note that names the instruction."""
         bound, ranges = self._bound(program), profiling()
         if around is None and not ranges:
             for _, run, calls in bound:

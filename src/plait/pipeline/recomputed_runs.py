@@ -109,7 +109,7 @@ class SecondRun:
         return entry[0] if entry is not None and versions_of(entry[0]) == entry[1] else None
 
     def result(self, compute: Callable[[], Tensors]) -> Tensors:
-        """Return the next result that the first run kept, and forget it; compute it if there is none."""
+        """Return and remove the next result that the first run kept; compute it if none is left."""
         if self.paused:
             return compute()
         found = self._found()
@@ -136,7 +136,7 @@ class SecondRun:
             self._within = False
 
     def operation(self, compute: Callable[[], Any]) -> Any:
-        """Return the next kept result of an operation, and forget it; compute it if there is none."""
+        """Return and remove the next kept result of an operation; compute it if none is left."""
         operations, found = self._first.operations, None
         if self.used_operations < len(operations):
             found, operations[self.used_operations] = operations[self.used_operations], None

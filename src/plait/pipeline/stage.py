@@ -124,7 +124,7 @@ class Stage:
             self.expect(self.infos)
 
     def expect(self, infos: Sequence[Sequence[LayerInfo]]) -> None:
-        """Prepare for micro-batches with these `infos`: join the linears that read the same input in all.
+        """Prepare for micro-batches of shapes `infos`: join linears that read the same input in all of them.
 
         Where sequences are cut, keys and values are sent while queries are computed: there none are joined.
         """
@@ -141,7 +141,7 @@ class Stage:
                 self._joined[number] = join_linears(layer.module, readers, self.queue)
 
     def begin(self) -> None:
-        """Begin a step, before which parameters may have got other memory."""
+        """Begin a step: refresh views of parameters, whose memory may have changed since the last step."""
         self.starts.clear()
         for each in self._joined:
             for joined in each:

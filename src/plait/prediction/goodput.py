@@ -1,4 +1,4 @@
-"""`best_interval`: how often to save checkpoints, and the part of the time that then is progress.
+"""`best_interval`: the best interval of checkpoints, and the fraction of time that is useful training.
 
 Failures of a device are independent and exponentially distributed, those of a run too; a failure during a
 restart begins it anew (Daly 2006, "A higher order estimate of the optimum checkpoint interval").
@@ -19,7 +19,7 @@ PERIODS = 2000
 
 @dataclass(frozen=True)
 class Failures:
-    """How often a run fails, and what saving and restarting take, in seconds."""
+    """Mean time between a run's failures, and the durations of saving and restarting, in seconds."""
 
     mean_time: float
     """Between failures of the run: that of a device over the number of devices."""
@@ -37,7 +37,7 @@ class Failures:
 
 @dataclass(frozen=True)
 class Goodput:
-    """The part of the time that is progress, at an interval between the ends of two saves."""
+    """The fraction of time that is useful training, for an interval between the ends of two saves."""
 
     interval: float
     """Seconds of training between two saves."""
@@ -50,7 +50,7 @@ class Goodput:
 
 
 def best_interval(failures: Failures, seed: int = 0) -> Goodput:
-    """Return the interval of most expected progress, with the goodput by formula and by simulation."""
+    """Return the interval with the highest expected goodput, by formula and by simulation."""
     low, high = log(1e-3), log(100 * failures.mean_time + 1)
     for _ in range(200):  # the goodput has one maximum
         third = (high - low) / 3
@@ -69,7 +69,7 @@ def young_interval(failures: Failures) -> float:
 
 
 def expected_goodput(failures: Failures, interval: float) -> float:
-    """Return the expected part of the time that is progress with a save after every `interval` seconds.
+    """Return the expected fraction of useful time with a save after every `interval` seconds.
 
     The expected time until the interval and its save are done is M · e^(R/M) · (e^((τ + δ)/M) − 1).
     """
@@ -80,7 +80,7 @@ def expected_goodput(failures: Failures, interval: float) -> float:
 
 
 def simulated_goodput(failures: Failures, interval: float, seed: int) -> tuple[float, float]:
-    """Return the simulated part of the time that is progress, and its standard error."""
+    """Return the simulated fraction of useful time, and its standard error."""
     draw, samples = Random(seed), []
     for _ in range(PERIODS):
         spent, left = 0.0, draw.expovariate(1 / failures.mean_time)

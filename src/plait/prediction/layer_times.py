@@ -19,7 +19,7 @@ from plait.prediction.roofline import operation_seconds
 
 @dataclass(frozen=True)
 class Parts:
-    """Seconds by what they are spent on; their sum is the duration."""
+    """Seconds of a pass, divided by use; their sum is its duration."""
 
     products: float = 0.0
     attention: float = 0.0
@@ -55,7 +55,7 @@ class Parts:
         return Parts(*map(add, self.seconds, other.seconds))
 
     def times(self, count: float) -> Parts:
-        """Return the parts of `count` repetitions."""
+        """Return the seconds of `count` repetitions."""
         return Parts(*[part * count for part in self.seconds])
 
 
@@ -129,7 +129,7 @@ class LayerTimer:
 
     @property
     def speedup(self) -> float:
-        """How many times as fast a rank computes while enough others of a pipeline wait."""
+        """The factor by which a rank computes faster while other ranks of its pipeline wait."""
         return self.hardware.waiting_speedup if self.shape.plan.pp > 1 else 1.0
 
     @property

@@ -1,4 +1,4 @@
-"""`search_frontier`: the trade of step time against memory among the plans of a search."""
+"""`search_frontier`: the Pareto frontier of step time and memory among the plans of a search."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ AXES = ("pp", "tp", "cp", "dp")
 
 @dataclass(frozen=True)
 class PlanSearchResult:
-    """The fastest plans that fit, and what became of the others."""
+    """The fastest plans that fit, and the numbers of plans left out by reason."""
 
     best: tuple[Prediction, ...]
     """In the order of `plan_rank`; their plans leave the cut to `parallelize`, which makes the same."""

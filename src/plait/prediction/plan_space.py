@@ -19,7 +19,7 @@ fitted to its costs action by action, takes seconds or minutes to make."""
 
 @dataclass(frozen=True, kw_only=True)
 class PlanChoices:
-    """The values that a search tries for what a plan decides besides the division of the ranks."""
+    """The values that a search tries for each field of a plan besides the degrees."""
 
     schedules: tuple[tuple[str, int], ...] = (
         ("1f1b", 1),
@@ -55,12 +55,12 @@ class RankDivision:
     microbatches: int
 
     def layer_options(self, choices: PlanChoices) -> Iterator[tuple[Recompute, SequenceParallel]]:
-        """Yield what plans decide of layers: recomputation and sequence parallelism."""
+        """Yield the options of plans for layers: recomputation and sequence parallelism."""
         sequence = choices.sequence_parallel if self.tp > 1 else choices.sequence_parallel[:1]
         return product(choices.recompute, sequence)
 
     def states(self, choices: PlanChoices) -> Iterator[tuple[Strategy, Reduce, int]]:
-        """Yield what plans decide of state: strategy, when gradients are reduced, and `replicate`."""
+        """Yield the options of plans for state: strategy, when gradients are reduced, and `replicate`."""
         for strategy, reduce in choices.states if self.dp * self.cp > 1 else choices.states[:1]:
             for copies in divisors_of(self.dp) if strategy != "none" else (1,):
                 # With as many copies as ranks nothing is sharded: the same as `none`.

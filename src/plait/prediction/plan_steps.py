@@ -1,4 +1,4 @@
-"""The simulated steps of many plans; what several plans have in common is computed once."""
+"""The simulated steps of many plans; parts that several plans share are computed once."""
 
 from __future__ import annotations
 

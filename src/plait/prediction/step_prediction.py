@@ -25,7 +25,7 @@ from plait.schedules.stage_cuts.schedule_and_cut import schedule_and_cut
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted step of a plan. `print` it for its figures."""
+    """The predicted time and memory of a plan's step. `print` shows them."""
 
     plan: Plan
     decoder: Decoder

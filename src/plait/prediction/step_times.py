@@ -115,7 +115,7 @@ class StepTimes:
 
     @cached_property
     def work(self) -> tuple[RankWork, ...]:
-        """For each rank what the time after its last action depends on."""
+        """For each rank the sizes on which its time after the last action depends."""
         decoder, tp = self.timer.shape.decoder, self.timer.shape.plan.tp
         sizes: dict[tuple[tuple[LayerKind, ...], ...], float] = {}
         found = []

@@ -1,4 +1,4 @@
-"""The charts of a report: which metrics they show, with titles, units and lines to compare with."""
+"""The charts of a report: the metrics that they show, with titles, units and reference lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `run.json` holds: environment and plan of a run, what each rank holds, predicted memory."""
+"""The content of `run.json`: environment and plan of a run, each rank's tensors, predicted memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PlannedLayer:
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """A piece of a tensor that a rank of `tp` has, and how it is divided further over `shard` and `cp`."""
+    """The shard of a tensor on a rank of `tp`, and its further division over `shard` and `cp`."""
 
     boxes: tuple[BoxBounds, ...]
     """The boxes whose concatenation it is."""
@@ -49,7 +49,7 @@ class TensorPiece:
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """The layout of a parameter, and of others of the same shape and layout."""
+    """The layout of a parameter, and the names of others with the same shape and layout."""
 
     name: str
     shape: tuple[Count, ...]
@@ -127,7 +127,7 @@ def write_description(description: RunDescription, folder: Path) -> None:
 
 
 def read_description(folder: Path) -> RunDescription | None:
-    """Return what `run.json` in `folder` holds, or None without one. Raises `DataError` where damaged."""
+    """Return the content of `run.json` in `folder`, or None without it. Raises `DataError` if damaged."""
     return read_file(_adapter(), folder / RUN_FILE, _contradictions)
 
 
@@ -151,7 +151,7 @@ def _contradictions(read: RunDescription) -> Iterator[str]:
 def read_file(
     adapter: TypeAdapter[T], path: Path, contradictions: Callable[[T], Iterator[str]] = lambda _: iter(())
 ) -> T | None:
-    """Return what a JSON file of a run holds, or None without one. Raises `DataError` where damaged.
+    """Return the content of a run's JSON file, or None without the file. Raises `DataError` if damaged.
 
     `contradictions`: yields what is wrong with it though each value is sound by itself.
     """

@@ -1,4 +1,4 @@
-"""Events of a run, in `events.jsonl`: its start, warnings, and its end; each written as it happens."""
+"""Events of a run in `events.jsonl`, written as they happen: start, warnings and end."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class Figure(NamedTuple):
 
 
 def figures_of(run: RunRecord) -> Iterator[Figure]:
-    """Yield the figures of a run; those that it does not have are left out."""
+    """Yield the figures that a run has."""
     metrics = run.metrics
     loss, validation = metrics.at_last("loss"), metrics.at_last("validation_loss")
     if loss is not None:

@@ -13,7 +13,7 @@ def wrappable(name: str) -> str:
 
 
 def section(title: str, body: str, about: str = "", name: str = "") -> str:
-    """Return a section of the page; `about`: sentences below its title, as HTML; `name`: its id."""
+    """Return a section of the page as HTML; `about`: sentences below the title; `name`: the section's id."""
     told = f"<p class=about>{about}</p>" if about else ""
     return f'<section id="{name or title.lower()}"><h2>{escape(title)}</h2>{told}\n{body}</section>'
 
@@ -31,7 +31,7 @@ def table(
 
 
 def bar(parts: Iterable[tuple[str, float, str]], whole: float) -> str:
-    """Return a bar of parts side by side, each with its title, size and colour, of the width of `whole`."""
+    """Return a bar as HTML: parts side by side, each with title, size and colour; `whole`: full size."""
     pieces = "".join(
         f'<i title="{escape(title)}" '
         f'style="width: {100 * size / whole:.2f}%; background: var(--{colour})"></i>'
@@ -42,7 +42,7 @@ def bar(parts: Iterable[tuple[str, float, str]], whole: float) -> str:
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
-    """Return a legend: name and colour of each entry."""
+    """Return a legend as HTML: name and colour of each entry."""
     items = "".join(
         f'<li><b class=mark style="background: var(--{colour})"></b>{escape(name)}</li>'
         for name, colour in entries

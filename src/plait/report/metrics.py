@@ -51,7 +51,7 @@ class Metrics:
         return int(sum(self.numbers("tokens")))
 
     def thinned(self, most: int) -> Metrics:
-        """Return at most about `most` of the steps: of each stretch those with the least and largest loss.
+        """Return about `most` steps: of each range of steps those with the lowest and the highest loss.
 
         Steps with a number that most steps lack, such as a validation loss, stay; so do the first and last.
         """

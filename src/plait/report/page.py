@@ -79,7 +79,7 @@ def draw_prediction(
 
 
 def embedded(data: object) -> str:
-    """Return `data` as JSON that no text in it can end the script element of."""
+    """Return `data` as JSON for a script element, escaped so that no text in it can end the element."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 

@@ -1,4 +1,4 @@
-"""The map of a run's ranks over its steps: one number for each rank and stretch of steps."""
+"""The map of a run's ranks over its steps: one number for each rank and range of steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DIGITS = 4
 
 
 def rank_map(run: RunRecord) -> dict[str, Any] | None:
-    """Return the numbers of each rank over stretches of steps, or None where there is one rank or none.
+    """Return the numbers of each rank by range of steps; None for fewer than two ranks.
 
     `values` has a list for each rank; `what` they are is the time in which a rank was not blocked, where that
     was measured, else its peak memory.

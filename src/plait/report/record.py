@@ -1,4 +1,4 @@
-"""`RunRecord`: all that a run has written to its folder, as one frozen tree."""
+"""`RunRecord`: the content of all files that a run wrote to its folder, as frozen values."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RunRecord:
 
     @property
     def counted(self) -> str:
-        """What `tokens` counts: "rows" where each step has as many as its batch has rows, else "tokens"."""
+        """The unit of `tokens`: "rows" if each step's number equals the rows of its batch, else "tokens"."""
         rows = None if self.description is None else self.description.rows
         return "rows" if rows and set(self.metrics.numbers("tokens")) == {rows} else "tokens"
 
@@ -62,7 +62,7 @@ class RunRecord:
 
     @property
     def died(self) -> bool:
-        """Whether it began and neither ended nor still writes."""
+        """Whether the run began, has not ended, and writes no more."""
         return bool(self.events) and self.end is None and self.age >= _STILL
 
     @property

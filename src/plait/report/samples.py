@@ -1,4 +1,4 @@
-"""The samples of a run in its report: what the model wrote, over the steps."""
+"""The samples of a run in its report: text that the model generated, by step."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def sections_of(runs: Sequence[RunRecord]) -> Iterator[str]:
 
 
 def notes_section(runs: Sequence[RunRecord]) -> str:
-    """Return what users noted about their runs, or "" where they noted nothing."""
+    """Return the notes that users wrote about their runs as HTML, or "" without notes."""
     noted = [(run.name, run.description.notes) for run in runs if run.description and run.description.notes]
     texts = "".join(
         f"{f'<h3>{escape(name)}</h3>' * (len(runs) > 1)}<p class=notes>{escape(text)}</p>"

@@ -1,4 +1,4 @@
-"""What `step.json` holds: one recorded step of all ranks, with actions, blocked time, and traffic."""
+"""The content of `step.json`: one recorded step of all ranks, with actions, blocked time, and traffic."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def _rank_adapter() -> TypeAdapter[RecordedRank]:
 
 
 def rank_as_text(rank: RecordedRank) -> str:
-    """Return what a rank recorded as JSON, to be sent to another rank."""
+    """Return a rank's recorded step as JSON text, to be sent to another rank."""
     return _rank_adapter().dump_json(rank).decode()
 
 
 def rank_from_text(text: str) -> RecordedRank:
-    """Return what a rank has sent."""
+    """Return the recorded step from the JSON text of `rank_as_text`."""
     return _rank_adapter().validate_json(text)
 
 
@@ -70,7 +70,7 @@ def write_step(step: RecordedStep, folder: Path) -> None:
 
 
 def read_step(folder: Path) -> RecordedStep | None:
-    """Return what `step.json` holds, or None without one. Raises `DataError` for a damaged file."""
+    """Return the content of `step.json`, or None without the file. Raises `DataError` if damaged."""
     return read_file(_adapter(), folder / STEP_FILE, _contradictions)
 
 

@@ -19,7 +19,7 @@ _MATRIX = 190
 
 
 def tensor_picture(tensor: PlannedTensor, mesh: Mapping[str, int]) -> str:
-    """Return a tensor with its pieces: colours tell the ranks of `tp`, lines those of `shard` and `cp`."""
+    """Return an SVG of a tensor's shards: colours mark ranks of `tp`, lines those of `shard` and `cp`."""
     rows, columns = _as_matrix(tensor.shape)
     scale = _MATRIX / max(rows, columns, 1)
     wide, high = max(columns * scale, 18), max(rows * scale, 18)
@@ -45,7 +45,7 @@ def tensor_picture(tensor: PlannedTensor, mesh: Mapping[str, int]) -> str:
 
 
 def tensor_text(tensor: PlannedTensor, about: RunDescription) -> str:
-    """Return in words how a tensor is divided: its shape, along which axes, and how much a rank has."""
+    """Return a sentence on how a tensor is divided: its shape, the axes, and the largest share of a rank."""
     shape = " × ".join(f"{size:,}" for size in tensor.shape)
     piece = tensor.pieces[0]
     own = sum(prod(sizes) for _, sizes in piece.boxes)

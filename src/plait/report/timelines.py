@@ -93,7 +93,7 @@ class StepTimeline:
             yield number, {name: nanoseconds / 1e9 for name, nanoseconds in uses.items()}
 
     def traffic(self) -> Iterator[tuple[str, str, int, int, int]]:
-        """Yield axis, operation, calls and bytes of the rank that has most of it, and bytes of all ranks."""
+        """Yield axis, operation, calls and bytes of the rank with most bytes, and the bytes of all ranks."""
         totals: dict[tuple[str, str], list[tuple[int, int]]] = {}
         for rank in self.step.ranks:
             for axis, kinds in rank.traffic.items():

@@ -1,4 +1,4 @@
-"""Warnings of a report: what a run said, and what its numbers show."""
+"""Warnings of a report: those that a run printed, and conclusions from its numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_LISTED = 6
 
 
 def warnings_of(run: RunRecord) -> Iterator[str]:
-    """Yield one sentence for each thing that a reader of the report should know, the gravest first."""
+    """Yield warnings about a run, one sentence each, the most serious first."""
     if run.end is not None and run.end.kind == "failed":
         yield f"The run failed: {_sentence(run.end.text)}"
     elif run.died:
@@ -59,7 +59,7 @@ def _skipped(run: RunRecord) -> Iterator[str]:
 
 
 def stragglers(run: RunRecord) -> list[tuple[int, float, float]]:
-    """Return ranks that keep others waiting: rank, its busy seconds a step, those of a typical rank like it.
+    """Return ranks that others wait for: rank, busy seconds a step, and those of a typical comparable rank.
 
     Ranks are compared with those that have the same layers, by the median over the later half of the steps.
     Empty where busy times were not measured, as on GPUs.

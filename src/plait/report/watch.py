@@ -1,4 +1,4 @@
-"""`watch`: serves the report of runs on this machine only, made anew when their files have changed."""
+"""Server of a report on this machine only, which rebuilds the page when files of the runs change."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class ReportServer(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_port}/"
 
     def version(self) -> str:
-        """Return a text that is another one after a file of the runs has changed."""
+        """Return a text that changes whenever a file of the runs changes."""
         folders = {path if path.is_dir() else path.parent for path in self.paths}
         files = sorted(file for folder in folders for file in folder.glob("*.json*"))
         return " ".join(f"{stat.st_mtime_ns}.{stat.st_size}" for stat in map(Path.stat, files))
 
     def page(self) -> str:
-        """Return the report, or why there is none at present, with the script that loads it again."""
+        """Return the report page, or one with the reason why there is none, with a script that reloads it."""
         version = self.version()
         if version != self._drawn[0]:
             try:

@@ -1,4 +1,4 @@
-"""Activation memory of a rank: each micro-batch is counted from its forward to its weight gradient."""
+"""Activation memory of a rank: a micro-batch counts from its forward to its weight gradient."""
 
 from __future__ import annotations
 

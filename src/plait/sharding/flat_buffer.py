@@ -10,6 +10,17 @@ One collective moves a flat tensor, and nothing is copied. Where a strategy does
 their storage is empty between uses and filled again in place, so that what autograd has saved stays valid.
 Where it keeps them a piece is a view of the whole tensor, and where nothing is sharded it is that tensor.
 
+A buffer's tensors, and when they have values:
+
+- `whole`: all parameters, which layers use. Under the strategy `full`, between a gather and its release only.
+- `own`: the view of `whole` where this rank's shard lies.
+- `piece`: this rank's shard, which the optimizer updates; always allocated. It is `own` (of one rank: all
+  of `whole`) unless `whole` is released, the optimizer keeps masters in another dtype, or it is offloaded.
+- `device_copy`: of a `piece` that is offloaded but updated on the device, its copy there: from the end of a
+  step until the next begins, which copies it back. After a failed step it may be a clone of `piece`.
+- `gradient`: what backwards add to, one for each stage of this rank; from the first one to the reduction.
+- `piece_gradient`: the reduced gradient, which the optimizer reads; from the reduction to the update.
+
 Where several stages of this rank use the same parameters, as the first and the last stage of a v-shaped
 schedule do, each adds to a gradient of its own, and these are summed in the order of the stages: the same
 sums in any schedule of the same stages.

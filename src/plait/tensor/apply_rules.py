@@ -1,4 +1,4 @@
-"""Apply rules to the layers of a model: find each parameter's layout, and replace modules by parallel ones.
+"""Application of rules to a model's layers: parameter layouts, and replacement of modules by parallel ones.
 
 layers ─ rules → match_modules → layouts_of → (tensors are made) → apply_rules
 """

@@ -128,7 +128,7 @@ class TorchLoss:
 
     @property
     def sums(self) -> bool:
-        """Whether the loss of a step is the sum over the global batch: see `divisor`."""
+        """Whether the loss of a step is a sum over the global batch and not a mean."""
         return self.reduction == "sum"
 
     def total(self, output: Tensor, targets: Tensor) -> Tensor:

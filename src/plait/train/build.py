@@ -72,7 +72,7 @@ def initial_weights(config: ModelConfig, model: nn.Sequential, seed: int) -> dic
 
 
 def trained_part(config: Config, vocab: int) -> nn.Sequential:
-    """Return the model of `build_model`, of which the parameters that `train.freeze` names do not train.
+    """Return the model that `build_model` makes, with the parameters named by `train.freeze` frozen.
 
     Raises ConfigError for a pattern of `train.freeze` or `train.rates` that fits no parameter.
     """

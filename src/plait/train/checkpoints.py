@@ -54,7 +54,7 @@ def run_checkpoints(config: Config) -> Checkpoints:
 
 
 def shard_plan_for(manifest: Manifest, arguments: Sequence[str]) -> ShardPlan:
-    """Return how a run with `arguments` of `plait train` would shard the checkpoint of `manifest`.
+    """Return the `ShardPlan` by which a run with these `arguments` would shard the checkpoint of `manifest`.
 
     Fields of the model, data and training that are not given are those of the run that wrote the checkpoint,
     if it was one of `plait train`; degrees, strategy and schedule have their defaults. Raises `PlaitError`

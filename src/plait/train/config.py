@@ -74,7 +74,7 @@ class Config(Section):
 
     @property
     def tokenizer(self) -> str:
-        """bytes, or the path of the tokenizer: `data.tokenizer`, of the corpus, or in the model's folder."""
+        """The tokenizer: "bytes" or a path, from `data.tokenizer`, the corpus, or the model's folder."""
         known, folder = self.data.known_tokenizer, self.model.folder
         if known is None and folder is not None and (folder / "tokenizer.json").is_file():
             return str(folder / "tokenizer.json")

@@ -161,7 +161,7 @@ class DataConfig(Section):
 
     @property
     def known_tokenizer(self) -> str | None:
-        """`tokenizer`, or that of the first prepared source that records it; None where there is none."""
+        """The field `tokenizer`, else that recorded in the first prepared source; None without either."""
         return self.tokenizer or next(filter(None, map(recorded_tokenizer, self.sources)), None)
 
     @field_validator("validation_source")

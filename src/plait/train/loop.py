@@ -173,7 +173,7 @@ def _changed_fields(config: Config) -> Iterator[str]:
 def banner(
     config: Config, mesh: Mesh, data: Data, parameters: int, trained: int, *, has_weights: bool = False
 ) -> Iterator[str]:
-    """Yield the lines before the first step: model, plan, data and folder.
+    """Yield the lines that are printed before the first step: model, plan, data and folder.
 
     `parameters` and `trained`: of the whole model, and how many of them are not frozen. `has_weights`:
     whether the folder of a Hugging Face model holds weights to start from.

@@ -161,7 +161,7 @@ class RateConfig(Section):
 
 
 def spelled(given: object, names: Sequence[str]) -> object:
-    """Return the one of `names` that `given` spells in lower or upper case; else `given`."""
+    """Return the name among `names` that equals `given` but for case; else `given`."""
     text = given.casefold() if isinstance(given, str) else given
     return next((name for name in names if name.casefold() == text), given)
 

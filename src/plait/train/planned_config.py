@@ -1,4 +1,4 @@
-"""What a prediction needs from a configuration, and the configuration that has a given plan, as TOML."""
+"""Model sizes of a configuration for predictions, and the configuration with a given plan as TOML."""
 
 from __future__ import annotations
 

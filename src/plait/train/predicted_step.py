@@ -1,4 +1,4 @@
-"""The predicted step of a run, and its comparison with the steps as they were."""
+"""The predicted step of a run, and its comparison with the measured steps."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def predicted_step(config: Config, plan: Plan, device: torch.device) -> Predicti
 
 
 def step_lines(folder: Path, predicted: Prediction) -> Iterator[str]:
-    """Yield a line on the measured and the predicted time of a step, and one on what the time is spent on.
+    """Yield lines on the measured and predicted time of a step, and on the parts of that time.
 
     Reads `metrics.jsonl` and `step.json` in `folder`; without the latter there is no second line.
     """

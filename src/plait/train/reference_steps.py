@@ -47,7 +47,7 @@ class Comparison:
 
 
 def compare_steps(config: Config, data: Data, mesh: Mesh, steps: Sequence[LossAndNorm]) -> Comparison:
-    """Repeat the first `len(steps)` steps on rank 0 alone, and compare them with `steps`.
+    """Repeat the first steps of a run on rank 0 alone, and compare losses and norms with `steps`.
 
     Every rank calls it and gets the same result. Communication: a barrier after each step, so that ranks
     wait for one step at most, and two numbers all-reduced over the world.

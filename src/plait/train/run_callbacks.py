@@ -37,13 +37,13 @@ WRITTEN = (*FILES, EARLIER, FOLDER)
 
 
 class FolderOfRun(Callback):
-    """Keeps what an earlier run has left in `run.dir`, if this one starts over, and writes `config.json`."""
+    """Archives an earlier run's files in `run.dir`, if this run starts over, and writes `config.json`."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
 
     def begin(self, run: TrainingLoop) -> None:
-        """Move and write files, on rank 0. Raises `ConfigError` where that is impossible."""
+        """Archive the earlier run's files and write `config.json`, on rank 0. ConfigError if impossible."""
         folder = self._config.run.dir
         if run.mesh.rank:
             return
@@ -60,7 +60,7 @@ class FolderOfRun(Callback):
 
 
 class Recordings(Callback):
-    """Records the steps of the trace `run.trace` and of the order of `parallel.reorder`."""
+    """Records the steps that `run.trace` draws and that `parallel.reorder` measures."""
 
     def __init__(self, config: Config) -> None:
         self._folder = config.run.dir
@@ -77,12 +77,12 @@ class Recordings(Callback):
         return step in (self._trace, self._reorder)
 
     def before_step(self, run: TrainingLoop) -> None:
-        """Start to record if the step is due."""
+        """Start the recording of this step if it is to be recorded."""
         if self.is_due(run.done + 1):
             self._recording = self._stack.enter_context(run.engine.recording())
 
     def after_step(self, run: TrainingLoop) -> None:
-        """Write the trace, and search a schedule, from what was recorded."""
+        """Write the trace of the recorded step, and search a shorter schedule by its times."""
         self._stack.close()
         recording, self._recording = self._recording, None
         if recording is not None and run.done == self._trace:
@@ -99,7 +99,7 @@ class Samples(Callback):
         self._last: tuple[int, str | None] | None = None
 
     def after_step(self, run: TrainingLoop) -> None:
-        """Sample where it is due, and after the last step, unless a signal ends the run."""
+        """Generate a sample if due, and after the last step, unless a signal ends the run."""
         is_due = self._every > 0 and run.done % self._every == 0
         has_none = self._last is not None and self._last[1] is None
         if run.stopped > 0 or has_none or not (is_due or run.is_last):
@@ -133,6 +133,6 @@ class FirstSteps(Callback):
         self.numbers: list[LossAndNorm] = []
 
     def measured(self, run: TrainingLoop, row: dict[str, float]) -> None:
-        """Keep the numbers, if they are of the next of the first steps."""
+        """Keep loss and gradient norm of this step, if it is one of the first."""
         if int(row["step"]) == len(self.numbers) + 1 <= self._count:
             self.numbers.append((row["loss"], row["grad_norm"]))

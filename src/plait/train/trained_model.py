@@ -59,7 +59,7 @@ def trained_model(manifest: Manifest, folder: Path | None) -> nn.Sequential:
 
 
 def vocabulary(config: ModelConfig, manifest: Manifest) -> int:
-    """Return the tokens in the vocabulary of plait's own model in a checkpoint; 1 for another model."""
+    """Return the vocabulary size of plait's own model in a checkpoint; 1 for other models."""
     tokens = manifest.tensors.get(_TOKEN_EMBEDDING)
     return config.vocab or (tokens.shape[0] if tokens and tokens.shape else 1)
 

@@ -67,7 +67,7 @@ class ActivationPieces:
         return layout.positions(self.mesh.index("cp"))
 
     def targets_shifted_late(self, targets: Value) -> list[tuple[str, Value]]:
-        """Return this rank's part of next tokens as `targets` if they were shifted in this part; named."""
+        """Return, named, this rank's next tokens if `targets` had been shifted after cutting the sequence."""
         if self.cp == 1 or not isinstance(targets, Tensor) or targets.dim() < 2:
             return []
         tokens = self.at_positions(targets.roll(1, 1), self.mesh.index("cp"))

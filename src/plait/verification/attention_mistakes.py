@@ -1,4 +1,4 @@
-"""What a layer with attention would give after common mistakes with its window and the documents.
+"""Outputs of a layer with attention after common mistakes with the window and documents.
 
 The reference run computes these, since a rank of the candidate has neither all heads nor all positions. Of
 each output a weighted sum over the features is kept, one number a position.
@@ -71,7 +71,7 @@ def _mistakes(definitions: Definitions, others: Mapping[str, Tensor]) -> Iterato
 
 
 def other_documents(ids: Mapping[RecordScope, Tensor], scope: RecordScope) -> dict[str, Tensor]:
-    """Return ids that a micro-batch may have by mistake: the last one's, those of the step before."""
+    """Return document ids that a micro-batch may have by mistake: of the one before, or of the last step."""
     others = {}
     last = ids.get(scope._replace(microbatch=scope.microbatch - 1))
     if last is not None:

@@ -129,7 +129,7 @@ class GradientTracker:
             self.settled.pop(gradient, None)
 
     def accept(self, gradient: GradientKey, *, exactly: bool = False) -> None:
-        """Take the actual gradient as the expected one from now on; `exactly`: without a tolerance."""
+        """Expect the actual gradient from now on; `exactly`: without a tolerance."""
         tracked = self._tracked(gradient, [])
         tolerance = Tolerance(tracked.tolerance.size, 0.0) if exactly else tracked.tolerance
         self.settled[gradient] = tracked.actual.detach().clone(), tolerance

@@ -1,4 +1,4 @@
-"""What a layer or the loss is computed from besides its arguments, as a tensor that is kept in a global.
+"""Checks that layers and the loss depend on their arguments alone, and on no tensor kept in a global.
 
 On one rank that may work. Where layers run on several ranks, for several micro-batches in turn, the tensor is
 that of another micro-batch, or of a trial run, or is not there.
@@ -67,7 +67,7 @@ def _parameters_of(loss: Loss) -> Iterator[Tensor]:
 
 
 def require_values(what: str, tensor: Tensor) -> None:
-    """Raise ModelError for a tensor on the meta device, which has none."""
+    """Raise ModelError for a tensor on the meta device, which has no values."""
     if tensor.is_meta:
         raise ModelError(
             f"{what} is computed from a tensor on the meta device, left by a trial run of a layer, "

@@ -38,7 +38,7 @@ SAME_VALUE = 1e-6
 
 @dataclass(frozen=True)
 class Compared:
-    """A tensor of the plan's run beside that of the reference."""
+    """The comparison of a tensor of the plan's run with that of the reference."""
 
     batch: int
     what: str
@@ -62,7 +62,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class RankComparison:
-    """What one rank compared. `place`: the first module that differs on one rank, or ""."""
+    """The comparisons of one rank. `place`: the first module that differs on one rank, or ""."""
 
     rank: int
     coordinate: Mapping[str, int]

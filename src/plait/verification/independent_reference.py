@@ -1,4 +1,4 @@
-"""A model that plait did not make, run on rank 0: in float64 and evaluation mode, with what rounding changes.
+"""An independent model as reference, run on rank 0 in float64 and evaluation mode, with rounding errors.
 
 The reference run of `verify` is plait's layers on one rank. What both of its runs share, such as a conversion
 that makes another model of one of transformers, it cannot see.
@@ -37,7 +37,7 @@ Pairs = Callable[[nn.Module, nn.Module], Sequence[TensorPair]]
 
 
 def named_alike(model: nn.Module, reference: nn.Module) -> list[TensorPair]:
-    """Return the parameters that both have, by `model.huggingface_names`, or else by equal names."""
+    """Return the parameters that model and reference share, by `huggingface_names` or by equal names."""
     names: Mapping[str, str] = getattr(model, "huggingface_names", None) or {}
     theirs = dict(reference.named_parameters(remove_duplicate=False))
     return [
@@ -48,14 +48,14 @@ def named_alike(model: nn.Module, reference: nn.Module) -> list[TensorPair]:
 
 
 def called(reference: Callable[[Any], Any], inputs: Value) -> Any:
-    """Return what `reference` gives for `inputs`; of an output of transformers its logits."""
+    """Return the output of `reference` for `inputs`; of a transformers output object its logits."""
     output = reference(inputs)
     return getattr(output, "logits", output)
 
 
 @dataclass(frozen=True)
 class IndependentReference:
-    """A model that plait did not make: how rank 0 builds and calls it, and which parameters correspond."""
+    """An independent model as reference: how rank 0 builds and calls it, and which parameters correspond."""
 
     make: Callable[[], Callable[[Any], Any]]
     name: str = "the reference"
@@ -67,7 +67,7 @@ class IndependentReference:
 
 @dataclass
 class Expected:
-    """What the reference gives for a batch, and by how much rounding errors in its parameters change it."""
+    """The reference's results for a batch, and their changes under rounding errors in its parameters."""
 
     outputs: list[Tensor]
     loss: Tensor
@@ -89,7 +89,7 @@ class Expected:
         return max(FACTOR * max(self.deviations.get(name, 0.0), self.epsilon * size), self.accuracy * size)
 
     def smallest_size(self) -> float:
-        """Return the size with which a gradient is compared at least."""
+        """Return the least magnitude against which a gradient's difference is measured."""
         largest = max((float(one.abs().max()) for one in self.gradients.values() if one.numel()), default=0.0)
         return PART_OF_LARGEST * largest
 
@@ -127,12 +127,12 @@ class ReferenceRank:
             self._parameter(pair).copy_(pair.joined([state[name] for name in pair.ours]))
 
     def values(self) -> Iterator[tuple[TensorPair, Tensor]]:
-        """Yield the parameters that correspond to some of the model, with their values."""
+        """Yield the parameters with a counterpart in the model, with their values."""
         for pair in self.pairs:
             yield pair, self._parameter(pair).detach()
 
     def run(self, batch: Batch) -> Expected:
-        """Return outputs, loss and gradients of a batch, with what rounding changes in each."""
+        """Return outputs, loss and gradients of a batch, each with its change by rounding errors."""
         expected = self._run(batch)
         if not bool(expected.loss.isfinite()):
             raise ModelError(
@@ -179,7 +179,7 @@ class ReferenceRank:
 
 
 def leaf(tensor: Tensor) -> Tensor:
-    """Return a copy of `tensor` that gets a gradient, if it is of floating point."""
+    """Return a copy of `tensor`, with `requires_grad` if it is floating-point."""
     return tensor.detach().clone().requires_grad_(tensor.is_floating_point())
 
 

@@ -1,4 +1,4 @@
-"""In 16 bits: whether norms compute as precisely as on one device, though their output has few digits.
+"""Check, in 16 bits, that norms compute as precisely as on one device before they round their output.
 
 An output in 16 bits may be off by more than a mean square that was computed in 16 bits changes it. So an RMS
 norm is compared with its definition in float64, of the input that it was given, and any norm with the
@@ -36,7 +36,7 @@ Found = tuple[str, Tensor, Tensor]
 def rounded_otherwise(
     found: Mapping[str, Tensor], expected: Mapping[str, Tensor], norms: set[str]
 ) -> Found | None:
-    """Return the first of `norms` whose input has equal sketches, bit by bit, and whose output has not."""
+    """Return the first of `norms` whose input sketches are bitwise equal and whose output sketches differ."""
     for name, given in found.items():
         path, side, *call = name.split("|")
         output = "|".join([path, "gives", *call])
@@ -77,7 +77,7 @@ class RMSNorms:
         ]
 
     def begin(self) -> None:
-        """Forget the runs of the norms."""
+        """Discard the recorded runs of the norms."""
         self._runs.clear()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A reference run's own layers: copies with parameters of their own, and what may go wrong when they run."""
+"""A reference run's own layers: copies with parameters of their own, and errors of running them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from plait.verification.start_values import ValueChange
 
 @contextmanager
 def input_replaced(layer: nn.Module, name: str | None, replace: Callable[[Value], Value]) -> Iterator[None]:
-    """Context: the module `name` of a layer is given what `replace` makes of its input; None: no module."""
+    """Context: apply `replace` to the input of the module `name` of a layer; do nothing if None."""
     if name is None:
         yield
         return
@@ -35,7 +35,7 @@ def input_replaced(layer: nn.Module, name: str | None, replace: Callable[[Value]
 
 @contextmanager
 def failure_named(what: str) -> Iterator[None]:
-    """Context: convert an error to a ModelError, which says that `what` fails on a single device already."""
+    """Context: convert an error to a ModelError, which says that `what` fails even on a single device."""
     try:
         yield
     except PlaitError:

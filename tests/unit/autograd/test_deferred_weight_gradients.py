@@ -53,7 +53,9 @@ def assert_equal(got: nn.Module, wanted: nn.Module) -> None:
 @pytest.mark.parametrize("shape", [(3,), (5, 3), (2, 4, 5, 3), (0, 3)])
 @pytest.mark.parametrize("frozen", [(), ("weight",), ("bias",), ("weight", "bias")])
 @pytest.mark.parametrize("bias", [True, False])
-def test_linear_equals_native(shape: tuple[int, ...], frozen: tuple[str, ...], bias: bool) -> None:
+def test_a_linear_with_a_deferred_weight_gradient_equals_nn_linear(
+    shape: tuple[int, ...], frozen: tuple[str, ...], bias: bool
+) -> None:
     torch.manual_seed(0)
     native = nn.Linear(3, 4, bias=bias, dtype=torch.float64)
     for name, parameter in native.named_parameters():
@@ -70,7 +72,9 @@ def test_linear_equals_native(shape: tuple[int, ...], frozen: tuple[str, ...], b
 
 @pytest.mark.parametrize("padding", [None, 2])
 @pytest.mark.parametrize("tokens", [[[0, 2, 2], [5, 2, 0]], [1], []])
-def test_embedding_equals_native(tokens: list[int], padding: int | None) -> None:
+def test_an_embedding_with_a_deferred_weight_gradient_equals_nn_embedding(
+    tokens: list[int], padding: int | None
+) -> None:
     native = nn.Embedding(6, 4, padding_idx=padding, dtype=torch.float64)
     twin, queue = deferred(native)
     given = torch.tensor(tokens, dtype=torch.int64)
@@ -81,7 +85,7 @@ def test_embedding_equals_native(tokens: list[int], padding: int | None) -> None
     assert_equal(twin, native)
 
 
-def test_a_model_of_both_equals_native_over_several_backwards() -> None:
+def test_deferred_gradients_of_linear_and_embedding_equal_torchs_over_several_backwards() -> None:
     native = nn.Sequential(
         nn.Embedding(7, 4), nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 7)
     ).double()
@@ -107,7 +111,7 @@ def test_a_weight_used_twice_gets_both_gradients() -> None:
     assert_equal(twin, native)
 
 
-def test_work_waits_until_it_is_called_and_adds_in_place() -> None:
+def test_a_deferred_weight_gradient_is_added_in_place_when_the_queue_runs() -> None:
     twin, queue = deferred(nn.Linear(3, 4))
     place = torch.ones(4, 3)
     twin.weight.grad = place
@@ -119,7 +123,7 @@ def test_work_waits_until_it_is_called_and_adds_in_place() -> None:
     torch.testing.assert_close(place, 1 + given.sum(0).expand(4, 3))
 
 
-def test_a_gradient_may_be_set_aside() -> None:
+def test_a_gradient_may_be_added_to_a_buffer_instead_of_grad() -> None:
     """What goes to a buffer of its own is added there, and `.grad` is left to autograd (biases, norms)."""
     native = nn.Sequential(nn.Embedding(5, 3), nn.LayerNorm(3), nn.Linear(3, 2)).double()
     twin, queue = deferred(native)
@@ -137,7 +141,7 @@ def test_a_gradient_may_be_set_aside() -> None:
         torch.testing.assert_close(got, wanted.grad, rtol=1e-14, atol=1e-14)
 
 
-def test_a_buffer_is_looked_up_when_the_work_is_done() -> None:
+def test_deferred_work_looks_up_its_gradient_buffer_when_it_runs() -> None:
     """So work that was left for later finds `.grad`, whatever was set aside while the backward ran."""
     twin, queue = deferred(nn.Linear(3, 2, bias=False))
     place, aside = twin.weight.grad, torch.zeros(2, 3)
@@ -151,12 +155,12 @@ def test_a_buffer_is_looked_up_when_the_work_is_done() -> None:
     assert not aside.any()
 
 
-def test_a_buffer_is_set_before_a_backward() -> None:
+def test_asking_for_the_buffer_of_a_parameter_without_grad_fails() -> None:
     with pytest.raises(AssertionError, match="is set before a backward"):
         WeightGradientQueue().buffer_of(nn.Parameter(torch.ones(1)))
 
 
-def test_nothing_is_kept_without_gradients() -> None:
+def test_a_forward_without_gradients_defers_nothing() -> None:
     native = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2))
     twin, queue = deferred(native)
     tokens = torch.tensor([[1, 4]])
@@ -165,13 +169,13 @@ def test_nothing_is_kept_without_gradients() -> None:
     assert queue.take() == []
 
 
-def test_frozen_weights_keep_nothing() -> None:
+def test_frozen_weights_defer_no_gradient() -> None:
     twin, queue = deferred(nn.Linear(3, 2).requires_grad_(False))
     assert backward(twin, torch.randn(4, 3), torch.ones(4, 2)) is not None
     assert queue.take() == []
 
 
-def test_what_is_spent_is_done_once_in_the_order_of_the_backward() -> None:
+def test_queued_work_runs_once_in_the_order_of_the_backward() -> None:
     queue, done = WeightGradientQueue(), list[str]()
     for name in ("first", "second"):
         queue.add(partial(done.append, name))
@@ -181,7 +185,7 @@ def test_what_is_spent_is_done_once_in_the_order_of_the_backward() -> None:
     assert done == ["first", "second"]
 
 
-def test_spent_work_adds_the_gradients_of_the_native_module() -> None:
+def test_work_run_during_the_backward_adds_the_gradients_of_the_native_module() -> None:
     native = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
     twin, queue = deferred(native)
     for _ in range(2):
@@ -192,7 +196,7 @@ def test_spent_work_adds_the_gradients_of_the_native_module() -> None:
     assert_equal(twin, native)
 
 
-def test_meanwhile_work_is_done_only_where_spending_is_allowed() -> None:
+def test_the_queue_overlaps_work_only_where_overlap_is_allowed() -> None:
     queue, done = WeightGradientQueue(), list[str]()
     queue.add(partial(done.append, "work"))
     queue.overlap()
@@ -208,7 +212,7 @@ def test_meanwhile_work_is_done_only_where_spending_is_allowed() -> None:
 
 
 @pytest.mark.parametrize("frozen", [pytest.param(True, marks=pytest.mark.full), False])
-def test_weight_work_holds_the_input_until_it_is_done(frozen: bool) -> None:
+def test_deferred_weight_gradients_hold_the_input_until_they_run(frozen: bool) -> None:
     linear = nn.Linear(3, 2)
     linear.weight.requires_grad_(not frozen)
     twin, queue = deferred(linear)
@@ -233,7 +237,7 @@ class Scaled(nn.Linear):
     [Scaled(3, 2), nn.Embedding(4, 2, max_norm=1.0), nn.Embedding(4, 2, scale_grad_by_freq=True)],
     ids=["subclass", "max_norm", "scale_grad_by_freq"],
 )
-def test_what_is_not_plain_is_left_alone(module: nn.Module) -> None:
+def test_subclasses_and_embeddings_with_options_are_not_deferred(module: nn.Module) -> None:
     twin, queue = deferred(module)
     given = torch.tensor([1, 1, 2]) if isinstance(module, nn.Embedding) else torch.randn(5, 3)
     gradient = torch.ones(*module(given).shape)
@@ -243,7 +247,7 @@ def test_what_is_not_plain_is_left_alone(module: nn.Module) -> None:
     assert_equal(twin, module)
 
 
-def test_only_these_instances_change() -> None:
+def test_deferring_changes_the_given_instances_only() -> None:
     native = nn.Linear(3, 2)
     deferred(native)
     assert "forward" not in vars(native)
@@ -275,7 +279,7 @@ def test_a_backward_that_makes_a_graph_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_low_precision(dtype: torch.dtype) -> None:
+def test_deferred_weight_gradients_in_fp32_and_bf16_equal_torchs(dtype: torch.dtype) -> None:
     native = nn.Linear(8, 4, dtype=dtype)
     twin, queue = deferred(native)
     given, gradient = torch.randn(5, 8, dtype=dtype), torch.randn(5, 4, dtype=dtype)
@@ -437,7 +441,7 @@ def test_within_autocast_the_native_operation_runs() -> None:
 
 @pytest.mark.parametrize("shape", [(3,), (5, 3), (2, 5, 3), (2, 2, 5, 3)], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
-def test_the_output_may_be_written_to(shape: tuple[int, ...], bias: bool) -> None:
+def test_the_output_of_a_deferred_linear_may_be_modified_in_place(shape: tuple[int, ...], bias: bool) -> None:
     layer = nn.Linear(3, 4, bias=bias, dtype=torch.float64)
     twin = copy.deepcopy(layer)
     model, plain = nn.Sequential(layer, nn.ReLU(inplace=True)), nn.Sequential(twin, nn.ReLU(inplace=True))

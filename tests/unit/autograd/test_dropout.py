@@ -37,7 +37,7 @@ def mask_of(module: Dropout, *shape: int) -> Tensor:
     return result
 
 
-def test_it_computes_what_dropout_does() -> None:
+def test_dropout_zeroes_elements_and_scales_the_rest() -> None:
     module = Dropout(0.25)
     given = torch.randn(50, 40, dtype=torch.float64, requires_grad=True)
     output = module(given)
@@ -49,7 +49,7 @@ def test_it_computes_what_dropout_does() -> None:
     assert torch.equal(gradient, torch.where(kept, seed * (1 / 0.75), 0.0))
 
 
-def test_what_is_dropped_is_zero_whatever_it_was() -> None:
+def test_dropped_nan_and_infinity_become_zero() -> None:
     given = torch.tensor([float("nan"), float("inf"), -1.0] * 20, requires_grad=True)
     output = Dropout(1.0)(given)
     assert torch.equal(output, torch.zeros(60))
@@ -58,12 +58,12 @@ def test_what_is_dropped_is_zero_whatever_it_was() -> None:
 
 
 @pytest.mark.parametrize("module", [Dropout(0.0), Dropout(0.5).eval()], ids=["p = 0", "eval"])
-def test_it_is_the_identity(module: Dropout) -> None:
+def test_dropout_with_p_zero_or_in_eval_mode_is_the_identity(module: Dropout) -> None:
     given = torch.randn(3)
     assert module(given) is given
 
 
-def test_in_plain_pytorch_it_follows_the_generator_of_torch() -> None:
+def test_outside_an_engine_dropout_follows_torchs_generator() -> None:
     module = Dropout()
     torch.manual_seed(3)
     first, second = mask_of(module, 100), mask_of(module, 100)
@@ -72,13 +72,13 @@ def test_in_plain_pytorch_it_follows_the_generator_of_torch() -> None:
     assert torch.equal(mask_of(module, 100), first)
 
 
-def test_on_meta_it_draws_nothing() -> None:
+def test_dropout_on_meta_draws_no_random_numbers() -> None:
     before = torch.get_rng_state()
     assert Dropout()(torch.empty(3, 4, device="meta")).shape == (3, 4)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_its_second_derivative_is_right() -> None:
+def test_the_second_derivative_through_dropout_is_right() -> None:
     given = torch.randn(100, dtype=torch.float64, requires_grad=True)
     output = Dropout(0.5)(given) ** 3
     (gradient,) = torch.autograd.grad(output.sum(), given, create_graph=True)
@@ -87,7 +87,7 @@ def test_its_second_derivative_is_right() -> None:
     assert torch.allclose(second, torch.where(kept, 6 * given * 8, 0.0))
 
 
-def test_it_saves_one_byte_an_element() -> None:
+def test_dropout_saves_one_byte_an_element_for_the_backward() -> None:
     saved: list[Tensor] = []
 
     def see(tensor: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def test_it_saves_one_byte_an_element() -> None:
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.1, float("nan")])
-def test_a_p_that_is_no_probability_is_refused(p: float) -> None:
+def test_dropout_refuses_a_p_that_is_no_probability(p: float) -> None:
     with pytest.raises(ModelError, match="give a probability, from 0 to 1"):
         Dropout(p)
 
@@ -118,7 +118,7 @@ def drawn(
         return mask_of(module, *shape)
 
 
-def test_a_micro_batch_draws_its_rows() -> None:
+def test_a_micro_batch_has_its_rows_of_the_whole_batchs_dropout_mask() -> None:
     module = Dropout(0.5)
     generator = attached(module)
     whole = keep_mask(key_of(7, 5, "a.b", 0), (6, 30), 0.5, {}, torch.device("cpu"))
@@ -128,7 +128,7 @@ def test_a_micro_batch_draws_its_rows() -> None:
     assert torch.equal(drawn(generator, module, 1, 10, 6), whole[4:].view(10, 6))
 
 
-def test_a_piece_of_a_region_draws_its_part() -> None:
+def test_a_shard_of_features_has_its_part_of_the_whole_dropout_mask() -> None:
     whole, module = Dropout(0.5), Dropout(0.5)
     generator, _ = attached(whole), set_region_piece(module, -1, 1, 3)
     generator.attach_to([module])
@@ -138,13 +138,13 @@ def test_a_piece_of_a_region_draws_its_part() -> None:
 
 
 @pytest.mark.parametrize("other", [{"seed": 8}, {"step": 6}])
-def test_another_seed_or_step_draws_anew(other: dict[str, int]) -> None:
+def test_another_seed_or_step_gives_another_dropout_mask(other: dict[str, int]) -> None:
     module = Dropout(0.5)
     first = drawn(attached(module), module, 0, 4, 50)
     assert not torch.equal(drawn(attached(module, **other), module, 0, 4, 50), first)
 
 
-def test_another_place_draws_anew_and_so_does_a_second_call() -> None:
+def test_another_path_or_a_second_call_gives_another_dropout_mask() -> None:
     module = Dropout(0.5)
     generator = attached(module)
     with generator.running(0, "a", names_of(module)):
@@ -154,12 +154,12 @@ def test_another_place_draws_anew_and_so_does_a_second_call() -> None:
     assert not torch.equal(drawn(generator, module, 0, 4, 50, path="b"), first)
 
 
-def test_keys_never_change() -> None:
+def test_the_key_of_a_dropout_mask_stays_that_of_earlier_versions() -> None:
     assert key_of(0, 0, "layer.drop", 0) == FIRST_KEY
 
 
 @pytest.mark.parametrize("shape", [(3, 2), (), (0, 4)])
-def test_other_rows_are_refused(shape: tuple[int, ...]) -> None:
+def test_dropout_refuses_a_tensor_with_other_rows_than_the_micro_batch(shape: tuple[int, ...]) -> None:
     module = Dropout(0.5)
     generator = attached(module)
     if shape[:1] == (0,):
@@ -169,7 +169,7 @@ def test_other_rows_are_refused(shape: tuple[int, ...]) -> None:
             drawn(generator, module, 0, *shape)
 
 
-def test_outside_of_its_layer_it_is_refused() -> None:
+def test_an_attached_dropout_called_outside_its_layers_forward_is_refused() -> None:
     module = Dropout(0.5)
     attached(module)
     with pytest.raises(ModelError, match="runs outside of its layer's forward"):
@@ -183,7 +183,7 @@ def in_context(kind: ContextLayout, index: int = 1) -> Any:
 
 @pytest.mark.parametrize("index", range(3))
 @pytest.mark.parametrize("kind", get_args(ContextLayout))
-def test_a_rank_of_cp_draws_its_positions(kind: ContextLayout, index: int) -> None:
+def test_a_rank_of_cp_has_its_positions_of_the_whole_dropout_mask(kind: ContextLayout, index: int) -> None:
     module, inside = Dropout(0.5), Dropout(0.5)
     generator = attached(module)
     generator.attach_to([inside])
@@ -196,7 +196,7 @@ def test_a_rank_of_cp_draws_its_positions(kind: ContextLayout, index: int) -> No
         assert torch.equal(drawn(generator, inside, 1, 2, layout.size(index), 4), expected[..., 4:])
 
 
-def test_a_piece_of_a_ranks_positions() -> None:
+def test_with_cp_and_sequence_parallelism_a_rank_has_its_part_of_the_dropout_mask() -> None:
     """With sequence parallelism; these positions are of both chunks of a zigzag."""
     module = Dropout(0.5)
     generator = attached(module)
@@ -208,7 +208,7 @@ def test_a_piece_of_a_ranks_positions() -> None:
 
 
 @pytest.mark.parametrize("shape", [(4, 8), (16, 8), (4, 8, 4), (8, 4, 8), (4,)])
-def test_in_a_context_the_positions_have_to_be_dim_1(shape: tuple[int, ...]) -> None:
+def test_under_cp_dropout_refuses_positions_outside_dim_1(shape: tuple[int, ...]) -> None:
     module = Dropout(0.5)
     generator = attached(module)
     with in_context("zigzag"), pytest.raises(ModelError) as caught:
@@ -220,7 +220,7 @@ def test_in_a_context_the_positions_have_to_be_dim_1(shape: tuple[int, ...]) -> 
     )
 
 
-def test_heads_in_dim_1_are_refused_in_a_context() -> None:
+def test_under_cp_dropout_refuses_heads_in_dim_1() -> None:
     module = Dropout(0.5)
     generator = attached(module)
     set_region_piece(module, 1, 0, 2)
@@ -228,7 +228,7 @@ def test_heads_in_dim_1_are_refused_in_a_context() -> None:
         drawn(generator, module, 0, 4, 4, 4, 4)
 
 
-def test_it_stands_in_for_plain_dropout_only() -> None:
+def test_only_unmodified_nn_dropout_counts_as_plain() -> None:
     class Scaled(nn.Dropout):
         pass
 
@@ -238,7 +238,7 @@ def test_it_stands_in_for_plain_dropout_only() -> None:
     assert not any(map(is_plain_dropout, (Scaled(), altered, nn.Dropout1d(), nn.Linear(2, 2), Dropout())))
 
 
-def test_a_stand_in_keeps_mode_and_hooks() -> None:
+def test_a_replaced_dropout_keeps_its_mode_and_hooks() -> None:
     plain = nn.Dropout(0.3, inplace=True).eval()
     seen: list[object] = []
     plain.register_forward_hook(lambda *_: seen.append(1))
@@ -252,7 +252,7 @@ def test_a_stand_in_keeps_mode_and_hooks() -> None:
     assert repr(twin) == "Dropout(p=0.3)"
 
 
-def test_on_meta_its_node_is_marked() -> None:
+def test_on_meta_the_graph_node_of_a_dropout_names_its_module() -> None:
     module = Dropout(0.5)
     given = torch.empty(3, device="meta", requires_grad=True)
     output = module(given)
@@ -261,7 +261,7 @@ def test_on_meta_its_node_is_marked() -> None:
     assert dropout_of(module.eval()(given * 2).grad_fn) is None
 
 
-def test_it_can_be_copied_and_is_public() -> None:
+def test_dropout_can_be_deep_copied_and_is_public() -> None:
     module = Dropout(0.5)
     set_region_piece(module, 1, 0, 2)
     assert copy.deepcopy(module).pieces[1](3) == module.pieces[1](3)

@@ -51,7 +51,7 @@ def test_a_small_mask_never_changes() -> None:
     assert rows == GOLDEN
 
 
-def test_the_generator_is_the_one_described() -> None:
+def test_a_dropout_mask_is_drawn_by_the_described_generator() -> None:
     """In numpy, whose whole numbers have no sign."""
     with np.errstate(over="ignore"):
         index = np.arange(1000, dtype=np.uint64)
@@ -75,7 +75,7 @@ def pieces(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, int]]]:
 
 
 @given(pieces(), st.integers(-(2**63), 2**63 - 1), st.sampled_from([0.1, 0.5, 0.9]))
-def test_a_piece_is_a_piece_of_the_whole(
+def test_the_mask_of_a_slice_is_the_slice_of_the_whole_mask(
     cut: tuple[list[int], list[tuple[int, int]]], key: int, p: float
 ) -> None:
     shape, ends = cut
@@ -101,7 +101,9 @@ def spaced(draw: st.DrawFn) -> tuple[list[int], list[list[range]]]:
 
 
 @given(spaced(), st.sampled_from([3, 2**15]))
-def test_so_are_ranges_with_steps(cut: tuple[list[int], list[list[range]]], block: int) -> None:
+def test_the_mask_of_ranges_with_steps_is_that_part_of_the_whole_mask(
+    cut: tuple[list[int], list[list[range]]], block: int
+) -> None:
     shape, ranges = cut
     expected = kept(KEY, *shape)
     for dim, each in enumerate(ranges):
@@ -113,7 +115,7 @@ def test_so_are_ranges_with_steps(cut: tuple[list[int], list[list[range]]], bloc
 
 
 @pytest.mark.parametrize("shape", [(3, BLOCK["cpu"] + 5), (BLOCK["cpu"] // 4, 3, 10)])
-def test_blocks_make_no_difference(shape: tuple[int, ...]) -> None:
+def test_the_block_size_changes_no_bit_of_a_mask(shape: tuple[int, ...]) -> None:
     whole = kept(KEY, *shape)
     half = shape[-1] // 2
     spans = {len(shape) - 1: DimPiece(half, shape[-1])}
@@ -123,7 +125,9 @@ def test_blocks_make_no_difference(shape: tuple[int, ...]) -> None:
 
 @example(([3, 9], [(0, 3), (1, 6)]), 4)  # a part of a block, then whole ones again
 @given(pieces(), st.sampled_from([1, 2, 3, 7, 16, 100]))
-def test_nor_do_their_sizes(cut: tuple[list[int], list[tuple[int, int]]], block: int) -> None:
+def test_block_sizes_that_do_not_divide_the_rows_change_no_bit_of_a_mask(
+    cut: tuple[list[int], list[tuple[int, int]]], block: int
+) -> None:
     """Rows that blocks do not divide, blocks of several rows, blocks within a row."""
     shape, ends = cut
     sizes = [stop - start for start, stop in ends]
@@ -151,7 +155,7 @@ def test_a_mask_takes_fourteen_kernels_a_block(shape: tuple[int, ...], spans: di
     assert torch.equal(mask, kept(KEY, *shape, spans=spans))
 
 
-def test_temporaries_are_bounded() -> None:
+def test_making_a_mask_takes_at_most_three_int64_temporaries_a_block() -> None:
     """To three numbers of 64 bits for each element of a block."""
     live, size = LiveBytes(), 2**18
     with patch.dict(BLOCK, cpu=2**12), live:
@@ -163,12 +167,12 @@ def test_temporaries_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9, 0.999])
-def test_as_many_are_dropped_as_should_be(p: float) -> None:
+def test_the_dropped_share_of_a_mask_is_p(p: float) -> None:
     dropped = MANY - int(kept(KEY, MANY, p=p).sum())
     assert abs(dropped - p * MANY) < 5 * (p * (1 - p) * MANY) ** 0.5
 
 
-def test_extremes() -> None:
+def test_a_mask_with_p_0_keeps_all_and_with_p_1_drops_all() -> None:
     assert kept(KEY, 1000, p=0.0).all()
     assert not kept(KEY, 1000, p=1.0).any()
     assert not kept(KEY, 1000, p=1.0 - 2**-53).any()
@@ -177,7 +181,7 @@ def test_extremes() -> None:
     assert kept(KEY).shape == ()
 
 
-def test_neighbours_rows_and_keys_are_independent() -> None:
+def test_masks_of_neighbouring_elements_rows_and_keys_are_uncorrelated() -> None:
     whole = kept(KEY, 400, 500)
     assert abs(correlation(whole[:-1], whole[1:])) < 5
     assert abs(correlation(whole[:, :-1], whole[:, 1:])) < 5
@@ -193,20 +197,20 @@ def test_bytes_of_a_mask_are_uniform() -> None:
     assert 150 < float(((counts - expected) ** 2 / expected).sum()) < 380
 
 
-def test_no_key_walks_along_anothers_numbers() -> None:
+def test_masks_of_keys_a_golden_ratio_step_apart_are_uncorrelated_when_shifted() -> None:
     """The numbers of key + k · golden are those of key, k places on, but for the second use of the key."""
     golden = 0x9E3779B97F4A7C15 - 2**64
     shifted = kept((KEY + golden + 2**63) % 2**64 - 2**63, MANY - 1)
     assert abs(correlation(shifted, kept(KEY, MANY)[1:])) < 5
 
 
-def test_on_meta_nothing_is_computed() -> None:
+def test_on_meta_a_mask_is_not_computed() -> None:
     mask = keep_mask(KEY, (2**20, 2**20), 0.5, {1: DimPiece(1, 2**21)}, torch.device("meta"))
     assert (mask.shape, mask.dtype, mask.is_meta) == ((2**20, 2**20), torch.bool, True)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_makes_the_same() -> None:
+def test_a_gpu_makes_the_masks_of_a_cpu() -> None:
     shape, spans = (7, 3, 2**16), {0: DimPiece(3, 0), 2: DimPiece(5, 2**17)}
     for key in (KEY, -KEY, 0):
         on_gpu = keep_mask(key, shape, 0.3, spans, torch.device("cuda"))
@@ -222,6 +226,6 @@ def test_a_gpu_makes_the_same() -> None:
         ({1: DimPiece(0, 4, 2)}, "elements 0 … 4 of dim 1, whose whole size is 4"),
     ],
 )
-def test_a_piece_that_cannot_be_is_refused(spans: dict[int, DimPiece], told: str) -> None:
+def test_a_mask_of_a_slice_outside_the_tensor_is_refused(spans: dict[int, DimPiece], told: str) -> None:
     with pytest.raises(ModelError, match=told):
         kept(KEY, 2, 3, spans=spans)

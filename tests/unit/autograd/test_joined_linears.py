@@ -206,12 +206,12 @@ def test_linears_that_read_one_tensor_are_one_product(make: Make) -> None:
     assert products(make) == JOINED
 
 
-def test_without_biases_the_product_has_none() -> None:
+def test_joined_linears_without_biases_have_none_in_their_product() -> None:
     assert products(lambda: ThreeReaders(bias=False)) == JOINED
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_a_recomputed_layer_joins_them_too(recompute: str) -> None:
+def test_recomputed_linears_that_read_one_tensor_are_one_product(recompute: str) -> None:
     """The last linear is not computed again, and with `selective` none is."""
     assert products(ThreeReaders, recompute=recompute) == JOINED + (recompute == "full")
 
@@ -229,7 +229,7 @@ def test_a_recomputed_layer_joins_them_too(recompute: str) -> None:
         (with_a_hook, APART),
     ],
 )
-def test_others_compute_their_own(make: Make, least: int) -> None:
+def test_linears_that_differ_in_input_or_output_compute_their_own_products(make: Make, least: int) -> None:
     assert products(make) >= least
 
 
@@ -237,12 +237,12 @@ def test_others_compute_their_own(make: Make, least: int) -> None:
 @pytest.mark.parametrize(
     "make", [WithoutGradient, WithoutGradientOfSome, CheckpointsItself, BackwardWithin, GivesStrides]
 )
-def test_a_call_that_autograd_sees_apart_is_computed_apart(make: Make, recompute: str) -> None:
+def test_linears_whose_calls_autograd_treats_differently_are_not_joined(make: Make, recompute: str) -> None:
     """Each equals plain PyTorch; before, an output came from a product with other saved tensors."""
     products(make, recompute=recompute)
 
 
-def test_lora_on_one_of_them_leaves_them_apart() -> None:
+def test_lora_on_one_of_three_linears_leaves_them_separate_products() -> None:
     def make() -> nn.Module:
         return plait.lora(nn.Sequential(ThreeReaders()), rank=2, targets=["*query"])
 
@@ -251,7 +251,7 @@ def test_lora_on_one_of_them_leaves_them_apart() -> None:
     )
 
 
-def test_tensors_are_side_by_side_without_a_gap_in_one_memory() -> None:
+def test_tensors_count_as_adjacent_only_without_a_gap_in_one_storage() -> None:
     flat = torch.arange(24.0)
     first, second, third = flat[:8].view(2, 4), flat[8:12].view(1, 4), flat[16:24].view(2, 4)
     joined = side_by_side([first, second])

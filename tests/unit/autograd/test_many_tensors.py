@@ -9,13 +9,13 @@ from plait.autograd import many_tensors
 from plait.autograd.many_tensors import add_each, multiply_each, zero_each
 
 
-def test_none_at_all_is_no_error() -> None:
+def test_multi_tensor_operations_accept_an_empty_list() -> None:
     zero_each([])
     multiply_each([], torch.tensor(2.0))
     add_each([], [])
 
 
-def test_tensors_are_changed_in_place() -> None:
+def test_multi_tensor_operations_change_tensors_in_place() -> None:
     tensors = [torch.ones(3), torch.ones(()), torch.ones(0)]
     multiply_each(tensors, torch.tensor(3.0))
     assert [one.sum().item() for one in tensors] == [9, 3, 0]

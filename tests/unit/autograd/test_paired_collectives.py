@@ -39,7 +39,7 @@ def backward(output: Tensor, leaf: Tensor, gradient: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_copy_sums_gradients(thread_ranks: Any, ranks: int) -> None:
+def test_copy_sums_gradients_over_the_ranks(thread_ranks: Any, ranks: int) -> None:
     def body() -> list[tuple[Tensor, Tensor]]:
         group, results = Mesh(tp=ranks).group("tp"), []
         for shape in SHAPES:
@@ -89,7 +89,7 @@ def test_reduce_sums_forward_and_leaves_gradients(thread_ranks: Any, ranks: int)
             assert in_place
 
 
-def test_what_is_reduced_may_be_written_to(thread_ranks: Any) -> None:
+def test_the_output_of_reduce_may_be_modified_in_place(thread_ranks: Any) -> None:
     def body() -> Tensor | None:
         leaf = draw((3,), 0).requires_grad_()
         reduce(leaf * 1, Mesh(tp=2).group("tp")).mul_(3).sum().backward()
@@ -99,7 +99,7 @@ def test_what_is_reduced_may_be_written_to(thread_ranks: Any) -> None:
         assert torch.equal(gradient, torch.full((3,), 3.0, dtype=torch.float64))
 
 
-def test_reduce_tells_who_saved_its_summand(thread_ranks: Any) -> None:
+def test_reduce_reports_an_error_to_autograd_if_its_summand_was_saved(thread_ranks: Any) -> None:
     """It is written to: a backward that needs it must not go on with the sum."""
 
     def body() -> None:
@@ -144,7 +144,7 @@ def test_split_cuts_forward_and_joins_gradients(thread_ranks: Any, ranks: int) -
             assert torch.equal(gradient, draw(shape, 9))
 
 
-def test_more_ranks_than_rows(thread_ranks: Any) -> None:
+def test_split_and_gather_work_with_more_ranks_than_columns(thread_ranks: Any) -> None:
     def body() -> tuple[Tensor, tuple[int, ...]]:
         group = Mesh(tp=3).group("tp")
         leaf = draw((4, 2), 0).requires_grad_()
@@ -158,7 +158,7 @@ def test_more_ranks_than_rows(thread_ranks: Any) -> None:
     assert all(torch.equal(gradient, draw((4, 2), 9)) for gradient in gradients)
 
 
-def test_communication(thread_ranks: Any) -> None:
+def test_copy_reduce_gather_and_split_make_the_listed_collectives(thread_ranks: Any) -> None:
     def body() -> dict[str, Any]:
         mesh, counts = Mesh(tp=2), {}
         group = mesh.group("tp")
@@ -187,7 +187,7 @@ def test_communication(thread_ranks: Any) -> None:
         }
 
 
-def test_meanwhile_runs_once_while_gradients_are_summed(thread_ranks: Any) -> None:
+def test_the_overlap_callback_of_copy_runs_once_while_gradients_are_summed(thread_ranks: Any) -> None:
     def body() -> tuple[list[str], Any]:
         mesh, events = Mesh(tp=2), []
         counted: list[Any] = []
@@ -213,7 +213,7 @@ def lonely(size: int) -> Group:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_on_meta_shapes_are_those_of_real_tensors(shape: tuple[int, ...]) -> None:
+def test_paired_collectives_on_meta_give_the_shapes_of_real_tensors(shape: tuple[int, ...]) -> None:
     group, dim = lonely(3), shape.index(7) - len(shape)
     leaf = torch.empty(shape, device="meta", requires_grad=True)
     mine = split(copy(leaf, group), group, dim)
@@ -223,7 +223,7 @@ def test_on_meta_shapes_are_those_of_real_tensors(shape: tuple[int, ...]) -> Non
     assert output.shape == leaf.shape == leaf.grad.shape
 
 
-def test_a_rank_alone_has_nothing_to_do() -> None:
+def test_paired_collectives_of_one_rank_return_the_tensor() -> None:
     group = Mesh().group("tp")
     tensor = torch.ones(3, requires_grad=True)
     assert copy(tensor, group) is tensor
@@ -232,7 +232,7 @@ def test_a_rank_alone_has_nothing_to_do() -> None:
     assert split(tensor, group, 0) is tensor
 
 
-def test_copy_makes_no_graph_where_none_is_wanted() -> None:
+def test_copy_without_gradients_makes_no_graph() -> None:
     frozen, leaf = torch.ones(3), torch.ones(3, requires_grad=True)
     assert copy(frozen, lonely(2)) is frozen
     with torch.no_grad():
@@ -247,7 +247,7 @@ ENTRANCES: dict[str, Callable[[Tensor, Group], Tensor]] = {
 
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("entrance", ENTRANCES)
-def test_a_guarded_entrance_refuses_what_is_not_the_same(
+def test_a_guarded_copy_refuses_tensors_that_differ_between_ranks(
     thread_ranks: Any, entrance: str, gradients: bool
 ) -> None:
     """The last bit of one element on rank 1, a sign of zero, another shape, another dtype."""
@@ -283,7 +283,7 @@ def test_a_guarded_entrance_refuses_what_is_not_the_same(
         assert (said[2] != said[4]) == (odd == whole)  # zeros of any shape have the same bits
 
 
-def test_a_guarded_entrance_lets_pass_what_is_the_same(thread_ranks: Any) -> None:
+def test_a_guarded_copy_accepts_equal_tensors(thread_ranks: Any) -> None:
     def body(guarded: bool) -> tuple[list[Tensor], dict[str, Any]]:
         mesh = Mesh(tp=2, guarded=guarded)
         group, results = mesh.group("tp"), []
@@ -303,7 +303,7 @@ def test_a_guarded_entrance_lets_pass_what_is_the_same(thread_ranks: Any) -> Non
         assert traffic == counted | {"guard": Count(4, 4 * 256)}
 
 
-def test_a_guarded_entrance_looks_at_nothing_on_meta_and_alone(thread_ranks: Any) -> None:
+def test_a_guarded_copy_checks_nothing_on_meta_or_on_one_rank(thread_ranks: Any) -> None:
     def body() -> tuple[list[torch.Size], Any]:
         mesh = Mesh(tp=2, guarded=True)
         tensor = torch.empty(4, 2, device="meta", requires_grad=True)

@@ -46,7 +46,7 @@ class Calls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_mode_sees_where_a_call_begins_and_ends() -> None:
+def test_a_dispatch_mode_sees_where_a_marked_call_begins_and_ends() -> None:
     query = torch.ones(2)
     with Calls() as calls:
         result = doubled(query, factor=3.0)
@@ -58,7 +58,7 @@ def test_a_mode_sees_where_a_call_begins_and_ends() -> None:
     assert calls.last.result is result
 
 
-def test_a_call_ends_by_an_error_without_a_result() -> None:
+def test_a_marked_call_that_raises_ends_without_a_result() -> None:
     with Calls() as calls, pytest.raises(ValueError, match="negative"):
         numbers(-1)
     assert [name for name, _ in calls.seen] == ["call_begins", "call_ends"]
@@ -66,14 +66,14 @@ def test_a_call_ends_by_an_error_without_a_result() -> None:
     assert calls.last.result is None
 
 
-def test_functions_without_tensors_are_seen() -> None:
+def test_marked_functions_without_tensor_arguments_are_seen() -> None:
     with Calls() as calls:
         numbers(3)
         keep_mask(0, (2, 3), 0.5, {}, torch.device("cpu"))
     assert [name for _, name in calls.seen] == ["numbers"] * 2 + ["keep_mask"] * 2
 
 
-def test_a_default_device_holds_inside() -> None:
+def test_a_default_device_holds_inside_a_marked_function() -> None:
     with torch.device("meta"):
         assert numbers(3).is_meta
         with Calls() as calls:
@@ -83,7 +83,7 @@ def test_a_default_device_holds_inside() -> None:
     assert len(calls.seen) == 2
 
 
-def test_without_a_mode_nothing_is_different() -> None:
+def test_without_a_mode_a_marked_function_behaves_and_compiles_as_unmarked() -> None:
     assert doubled(torch.ones(2)).tolist() == [2.0, 2.0]
     assert doubled.__doc__ == "Twice the query."
     compiled = torch.compile(doubled, backend="eager", fullgraph=True)

@@ -120,7 +120,9 @@ def close(actual: Tensor, wanted: Tensor) -> None:
 
 
 @pytest.mark.parametrize("axes", AXES, ids=lambda axes: "-".join(f"{a}{n}" for a, n in axes.items()))
-def test_any_layout_to_any_other(thread_ranks: Any, axes: Mapping[str, int]) -> None:
+def test_redistribute_between_any_two_layouts_gives_the_value_and_its_gradient(
+    thread_ranks: Any, axes: Mapping[str, int]
+) -> None:
     # Making a mesh takes longer than many cases: so few examples, of many cases each.
     @settings(max_examples=max(2, settings().max_examples // 25), phases=[Phase.generate])
     @given(st.lists(cases(axes), min_size=40, max_size=40))
@@ -173,7 +175,7 @@ def counted(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", TRANSITIONS)
-def test_each_transition_sends_what_it_must(thread_ranks: Any, name: str) -> None:
+def test_each_transition_between_layouts_makes_the_listed_collectives(thread_ranks: Any, name: str) -> None:
     wanted = [
         {"tp": {kind: Count(1, size) for kind, size in kinds.items()}} if kinds else {}
         for kinds in TRANSITIONS[name][3:]
@@ -182,7 +184,7 @@ def test_each_transition_sends_what_it_must(thread_ranks: Any, name: str) -> Non
 
 
 @given(st.sampled_from(AXES).flatmap(cases))
-def test_moves_lead_from_one_to_the_other(case: Case) -> None:
+def test_moves_form_a_path_from_the_source_to_the_target_layout(case: Case) -> None:
     path = moves(case.source, case.target)
     layouts = [case.source, *(move.target for move in path)]
     assert [move.source for move in path] == layouts[:-1]
@@ -192,7 +194,7 @@ def test_moves_lead_from_one_to_the_other(case: Case) -> None:
         assert [axis for axis, before, after in pairs if before != after] == [move.axis]
 
 
-def test_what_is_cut_is_cut_before_anything_is_sent() -> None:
+def test_redistribute_cuts_before_it_communicates() -> None:
     """Half as much is then summed, or gathered."""
     axes = {"shard": 2, "tp": 2}
     source = Layout((8, 8), axes, {"tp": Partial()})
@@ -203,7 +205,7 @@ def test_what_is_cut_is_cut_before_anything_is_sent() -> None:
     ]
 
 
-def test_an_inner_cut_gives_way_and_comes_back() -> None:
+def test_redistribute_gathers_an_inner_axis_to_remove_an_outer_cut_and_cuts_again() -> None:
     axes = {"shard": 2, "tp": 2}
     source = Layout((8, 8), axes, {"shard": Shard(0), "tp": Shard(0)})
     target = Layout((8, 8), axes, {"tp": Shard(0)})
@@ -214,7 +216,7 @@ def test_an_inner_cut_gives_way_and_comes_back() -> None:
     ]
 
 
-def test_combined_axes(thread_ranks: Any) -> None:
+def test_redistribute_over_combined_axes_and_back_keeps_the_value(thread_ranks: Any) -> None:
     def body() -> Tensor:
         mesh = Mesh(dp=2, tp=2, replicate=2)
         layout = Layout((5, 2), {"dp": 2, "tp": 2}, {"dp": Shard(0), "tp": Shard(1)})
@@ -229,7 +231,7 @@ def test_combined_axes(thread_ranks: Any) -> None:
     assert all(torch.equal(result, drawn((5, 2), 1)) for result in thread_ranks.run(body, ranks=4))
 
 
-def test_a_rank_alone_keeps_what_it_has() -> None:
+def test_redistribute_on_one_rank_returns_the_tensor() -> None:
     tensor = torch.ones(4, 6, requires_grad=True)
     axes = {"shard": 1, "tp": 1}
     source, target = Layout((4, 6), axes, {"tp": Partial()}), Layout((4, 6), axes, {"tp": Shard(1)})
@@ -240,7 +242,7 @@ def test_a_rank_alone_keeps_what_it_has() -> None:
     assert redistribute(tensor, source, source, Mesh()) is tensor
 
 
-def test_only_first_order_gradients(thread_ranks: Any) -> None:
+def test_redistribute_refuses_second_order_gradients(thread_ranks: Any) -> None:
     def body() -> None:
         mesh, leaf = Mesh(tp=2), torch.ones(4, 6, requires_grad=True)
         output = redistribute(leaf, laid("tp", Replicate()), laid("tp", Shard(0)), mesh)
@@ -301,7 +303,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_is_refused(name: str) -> None:
+def test_redistribute_refuses_layouts_that_do_not_fit_the_tensor(name: str) -> None:
     source, target, own, shape, sentence = REFUSED[name]
     with pytest.raises(LayoutError, match=sentence):
         redistribute(torch.ones(shape), source, target, Mesh(), own=own)

@@ -60,7 +60,7 @@ def one_gather_for_three(spends: bool) -> tuple[list[Tensor], dict[str, Count], 
 
 
 @pytest.mark.full
-def test_three_linears_that_read_the_same_gather_it_once(thread_ranks: Any) -> None:
+def test_three_linears_that_read_one_tensor_regather_it_once(thread_ranks: Any) -> None:
     rows, read = draw(ROWS, LENGTH, 4, seed=9).flatten(0, 1), draw(ROWS, LENGTH, WIDTH).flatten(0, 1)
     for spends in (False, True):
         for gradients, sent, late in thread_ranks.run(one_gather_for_three, spends, ranks=2):
@@ -83,7 +83,7 @@ def two_micro_batches() -> tuple[list[Tensor], int]:
     ].calls
 
 
-def test_micro_batches_are_not_mixed_up(thread_ranks: Any) -> None:
+def test_regathered_inputs_of_two_micro_batches_are_not_mixed_up(thread_ranks: Any) -> None:
     rows = draw(ROWS, LENGTH, 4, seed=9).flatten(0, 1)
     read = (draw(ROWS, LENGTH, WIDTH) + draw(ROWS, LENGTH, WIDTH, seed=1)).flatten(0, 1)
     for gradients, calls in thread_ranks.run(two_micro_batches, ranks=2):
@@ -96,7 +96,7 @@ def lonely() -> Gather:
     return Gather(Group("tp", (0, 1), 0, None, Traffic(), 1.0), 0, 4)
 
 
-def test_what_is_asked_for_by_several_is_one_as_long_as_one_keeps_it() -> None:
+def test_a_registry_returns_one_gather_for_a_tensor_as_long_as_it_is_referenced() -> None:
     registry, piece = GatherRegistry(), torch.ones(2, 3)
     first = registry.again(piece, lonely())
     assert registry.again(piece, lonely()) is first
@@ -108,7 +108,7 @@ def test_what_is_asked_for_by_several_is_one_as_long_as_one_keeps_it() -> None:
     assert gone() is None
 
 
-def test_a_source_is_forgotten_with_what_was_gathered() -> None:
+def test_the_registry_forgets_a_source_with_its_gathered_tensor() -> None:
     registry, piece = GatherRegistry(), torch.ones(2, 3)
     whole, kept = torch.ones(4, 3), weakref.ref(piece)
     registry.add(whole, piece, lonely())
@@ -119,7 +119,7 @@ def test_a_source_is_forgotten_with_what_was_gathered() -> None:
     assert kept() is None
 
 
-def test_starting_twice_gathers_once() -> None:
+def test_starting_a_regather_twice_gathers_once() -> None:
     piece = torch.empty(2, 3, device="meta")
     regathered = Regathered(piece, lonely())
     regathered.start()
@@ -140,7 +140,7 @@ def written_to_after_it_was_gathered() -> list[Tensor]:
     return [weight.grad for weight in learned[:1] if weight.grad is not None]
 
 
-def test_what_was_written_to_is_kept(thread_ranks: Any) -> None:
+def test_a_gathered_tensor_that_is_later_modified_in_place_is_kept(thread_ranks: Any) -> None:
     """The piece is what it was before."""
     rows, read = draw(ROWS, LENGTH, 4, seed=9).flatten(0, 1), 2 * draw(ROWS, LENGTH, WIDTH).flatten(0, 1)
     for (gradient,) in thread_ranks.run(written_to_after_it_was_gathered, ranks=2):

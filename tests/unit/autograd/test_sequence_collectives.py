@@ -95,7 +95,7 @@ def there_and_back(ranks: int) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 
 @RANKS
-def test_to_pieces_and_to_whole_lead_there_and_back(thread_ranks: Any, ranks: int) -> None:
+def test_to_pieces_then_to_whole_gives_the_tensor_and_its_gradient(thread_ranks: Any, ranks: int) -> None:
     for index, results in enumerate(thread_ranks.run(there_and_back, ranks, ranks=ranks)):
         for (shape, dim), (mine, whole, gradient) in zip(CASES, results, strict=True):
             assert torch.equal(mine, piece(draw(shape, 0), ranks, index, dim))
@@ -113,7 +113,7 @@ def few_positions() -> tuple[Tensor, Tensor, tuple[int, ...]]:
     return output.detach(), backward(output, leaf, draw((4, 2), 9)), tuple(left.shape)
 
 
-def test_more_ranks_than_positions(thread_ranks: Any) -> None:
+def test_sequence_collectives_work_with_more_ranks_than_positions(thread_ranks: Any) -> None:
     outputs, gradients, shapes = zip(*thread_ranks.run(few_positions, ranks=3), strict=True)
     assert shapes == ((4, 1), (4, 1), (4, 0))
     for output, gradient in zip(outputs, gradients, strict=True):  # in a region all did the same
@@ -140,14 +140,16 @@ def written_to(shape: tuple[int, ...], dim: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((4, 3), 0), ((5, 3), 0), ((2, 2, 3), 1), ((1, 3, 3), 1)])
-def test_results_may_be_written_to(thread_ranks: Any, shape: tuple[int, ...], dim: int) -> None:
+def test_results_of_sequence_collectives_may_be_modified_in_place(
+    thread_ranks: Any, shape: tuple[int, ...], dim: int
+) -> None:
     """Along the first dim, and of a single row, a piece would be a view."""
     for entered, *others in thread_ranks.run(written_to, shape, dim, ranks=2):
         assert torch.equal(entered, torch.full_like(entered, 6))
         assert all(torch.equal(gradient, torch.full_like(gradient, 3)) for gradient in others)
 
 
-def test_communication(thread_ranks: Any) -> None:
+def test_sequence_collectives_make_the_listed_collectives(thread_ranks: Any) -> None:
     def body() -> dict[str, Any]:
         mesh, counts = Mesh(tp=2), {}
         group = mesh.group("tp")
@@ -175,7 +177,7 @@ def test_communication(thread_ranks: Any) -> None:
         }
 
 
-def test_meanwhile_runs_once_while_gradients_are_summed(thread_ranks: Any) -> None:
+def test_the_overlap_callback_of_gather_in_runs_once_while_gradients_are_summed(thread_ranks: Any) -> None:
     def body() -> list[Any]:
         mesh, counted = Mesh(tp=2), []
         leaf = torch.ones(2, requires_grad=True)
@@ -195,7 +197,7 @@ def lonely(size: int) -> Group:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_on_meta_shapes_are_those_of_real_tensors(shape: tuple[int, ...]) -> None:
+def test_sequence_collectives_on_meta_give_the_shapes_of_real_tensors(shape: tuple[int, ...]) -> None:
     group, dim = lonely(3), shape.index(7) - len(shape)
     leaf = torch.empty(shape, device="meta", requires_grad=True)
     mine = to_pieces(leaf, group, dim)
@@ -209,7 +211,7 @@ def test_on_meta_shapes_are_those_of_real_tensors(shape: tuple[int, ...]) -> Non
     assert output.shape == entered.shape == leaf.shape == leaf.grad.shape  # type: ignore[union-attr]
 
 
-def test_a_rank_alone_has_nothing_to_do() -> None:
+def test_sequence_collectives_of_one_rank_return_the_tensor() -> None:
     group, tensor = Mesh().group("tp"), torch.ones(3, requires_grad=True)
     assert gather_in(tensor, group, 0, 3) is tensor
     assert scatter_out(tensor, group, 0) is tensor
@@ -217,7 +219,7 @@ def test_a_rank_alone_has_nothing_to_do() -> None:
     assert to_whole(tensor, group, 0, 3) is tensor
 
 
-def test_a_guarded_group_looks_at_what_becomes_pieces(thread_ranks: Any) -> None:
+def test_a_guarded_group_checks_tensors_before_it_cuts_them(thread_ranks: Any) -> None:
     def body() -> Tensor:
         group = Mesh(tp=2, guarded=True).group("tp")
         with pytest.raises(CommunicationError, match="the ranks of tp do not agree"):

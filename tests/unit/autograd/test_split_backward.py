@@ -51,7 +51,7 @@ def leaves() -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def test_the_weight_waits_and_the_inputs_do_not() -> None:
+def test_a_split_backward_defers_the_weight_gradient_and_not_the_inputs() -> None:
     plain, given, wanted = Product(), leaves(), leaves()
     assert isinstance(plain, SplitBackward)
     twin, queue = deferred(plain)
@@ -63,7 +63,7 @@ def test_the_weight_waits_and_the_inputs_do_not() -> None:
     torch.testing.assert_close(twin.weight.grad, plain.weight.grad, rtol=1e-14, atol=0)
 
 
-def test_without_gradients_or_by_name_the_plain_forward_runs() -> None:
+def test_without_gradients_or_with_keyword_arguments_the_plain_forward_runs() -> None:
     twin, queue = deferred(Product())
     x, y = leaves()
     with torch.no_grad():
@@ -71,7 +71,7 @@ def test_without_gradients_or_by_name_the_plain_forward_runs() -> None:
     assert not queue.take()
 
 
-def test_a_frozen_module_leaves_no_work() -> None:
+def test_a_frozen_module_with_a_split_backward_defers_nothing() -> None:
     twin, queue = deferred(Product().requires_grad_(False))
     x, y = leaves()
     twin(x, y).sum().backward()
@@ -129,12 +129,12 @@ class Forgetful(Product):
         (Forgetful, r"Forgetful.weight_gradients gave no gradient of the parameter 'weight' \[3\]"),
     ],
 )
-def test_what_does_not_fit_is_refused(kind: type[Product], sentence: str) -> None:
+def test_malformed_split_backward_methods_are_refused(kind: type[Product], sentence: str) -> None:
     with pytest.raises(ModelError, match=sentence):
         run(kind())
 
 
-def test_a_second_backward_is_refused() -> None:
+def test_a_second_backward_through_a_split_backward_is_refused() -> None:
     twin, _ = deferred(Product())
     output = twin(*leaves()).sum()
     output.backward(retain_graph=True)

@@ -34,7 +34,7 @@ def test_a_transposed_linear_equals_its_own_forward(shape: tuple[int, ...], froz
     assert_equal(twin, native)
 
 
-def test_its_weight_gradient_waits_and_is_added_in_place_its_biases_is_not() -> None:
+def test_the_weight_gradient_of_a_transposed_linear_is_deferred_and_the_bias_gradient_is_not() -> None:
     twin, queue = deferred(Conv1D(4, 3))
     weight, bias = torch.ones(3, 4), torch.ones(4)
     twin.weight.grad, twin.bias.grad = weight, bias
@@ -51,7 +51,7 @@ def test_its_weight_gradient_waits_and_is_added_in_place_its_biases_is_not() -> 
 
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11 warns always
-def test_its_weight_work_makes_no_temporary() -> None:
+def test_the_weight_gradient_of_a_transposed_linear_is_added_without_a_temporary() -> None:
     """`addmm_` writes straight into a gradient that is seen transposed; a second matrix would be seen."""
     twin, queue = deferred(Conv1D(64, 32))
     backward(twin, torch.randn(8, 32), torch.randn(8, 64))
@@ -108,7 +108,7 @@ def with_a_third_parameter() -> nn.Module:
 @pytest.mark.parametrize(
     "make", [lambda: OtherConv1D(4, 3), lambda: Subclass(4, 3), without_bias, with_a_third_parameter]
 )
-def test_what_is_not_that_class_is_left_alone(make: Callable[[], nn.Module]) -> None:
+def test_other_classes_than_transformers_conv1d_are_not_deferred(make: Callable[[], nn.Module]) -> None:
     module, queue = make(), WeightGradientQueue()
     bound = vars(module).get("forward")
     defer_weight_gradients(module, queue)

@@ -34,7 +34,9 @@ def draw(shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_whole_and_piece_of_the_sum(thread_ranks: Any, ranks: int) -> None:
+def test_uneven_all_gather_and_reduce_scatter_give_the_whole_and_the_part_of_the_sum(
+    thread_ranks: Any, ranks: int
+) -> None:
     def body() -> list[tuple[Tensor, Tensor, Tensor]]:
         group, results = Mesh(tp=ranks).group("tp"), []
         for shape, dim in CASES:
@@ -54,7 +56,7 @@ def test_whole_and_piece_of_the_sum(thread_ranks: Any, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("length", [2, 3, 5])
-def test_what_is_no_piece_is_refused(length: int) -> None:
+def test_an_uneven_all_gather_refuses_a_part_of_the_wrong_length(length: int) -> None:
     """Filled up with zeros it would pass for one."""
     group = Group("tp", (0, 1), 0, None, Traffic(), 1.0)
     with pytest.raises(ModelError, match=r"whose ranks cut 8 along dim 1, so that this one has 4"):

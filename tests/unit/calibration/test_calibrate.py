@@ -244,7 +244,7 @@ def test_a_cpu_rank_has_its_part_of_the_hosts_memory(
 
 
 @pytest.mark.full
-def test_this_machine_is_measured(tmp_path: Path) -> None:
+def test_calibrate_measures_this_machine(tmp_path: Path) -> None:
     found = calibrate(tmp_path / "this.toml", 1, seconds=0.01)
     assert load_hardware(tmp_path / "this.toml").name == found.name
     assert found.efficiency.kernel > 0

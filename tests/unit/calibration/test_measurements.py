@@ -134,7 +134,7 @@ def test_a_backward_takes_half_of_the_forward_at_least() -> None:
         ((9.0, 29.0, 2.0, 5.0, 5.0), 7.0, 0.0, 20.0, 0.5),
     ],
 )
-def test_latency_bandwidth_and_start_of_links(
+def test_link_latency_bandwidth_and_start_are_measured(
     thread_ranks: RankPool,
     monkeypatch: pytest.MonkeyPatch,
     seconds: tuple[float, ...],

@@ -129,7 +129,9 @@ QUICK = (
 @pytest.mark.parametrize(
     ("place", "fault", "moment"), in_quick(product(PLACES, FAULTS, ("before", "midway")), *QUICK)
 )
-def test_a_fault_at_every_operation(tmp_path: Path, place: str, fault: str, moment: str) -> None:
+def test_a_disk_fault_at_any_operation_of_save_leaves_the_old_or_the_new_checkpoint(
+    tmp_path: Path, place: str, fault: str, moment: str
+) -> None:
     same_name, half = place == "in-place-of", moment == "midway"
 
     def before(folder: Path) -> Path:
@@ -154,7 +156,7 @@ def test_a_fault_at_every_operation(tmp_path: Path, place: str, fault: str, mome
     assert seen == {1.0, 2.0}, "before it is complete the old one, after that the new one"
 
 
-def test_a_series_with_a_fault_at_every_operation(tmp_path: Path) -> None:
+def test_a_disk_fault_at_any_operation_leaves_a_series_with_a_sound_newest_checkpoint(tmp_path: Path) -> None:
     """Old ones are removed only when there is a new one, and half removed ones are none."""
 
     def run(folder: Path, disk: Disk) -> None:
@@ -192,7 +194,7 @@ def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
     assert find_damage(tmp_path / "one", portion) == "is missing"
 
 
-def test_a_manifest_with_a_flipped_byte_is_none(tmp_path: Path) -> None:
+def test_a_manifest_with_a_flipped_byte_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "one", 1.0, Disk())
     path = tmp_path / "one" / "manifest.json"
     sound = path.read_bytes()
@@ -206,7 +208,7 @@ def test_a_manifest_with_a_flipped_byte_is_none(tmp_path: Path) -> None:
     assert check_sound(tmp_path / "one") == 1.0
 
 
-def test_damage_is_named_and_the_one_before_offered(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_offered(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path / f"step-{step:08d}", float(step), Disk())
     path = tmp_path / "step-00000002" / "rank-00000.safetensors"
@@ -240,7 +242,7 @@ def test_writing_ends_when_the_folder_is_gone(tmp_path: Path, monkeypatch: pytes
     assert read == [0, 1]
 
 
-def test_a_damaged_manifest_is_named_and_the_one_before_offered(tmp_path: Path) -> None:
+def test_a_damaged_manifest_is_named_and_the_previous_checkpoint_offered(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path / f"step-{step:08d}", float(step), Disk())
     path = tmp_path / "step-00000002" / "manifest.json"
@@ -257,7 +259,7 @@ def test_a_damaged_manifest_is_named_and_the_one_before_offered(tmp_path: Path) 
     assert check_sound(resolve(tmp_path)) == 1.0, "without one it is no checkpoint"
 
 
-def test_a_series_keeps_what_it_has_just_written(tmp_path: Path) -> None:
+def test_a_series_never_removes_its_newest_checkpoint(tmp_path: Path) -> None:
     """In a folder where another run's were of more steps."""
     for step in (900, 1000):
         save(tmp_path / f"step-{step:08d}", float(step), Disk())
@@ -279,7 +281,7 @@ class Stuck(Disk):
         super().remove(path)
 
 
-def test_older_ones_that_cannot_be_removed_do_not_make_it_incomplete(tmp_path: Path) -> None:
+def test_a_checkpoint_is_complete_although_older_ones_cannot_be_removed(tmp_path: Path) -> None:
     series = CheckpointManager(tmp_path, keep_last=1, disk=Stuck())
     for step in (1, 2):
         series.save(engine_of(float(step)), None, step, {"value": float(step)})
@@ -291,7 +293,7 @@ def test_older_ones_that_cannot_be_removed_do_not_make_it_incomplete(tmp_path: P
     assert check_sound(resolve(tmp_path)) == 2.0
 
 
-def test_another_model_is_refused_with_its_tensors(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused_naming_its_tensors(tmp_path: Path) -> None:
     save(tmp_path / "one", 1.0, Disk())
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5), nn.Linear(5, 2))
     plan = plait.Plan()
@@ -307,7 +309,7 @@ def test_another_model_is_refused_with_its_tensors(tmp_path: Path) -> None:
         plait.load(engine, None, tmp_path / "one")
 
 
-def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+def test_saving_over_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("ten years")
     with pytest.raises(CheckpointError, match="is there and is no checkpoint: choose a path that is free"):
@@ -315,7 +317,7 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "ten years"
 
 
-def test_an_optimizer_of_another_class(tmp_path: Path) -> None:
+def test_loading_refuses_an_optimizer_of_another_class(tmp_path: Path) -> None:
     engine = engine_of(1.0)
     optimizer = torch.optim.AdamW(engine.parameters())
     plait.save(engine, optimizer, tmp_path / "one")

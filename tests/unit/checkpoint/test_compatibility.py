@@ -66,7 +66,7 @@ MATRICES: Group = (NAMES[::2], {"weight_decay": 0.1})
 VECTORS: Group = (NAMES[1::2], {"weight_decay": 0.0})
 
 
-def test_one_group_is_not_divided(tmp_path: Path) -> None:
+def test_the_state_of_one_parameter_group_is_not_divided_into_several(tmp_path: Path) -> None:
     saved(tmp_path, ALL)
     assert refused(tmp_path, MATRICES, VECTORS) == (
         "the optimizer has 0.weight and 0.bias in different groups (weight_decay 0.1 and 0.0), which were "
@@ -79,7 +79,7 @@ def test_one_group_is_not_divided(tmp_path: Path) -> None:
     assert refused(tmp_path, (NAMES[:2], {}), (NAMES[2:], {})) == "", "nothing is lost"
 
 
-def test_groups_are_not_merged(tmp_path: Path) -> None:
+def test_the_states_of_several_parameter_groups_are_not_merged(tmp_path: Path) -> None:
     saved(tmp_path, MATRICES, VECTORS)
     assert refused(tmp_path, ALL) == (
         "group 0 of the optimizer has 0.weight and 0.bias, which were in different groups when the "
@@ -88,14 +88,14 @@ def test_groups_are_not_merged(tmp_path: Path) -> None:
     assert refused(tmp_path, VECTORS, MATRICES) == ""
 
 
-def test_groups_with_the_same_options_stay_apart(tmp_path: Path) -> None:
+def test_parameter_groups_with_the_same_options_stay_apart(tmp_path: Path) -> None:
     saved(tmp_path, (NAMES[::2], {}), (NAMES[1::2], {}))
     assert len((read_manifest(tmp_path).optimizer or {})["groups"]) == 2
     assert refused(tmp_path, MATRICES, VECTORS) == "", "the same groups as then"
     assert refused(tmp_path, ALL) == "", "of the same options"
 
 
-def test_other_parameters(tmp_path: Path) -> None:
+def test_an_optimizer_of_other_parameters_than_the_checkpoints_is_refused(tmp_path: Path) -> None:
     saved(tmp_path / "all", ALL)
     saved(tmp_path / "one", (NAMES[:1], {}))
     assert refused(tmp_path / "all", (NAMES[:1], {})) == (
@@ -110,7 +110,7 @@ def test_other_parameters(tmp_path: Path) -> None:
     assert refused(tmp_path / "all", (NAMES[:1], {}), frozen=NAMES[1:]) == "", "what is frozen needs no state"
 
 
-def test_parameters_that_are_not_the_engine_s(tmp_path: Path) -> None:
+def test_an_optimizer_with_a_parameter_outside_the_engine_is_refused(tmp_path: Path) -> None:
     saved(tmp_path, ALL)
     engine = engine_of(Plan(), 0.25)
     optimizer = torch.optim.AdamW([*engine.parameters(), nn.Parameter(torch.ones(7))])
@@ -137,7 +137,9 @@ def left_out_on_a_stage(path: Path) -> str:
     return refused(path, (NAMES[1:], {}), plan=STAGES)
 
 
-def test_ranks_with_other_parameters_are_asked_too(thread_ranks: RankPool, tmp_path: Path) -> None:
+def test_optimizer_differences_on_another_stage_are_reported_on_all_ranks(
+    thread_ranks: RankPool, tmp_path: Path
+) -> None:
     told = on_ranks(thread_ranks, divided_by_stage, tmp_path)
     assert told[0] == told[1]
     assert told[0].startswith("the optimizer has 0.weight and 1.weight in different groups (lr 0.5 and 0.25)")

@@ -38,7 +38,7 @@ def trained(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("most", [None, 9000, 1])
-def test_every_bit_is_kept(most: int | None, trained: Path, tmp_path: Path) -> None:
+def test_converting_a_checkpoint_keeps_every_bit(most: int | None, trained: Path, tmp_path: Path) -> None:
     target = tmp_path / "new" / "target"
     convert(trained, target, max_bytes=most)
     before, after = read_manifest(trained), read_manifest(target)
@@ -62,7 +62,7 @@ def test_every_bit_is_kept(most: int | None, trained: Path, tmp_path: Path) -> N
     assert sorted(entry.name for entry in target.parent.iterdir()) == ["target"]
 
 
-def test_a_run_goes_on_from_what_was_converted(trained: Path, tmp_path: Path) -> None:
+def test_a_converted_checkpoint_is_loaded_bit_for_bit(trained: Path, tmp_path: Path) -> None:
     convert(trained, tmp_path / "target")
     engine = engine_of(lively(MODELS["gpt2"]()))
     optimizer = torch.optim.AdamW(engine.parameter_groups(weight_decay=0.5), lr=1.0)
@@ -93,7 +93,7 @@ def convert_and_watch(source: Path, folder: Path) -> tuple[int, int]:
 
 
 @pytest.mark.skipif(not MEASURED, reason="there is no measure of memory here")
-def test_memory_holds_one_tensor_at_a_time(rank_pool: Any, tmp_path: Path) -> None:
+def test_converting_holds_one_tensor_in_memory_at_a_time(rank_pool: Any, tmp_path: Path) -> None:
     """In a process of its own: what other tests have left in the heap would count."""
     tensors, elements = 24, 1 << 20
     source = tmp_path / "source"
@@ -112,7 +112,7 @@ def test_memory_holds_one_tensor_at_a_time(rank_pool: Any, tmp_path: Path) -> No
     assert grown < tensors * zeros.nbytes / 3, "a few, with what the heaps of threads keep"
 
 
-def test_what_is_damaged_or_missing_is_refused(trained: Path, tmp_path: Path) -> None:
+def test_converting_a_damaged_or_missing_checkpoint_is_refused(trained: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
     with pytest.raises(CheckpointError, match="nowhere is no folder: give the folder of a checkpoint"):
         convert(tmp_path / "nowhere", target)
@@ -147,14 +147,14 @@ def test_a_checkpoint_that_waits_under_another_name_is_not_written_over(
     assert read_manifest(unfinished_path(target)).state == STATE
 
 
-def test_an_empty_folder_may_be_the_target(trained: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_may_be_converted_into_an_empty_folder(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "target").mkdir()
     convert(trained, tmp_path / "target")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["cut", "target", "whole"]
 
 
 @pytest.mark.parametrize("room", [0, 1, 20])
-def test_a_full_disk_leaves_nothing(room: int, trained: Path, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_no_converted_checkpoint(room: int, trained: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"target was not written \(No space left on device\)"):
         convert(trained, tmp_path / "target", max_bytes=9000, disk=Full(room))
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["cut", "whole"]

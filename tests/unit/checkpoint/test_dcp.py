@@ -115,7 +115,7 @@ def by_torch(folder: Path, flat: bool = False) -> tuple[Path, dict[str, Any]]:
     return folder / "torch", whole
 
 
-def test_there_and_back_is_the_same_bit_by_bit(tmp_path: Path) -> None:
+def test_a_checkpoint_exported_to_dcp_and_imported_has_the_same_bits(tmp_path: Path) -> None:
     native = saved(tmp_path)
     export_dcp(native, tmp_path / "dcp")
     import_dcp(tmp_path / "dcp", tmp_path / "back")
@@ -152,7 +152,7 @@ def test_torch_loads_tensors_of_several_boxes(tmp_path: Path) -> None:
     }
 
 
-def test_torch_makes_nested_dictionaries_of_it(tmp_path: Path) -> None:
+def test_torch_reads_an_exported_checkpoint_as_nested_dictionaries(tmp_path: Path) -> None:
     optimizer = {
         "class": "AdamW",
         "groups": [{"lr": 0.5, "betas": [0.9, 0.99]}, {"lr": 0.1, "betas": [0.9, 0.99]}],
@@ -177,7 +177,7 @@ def test_torch_makes_nested_dictionaries_of_it(tmp_path: Path) -> None:
     assert read_manifest(tmp_path / "back").optimizer == optimizer
 
 
-def test_torch_goes_on_where_plait_was(tmp_path: Path) -> None:
+def test_torch_continues_training_from_a_checkpoint_exported_to_dcp(tmp_path: Path) -> None:
     with run_of(PLAN) as run:
         run.train(range(2))
         plait.save(run.engine, run.optimizer, tmp_path / "native")
@@ -211,7 +211,7 @@ def plain_run(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_reads_what_torch_wrote(tmp_path: Path, flat: bool) -> None:
+def test_import_dcp_reads_what_torch_wrote(tmp_path: Path, flat: bool) -> None:
     source, whole = by_torch(tmp_path, flat)
     import_dcp(source, tmp_path / "native")
     found, manifest = tensors_of(tmp_path / "native"), read_manifest(tmp_path / "native")
@@ -236,7 +236,7 @@ def test_reads_what_torch_wrote(tmp_path: Path, flat: bool) -> None:
     assert manifest.run == manifest.state == {}
 
 
-def test_plait_goes_on_where_torch_was(tmp_path: Path) -> None:
+def test_plait_continues_training_from_a_checkpoint_that_torch_wrote(tmp_path: Path) -> None:
     plain, optimizer = plain_run(seed=4)
     tokens = torch.randint(29, (4, 7), generator=torch.Generator().manual_seed(0))
     for _ in range(2):
@@ -276,7 +276,7 @@ def test_an_unknown_class_is_told_by_its_options() -> None:
 
 
 @pytest.mark.parametrize("inner", ["", "model."])
-def test_reads_a_model_alone(tmp_path: Path, inner: str) -> None:
+def test_import_dcp_reads_a_model_without_an_optimizer(tmp_path: Path, inner: str) -> None:
     """Also one that has a module called `model`."""
     state = {f"{inner}{name}": tensor for name, tensor in model().state_dict().items()}
     distributed.save(state, checkpoint_id=tmp_path / "torch", no_dist=True)
@@ -285,7 +285,7 @@ def test_reads_a_model_alone(tmp_path: Path, inner: str) -> None:
     assert read_manifest(tmp_path / "native").optimizer is None
 
 
-def test_leaves_behind_what_has_no_place(tmp_path: Path) -> None:
+def test_import_dcp_leaves_out_entries_other_than_model_and_optimizer(tmp_path: Path) -> None:
     source = {"model": {"w": torch.ones(2)}, "random": torch.zeros(3), "step": 4, "names": {"a": ["b"]}}
     distributed.save(source, checkpoint_id=tmp_path / "torch", no_dist=True)
     import_dcp(tmp_path / "torch", tmp_path / "native")
@@ -311,7 +311,9 @@ class Live:
         self.now -= count
 
 
-def test_holds_one_box_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_dcp_holds_one_box_in_memory_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     halves = [Box((0, 0), (8, 16)), Box((8, 0), (8, 16))]
     tensors = {f"model.{number}": (torch.full((16, 16), float(number)), halves) for number in range(6)}
     native = cut(tmp_path, tensors)
@@ -331,7 +333,7 @@ def test_holds_one_box_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert equal(tensors_of(tmp_path / "back"), wholes(tensors))
 
 
-def test_names_no_folder_of_the_machine(tmp_path: Path) -> None:
+def test_an_exported_checkpoint_names_no_folder_of_the_machine(tmp_path: Path) -> None:
     export_dcp(cut(tmp_path, cuts()), tmp_path / "dcp")
     assert str(tmp_path).encode() not in (tmp_path / "dcp" / ".metadata").read_bytes()
     assert b"pathlib" not in (tmp_path / "dcp" / ".metadata").read_bytes()

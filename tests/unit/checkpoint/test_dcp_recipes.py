@@ -126,7 +126,7 @@ FORMS: dict[str, tuple[Form, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_model_and_optimizer_are_found_wherever_they_stand(tmp_path: Path, form: str) -> None:
+def test_import_dcp_finds_model_and_optimizer_at_any_depth(tmp_path: Path, form: str) -> None:
     model, optimizer = small()
     app, flat = AppState(model, optimizer), AppState(model, optimizer, flatten_optimizer_state_dict=True)
     make, left_out = FORMS[form]
@@ -143,13 +143,13 @@ def test_model_and_optimizer_are_found_wherever_they_stand(tmp_path: Path, form:
         lambda state: {"state_dict": state, "epoch": 4},
     ],
 )
-def test_a_model_alone_is_found_too(tmp_path: Path, form: Any) -> None:
+def test_import_dcp_finds_a_model_without_an_optimizer_at_any_depth(tmp_path: Path, form: Any) -> None:
     model, _ = small()
     import_dcp(written(tmp_path, form(model.state_dict())), tmp_path / "native")
     assert tensors_in(tmp_path / "native").keys() == {f"model.{name}" for name in model.state_dict()}
 
 
-def test_of_a_module_and_the_model_around_it_the_model_is_taken(tmp_path: Path) -> None:
+def test_import_dcp_takes_the_outer_model_of_two_nested_candidates(tmp_path: Path) -> None:
     """The optimizer's names fit both."""
     weights = {"weight": torch.ones(2), "inner.weight": torch.zeros(2)}
     optimizer = {"state": {"weight": {"exp_avg": torch.ones(2)}}}
@@ -162,7 +162,7 @@ def test_of_a_module_and_the_model_around_it_the_model_is_taken(tmp_path: Path) 
     assert tensors_in(tmp_path / "native").keys() == expected
 
 
-def test_what_is_not_clear_is_refused(tmp_path: Path) -> None:
+def test_import_dcp_refuses_several_models_or_optimizers(tmp_path: Path) -> None:
     model, optimizer = small()
     state, of_optimizer = get_state_dict(model, optimizer)
     both = {"model": state, "optim": of_optimizer}
@@ -184,7 +184,9 @@ def test_what_is_not_clear_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "native").exists()
 
 
-def test_options_that_are_left_out_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_import_dcp_names_the_optimizer_options_that_it_leaves_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     groups = [{"params": ["w"], "lr": 0.5, "hook": Path("a")}]
     whole = {"model": {"w": torch.ones(2)}, "optim": {"state": {}, "param_groups": groups}, "rng": 3}
     source = written(tmp_path, whole)
@@ -293,7 +295,7 @@ def test_a_llama_of_transformers_brings_its_moments_and_goes_back(
         ), part
 
 
-def test_names_of_another_model_are_refused(tmp_path: Path) -> None:
+def test_dcp_import_and_export_refuse_names_of_another_model(tmp_path: Path) -> None:
     model, optimizer = small()
     source = written(tmp_path, {"app": AppState(model, optimizer)})
     with pytest.raises(CheckpointError, match=r"has 0\.weight, .*, which the model of --model has not"):

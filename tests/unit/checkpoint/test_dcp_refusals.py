@@ -48,7 +48,7 @@ def harmful(victim: Path) -> dict[str, tuple[object, str]]:
 
 @pytest.mark.parametrize("kind", harmful(Path()))
 @pytest.mark.parametrize("place", ["instead", "within"])
-def test_runs_nothing_of_the_metadata(tmp_path: Path, kind: str, place: str) -> None:
+def test_import_dcp_executes_no_code_from_pickled_metadata(tmp_path: Path, kind: str, place: str) -> None:
     source, _ = by_torch(tmp_path)
     harm, named = harmful(tmp_path / "victim")[kind]
     metadata: Metadata = pickle.loads((source / ".metadata").read_bytes())
@@ -61,7 +61,7 @@ def test_runs_nothing_of_the_metadata(tmp_path: Path, kind: str, place: str) -> 
     assert not (tmp_path / "native").exists()
 
 
-def test_a_pickle_changes_no_class(tmp_path: Path) -> None:
+def test_a_pickle_in_dcp_metadata_cannot_change_a_class(tmp_path: Path) -> None:
     """One that sets attributes of the class itself, where an object should be."""
     (tmp_path / "torch").mkdir()
     before = dict(vars(Metadata))
@@ -74,7 +74,7 @@ def test_a_pickle_changes_no_class(tmp_path: Path) -> None:
     assert not any(hasattr(kind, "evil") for kind in (Metadata, torch.Size, tuple, type(tmp_path)))
 
 
-def test_runs_nothing_of_an_entry(tmp_path: Path) -> None:
+def test_import_dcp_executes_no_code_from_pickled_entries(tmp_path: Path) -> None:
     """Of an option, which is left out; of a state, which is refused."""
     source = {
         "model": {"w": torch.ones(2)},
@@ -165,7 +165,7 @@ class EnumsByName(pickle.Pickler):
         return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
 
 
-def test_metadata_of_every_python_are_read(tmp_path: Path) -> None:
+def test_dcp_metadata_pickled_by_every_python_version_is_read(tmp_path: Path) -> None:
     source, _ = by_torch(tmp_path)
     import_dcp(source, tmp_path / "expected")
     metadata = pickle.loads((source / ".metadata").read_bytes())
@@ -238,7 +238,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_told(tmp_path: Path, damage: str) -> None:
+def test_import_dcp_names_what_is_damaged(tmp_path: Path, damage: str) -> None:
     source, _ = by_torch(tmp_path)
     break_it, words = DAMAGES[damage]
     break_it(source)
@@ -268,7 +268,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_no_checkpoint_can_hold_is_refused(tmp_path: Path, kind: str) -> None:
+def test_import_dcp_refuses_entries_that_no_checkpoint_can_hold(tmp_path: Path, kind: str) -> None:
     whole, words = REFUSED[kind]
     distributed.save(whole, checkpoint_id=tmp_path / "torch", no_dist=True)
     with pytest.raises(CheckpointError, match=words):
@@ -276,7 +276,7 @@ def test_what_no_checkpoint_can_hold_is_refused(tmp_path: Path, kind: str) -> No
     assert [path.name for path in tmp_path.iterdir()] == ["torch"]
 
 
-def test_writes_over_nothing(tmp_path: Path) -> None:
+def test_dcp_import_and_export_overwrite_nothing(tmp_path: Path) -> None:
     native = cut(tmp_path, cuts())
     for target in (native, tmp_path):
         with pytest.raises(CheckpointError, match="choose a path that is free"):
@@ -290,7 +290,7 @@ def test_writes_over_nothing(tmp_path: Path) -> None:
         import_dcp(tmp_path / "dcp", tmp_path / "dcp")
 
 
-def test_exports_nothing_that_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_dcp_refuses_a_damaged_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     native = cut(tmp_path / "a", cuts())
     cut_short(native / "rank-00001.safetensors")
     with pytest.raises(CheckpointError, match=r"rank-00001\.safetensors has"):

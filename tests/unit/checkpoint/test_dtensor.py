@@ -84,7 +84,7 @@ def test_a_full_tensor_is_the_assembled_parameter(rank_pool: Any, name: str) -> 
             assert names == (tuple(axis for axis, size in sizes.items() if size > 1) or ("tp",))
 
 
-def test_what_is_cut_evenly_shares_its_memory(rank_pool: Any) -> None:
+def test_a_dtensor_of_an_evenly_sharded_parameter_shares_its_memory(rank_pool: Any) -> None:
     for rank in rank_pool.run(shown, PLANS["dp-tp"], ranks=4):
         placements = {name: found[0] for name, found in rank["shown"].items()}
         assert placements["blocks.0.mlp.up.weight"] == (Whole(), Cut(0))
@@ -96,7 +96,7 @@ def test_what_is_cut_evenly_shares_its_memory(rank_pool: Any) -> None:
         assert rank["groups"] == 0
 
 
-def test_flat_pieces_are_gathered(rank_pool: Any) -> None:
+def test_a_dtensor_of_a_flat_shard_is_gathered(rank_pool: Any) -> None:
     for rank in rank_pool.run(shown, PLANS["full"], ranks=4):
         cut = [name for name, layout in rank["layouts"].items() if isinstance(layout.placements[1], Flat)]
         gathered = [name for name in cut if not rank["shown"][name][3]]
@@ -124,7 +124,7 @@ def test_only_a_rank_without_others_makes_a_group(rank_pool: Any) -> None:
     assert rank_pool.run(body, plait.Plan(), ranks=1) == [(0, 0, 0, 1)]
 
 
-def test_writing_to_one_writes_to_the_parameter(rank_pool: Any) -> None:
+def test_writing_to_a_dtensor_writes_to_the_parameter(rank_pool: Any) -> None:
     def body() -> bool:
         engine = woven(PLANS["tp"])
         for _, parameter in engine.named_dtensors():
@@ -205,7 +205,7 @@ def placed(name: str) -> tuple[Any, bool, Tensor, Tensor]:
     return made.placements, made.to_local().data_ptr() == mine.data_ptr(), made.full_tensor(), mine
 
 
-def test_what_a_dtensor_can_say() -> None:
+def test_a_layout_is_expressed_by_the_nearest_dtensor_placements() -> None:
     blocks = Layout((8, 4), {"shard": 2, "tp": 2}, {"tp": Shard(0, blocks=2)})
     for layout, placements, shares in [*LAYOUTS.values(), (blocks, (Whole(), Whole()), False)]:
         shown = expressible(layout)
@@ -218,7 +218,7 @@ def test_what_a_dtensor_can_say() -> None:
 
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_what_a_dtensor_says_and_what_is_gathered(rank_pool: Any, name: str) -> None:
+def test_each_layout_gives_the_expected_dtensor_placements_and_full_tensor(rank_pool: Any, name: str) -> None:
     layout, placements, shares = LAYOUTS[name]
     for got, shared, full, mine in rank_pool.run(placed, name, ranks=prod(layout.degrees)):
         assert got == placements
@@ -227,7 +227,7 @@ def test_what_a_dtensor_says_and_what_is_gathered(rank_pool: Any, name: str) -> 
             assert shared is shares
 
 
-def test_summands_are_summed_by_torch(rank_pool: Any) -> None:
+def test_torch_sums_the_partial_placements_of_a_dtensor(rank_pool: Any) -> None:
     def body() -> Tensor:
         mesh = plait.Mesh(tp=2)
         layout = Layout((4, 3), {"tp": 2}, {"tp": Partial()})
@@ -237,12 +237,12 @@ def test_summands_are_summed_by_torch(rank_pool: Any) -> None:
         assert torch.equal(full, whole((4, 3)) * 3)
 
 
-def test_a_piece_that_is_none_is_refused() -> None:
+def test_a_dtensor_refuses_a_tensor_of_another_shape_than_the_shard() -> None:
     with pytest.raises(LayoutError, match="is not what rank 0 holds"):
         as_dtensor(torch.ones(3), Layout((4,), {"tp": 1}, {"tp": Replicate()}), plait.Mesh())
 
 
-def test_without_a_world_it_says_so() -> None:
+def test_a_dtensor_without_a_process_group_is_refused() -> None:
     with pytest.raises(MeshError, match=r"plait\.launch or torchrun"):
         as_dtensor(torch.ones(4), Layout((4,), {"tp": 1}), plait.Mesh())
 
@@ -255,7 +255,7 @@ BLOCKED = {
 
 
 @pytest.mark.parametrize("name", BLOCKED)
-def test_linears_that_are_several_in_one_are_gathered(rank_pool: Any, name: str) -> None:
+def test_a_dtensor_of_several_linears_in_one_weight_is_gathered(rank_pool: Any, name: str) -> None:
     shape = (12,) if name == "a bias" else (4, 12)
     layout = Layout(shape, {"shard": 2, "tp": 2}, BLOCKED[name])
 

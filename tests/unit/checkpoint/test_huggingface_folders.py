@@ -198,7 +198,7 @@ def test_a_model_of_transformers_that_plait_trained_goes_back(name: str, tmp_pat
     assert torch.equal(again(tokens).logits, opened(tmp_path / "theirs")(tokens).logits)
 
 
-def test_another_dtype_and_a_tokenizer(tmp_path: Path) -> None:
+def test_export_to_hugging_face_converts_the_dtype_and_copies_the_tokenizer(tmp_path: Path) -> None:
     model = lively(MODELS["llama"]())
     path = saved(model, tmp_path / "ours")
     (given := tmp_path / "words.json").write_text("{}")
@@ -222,7 +222,7 @@ def test_another_dtype_and_a_tokenizer(tmp_path: Path) -> None:
     assert torch.equal(head, model.head.output.weight.bfloat16().float())
 
 
-def test_names_of_before_there_was_a_head_and_masks_beside_the_weights(tmp_path: Path) -> None:
+def test_import_reads_published_gpt2_names_without_prefix_and_ignores_mask_buffers(tmp_path: Path) -> None:
     """As the published GPT-2 has them."""
     theirs = lively(THEIRS["gpt2"]())
     theirs.save_pretrained(tmp_path / "theirs")
@@ -237,7 +237,7 @@ def test_names_of_before_there_was_a_head_and_masks_beside_the_weights(tmp_path:
 
 @pytest.mark.full
 @pytest.mark.skipif(not MEASURED, reason="there is no measure of memory here")
-def test_tensors_are_on_their_way_one_at_a_time(tmp_path: Path) -> None:
+def test_export_and_import_hold_one_tensor_at_a_time(tmp_path: Path) -> None:
     model = plait.models.gpt2(layers=6, hidden=512, heads=8, vocab=VOCAB, context=CONTEXT)
     path = saved(lively(model, torch.float32), tmp_path / "ours")
     largest = 4 * 512 * 512 * 4  # bytes; all together have 18 times as many
@@ -258,13 +258,15 @@ def test_tensors_are_on_their_way_one_at_a_time(tmp_path: Path) -> None:
         ({"heads": 6}, "say what context of the model is: give context"),
     ],
 )
-def test_sizes_that_are_not_known(given: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_export_asks_for_model_sizes_that_the_checkpoint_lacks(
+    given: dict[str, Any], told: str, tmp_path: Path
+) -> None:
     path = saved(lively(MODELS["llama"]()), tmp_path / "ours")
     with pytest.raises(CheckpointError, match=told):
         sizes_from_manifest(FullTensors(path).manifest, **given)
 
 
-def test_sizes_that_a_run_left(tmp_path: Path) -> None:
+def test_export_takes_model_sizes_from_the_runs_configuration(tmp_path: Path) -> None:
     config = {"model": {"name": "llama", "heads": 6, "kv_heads": 2, "context": CONTEXT, "vocab": None}}
     path = saved(lively(MODELS["llama"]()), tmp_path / "ours", {"config": config})
     found = sizes_from_manifest(FullTensors(path).manifest)
@@ -281,7 +283,7 @@ def test_a_checkpoint_of_another_model_is_not_exported(tmp_path: Path) -> None:
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["ours"]
 
 
-def test_folders_that_are_refused(tmp_path: Path) -> None:
+def test_hugging_face_folders_that_plait_cannot_read_are_refused(tmp_path: Path) -> None:
     lively(THEIRS["llama"]()).save_pretrained(tmp_path / "theirs")
     config = tmp_path / "theirs" / "config.json"
     as_it_was = config.read_text()
@@ -311,7 +313,7 @@ def test_folders_that_are_refused(tmp_path: Path) -> None:
         assert sorted(entry.name for entry in tmp_path.iterdir()) == ["theirs"]
 
 
-def test_damaged_folders_are_refused(tmp_path: Path) -> None:
+def test_damaged_hugging_face_folders_are_refused(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     with pytest.raises(CheckpointError, match=r"has no config.json: give a folder"):
         import_folder(theirs, tmp_path / "ours")
@@ -338,7 +340,7 @@ def test_damaged_folders_are_refused(tmp_path: Path) -> None:
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["theirs"]
 
 
-def test_a_base_of_the_rotary_embedding_stands_where_older_or_newer_files_have_it(tmp_path: Path) -> None:
+def test_the_rotary_base_is_read_from_older_and_newer_configuration_keys(tmp_path: Path) -> None:
     for config, base in [
         ({}, ROPE_BASE),
         ({"rope_theta": 300}, 300.0),

@@ -100,7 +100,7 @@ FORMS: dict[str, tuple[Callable[[Any], object], str]] = {
 }
 
 
-def test_an_ill_formed_manifest_says_where(written: Path, tmp_path: Path) -> None:
+def test_the_error_of_an_ill_formed_manifest_names_the_place(written: Path, tmp_path: Path) -> None:
     for form in FORMS:
         change, told = FORMS[form]
         content = content_of(written)
@@ -112,7 +112,7 @@ def test_an_ill_formed_manifest_says_where(written: Path, tmp_path: Path) -> Non
         assert "\n" not in str(refusal.value)
 
 
-def test_a_half_that_is_stored_twice_is_not_the_whole(written: Path, tmp_path: Path) -> None:
+def test_a_manifest_with_overlapping_boxes_is_refused(written: Path, tmp_path: Path) -> None:
     """Counted by elements it was, and the other half of the tensor was whatever lay in memory."""
     content = content_of(written)
     boxes = next(file["boxes"] for file in content["files"])
@@ -125,13 +125,13 @@ def test_a_half_that_is_stored_twice_is_not_the_whole(written: Path, tmp_path: P
         convert(tmp_path / "a", tmp_path / "b")
 
 
-def test_the_form_of_what_plait_writes_is_sound(written: Path, tmp_path: Path) -> None:
+def test_a_written_manifest_is_valid_and_may_have_unknown_fields(written: Path, tmp_path: Path) -> None:
     signed(tmp_path, content_of(written) | {"of a later plait": 1})
     assert read_manifest(tmp_path) == read_manifest(written)
     assert set(Dtype.__args__) == {str(dtype).removeprefix("torch.") for dtype in DTYPES}
 
 
-def test_what_is_no_manifest_is_damaged(tmp_path: Path) -> None:
+def test_text_that_is_no_manifest_is_reported_as_damage(tmp_path: Path) -> None:
     for text in ["[" * 200_000, '{"plait_checkpoint":1,"content":' + "[" * 200_000, "", "1", "[]"]:
         (tmp_path / FILE).write_text(text)
         with pytest.raises(CheckpointError, match="is not what was written: take another"):
@@ -199,7 +199,7 @@ def test_a_dtype_that_is_not_the_file_s_is_refused(written: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("action", ["inspect", "convert", "export"])
-def test_commands_say_it_in_one_sentence(
+def test_checkpoint_commands_report_an_ill_formed_manifest_in_one_sentence(
     written: Path, tmp_path: Path, action: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     content = content_of(written)

@@ -39,7 +39,7 @@ def values_of(folder: Path) -> dict[str, Any]:
     ("name", "kind"),
     [("manifest.json", "json"), ("manifest.json", "binary"), ("rank-00000.safetensors", "binary")],
 )
-def test_a_checkpoint_is_what_was_written_or_damaged(
+def test_a_mutated_checkpoint_loads_what_was_written_or_is_refused_as_damaged(
     tmp_path: Path, name: str, kind: Kind, number: int
 ) -> None:
     source = cut(tmp_path, cuts()).rename(tmp_path / "step-00000001")
@@ -61,7 +61,7 @@ def test_the_best_checkpoint_is_one_of_those_that_are_there(tmp_path: Path, numb
 
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
-def test_a_checkpoint_of_torch_is_read_or_refused(tmp_path: Path, name: str, number: int) -> None:
+def test_a_mutated_checkpoint_of_torch_is_read_or_refused(tmp_path: Path, name: str, number: int) -> None:
     whole = {"model": {"w": torch.arange(6.0).view(2, 3), "b": torch.ones(4)}, "optim": {"state": {}}}
     distributed.save(whole, checkpoint_id=tmp_path / "torch", no_dist=True)
 
@@ -102,7 +102,7 @@ def weights_of(folder: Path) -> dict[str, Any]:
         ("", "binary", weights_of),
     ],
 )
-def test_a_model_is_read_or_refused(
+def test_a_mutated_model_folder_is_read_or_refused(
     model: Path, tmp_path: Path, name: str, kind: Kind, read: Callable[[Path], Any], number: int
 ) -> None:
     before, name = read(model), name or min(file.name for file in model.glob("model-*"))
@@ -118,7 +118,9 @@ def adapted() -> nn.Sequential:
 @pytest.mark.parametrize(
     ("name", "kind"), [("adapter_config.json", "json"), ("adapter_model.safetensors", "binary")]
 )
-def test_an_adapter_is_read_or_refused(tmp_path: Path, name: str, kind: Kind, number: int) -> None:
+def test_a_mutated_adapter_folder_is_read_or_refused(
+    tmp_path: Path, name: str, kind: Kind, number: int
+) -> None:
     plait.lora(model := adapted(), targets=["0"], rank=2)
     save_adapter(model, tmp_path / "adapter")
     for what, found in outcomes(

@@ -79,7 +79,7 @@ def test_options_are_those_saved_or_those_given_and_the_difference_is_said(
 
 
 @pytest.mark.parametrize("options", ["saved", "given"])
-def test_the_rate_of_a_scheduler_goes_on(
+def test_a_schedulers_learning_rate_is_restored(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str
 ) -> None:
     """Where the optimizer begins with the same one; with another rate, that one counts if it is to."""
@@ -98,7 +98,7 @@ def test_a_cycled_momentum_goes_on_with_its_scheduler(tmp_path: Path) -> None:
     assert (group["lr"] > 0.04, group["momentum"] < 0.95, group["max_momentum"]) == (True, True, 0.95)
 
 
-def test_groups_may_be_others_where_the_given_options_count(tmp_path: Path) -> None:
+def test_loading_with_given_options_accepts_other_parameter_groups(tmp_path: Path) -> None:
     saved(tmp_path, partial(SGD, lr=0.1, momentum=0.9))
 
     def divided(parameters: Any) -> torch.optim.Optimizer:

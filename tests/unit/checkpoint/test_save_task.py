@@ -85,7 +85,7 @@ def test_the_manifest_is_what_the_ranks_have_written(tasks: list[SaveTask], time
     assert time.slept == pytest.approx([0.02, 0.12, 0.22])
 
 
-def test_a_rank_is_waited_for_while_the_folder_grows(tasks: list[SaveTask], time: Time) -> None:
+def test_rank_0_waits_for_a_rank_while_the_folder_grows(tasks: list[SaveTask], time: Time) -> None:
     """Half the collectives' timeout after the last change, and never more than a second between looks."""
     write_rank_file(tasks[0])
     folder = unfinished_path(tasks[0].path)
@@ -99,7 +99,7 @@ def test_a_rank_is_waited_for_while_the_folder_grows(tasks: list[SaveTask], time
     assert read_manifest(tasks[0].path).files
 
 
-def test_who_has_failed_is_told_by_all(tasks: list[SaveTask], time: Time) -> None:
+def test_every_rank_names_the_rank_whose_save_failed(tasks: list[SaveTask], time: Time) -> None:
     """The rank that failed makes room for its message; rank 0 removes the folder, which ends all waits."""
 
     class Full(Disk):
@@ -130,14 +130,16 @@ def test_who_has_failed_is_told_by_all(tasks: list[SaveTask], time: Time) -> Non
     assert (first._severity, failed._severity, late._severity) == ("2", "3", "2")
 
 
-def test_rank_0_that_does_nothing_is_given_up(tasks: list[SaveTask], time: Time) -> None:
+def test_a_rank_gives_up_a_save_whose_rank_0_writes_nothing(tasks: list[SaveTask], time: Time) -> None:
     pending = PendingSave(tasks[1], background=False)
     assert "(rank 0 has written nothing for 10 s and is not done)" in pending.error
     failed = unfinished_path(tasks[1].path) / "rank-00001.failed"
     assert failed.read_text() == "rank 0 has written nothing for 10 s and is not done"
 
 
-def test_a_bug_is_told_with_its_type(tasks: list[SaveTask], time: Time) -> None:
+def test_an_unexpected_exception_in_a_save_is_reported_with_its_type(
+    tasks: list[SaveTask], time: Time
+) -> None:
     def breaks() -> torch.Tensor:
         raise KeyError("x")
 
@@ -145,7 +147,7 @@ def test_a_bug_is_told_with_its_type(tasks: list[SaveTask], time: Time) -> None:
     assert "(rank 0: KeyError('x'))" in PendingSave(task, background=False).error
 
 
-def test_a_folder_is_waited_for_until_it_is_seen(tmp_path: Path, time: Time) -> None:
+def test_a_rank_waits_until_it_sees_the_checkpoint_folder(tmp_path: Path, time: Time) -> None:
     assert not save_task.wait_for_folder(tmp_path / "here", 5.0)
     assert (time.now, {*time.slept}) == (6.0, {0.02})
     time.happens = lambda now: (tmp_path / "here").mkdir() if now == 8 else None

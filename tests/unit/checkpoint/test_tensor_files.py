@@ -47,7 +47,9 @@ def item(name: str, value: torch.Tensor) -> BoxToWrite:
     return BoxToWrite(name, full_box(tuple(value.shape)), value.dtype, lambda: value)
 
 
-def test_a_file_is_what_its_entry_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_file_has_the_size_and_checksum_of_its_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every dtype, aligned; in whatever pieces it is written and checked."""
     monkeypatch.setattr(tensor_file, "CHUNK", 5)
     values = {str(dtype): (torch.arange(6).view(2, 3) % 2).to(dtype) for dtype in DTYPES}
@@ -85,7 +87,9 @@ def test_a_file_is_what_its_entry_says(tmp_path: Path, monkeypatch: pytest.Monke
     assert find_damage(tmp_path, portion) == "has a damaged header"
 
 
-def test_groups_of_at_most_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_are_grouped_into_portions_of_at_most_a_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert grouped([3, 4, 3, 8, 7, 1, 1, 9], lambda one: one, 7) == [[3, 4], [3], [8], [7], [1, 1], [9]]
     monkeypatch.setattr(tensor_file, "BETWEEN_SYNCS", 24)
     entry = write_file(tmp_path / "x", [item(str(n), torch.ones(n)) for n in (2, 4, 3, 9, 1)], Disk())
@@ -94,7 +98,7 @@ def test_groups_of_at_most_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found == [("x", [0, 1]), ("x", [2]), ("x", [3]), ("x", [4]), ("empty", [])]
 
 
-def test_files_of_at_most_a_size_are_numbered(tmp_path: Path) -> None:
+def test_tensor_files_of_at_most_a_size_are_numbered(tmp_path: Path) -> None:
     items = [item("n" * 9 + str(n), torch.ones(2, 50)) for n in range(5)]
     one = 400 + len("nnnnnnnnn0[0:2,0:50]") + 2 + 100 + 2 * 21
     assert [file.name for file in write_files(tmp_path, "a", items, max_bytes=None, disk=Disk())] == [
@@ -110,7 +114,7 @@ def test_files_of_at_most_a_size_are_numbered(tmp_path: Path) -> None:
             assert [file.name for file in files] == names
 
 
-def test_copies_are_reused_and_aligned() -> None:
+def test_staging_buffers_are_reused_and_aligned() -> None:
     values = [torch.arange(3, dtype=torch.uint8), torch.arange(4.0, dtype=torch.float64), torch.ones(5)]
     staging = StagingBuffer()
     copies = staging.stage([(item(str(n), one), one) for n, one in enumerate(values)])
@@ -127,7 +131,7 @@ def test_copies_are_reused_and_aligned() -> None:
     assert staging.bytes == 96
 
 
-def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_tensor_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     save_file({"x": torch.ones(2, dtype=torch.uint16)}, tmp_path / "strange.safetensors")
     save_file({"x": torch.ones(2)}, tmp_path / "plain.safetensors")
     (tmp_path / "torn.safetensors").write_bytes((tmp_path / "plain.safetensors").read_bytes()[:-1])
@@ -227,7 +231,7 @@ def test_state_that_no_checkpoint_holds_is_refused(tmp_path: Path) -> None:
     assert local_boxes([], {}) == []
 
 
-def test_which_options_may_stand_for_others() -> None:
+def test_optimizer_options_may_replace_those_of_like_type_only() -> None:
     one = torch.tensor(1.0)
     for now in (None, True, "text", 1, 1.5, one, [1, 2], (0.5, True), object()):
         assert _is_alike(now, None)

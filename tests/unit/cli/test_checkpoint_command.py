@@ -39,7 +39,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.transformers
-def test_what_a_checkpoint_says_is_shown_without_what_a_terminal_obeys(
+def test_checkpoint_commands_escape_terminal_control_codes_in_names(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     evil = "\x1b]0;owned\x07\x9b2J"
@@ -55,7 +55,9 @@ def test_what_a_checkpoint_says_is_shown_without_what_a_terminal_obeys(
     assert r"\x1b]0;owned" in err
 
 
-def test_inspect(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_inspect_prints_completeness_and_state(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "150")
     assert main(["checkpoint", "inspect", str(path.parent)]) == 0
     out = capsys.readouterr().out
@@ -75,7 +77,7 @@ def test_inspect(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert "is          complete\n" in "\n".join(map(str.rstrip, capsys.readouterr().out.splitlines()))
 
 
-def test_inspect_as_json(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_inspect_prints_json(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "inspect", str(path), "--check", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["state"] == STATE
@@ -92,7 +94,9 @@ def test_inspect_as_json(path: Path, capsys: pytest.CaptureFixture[str]) -> None
     }
 
 
-def test_inspect_says_what_is_damaged(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_inspect_names_damaged_and_missing_files(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = path / "rank-00002.safetensors"
     whole = bytearray(file.read_bytes())
     whole[-1] ^= 4
@@ -108,7 +112,9 @@ def test_inspect_says_what_is_damaged(path: Path, capsys: pytest.CaptureFixture[
     assert json.loads(capsys.readouterr().out)["flaws"] == [f"{file.name} is missing"]
 
 
-def test_convert(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_convert_writes_the_same_tensors_in_files_of_a_given_size(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target = tmp_path / "one"
     assert main(["checkpoint", "convert", str(path.parent), str(target)]) == 0
     size = sum(file.stat().st_size for file in target.iterdir())
@@ -119,7 +125,7 @@ def test_convert(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert all(torch.equal(value, ours[name]) for name, value in tensors_in(tmp_path / "many").items())
 
 
-def test_convert_for_the_ranks_of_a_run(
+def test_checkpoint_convert_cuts_tensors_for_the_ranks_of_a_configuration(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = [
@@ -144,7 +150,7 @@ def test_convert_for_the_ranks_of_a_run(
     assert all(torch.equal(value, theirs[name]) for name, value in tensors_in(path).items())
 
 
-def test_convert_for_ranks_that_share_sequences(
+def test_checkpoint_convert_for_cp_cuts_state_as_for_data_parallelism(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Their state is cut as that of as many data-parallel ranks."""
@@ -172,7 +178,7 @@ def test_convert_for_ranks_that_share_sequences(
         (["--model.layers", "3"], "of another model (missing: blocks.2.attention.norm.weight, "),
     ],
 )
-def test_a_run_that_cannot_be(
+def test_checkpoint_convert_refuses_an_impossible_configuration(
     run: list[str], message: str, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["checkpoint", "convert", str(path), str(tmp_path / "target"), *run]) == 2
@@ -181,7 +187,9 @@ def test_a_run_that_cannot_be(
 
 
 @pytest.mark.transformers
-def test_there_and_back(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_export_and_import_restore_the_tensors(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     there, back = str(tmp_path / "there"), str(tmp_path / "back")
     form = ["--format", "huggingface"]
     assert main(["checkpoint", "export", str(path), there, *form, "--rope-base", "500"]) == 0
@@ -195,7 +203,7 @@ def test_there_and_back(path: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("state", [{"config": "run.yaml"}, {"config": {"model": "small"}}, {"sizes": 3}])
-def test_a_state_of_one_s_own(state: dict[str, object], tmp_path: Path) -> None:
+def test_checkpoint_export_accepts_a_users_own_state(state: dict[str, object], tmp_path: Path) -> None:
     saved(lively(MODELS["gpt2"]()), tmp_path / "mine", state)
     there = [str(tmp_path / "mine"), str(tmp_path / "there"), "--heads", "6", "--format", "huggingface"]
     assert main(["checkpoint", "export", *there]) == 0
@@ -205,7 +213,9 @@ def test_a_state_of_one_s_own(state: dict[str, object], tmp_path: Path) -> None:
 
 
 @pytest.mark.transformers
-def test_a_model_in_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_export_takes_a_hugging_face_folder_as_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from parity import huggingface_cases as cases
     from plait.models.huggingface.pretrained import model_in
 
@@ -221,7 +231,9 @@ def test_a_model_in_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["checkpoint", "export", str(path), str(tmp_path / "b"), *form, "--model", str(folder)]) == 0
 
 
-def test_dcp_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_export_and_import_with_format_dcp_call_the_dcp_functions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     called = []
     dcp = ModuleType("plait.checkpoint.dcp")
     for name in ("export_dcp", "import_dcp"):
@@ -235,7 +247,7 @@ def test_dcp_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_refusals_are_one_sentence(
+def test_checkpoint_commands_refuse_in_one_sentence(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for arguments, message in [
@@ -268,7 +280,7 @@ def test_refusals_are_one_sentence(
         assert list(tmp_path.iterdir()) == []
 
 
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_help_lists_actions_and_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "--help"]) == 0
     assert capsys.readouterr().out.startswith("usage: plait checkpoint ACTION [options]\n")
     assert main(["checkpoint", "export", "--help"]) == 0

@@ -27,7 +27,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return err
 
 
-def test_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sizes_beyond_the_limits_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     for field, value, told in [
         ("model.vocab", 2**63, f"model.vocab = {2**63} is more than {MOST_SIZE}, the most that plait takes"),
         ("model.hidden", 2**40, f"model.hidden = {2**40} is more than {LIMITS['hidden']}"),
@@ -57,13 +57,15 @@ def test_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     ],
     ids=["long name", "long path", "zero byte", "home"],
 )
-def test_paths(field: str, path: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_configuration_paths_that_no_file_system_takes_are_refused(
+    field: str, path: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     err = refused(["train", f"--{field}", path], capsys)
     assert f"{field} is " in err
     assert told in err
 
 
-def test_paths_of_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_paths_that_are_too_long_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in [
         ["train", "--config", "a" * 5000],
         ["checkpoint", "inspect", "a" * 5000],
@@ -77,7 +79,9 @@ def test_paths_of_options(capsys: pytest.CaptureFixture[str]) -> None:
         assert "File name too long" in refused(arguments, capsys)
 
 
-def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_configuration_files_with_invalid_values_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for line, told in [
         ("[train]\nlr = nan", "train.lr is NaN"),
         (
@@ -96,7 +100,7 @@ def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "name", ["run.save_every", "run.threads", "train.loss_scale", "train.master_precision"]
 )
-def test_none_can_be_said_wherever_a_field_takes_it(name: str, tmp_path: Path) -> None:
+def test_the_text_none_sets_an_optional_field_to_none(name: str, tmp_path: Path) -> None:
     section, _, field = name.partition(".")
     (tmp_path / "c.toml").write_text(f'[{section}]\n{field} = "none"\n')
     for config in (
@@ -107,7 +111,9 @@ def test_none_can_be_said_wherever_a_field_takes_it(name: str, tmp_path: Path) -
 
 
 @pytest.mark.transformers
-def test_a_size_of_a_folder_that_is_no_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_size_in_a_models_config_json_is_refused_naming_the_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     usual = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 1}
     usual |= {"bos_token_id": None, "eos_token_id": None}  # of which transformers would tell, too
     (tmp_path / "config.json").write_text(json.dumps(usual))
@@ -115,7 +121,7 @@ def test_a_size_of_a_folder_that_is_no_size(tmp_path: Path, capsys: pytest.Captu
     assert f"model.vocab is 1 (from the folder {tmp_path}): give a whole number of at least 2" in err
 
 
-def test_a_rank_without_memory_is_told_in_one_sentence(
+def test_a_rank_that_runs_out_of_memory_is_reported_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 68719476736 bytes."
@@ -145,7 +151,7 @@ BAD_CONFIGS = {
 
 @pytest.mark.transformers
 @pytest.mark.parametrize("flaw", BAD_CONFIGS)
-def test_configurations_that_transformers_refuses(
+def test_a_model_configuration_that_transformers_refuses_is_refused_in_one_sentence(
     flaw: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from plait.errors import PlaitError
@@ -175,13 +181,15 @@ def test_configurations_that_transformers_refuses(
         ),
     ],
 )
-def test_schedules_that_would_take_minutes(
+def test_plait_schedule_refuses_more_actions_than_it_can_simulate_quickly(
     arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert told in refused(["schedule", "1f1b", *arguments], capsys)
 
 
-def test_a_csv_with_a_huge_gap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_schedule_csv_with_a_micro_batch_number_far_beyond_its_actions_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "s.csv").write_text("0F0,0F999999999,0B0\n")
     assert "there is a micro-batch 999999999 among 3 actions" in refused(
         ["schedule", str(tmp_path / "s.csv")], capsys
@@ -197,7 +205,7 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("flaw", HEADERS)
-def test_arrays_with_a_header_that_is_none(flaw: str, tmp_path: Path) -> None:
+def test_a_token_array_with_an_invalid_npy_header_is_refused(flaw: str, tmp_path: Path) -> None:
     header = f"{{'descr': '<u2', 'fortran_order': False, 'shape': {HEADERS[flaw]}, }}".ljust(117) + "\n"
     magic = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little")
     (tmp_path / "a.npy").write_bytes(magic + header.encode() + bytes(64))
@@ -205,7 +213,7 @@ def test_arrays_with_a_header_that_is_none(flaw: str, tmp_path: Path) -> None:
         open_tokens(str(tmp_path / "a.npy"), "uint16")
 
 
-def test_an_archive_of_arrays(tmp_path: Path) -> None:
+def test_an_npz_archive_in_place_of_a_token_array_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "a.npy", "w") as archive:
         archive.writestr("a", "b")
     with pytest.raises(DataError, match="is an archive of arrays"):

@@ -27,7 +27,7 @@ def script() -> str:
     return str(shtab.complete(command_line(), "bash"))
 
 
-def test_bash_completes(script: str) -> None:
+def test_bash_completes_commands_options_and_choices(script: str) -> None:
     for line, last, expected in [
         ("plait ", "tr", "train"),
         ("plait data ", "", "prepare inspect"),
@@ -47,12 +47,14 @@ def test_bash_completes(script: str) -> None:
         assert done.stdout.split() == expected.split()
 
 
-def test_another_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion_for_an_unknown_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "korn"]) == 2
     assert "choose from 'bash', 'zsh', 'fish'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_scripts_of_other_shells_name_the_fields(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion_scripts_of_other_shells_name_the_configuration_fields(
+    shell: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["completion", shell]) == 0
     assert "parallel.schedule" in capsys.readouterr().out

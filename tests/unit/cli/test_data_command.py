@@ -17,7 +17,9 @@ def prepared(source: Path, tokenizer: str) -> Path:
     return source.parent / "out"
 
 
-def test_counts_and_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str], word_tokenizer: Path) -> None:
+def test_data_prepare_prints_counts_and_the_end_of_document_token(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], word_tokenizer: Path
+) -> None:
     (tmp_path / "a.txt").write_text("a b c")
     (word_tokenizer.parent / "tokenizer_config.json").write_text('{"eos_token": "c"}')
     folder = prepared(tmp_path / "a.txt", str(word_tokenizer))
@@ -37,7 +39,9 @@ def test_counts_and_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str], wor
 
 
 @pytest.mark.transformers
-def test_answers_and_roles_of_conversations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_inspect_marks_answers_and_roles_of_conversations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("tokenizers")
     (tokenizer := tmp_path / "tokenizer").mkdir()

@@ -16,7 +16,7 @@ from plait.errors import MeshError
     ("remedy", "code", "last"),
     [("", 0, "Nothing has to be changed."), ("raise it.", 1, "change open files: raise it.")],
 )
-def test_findings_remedies_and_exit_code(
+def test_doctor_prints_findings_and_remedies_and_exits_with_1_if_any(
     remedy: str, code: int, last: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(host_check, "check_host", lambda: [HostFinding("open files", "256", remedy)])
@@ -27,13 +27,13 @@ def test_findings_remedies_and_exit_code(
 
 
 @pytest.mark.full
-def test_two_ranks_communicate() -> None:
+def test_doctor_starts_two_ranks_that_communicate() -> None:
     (finding,) = doctor._two_ranks()
     assert finding.found.startswith("started in ")
     assert not finding.remedy
 
 
-def test_what_two_ranks_take_or_why_they_fail(
+def test_doctor_reports_the_start_time_of_two_ranks_or_why_they_failed(
     thread_ranks: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The all-reduces are no part of the start; one of them, on the slower rank, is a hundredth."""

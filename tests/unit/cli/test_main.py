@@ -33,7 +33,7 @@ def break_command(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], 
     return install
 
 
-def test_what_a_user_can_mend_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_option_or_file_is_reported_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in [
         ("train --train.steps abc", 'train.steps is "abc" (from the command line): give a whole number'),
         ("train --train.stepz 3", "did you mean train.steps?"),
@@ -71,7 +71,7 @@ def test_a_failed_rank_shows_its_traceback_once(
     assert capsys.readouterr().err == "plait: rank 1 failed: ValueError: no.\n\nTrace\n"
 
 
-def test_ctrl_c_is_no_error(
+def test_ctrl_c_prints_no_traceback(
     break_command: Callable[[BaseException], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     break_command(KeyboardInterrupt())
@@ -79,13 +79,13 @@ def test_ctrl_c_is_no_error(
     assert capsys.readouterr().err == "plait: interrupted.\n"
 
 
-def test_a_mistake_of_ours_keeps_its_traceback(break_command: Callable[[BaseException], None]) -> None:
+def test_an_unexpected_exception_keeps_its_traceback(break_command: Callable[[BaseException], None]) -> None:
     break_command(ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):
         main(["broken"])
 
 
-def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plait_prints_its_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     assert "train" in capsys.readouterr().out
     assert main([]) == 2
@@ -117,7 +117,7 @@ def test_the_degrees_of_an_error_name_context_parallelism_where_there_is_some() 
     ("arguments", "code"),
     [("--help", 0), ("train --help", 0), ("train --train.steps 0", 2), ("plan --ranks 2", 2), ("zzz", 2)],
 )
-def test_starts_without_torch(arguments: str, code: int) -> None:
+def test_plait_shows_help_and_refuses_options_without_importing_torch(arguments: str, code: int) -> None:
     script = (
         "import sys\nfrom plait.cli.main import main\n"
         "code = main(sys.argv[1:])\nassert 'torch' not in sys.modules, 'torch was imported'\nsys.exit(code)"

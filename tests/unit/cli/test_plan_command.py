@@ -36,7 +36,7 @@ def seconds_of(number: str, unit: str) -> float:
     return float(number) * {"s": 1.0, "ms": 1e-3, "µs": 1e-6}[unit]
 
 
-def test_units_fit_small_models(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quantities_of_small_models_are_printed_in_units_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
     """Of 0.4 million parameters, no quantity is 0 for want of a unit."""
     tiny = ["--hardware", "h100-sxm", "--model.layers", "1", "--model.hidden", "64", "--train.batch", "2"]
     for more in (["--ranks", "2"], ["--parallel.dp", "2", "--train.microbatches", "1"]):
@@ -105,14 +105,14 @@ def test_figures_of_a_measured_machine_and_changes_that_do_not_help_are_said() -
     assert change_lines([], False) == ["No change of one field makes it fit."]
 
 
-def test_reasons_are_counted_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_divisions_are_counted_by_reason(capsys: pytest.CaptureFixture[str]) -> None:
     lines = _printed(capsys, *SMALL, "--ranks", "5", "--train.batch", "5").splitlines()
     assert "1 division of the ranks is impossible: tp does not divide the heads." in lines
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("tied", ["true", "false"])
-def test_the_sizes_are_those_of_the_built_model(name: str, tied: str) -> None:
+def test_plait_plan_takes_the_sizes_of_the_built_model(name: str, tied: str) -> None:
     config = config_from_arguments(["--model.name", name, "--model.tied", tied, "--model.layers", "2"])
     sizes = configured_decoder(config)
     built = decoder_of(build_model(config.model, sizes.vocab))
@@ -122,7 +122,7 @@ def test_the_sizes_are_those_of_the_built_model(name: str, tied: str) -> None:
         assert getattr(built, field) == getattr(sizes, field)
 
 
-def test_what_is_wrong_is_said_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plait_plan_refuses_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in [
         ("--ranks 2", "--hardware is missing: give a100-40,"),
         ("--calibrate x.toml --json", "--calibrate goes with --ranks only"),

@@ -60,7 +60,7 @@ def test_a_first_import_is_left_out_of_garbage_collection(monkeypatch: pytest.Mo
         gc.enable()
 
 
-def test_the_first_signal_goes_to_the_ranks(
+def test_the_first_signal_to_the_command_is_sent_on_to_the_ranks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sent: list[tuple[int, int]] = []
@@ -89,7 +89,7 @@ def test_the_first_signal_goes_to_the_ranks(
         assert signal.getsignal(signal.SIGTERM) == before, "a launcher hands it on itself"
 
 
-def test_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_local_ranks_than_the_hosts_cores_allow_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world, "find_world", lambda: None)
     for cores, most in ((1, 64), (None, 64), (9, 72)):
         monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)

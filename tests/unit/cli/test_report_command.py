@@ -7,7 +7,9 @@ import pytest
 from plait.cli.main import main
 
 
-def test_it_writes_the_page_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_writes_the_page_and_prints_its_path(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
     assert main(["report", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"wrote {tmp_path / 'report.html'}\n"
@@ -30,7 +32,7 @@ def test_a_file_of_the_run_is_not_replaced_by_the_page(
     assert (tmp_path / name).read_text() == before
 
 
-def test_what_is_wrong_is_one_sentence(
+def test_report_refuses_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for arguments, told in [

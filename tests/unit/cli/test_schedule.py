@@ -15,7 +15,9 @@ from plait.schedules.search.api import POLICY_NAMES, schedule
 DEMO = ["schedule", "1f1b", "--ranks", "2", "--microbatches", "4"]
 
 
-def test_draws_the_timeline(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plait_schedule_draws_the_timeline(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     assert main(DEMO) == 0
     assert capsys.readouterr().out == (
@@ -32,7 +34,9 @@ def test_draws_the_timeline(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     )
 
 
-def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plait_schedule_prints_the_schedule_and_its_measures_as_json(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert (
         main([*DEMO, "--json", "--cost.F", "1", "--cost.I=2", "--cost.W", "0.5", "--cost.comm", ".25"]) == 0
     )
@@ -52,13 +56,15 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-def test_costs_of_each_stage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plait_schedule_takes_costs_for_each_stage(capsys: pytest.CaptureFixture[str]) -> None:
     costs = [f"--cost.{kind}=1,1,1,2" for kind in "FIW"]
     assert main(["schedule", "1f1b", "--ranks", "4", "--microbatches", "8", "--json", *costs]) == 0
     assert json.loads(capsys.readouterr().out)["makespan"] == 57
 
 
-def test_writes_files_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plait_schedule_writes_pictures_and_prints_their_paths(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     svg, html, trace, csv = (
         tmp_path / name for name in ("new/demo.svg", "demo.html", "demo.json", "demo.csv")
     )
@@ -74,19 +80,21 @@ def test_writes_files_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[
     )
 
 
-def test_json_stays_alone_when_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_json_nothing_else_is_printed_when_files_are_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     csv = tmp_path / "demo.csv"
     assert main([*DEMO, "--json", "--csv", str(csv)]) == 0
     assert json.loads(capsys.readouterr().out)["ranks"] == 2
     assert csv.exists()
 
 
-def test_a_limit_that_holds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_schedule_within_the_memory_limit_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*DEMO, "--limit", "2"]) == 0
     assert "peak      2 1" in capsys.readouterr().out
 
 
-def test_refusals_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plait_schedule_refuses_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in [
         ("", "plait schedule needs a POLICY or a CSV file; see `plait schedule --help`."),
         ("1f1b", "the following arguments are required: --ranks, --microbatches; see"),
@@ -143,7 +151,9 @@ def test_refusals_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
         assert err.count("\n") == 1
 
 
-def test_a_limit_that_is_not_kept_shows_where(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_schedule_above_the_memory_limit_is_refused_showing_the_action(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["schedule", "gpipe", "--ranks", "2", "--microbatches", "4", "--limit", "3.5"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -155,27 +165,29 @@ def test_a_limit_that_is_not_kept_shows_where(capsys: pytest.CaptureFixture[str]
     )
 
 
-def test_a_file_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_picture_that_cannot_be_written_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*DEMO, "--svg", str(tmp_path)]) == 2
     assert capsys.readouterr().err == (
         f"plait: {tmp_path} cannot be written (Is a directory): give another file.\n"
     )
 
 
-def test_nothing_is_written_above_the_limit(tmp_path: Path) -> None:
+def test_no_picture_of_a_schedule_above_the_limit_is_written(tmp_path: Path) -> None:
     assert main([*DEMO, "--limit", "1", "--svg", str(tmp_path / "demo.svg")]) == 2
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
-def test_every_policy_draws(policy: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plait_schedule_draws_every_policy(policy: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schedule", policy, "--ranks", "2", "--microbatches", "3"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith(policy)
     assert ("\nbound " in shown) == (policy == "auto")
 
 
-def test_auto_says_what_won_and_the_bound(capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_prints_the_chosen_policy_and_the_bound(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["schedule", "auto", "--ranks", "2", "--microbatches", "3", "--chunks", "1", "--limit", "2"]
     assert main(arguments) == 0
     assert "bound     10: no makespan within the limit is shorter\n" in capsys.readouterr().out
@@ -184,7 +196,7 @@ def test_auto_says_what_won_and_the_bound(capsys: pytest.CaptureFixture[str]) ->
     assert (told["policy"], told["makespan"], told["bound"]) == ("auto (linear)", 10, 10)
 
 
-def test_auto_says_how_far_it_is_from_a_bound_that_it_does_not_reach(
+def test_auto_prints_how_far_the_schedule_is_from_the_bound(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("plait.schedules.search.auto.EXACT_SIZE", 0)
@@ -199,7 +211,7 @@ def test_auto_says_how_far_it_is_from_a_bound_that_it_does_not_reach(
     assert f"this one is {above:.2%} above\n" in shown
 
 
-def test_a_file_is_read_checked_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_schedule_csv_is_read_checked_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.csv"
     path.write_text("0F0,0F1,0B0,,0B1\n,1F0,1B0,1F1,1B1\n")
     assert main(["schedule", str(path), "--json"]) == 0
@@ -222,7 +234,7 @@ def test_a_file_is_read_checked_and_drawn(tmp_path: Path, capsys: pytest.Capture
         ("0F0,0B0\n", "--limit 0.5", "rule 'memory limit' is broken on rank 0 by 0F0"),
     ],
 )
-def test_a_file_that_is_refused(
+def test_a_malformed_or_contradicting_schedule_csv_is_refused(
     text: str, options: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "mine.csv"
@@ -236,7 +248,7 @@ def test_a_file_that_is_refused(
 COMPARE = ["schedule", "--compare", "gpipe,1f1b,zb-h1", "--ranks", "4", "--microbatches", "8"]
 
 
-def test_compares(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_prints_a_table_of_policies(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMPARE, "--limit", "4"]) == 0
     assert capsys.readouterr().out == (
         "policy  chunks  makespan  span  bubble  of span  peak  × best\n"
@@ -248,7 +260,7 @@ def test_compares(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_compares_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_prints_policies_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMPARE, "--limit", "4", "--json"]) == 0
     gpipe, one_f_one_b, _ = json.loads(capsys.readouterr().out)
     assert gpipe["policy"] == "gpipe"
@@ -256,14 +268,14 @@ def test_compares_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert one_f_one_b["makespan"] == 33
 
 
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_schedule_help_lists_its_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schedule", "--help"]) == 0
     shown = capsys.readouterr().out
     options = ("--cost.F", "--cost.until_W", "--cost.comm", "--limit", "--measure", "--compare", "--json")
     assert [option for option in options if option not in shown] == []
 
 
-def test_runs_without_torch() -> None:
+def test_plait_schedule_does_not_import_torch() -> None:
     script = (
         "import sys\nfrom plait.cli.main import main\n"
         "code = main(sys.argv[1:])\nassert 'torch' not in sys.modules, 'torch was imported'\nsys.exit(code)"

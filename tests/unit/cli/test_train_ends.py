@@ -82,10 +82,13 @@ WISH = "stops after this step; once more stops at once."
         pytest.param(signal.SIGINT, 130, f"plait: SIGINT: {WISH}", marks=pytest.mark.full),
     ],
 )
-def test_a_signal_in_the_middle_of_training(tmp_path, text, temporary, number, code, said):
+def test_a_signal_to_plait_train_finishes_the_step_and_saves_a_checkpoint(
+    tmp_path, text, temporary, number, code, said
+):
     """The step is finished, and a checkpoint is there, from which the run goes on.
 
-    `test_a_signal_to_the_whole_process_group` shows the same of more signals at once.
+    `test_a_signal_to_the_process_group_finishes_the_step_and_saves_a_checkpoint` shows the same of more
+    signals at once.
     """
     process = started(tmp_path, text, temporary)
     process.send_signal(number)
@@ -102,7 +105,7 @@ def test_a_signal_in_the_middle_of_training(tmp_path, text, temporary, number, c
     ("number", "code", "said"),
     [(signal.SIGTERM, 143, "plait: terminated."), (signal.SIGINT, 130, "plait: interrupted.")],
 )
-def test_a_second_signal_stops_at_once(tmp_path, text, temporary, number, code, said):
+def test_a_second_signal_stops_plait_train_at_once(tmp_path, text, temporary, number, code, said):
     """Here the first cannot be heard: a rank is stopped."""
     process = started(tmp_path, text, temporary)
     os.kill(max(pid for pid, _ in running(str(tmp_path))), signal.SIGSTOP)  # ranks are the youngest
@@ -115,7 +118,7 @@ def test_a_second_signal_stops_at_once(tmp_path, text, temporary, number, code, 
 
 
 @pytest.mark.full
-def test_a_signal_to_the_whole_process_group(tmp_path, text, temporary):
+def test_a_signal_to_the_process_group_finishes_the_step_and_saves_a_checkpoint(tmp_path, text, temporary):
     """As `timeout` and services send it: to the command, to its ranks, and to the command once more."""
     process = started(tmp_path, text, temporary)
     os.killpg(process.pid, signal.SIGTERM)
@@ -129,7 +132,7 @@ def test_a_signal_to_the_whole_process_group(tmp_path, text, temporary):
 
 
 @pytest.mark.full
-def test_a_signal_to_torchrun(tmp_path, text, temporary):
+def test_a_signal_to_torchrun_finishes_the_step_and_saves_a_checkpoint(tmp_path, text, temporary):
     """It hands the signal on to its ranks: they finish the step, and leave a checkpoint."""
     torchrun = str(Path(sys.executable).with_name("torchrun"))
     program = [torchrun, "--standalone", "--nproc-per-node", "2", "-m", "plait"]
@@ -170,7 +173,7 @@ def started(
 
 
 @pytest.mark.full
-def test_a_run_leaves_no_process(tmp_path, text, temporary):
+def test_plait_train_leaves_no_process_behind(tmp_path, text, temporary):
     command = [sys.executable, "-m", "plait", "train", *options(tmp_path)]
     command += ["--data.source", text, "--train.steps", "2", "--run.compare", "2"]
     done = subprocess.run(command, env=temporary, capture_output=True, text=True, timeout=60, check=False)
@@ -196,7 +199,7 @@ def test_a_run_leaves_no_process(tmp_path, text, temporary):
         ),
     ],
 )
-def test_what_a_rank_refuses_is_one_sentence(tmp_path, text, temporary, changes, said):
+def test_an_error_of_a_rank_of_plait_train_is_one_sentence(tmp_path, text, temporary, changes, said):
     command = [sys.executable, "-m", "plait", "train", *options(tmp_path, **changes), "--data.source", text]
     done = subprocess.run(command, env=temporary, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2

@@ -109,7 +109,7 @@ def forbidden(*_: Any, **__: Any) -> NoReturn:
 
 @pytest.mark.parametrize("options", [[], ["--all"]])
 @pytest.mark.parametrize(("equal", "code", "said"), [(True, 0, "EQUAL\n"), (False, 1, "NOT EQUAL\n")])
-def test_the_exit_code_is_the_answer(
+def test_plait_verify_exits_with_0_if_equal_and_1_if_not(
     options: list[str],
     equal: bool,
     code: int,
@@ -134,7 +134,7 @@ def test_plaits_own_models_are_compared_with_those_of_transformers(
     assert said["phases"]["gradient"]["compared"] == {"gpt2": 16, "llama": 12}[name]
 
 
-def test_where_no_plan_can_be_run_the_exit_code_is_2(
+def test_plait_verify_exits_with_2_where_no_plan_can_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing was compared, so nothing was found to differ."""
@@ -154,7 +154,7 @@ def test_where_no_plan_can_be_run_the_exit_code_is_2(
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_what_could_not_run_is_exit_code_2(
+def test_plait_verify_exits_with_2_on_an_error(
     error: Exception, answer: Callable[[BaseException], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     answer(error)
@@ -165,7 +165,7 @@ def test_what_could_not_run_is_exit_code_2(
 
 
 @pytest.mark.parametrize("equal", [True, False])
-def test_json_is_one_object(
+def test_plait_verify_prints_one_json_object(
     equal: bool, answer: Callable[[bool], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     answer(equal)
@@ -173,7 +173,7 @@ def test_json_is_one_object(
     assert json.loads(capsys.readouterr().out) == {"equal": equal}
 
 
-def test_what_a_user_can_mend_is_one_sentence(
+def test_plait_verify_refuses_wrong_options_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for arguments, told in [
@@ -204,12 +204,12 @@ def test_what_a_user_can_mend_is_one_sentence(
         assert err.count("\n") == 1
 
 
-def test_a_mistake_in_an_option_tells_where_help_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_option_of_verify_points_to_its_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--steps", "0"]) == 2
     assert capsys.readouterr().err.endswith("; see `plait verify --help`.\n")
 
 
-def test_an_option_that_is_not_there_leads_to_this_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_option_of_verify_points_to_its_help(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, remedy in [
         ("--moed native", "did you mean --mode?"),
         ("--step=3", "did you mean --steps?"),
@@ -223,7 +223,7 @@ def test_an_option_that_is_not_there_leads_to_this_command(capsys: pytest.Captur
         assert told.endswith(f" is not an option of `plait verify`: {remedy}\n")
 
 
-def test_options_are_passed_on(calls: list[dict[str, Any]]) -> None:
+def test_options_of_plait_verify_are_passed_to_verify(calls: list[dict[str, Any]]) -> None:
     options = ["--mode", "native", "--steps", "3", "--isolate", "--parallel.pp", "2", "--train.seed", "7"]
     assert main(["verify", *options, *TINY]) == 0
     (call,) = calls
@@ -235,7 +235,9 @@ def test_options_are_passed_on(calls: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize(("mode", "steps"), [("float64", 2), ("exact", 1)])
-def test_how_many_steps_unless_told(mode: str, steps: int, calls: list[dict[str, Any]]) -> None:
+def test_plait_verify_runs_two_steps_or_one_in_exact_mode_by_default(
+    mode: str, steps: int, calls: list[dict[str, Any]]
+) -> None:
     assert main(["verify", "--mode", mode, *TINY]) == 0
     assert calls[0]["options"].steps == steps
 
@@ -264,7 +266,7 @@ def test_every_layout_has_the_ranks_of_the_plan_unless_told(
         (["--all", "--ranks", "4"], "--ranks 4 needs 4 ranks, "),
     ],
 )
-def test_a_launcher_must_start_as_many_ranks(
+def test_plait_verify_refuses_a_launcher_with_another_number_of_ranks(
     arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     environment = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -276,7 +278,7 @@ def test_a_launcher_must_start_as_many_ranks(
 
 
 @pytest.mark.parametrize(("rank", "said"), [("0", "EQUAL\n"), ("1", "")])
-def test_one_rank_of_a_launcher_speaks(
+def test_under_a_launcher_only_rank_0_of_plait_verify_prints(
     rank: str,
     said: str,
     answer: Callable[[bool], None],
@@ -291,7 +293,7 @@ def test_one_rank_of_a_launcher_speaks(
     assert capsys.readouterr().out == said
 
 
-def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--help"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("usage: plait verify ")
@@ -302,7 +304,7 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("arguments", ["--help", "--steps 0", "--train.steps abc"])
-def test_starts_without_torch(arguments: str) -> None:
+def test_plait_verify_shows_help_without_importing_torch(arguments: str) -> None:
     script = (
         "import sys\nfrom plait.cli.main import main\nmain(['verify', *sys.argv[1:]])\n"
         "assert 'torch' not in sys.modules, 'torch was imported'"
@@ -313,7 +315,7 @@ def test_starts_without_torch(arguments: str) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_one_rank_against_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plait_verify_of_one_rank_prints_equal(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", *TINY]) == 0
     out = capsys.readouterr().out
     assert out.startswith("EQUAL to one rank: ")
@@ -322,7 +324,7 @@ def test_one_rank_against_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.full
 @pytest.mark.usefixtures("alone")
-def test_every_schedule_of_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plait_verify_all_on_one_rank_runs_every_schedule(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--all", "--ranks", "1", "--steps", "1", "--parallel.pp", "2", *TINY]) == 0
     out = capsys.readouterr().out
     assert out.startswith("EQUAL to one rank: all 19 plans on 1 rank, ")
@@ -333,14 +335,16 @@ def test_every_schedule_of_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_json_of_a_verification(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plait_verify_prints_a_verification_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--json", "--mode", "exact", *TINY]) == 0
     read = json.loads(capsys.readouterr().out, parse_constant=forbidden)
     assert (read["equal"], read["mode"], read["steps"], read["first"]) == (True, "exact", 1, None)
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_defect_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plait_verify_exits_with_1_on_a_defect(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     right = Engine.clip_grad_norm_
     monkeypatch.setattr(Engine, "clip_grad_norm_", lambda self, limit, *how: right(self, 2 * limit, *how))
     assert main(["verify", "--steps", "1", *TINY]) == 1
@@ -351,7 +355,7 @@ def test_a_defect_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert json.loads(capsys.readouterr().out)["first"]["phase"] == "clip"
 
 
-def test_over_two_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+def test_plait_verify_over_two_ranks_prints_equal(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", *TINY, "--parallel.pp", "2", "--mode", "exact"]) == 0
     out, err = capfd.readouterr()
     assert out.startswith("EQUAL to one rank, bit by bit: ")
@@ -359,7 +363,7 @@ def test_over_two_ranks(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.full
-def test_as_a_command_over_two_ranks() -> None:
+def test_plait_verify_as_a_process_over_two_ranks_prints_equal() -> None:
     command = [sys.executable, "-m", "plait", "verify", *TINY, "--parallel.pp", "2", "--mode", "exact"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -367,7 +371,7 @@ def test_as_a_command_over_two_ranks() -> None:
 
 
 @pytest.mark.full
-def test_as_a_command_over_every_layout_of_four_ranks() -> None:
+def test_plait_verify_all_as_a_process_verifies_every_layout_of_four_ranks() -> None:
     command = [sys.executable, "-m", "plait", "verify", *TINY, "--all", "--ranks", "4", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -383,7 +387,9 @@ def test_as_a_command_over_every_layout_of_four_ranks() -> None:
     assert set(by_heads) == {4}  # two heads
 
 
-def test_ranks_as_threads_give_the_report_of_processes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plait_verify_with_ranks_as_threads_gives_the_report_of_processes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     reports = []
     for ranks_as in ("processes", "threads"):
         assert main(["verify", "--json", "--parallel.pp", "2", "--run.ranks_as", ranks_as, *TINY]) == 0

@@ -74,7 +74,9 @@ def exchanged(
 
 @pytest.mark.parametrize("messages", [False, True], ids=["shared", "sent"])
 @pytest.mark.parametrize("name", SIZES)
-def test_pieces_come_in_order_of_the_index(rank_pool: Any, name: str, messages: bool) -> None:
+def test_all_to_all_uneven_joins_received_pieces_in_order_of_sending_rank(
+    rank_pool: Any, name: str, messages: bool
+) -> None:
     sizes = SIZES[name]
     for index, told in enumerate(rank_pool.run(exchanged, sizes, torch.float64, messages, ranks=3)):
         result, same, strided, traffic = told
@@ -86,7 +88,7 @@ def test_pieces_come_in_order_of_the_index(rank_pool: Any, name: str, messages: 
 
 
 @pytest.mark.parametrize("ranks_as", ["threads", "processes"])
-def test_every_dtype_is_moved(rank_pool: Any, thread_ranks: Any, ranks_as: str) -> None:
+def test_all_to_all_uneven_moves_every_dtype(rank_pool: Any, thread_ranks: Any, ranks_as: str) -> None:
     sizes = SIZES["own pieces too"]
 
     def body() -> list[Tensor]:
@@ -111,7 +113,9 @@ def test_equal_sizes_give_what_all_to_all_gives(thread_ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("ranks_as", ["threads", "processes"])
-def test_others_run_between_start_and_wait(rank_pool: Any, thread_ranks: Any, ranks_as: str) -> None:
+def test_several_uneven_all_to_alls_may_be_in_flight(
+    rank_pool: Any, thread_ranks: Any, ranks_as: str
+) -> None:
     names = ["own pieces too", "none", "large", "a rank without any"]
 
     def body() -> list[Tensor]:
@@ -197,7 +201,7 @@ def test_calls_that_do_not_agree_are_an_error_on_every_rank_and_harm_nothing(
         assert after == [{}, 2.0]
 
 
-def test_threads_tell_of_sizes_that_were_not_checked(thread_ranks: Any) -> None:
+def test_ranks_as_threads_report_uneven_sizes_that_do_not_match(thread_ranks: Any) -> None:
     def body() -> str:
         group = Mesh(dp=2).group("dp")
         sent, received = ([0, 2], [0, 1]) if group.index == 0 else ([1, 0], [3, 0])
@@ -219,7 +223,7 @@ def test_threads_keep_no_sizes_of_calls_that_are_over(thread_ranks: Any) -> None
     assert thread_ranks.run(body, ranks=2) == [0, 0]
 
 
-def test_a_guard_compares_sizes_and_is_counted(rank_pool: Any) -> None:
+def test_a_guard_compares_the_sizes_of_an_uneven_all_to_all_and_is_counted(rank_pool: Any) -> None:
     def body(expected: int) -> tuple[str, Any]:
         mesh = Mesh(dp=2, guarded=True)
         group = mesh.group("dp")
@@ -264,7 +268,7 @@ WRONG: dict[str, tuple[Callable[[Group], object], str]] = {
 }
 
 
-def test_wrong_arguments(thread_ranks: Any) -> None:
+def test_all_to_all_uneven_refuses_wrong_sizes(thread_ranks: Any) -> None:
     def body() -> list[str]:
         group = Mesh(dp=2).group("dp")
         return [error_of(lambda: call(group)) for call, _ in WRONG.values()]  # noqa: B023 (called at once)
@@ -275,7 +279,7 @@ def test_wrong_arguments(thread_ranks: Any) -> None:
             assert "all_to_all in uneven pieces of float32" in message
 
 
-def test_a_rank_alone_gets_its_own_tensor() -> None:
+def test_all_to_all_uneven_on_one_rank_returns_its_own_tensor() -> None:
     group = Group("dp", (5,), 0, None, Traffic(), 1.0)
     tensor = torch.arange(4.0)
     assert all_to_all_uneven(tensor, group, [4], [4]).wait() is tensor

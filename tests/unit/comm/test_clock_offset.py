@@ -15,7 +15,7 @@ APART = 5_000_000_000
 """By how many nanoseconds each rank's clock goes ahead of the one before."""
 
 
-def test_the_offset_is_found_within_its_uncertainty(rank_pool: Any) -> None:
+def test_the_clock_offset_is_found_within_its_uncertainty(rank_pool: Any) -> None:
     def body() -> tuple[ClockOffset, int]:
         mesh = Mesh(pp=3)
         ahead = APART * mesh.index("pp")
@@ -30,7 +30,7 @@ def test_the_offset_is_found_within_its_uncertainty(rank_pool: Any) -> None:
         assert calls == PINGS
 
 
-def test_on_one_host_nothing_is_asked(rank_pool: Any) -> None:
+def test_ranks_of_one_host_have_clock_offset_0_without_messages(rank_pool: Any) -> None:
     def body() -> tuple[ClockOffset, bool]:
         mesh = Mesh(pp=2)
         offset = clock_offset(mesh.group("pp"), torch.device("cpu"))
@@ -40,7 +40,7 @@ def test_on_one_host_nothing_is_asked(rank_pool: Any) -> None:
     assert clock_offset(Mesh(alone=True).group("pp"), torch.device("cpu")) == ClockOffset(0, 0)
 
 
-def test_elsewhere_clocks_are_compared(rank_pool: Any) -> None:
+def test_ranks_without_a_common_host_compare_clocks_by_messages(rank_pool: Any) -> None:
     """A group that knows of no common host."""
 
     def body() -> tuple[bool, int]:

@@ -153,7 +153,7 @@ def test_small_bfloat16_sums_round_once(rank_pool, messages):
 
 @pytest.mark.parametrize("messages", [False, True], ids=["shared", "sent"])
 @pytest.mark.parametrize("shape", [*SHAPES, ()], ids=str)
-def test_dtypes_and_shapes_that_are_reduced(rank_pool, shape, messages):
+def test_all_reduce_sums_every_dtype_and_shape(rank_pool, shape, messages):
     def body():
         group = Mesh(dp=2).group("dp")
         group = over_messages(group) if messages else group
@@ -168,7 +168,7 @@ def test_dtypes_and_shapes_that_are_reduced(rank_pool, shape, messages):
 
 @pytest.mark.parametrize("messages", [False, True], ids=["shared", "sent"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_dtype_and_shape_is_moved(rank_pool, shape, messages):
+def test_gathers_and_broadcasts_move_every_dtype_and_shape(rank_pool, shape, messages):
     double = (2 * shape[0], *shape[1:])
 
     def moved(group, dtype):
@@ -212,7 +212,7 @@ def test_a_zero_dimensional_tensor_counts_as_one_row(rank_pool):
 
 
 @pytest.mark.parametrize("messages", [False, True], ids=["shared", "sent"])
-def test_strided_tensors_and_outputs(rank_pool, messages):
+def test_collectives_accept_strided_tensors_and_outputs(rank_pool, messages):
     def body():
         group = Mesh(dp=2).group("dp")
         group = over_messages(group) if messages else group
@@ -233,7 +233,7 @@ def test_strided_tensors_and_outputs(rank_pool, messages):
 
 
 @pytest.mark.parametrize("checked", [True, False])
-def test_several_in_flight_and_rounds_do_not_mix(rank_pool, checked):
+def test_collectives_in_flight_at_once_do_not_mix(rank_pool, checked):
     def body():
         group = Mesh(dp=4).group("dp")
         sizes = [5, 300_000, 7, 50_000, 1]
@@ -313,7 +313,7 @@ MISMATCHES: dict[str, Callable[[Group], object]] = {
 }
 
 
-def test_a_mismatch_is_an_error_on_every_rank_and_harms_nothing(rank_pool):
+def test_a_mismatch_of_collectives_is_an_error_on_every_rank_and_later_calls_work(rank_pool):
     def body():
         mesh, found = Mesh(dp=4), {}
         group = mesh.group("dp")
@@ -348,7 +348,7 @@ def test_a_mismatch_says_who_calls_what(rank_pool):
     )
 
 
-def test_arguments_that_are_wrong_everywhere(rank_pool):
+def test_collectives_with_invalid_arguments_on_every_rank_are_refused(rank_pool):
     def body():
         group = Mesh(dp=2).group("dp")
         return [
@@ -419,6 +419,6 @@ def test_a_rank_alone_needs_no_backend():
     assert group.traffic.snapshot() == {}
 
 
-def test_a_rank_alone_hears_of_wrong_arguments_too():
+def test_collectives_of_one_rank_refuse_invalid_arguments():
     with pytest.raises(CommunicationError, match=r"rank 5 cannot call broadcast from 1 .*indices 0 to 0"):
         broadcast(torch.ones(1), alone(), source=1)

@@ -12,7 +12,7 @@ def test_a_tensor_of_one_element_or_none_has_bytes_whatever_its_stride() -> None
         assert column.tolist() == [0.0] * rows
 
 
-def test_what_is_received_is_copied_only_where_it_has_to_be() -> None:
+def test_a_received_tensor_is_copied_only_for_another_dtype_or_stride() -> None:
     plain, strided = torch.zeros(2, 3), torch.zeros(3, 2).t()
     received = output_buffer(plain, plain.shape, plain)
     assert received.data_ptr() == plain.data_ptr()

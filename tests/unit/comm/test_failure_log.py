@@ -23,7 +23,7 @@ def everyone(count: int, store: Any = None) -> list[FailureLog]:
     return [FailureLog(store, rank) for rank in range(count)]
 
 
-def test_words_lead_to_who_said_nothing() -> None:
+def test_failure_records_lead_to_the_rank_that_wrote_none() -> None:
     zero, one, two, _ = everyone(4)
     two.record("1F0 from rank 3", (3,))
     one.record("0I0 from rank 2", (2,))
@@ -36,14 +36,14 @@ def test_words_lead_to_who_said_nothing() -> None:
     }
 
 
-def test_the_first_words_count() -> None:
+def test_the_first_failure_record_of_a_rank_counts() -> None:
     zero, one = everyone(2)
     one.record("the first", (0,))
     one.record("a later one", (0,))
     assert zero.search((1,), NO_TIME) == FailureTrace({1: FailureRecord("the first", (0,))}, ())
 
 
-def test_who_has_asked_leaves_what_came_of_it() -> None:
+def test_a_rank_that_searched_shares_its_result_with_later_searchers() -> None:
     """So that those who notice later need not wait again."""
     zero, one, _ = everyone(3)
     one.record("1F0 from rank 2", (2,))
@@ -54,7 +54,7 @@ def test_who_has_asked_leaves_what_came_of_it() -> None:
     assert trace == FailureTrace({1: FailureRecord("1F0 from rank 2", (2,), (2,))}, (2,))
 
 
-def test_it_is_patient_with_those_who_notice_late() -> None:
+def test_a_search_for_the_failed_rank_waits_for_late_records() -> None:
     zero, one, _ = everyone(3)
     timer = threading.Timer(0.1, one.record, ("1F0 from rank 2", (0,)))
     timer.start()
@@ -62,14 +62,14 @@ def test_it_is_patient_with_those_who_notice_late() -> None:
     timer.join()
 
 
-def test_what_another_rank_found_out_counts_where_several_say_nothing() -> None:
+def test_a_search_takes_another_ranks_result_where_several_ranks_wrote_nothing() -> None:
     zero, one, _, _ = everyone(4)
     one.record("1F0 from rank 3", (3,))
     one.search((3,), NO_TIME)
     assert zero.search((1, 2, 3), 60.0).silent == (3,), "rank 2 may not have noticed yet"
 
 
-def test_it_is_more_patient_with_several(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_waits_longer_where_several_ranks_wrote_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plait.comm.failure_log._PATIENCE_WITH_SEVERAL", 30.0)
     zero, one, _ = everyone(3)
     timer = threading.Timer(0.1, one.record, ("all", (0, 2)))
@@ -86,7 +86,7 @@ def test_ranks_that_suspect_each_other_end_the_search() -> None:
     assert sorted(ranks[0].search((1, 2), NO_TIME).records) == [1, 2]
 
 
-def test_words_of_another_mesh_do_not_count() -> None:
+def test_failure_records_of_another_mesh_do_not_count() -> None:
     store = dist.HashStore()
     everyone(2, store)[1].record("the first mesh", (0,))
     zero, one = everyone(2, store)
@@ -114,7 +114,7 @@ class Gone:
         self.hangs.wait(60)
 
 
-def test_a_store_that_is_gone_is_no_error_and_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_log_does_not_wait_for_a_store_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plait.comm.failure_log._MOST_SECONDS", 0.05)
     store = Gone()
     log = FailureLog(store, 0)
@@ -145,7 +145,7 @@ class Deaf(Gone):
 
 
 @pytest.mark.parametrize("name", ["set", "check"])
-def test_a_store_that_does_not_answer_is_waited_for_once(name: str) -> None:
+def test_a_failure_log_waits_once_for_a_store_that_does_not_answer(name: str) -> None:
     """Each wait comes on top of a timeout that has passed: there is one deadline for all, a share of it."""
     store = Deaf(name)
     log = FailureLog(store, 0, timeout=2.0)
@@ -158,7 +158,7 @@ def test_a_store_that_does_not_answer_is_waited_for_once(name: str) -> None:
     store.hangs.set()
 
 
-def test_who_ended_it_is_not_looked_for_beyond_the_deadline() -> None:
+def test_a_search_for_the_failed_rank_ends_at_the_deadline() -> None:
     zero = FailureLog(dist.HashStore(), 0, timeout=2.0)
     zero.record("1F0 from rank 1", (1,))
     assert zero.search((1, 2), 3600.0).silent == (1, 2)
@@ -191,7 +191,7 @@ def wait_for_ends(*ranks: int) -> None:
     store_of_the_world().wait([f"ended-{rank}" for rank in ranks])
 
 
-def test_an_error_tells_whom_the_peer_waited_for(rank_pool: Any) -> None:
+def test_a_timeout_error_names_the_rank_that_the_peer_waited_for(rank_pool: Any) -> None:
     zero, one, _ = rank_pool.run(body_of_a_chain, ranks=3)
     assert one == (
         "rank 1 waits for 2F0 from rank 2 over pp: no answer within 0.5 s; "
@@ -215,13 +215,13 @@ def body_about() -> str:
     return str(caught.value)
 
 
-def test_an_error_says_what_the_operation_is_for(rank_pool: Any) -> None:
+def test_a_timeout_error_names_the_purpose_of_the_operation(rank_pool: Any) -> None:
     assert rank_pool.run(body_about, ranks=2)[0].startswith(
         "rank 0 waits for all_reduce over tp with 1 (gradient of head): no answer within 0.3 s"
     )
 
 
-def test_without_words_an_error_names_the_peer(rank_pool: Any) -> None:
+def test_a_timeout_error_names_the_peer_where_it_wrote_no_record(rank_pool: Any) -> None:
     def fails() -> None:
         raise RuntimeError("Connection closed by peer")
 

@@ -19,7 +19,7 @@ def preload() -> str | None:
 
 
 @pytest.mark.parametrize("before", [None, "old.so"])
-def test_a_server_that_runs_without_a_library_is_replaced(
+def test_a_fork_server_without_a_preloaded_library_is_replaced(
     monkeypatch: pytest.MonkeyPatch, before: str | None
 ) -> None:
     """Unless there are processes of the program, which it watches."""
@@ -51,7 +51,7 @@ def test_a_server_that_runs_without_a_library_is_replaced(
     assert preload() == before
 
 
-def test_what_a_process_was_started_with_is_read_from_the_system() -> None:
+def test_the_initial_environment_of_a_process_is_read_from_proc() -> None:
     assert f"PATH={os.environ['PATH']}" in fork_server._environment_of(os.getpid())
     assert fork_server._environment_of(2**30) == []
 

@@ -104,7 +104,7 @@ def neighbours_in_a_rank() -> list[tuple[str, tuple[int, ...], int]]:
     return [(group.name, group.ranks, group.index) for group in groups]
 
 
-def test_neighbours_along_an_axis(rank_pool: RankPool) -> None:
+def test_grid_neighbours_are_consecutive_ranks_of_an_axis(rank_pool: RankPool) -> None:
     found = rank_pool.run(neighbours_in_a_rank, ranks=8)
     assert found[6] == [
         ("copies", (6,), 0),
@@ -142,7 +142,7 @@ REFUSED: list[tuple[Any, list[str]]] = [
 ]
 
 
-def test_errors_say_what_and_how_to_mend() -> None:
+def test_grid_mesh_errors_name_the_values_and_the_remedy() -> None:
     for make, parts in REFUSED:
         with pytest.raises(MeshError) as caught:
             make()

@@ -129,7 +129,7 @@ def test_a_mismatch_names_both_calls_on_every_rank_and_harms_nothing(rank_pool: 
     assert rank_pool.run(body, ranks=4) == [[(told, {}, 4.0) for told in wanted]] * 4
 
 
-def test_every_collective_is_agreed_on(rank_pool: Any) -> None:
+def test_a_guarded_mesh_checks_every_collective(rank_pool: Any) -> None:
     """Rank 1 makes another call first, and hears of each."""
     calls: list[Callable[[Group], object]] = [
         lambda group: all_gather(torch.ones(2), group, checked=False),
@@ -174,7 +174,7 @@ def test_all_groups_of_a_mesh_are_guarded_and_none_unless_asked(rank_pool: Any) 
     assert rank_pool.run(body, ranks=4) == [[False] * 10] * 4
 
 
-def test_a_guard_is_counted_and_changes_no_bit(rank_pool: Any) -> None:
+def test_a_guarded_mesh_gives_the_same_bits_and_counts_its_checks(rank_pool: Any) -> None:
     def body(guarded: bool) -> tuple[torch.Tensor, Any]:
         mesh = Mesh(dp=2, guarded=guarded)
         group = mesh.group("dp")
@@ -192,7 +192,7 @@ def test_a_guard_is_counted_and_changes_no_bit(rank_pool: Any) -> None:
         assert (traffic, counted) == (guarded, plain)
 
 
-def test_a_rank_alone_has_nobody_to_agree_with() -> None:
+def test_a_guarded_mesh_of_one_rank_sends_nothing() -> None:
     mesh = Mesh(guarded=True)
     tensor = torch.ones(2)
     assert all_reduce(tensor, mesh.group("dp"), checked=False).wait() is tensor

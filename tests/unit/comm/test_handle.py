@@ -39,11 +39,11 @@ def calls_to_start(ranks: int) -> int:
     return calls
 
 
-def test_a_start_does_not_take_longer_in_a_larger_group() -> None:
+def test_starting_an_operation_does_no_more_work_in_a_larger_group() -> None:
     assert calls_to_start(2) == calls_to_start(512)
 
 
-def test_a_group_says_who_the_others_are() -> None:
+def test_a_group_lists_the_other_ranks() -> None:
     group = group_of(3)
     assert group.others == (0, 2)
     assert group.with_others == "dp with 0, 2"

@@ -29,7 +29,7 @@ def good_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("good_host")
-def test_a_good_host_needs_no_change() -> None:
+def test_check_host_suggests_nothing_on_a_good_host() -> None:
     found = {finding.about: finding.found for finding in check_host()}
     assert remedies() == {}
     assert found["versions"].startswith(f"plait {version_of('plait')}, torch {version_of('torch')}, numpy ")
@@ -63,7 +63,7 @@ def test_gpus_are_counted_by_kind_and_extras_may_be_missing(monkeypatch: pytest.
 
 
 @pytest.mark.usefixtures("good_host")
-def test_what_is_just_enough_needs_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_with_the_least_resources_needs_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = len(host_check.os.sched_getaffinity(0))
     monkeypatch.setenv("OMP_NUM_THREADS", str(cores))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -109,7 +109,7 @@ CHANGED: list[tuple[str, tuple[Any, str, Any], str]] = [
 
 
 @pytest.mark.usefixtures("good_host")
-def test_what_has_to_change_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_lacking_resource_of_a_host_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     for about, changed, remedy in CHANGED:
         with monkeypatch.context() as patched:
             patched.setattr(*changed)
@@ -117,7 +117,9 @@ def test_what_has_to_change_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("good_host")
-def test_variables_that_fit_not_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_that_do_not_fit_the_host_have_a_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "4096")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
     found = remedies()

@@ -72,14 +72,14 @@ def start_two(script, *arguments):
     ]
 
 
-def test_alone_it_starts_local_ranks():
+def test_launch_outside_a_launcher_starts_local_ranks():
     assert launch(lambda x: (dist.get_rank(), dist.get_world_size(), x), 7, ranks=2, device="cpu") == [
         (0, 2, 7),
         (1, 2, 7),
     ]
 
 
-def test_alone_the_callers_threads_are_shared_out():
+def test_launch_divides_the_callers_threads_among_local_ranks():
     torch.set_num_threads(5)
     try:
         assert launch(torch.get_num_threads, ranks=2, device="cpu") == [2, 2]
@@ -87,7 +87,7 @@ def test_alone_the_callers_threads_are_shared_out():
         torch.set_num_threads(1)
 
 
-def test_alone_without_a_gpu_the_default_is_one_rank():
+def test_launch_without_a_gpu_starts_one_rank_by_default():
     assert launch(dist.get_world_size, device="cpu") == [1]
 
 
@@ -101,7 +101,7 @@ def inside(asked: int | None) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["rank_pool", "thread_ranks"])
-def test_inside_a_rank_the_function_is_called_there(kind: str, request: pytest.FixtureRequest):
+def test_launch_inside_a_rank_calls_the_function_there(kind: str, request: pytest.FixtureRequest):
     """As in workers that Ray or a script of one's own has started and joined."""
     ranks = request.getfixturevalue(kind)
     assert ranks.run(inside, None, ranks=2) == [[(7, 0, 2), (7, 1, 2)]] * 2
@@ -111,7 +111,7 @@ def test_inside_a_rank_the_function_is_called_there(kind: str, request: pytest.F
     assert "launch was called inside rank 1 of 2, for 3 ranks" in told[1]
 
 
-def test_inside_a_rank_another_device_is_refused(rank_pool):
+def test_launch_inside_a_rank_refuses_another_device(rank_pool):
     def ask() -> str:
         with pytest.raises(MeshError, match="whose world has no NCCL: leave device out"):
             launch(print, device="cuda")
@@ -133,7 +133,7 @@ NEVER: dict[str, Any] = {
 }
 
 
-def test_arguments_that_mean_nothing_are_refused():
+def test_launch_refuses_invalid_arguments():
     for told, given in NEVER.items():
         with pytest.raises(MeshError, match=told):
             launch(print, **given)
@@ -237,7 +237,7 @@ def test_a_failure_under_a_launcher_leaves_the_world_within_a_share_of_its_timeo
 
 
 @pytest.mark.parametrize("has_left", [True, False])
-def test_an_alarm_ends_a_process_that_cannot_leave(monkeypatch, has_left):
+def test_a_timer_ends_a_process_that_cannot_leave_the_world(monkeypatch, has_left):
     registered: list[Any] = []
     monkeypatch.setattr(launch_module, "leave_world", lambda patience: has_left and patience == 1.5)
     monkeypatch.setattr(launch_module.atexit, "register", lambda *given: registered.append(given))
@@ -250,7 +250,7 @@ def test_an_alarm_ends_a_process_that_cannot_leave(monkeypatch, has_left):
     assert registered == ([] if has_left else [(signal.setitimer, signal.ITIMER_REAL, 1.5)])
 
 
-def test_a_failure_is_the_ranks_own():
+def test_an_exception_of_the_only_rank_is_a_rank_error():
     def fail():
         raise ValueError("the culprit")
 
@@ -259,7 +259,7 @@ def test_a_failure_is_the_ranks_own():
 
 
 @pytest.mark.full
-def test_under_torchrun(script):
+def test_launch_under_torchrun_runs_on_its_ranks(script):
     torchrun = Path(sys.executable).with_name("torchrun")
     run = subprocess.run(
         [torchrun, "--nproc-per-node", "2", "--master-port", free_port(), script],
@@ -272,7 +272,7 @@ def test_under_torchrun(script):
 
 
 @pytest.mark.full
-def test_under_mpi(script):
+def test_launch_under_mpi_runs_on_its_ranks(script):
     ranks = start_two(script)
     outputs, errors = zip(*(process.communicate(timeout=60) for process in ranks), strict=True)
     assert [process.returncode for process in ranks] == [0, 0], errors
@@ -280,7 +280,7 @@ def test_under_mpi(script):
 
 
 @pytest.mark.full
-def test_under_mpi_a_failure_ends_every_rank(script):
+def test_a_failure_of_one_rank_under_mpi_ends_every_rank(script):
     """The ranks join twice: what they compute is returned, then one of them fails."""
     ranks = start_two(script, "fail")
     outputs, errors = zip(*(process.communicate(timeout=60) for process in ranks), strict=True)

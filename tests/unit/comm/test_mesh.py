@@ -27,7 +27,7 @@ def world_of(sizes: dict[str, int]) -> int:
 
 
 @given(all_sizes)
-def test_rank_and_coordinate_are_inverses(sizes):
+def test_the_rank_of_a_coordinate_and_the_coordinate_of_a_rank_are_inverses(sizes):
     places = [coordinates.coordinate_of(rank, sizes) for rank in range(world_of(sizes))]
     assert [coordinates.rank_at(place, sizes) for place in places] == list(range(world_of(sizes)))
     assert [tuple(place.values()) for place in places] == sorted(tuple(place.values()) for place in places)
@@ -114,14 +114,14 @@ REFUSED = [
 ]
 
 
-def test_errors_say_what_and_how_to_mend():
+def test_mesh_errors_name_the_values_and_the_remedy():
     for make, parts in REFUSED:
         with pytest.raises(MeshError) as caught:
             make()
         assert all(part in str(caught.value) for part in parts), str(caught.value)
 
 
-def test_a_mesh_of_eight(rank_pool):
+def test_a_mesh_of_eight_ranks_has_groups_along_every_axis(rank_pool):
     def body():
         mesh = Mesh(Plan(pp=2, dp=4, replicate=2))
         channels = mesh.channel_groups([(0, 1, Kind.F), (1, 0, Kind.I)])
@@ -203,7 +203,7 @@ def test_a_rank_that_does_not_come_is_named(rank_pool):
     assert told.endswith("(see what that rank is doing, or give the mesh more time).")
 
 
-def test_closing_gives_the_connections_back(rank_pool):
+def test_closing_a_mesh_closes_its_connections(rank_pool):
     def body():
         import os
 

@@ -85,7 +85,9 @@ def operation(log: Any, suspects: tuple[int, ...], has_log: bool = True) -> Grou
     return GroupOperation("a message", suspects, group)
 
 
-def test_an_error_says_why_and_who_ended_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_operations_error_names_the_cause_and_the_first_failed_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv(ranks_per_gpu._COUNT, raising=False)
     for cause, suspects, trace, told in REASONS:
         log = Log(trace)
@@ -98,7 +100,7 @@ def test_an_error_says_why_and_who_ended_first(monkeypatch: pytest.MonkeyPatch) 
         assert log.calls == ([] if patience is None else [("search", suspects, patience)])
 
 
-def test_without_a_log_the_peers_are_suspected() -> None:
+def test_without_a_failure_log_an_error_names_the_peers() -> None:
     error = operation(SimpleNamespace(), (1,), has_log=False).error_of(CLOSED)
     assert str(error).endswith("closed by peer; it ended first, so look for its error.")
 

@@ -53,7 +53,7 @@ def watch_of(events: Iterable[Event], timeout: float = 0.2) -> tuple[OperationWa
     return OperationWatch(3, timeout, lambda: next(following), ended.put), ended  # type: ignore[arg-type,return-value]
 
 
-def test_the_oldest_that_does_not_finish_is_named(
+def test_the_watch_names_the_oldest_unfinished_operation(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "record-"))
@@ -65,11 +65,13 @@ def test_the_oldest_that_does_not_finish_is_named(
     assert log == ["recorded 1F1", "searched 1F1"]  # for the other ranks first
     said = capfd.readouterr().err
     assert said.startswith("plait: rank 3 waits for 1F1: timed out.\n")
-    assert "test_the_oldest_that_does_not_finish_is_named" in said  # the stack of the thread that trains
+    assert (
+        "test_the_watch_names_the_oldest_unfinished_operation" in said
+    )  # the stack of the thread that trains
     assert said.rstrip().endswith(f"plait: torch's flight record is in {tmp_path / 'record-3'}.")
 
 
-def test_each_that_finishes_gives_the_next_its_whole_timeout() -> None:
+def test_each_finished_operation_restarts_the_timeout_of_the_next() -> None:
     events = [Event() for _ in range(4)]
     watch, ended = watch_of(events, timeout=0.4)
     for _ in events:
@@ -106,7 +108,7 @@ def body() -> tuple[str, int, bool]:
     return said, code, gone() is None
 
 
-def test_the_error_says_who_failed_first(
+def test_the_error_of_a_watch_names_the_first_failed_rank(
     rank_pool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The failure log is that of errors on Gloo; the watch keeps no tensor alive."""

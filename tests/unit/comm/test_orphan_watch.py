@@ -76,7 +76,7 @@ def test_ranks_end_with_the_agent_of_torchrun(tmp_path: Path) -> None:
     assert errors.count("torchrun, which started it, is gone, so it ends.") == 2
 
 
-def test_the_line_to_the_launcher() -> None:
+def test_the_parents_of_a_process_up_to_its_launcher_are_found() -> None:
     """A process that was started with the variable is a wrapper; the first one without is the launcher."""
     own, parent = os.getpid(), os.getppid()
     assert parents_up_to_launcher("NO_SUCH_VARIABLE") == {own: parent}

@@ -35,7 +35,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
-def test_containers_are_read_as_they_were(value: Any) -> None:
+def test_containers_survive_encoding_and_decoding(value: Any) -> None:
     read = decode(encode(value))
     assert (read, type(read)) == (value, type(value))
 
@@ -43,7 +43,7 @@ def test_containers_are_read_as_they_were(value: Any) -> None:
 TENSORS = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e5m2]
 
 
-def test_tensors_are_read_bit_for_bit() -> None:
+def test_tensors_survive_encoding_bit_for_bit() -> None:
     for dtype, shape in product(TENSORS, [(), (0,), (2, 3), (3, 0, 2)]):
         value = torch.linspace(-2, 2, math.prod(shape)).reshape(shape).to(dtype)
         expected = value.t() if len(shape) == 2 else value
@@ -70,7 +70,7 @@ OWN = [
 ]
 
 
-def test_own_classes_are_read_as_they_were() -> None:
+def test_plaits_own_classes_survive_encoding_and_decoding() -> None:
     for value in OWN:
         read = decode(encode(value))
         assert type(read) is type(value)
@@ -110,7 +110,7 @@ OTHERS = {
 }
 
 
-def test_other_values_are_refused() -> None:
+def test_values_of_other_classes_are_not_encoded() -> None:
     for told, value in OTHERS.items():
         with pytest.raises(NotPlainError) as refused:
             encode([value])
@@ -143,14 +143,14 @@ STRANGE: list[tuple[Any, str]] = [
 ]
 
 
-def test_text_of_strangers_is_an_error_and_runs_nothing() -> None:
+def test_forged_text_is_refused_and_executes_nothing() -> None:
     for tree, told in STRANGE:
         with pytest.raises(CommunicationError, match="a value of another rank cannot be read") as refused:
             decode(json.dumps(tree))
         assert told in str(refused.value), (tree, str(refused.value))
 
 
-def test_text_without_end_is_an_error() -> None:
+def test_truncated_text_is_refused() -> None:
     for text in ("", "[" * 100_000, '["list", [1'):
         with pytest.raises(CommunicationError):
             decode(text)

@@ -18,7 +18,7 @@ def error_of(call: Callable[[], object]) -> str:
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (), (0,), (2, 0)], ids=str)
-def test_every_dtype_and_shape_arrives(rank_pool, shape):
+def test_messages_of_every_dtype_and_shape_arrive(rank_pool, shape):
     def body():
         group = Mesh(pp=2).group("pp")
         arrived = []
@@ -62,7 +62,7 @@ def test_messages_keep_their_order_and_their_tag(rank_pool):
     assert rank_pool.run(body, ranks=2)[1] == [1, 3, 5, 0, 2, 4]
 
 
-def test_both_directions_at_once_in_groups_of_their_own(rank_pool):
+def test_messages_in_both_directions_at_once_arrive_in_separate_groups(rank_pool):
     def body():
         mesh = Mesh(pp=4)
         everyone = [range(4)]
@@ -94,7 +94,7 @@ def test_a_tensor_may_be_dropped_while_it_is_sent(rank_pool):
     assert rank_pool.run(body, ranks=2)[1] == {7.0}
 
 
-def test_a_wait_that_fails_says_what_for(rank_pool):
+def test_a_failed_wait_names_the_purpose_of_the_message(rank_pool):
     def body():
         mesh = Mesh(pp=2, timeout=20)
         group = mesh.group("pp")
@@ -111,7 +111,7 @@ def test_a_wait_that_fails_says_what_for(rank_pool):
     assert of_send.startswith("rank 1 waits for its message to reach rank 0 over pp: ")
 
 
-def test_a_wait_ends_after_the_timeout(rank_pool):
+def test_a_wait_for_a_message_ends_after_the_timeout(rank_pool):
     def body():
         group = Mesh(pp=2, timeout=0.3).group("pp")
         if group.index == 0:

@@ -47,21 +47,21 @@ def gone(pids, patience=5.0):
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def test_results_stand_in_rank_order(pool):
+def test_results_of_a_pool_are_in_rank_order(pool):
     assert pool.run(total) == [(0, 6.0), (1, 6.0), (2, 6.0)]
 
 
-def test_fewer_ranks_and_more(rank_pool):
+def test_a_pool_runs_on_fewer_and_on_more_ranks(rank_pool):
     assert rank_pool.run(total, ranks=1) == [(0, 1.0)]
     assert len(rank_pool.run(total, ranks=2)) == 2
     assert len(rank_pool.run(total, ranks=3)) == 3
 
 
-def test_ranks_live_on(pool):
+def test_ranks_of_a_pool_keep_their_processes_between_runs(pool):
     assert pool.run(os.getpid) == pool.run(os.getpid)
 
 
-def test_a_rank_has_the_state_of_its_caller(pool, monkeypatch, tmp_path):
+def test_a_rank_of_a_pool_has_the_torch_state_of_its_caller(pool, monkeypatch, tmp_path):
     """What the caller has changed since the pool was started, too; and a rank collects garbage."""
 
     def leave_behind():
@@ -115,7 +115,7 @@ def test_seeds_differ_between_ranks_and_repeat(pool):
     assert all(len(set(column)) == 3 for column in zip(*first, strict=True))
 
 
-def test_closures_and_functions_without_a_file(pool):
+def test_a_pool_runs_closures_and_functions_defined_without_a_file(pool):
     offset = 5
     names = {"__name__": "__main__"}
     exec("def twice(x):\n    return 2 * helper(x)\ndef helper(x):\n    return x + 1", names)
@@ -161,7 +161,7 @@ def test_a_peer_that_left_early_is_named(pool):
 
 
 @pytest.mark.parametrize("kind", [PlanError, CommunicationError])
-def test_our_errors_keep_their_type(pool, kind):
+def test_plait_errors_of_a_rank_keep_their_type(pool, kind):
     def fail():
         if dist.get_rank() == 2:
             raise kind("one sentence.")
@@ -173,7 +173,7 @@ def test_our_errors_keep_their_type(pool, kind):
     assert caught.value.__cause__.rank == 2
 
 
-def test_a_killed_rank(pool):
+def test_a_killed_rank_of_a_pool_is_named_with_its_signal(pool):
     def die():
         if dist.get_rank() == 2:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -184,7 +184,7 @@ def test_a_killed_rank(pool):
     assert caught.value.rank == 2
 
 
-def test_a_crash_shows_where(pool):
+def test_a_crash_of_a_rank_shows_its_stack(pool):
     def crash():
         os.kill(os.getpid(), signal.SIGSEGV)
 
@@ -197,12 +197,12 @@ def test_a_crash_shows_where(pool):
     ("leave", "words"),
     [(lambda: os._exit(3), "ended with exit code 3"), (lambda: sys.exit(3), "failed: SystemExit: 3")],
 )
-def test_an_exit_is_a_failure(pool, leave, words):
+def test_sys_exit_in_a_rank_is_a_failure(pool, leave, words):
     with pytest.raises(RankError, match=f"^rank 0 {words}"):
         pool.run(leave, ranks=1)
 
 
-def test_what_cannot_be_pickled_is_named(pool):
+def test_arguments_and_results_that_cannot_be_pickled_are_named(pool):
     with pytest.raises(PlaitError, match=r"the function .*lambda.* cannot be sent to the ranks"):
         pool.run(lambda lock: None, threading.Lock())
     with pytest.raises(PlaitError, match="rank 0's result, of type generator, cannot be sent"):
@@ -223,7 +223,7 @@ def test_what_cannot_be_pickled_is_named(pool):
         pool.run(trap, True, ranks=1)
 
 
-def test_time_out_says_who_stands_where(pool):
+def test_a_timeout_of_a_pool_shows_where_each_rank_is(pool):
     def loiter():
         if dist.get_rank() == 1:
             dist.recv(torch.ones(1), 2)
@@ -240,7 +240,7 @@ def test_time_out_says_who_stands_where(pool):
     assert gone(pids)
 
 
-def test_a_stopped_rank_is_ended_too(pool):
+def test_a_stopped_rank_of_a_pool_is_ended_on_timeout(pool):
     pids = pool.run(os.getpid, ranks=1)
     with pytest.raises(RankError, match="rank 0: no answer: the process is stopped"):
         pool.run(lambda: os.kill(os.getpid(), signal.SIGSTOP), ranks=1, timeout=0.3)
@@ -377,7 +377,7 @@ def test_a_cell_of_a_notebook_may_define_a_class_anew(pool, monkeypatch):
         assert pool.run(lambda one: pickle.loads(pickle.dumps(one))[0], main.Number(), ranks=1) == [value]
 
 
-def test_what_a_rank_has_started_ends_with_it(pool):
+def test_child_processes_of_a_rank_end_with_it(pool):
     """Also where it came from a fork server of its own, and so would never learn of it."""
 
     def start(method):
@@ -412,7 +412,7 @@ RankPool(2, device="cpu").run(block)  # without a guard for __main__
         signal.SIGKILL,
     ],
 )
-def test_a_signal_to_the_parent_leaves_nothing_running(number, tmp_path):
+def test_a_signal_to_the_parent_ends_all_ranks(number, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     environment = os.environ | {"TMPDIR": str(tmp_path)}

@@ -46,20 +46,22 @@ def test_ranks_are_spread_over_the_gpus_that_there_are(ranks: int, gpus: int, mo
         (8, 2, 2, "8 ranks and 2 GPUs: use at most 4 ranks there, or ranks_per_gpu = 4"),
     ],
 )
-def test_what_does_not_fit_is_refused(ranks: int, gpus: int, most: int, told: str) -> None:
+def test_ranks_that_do_not_spread_evenly_over_gpus_are_refused(
+    ranks: int, gpus: int, most: int, told: str
+) -> None:
     with pytest.raises(MeshError, match=told):
         ranks_that_share(most, ranks, gpus)
 
 
 @pytest.mark.usefixtures("clean_environment")
-def test_multicast_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_multicast_is_refused_where_ranks_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
     assert ranks_that_share(8, 4, 4) == 1
     with pytest.raises(MeshError, match="NCCL_NVLS_ENABLE=1: unset"):
         ranks_that_share(8, 8, 4)
 
 
-def test_neighbours_are_on_the_same_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbouring_ranks_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (device, world_membership):
         monkeypatch.setattr(module, "visible_accelerators", lambda: 2)
     worlds = [World(rank, 8, rank, 8, "plait", "file:///x") for rank in range(8)]
@@ -85,7 +87,7 @@ def test_a_rank_sets_nccl_and_its_part_of_the_memory(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("clean_environment")
-def test_a_full_gpu_and_a_wait_in_vain_say_who_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_a_shared_gpu_name_the_ranks_that_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def reason() -> str:
         return _reason(TimeoutError("timed out"), 5.0, (1,), FailureTrace({}, (1,)))
 
@@ -101,7 +103,9 @@ def test_a_full_gpu_and_a_wait_in_vain_say_who_shares(monkeypatch: pytest.Monkey
     )
 
 
-def test_a_newer_nccl_is_one_that_is_new_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_newer_nccl_is_taken_only_where_the_loaded_one_is_too_old(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     versions = {"old": (2, 28, 9), "new": (2, 30, 7)}
     monkeypatch.setattr(ranks_per_gpu, "_version_of", lambda path: versions[Path(path).name])
     monkeypatch.setattr(ranks_per_gpu.ctypes.util, "find_library", lambda _: "old")
@@ -156,7 +160,7 @@ with rank_pool.RankPool(1, ranks_per_gpu=2) as pool:
 
 
 @pytest.mark.full
-def test_ranks_load_another_library_first(tmp_path: Path) -> None:
+def test_ranks_preload_a_given_nccl_library(tmp_path: Path) -> None:
     """A fork server that runs without it is replaced."""
     source, library = tmp_path / "empty.c", tmp_path / "libempty.so"
     source.write_text("int plait_test_of_preloading;\n")

@@ -66,7 +66,7 @@ def shared(results: list[Meeting | str]) -> bool:
     return all(one.store.check(["key"]) for one in results)
 
 
-def test_ranks_meet_in_one_store():
+def test_ranks_that_start_in_any_order_share_one_store():
     (port,) = free_ports(1)
     assert shared(meeting(*(world(rank, 3, port) for rank in (2, 0, 1))))
 
@@ -83,7 +83,7 @@ def test_the_store_of_ranks_on_one_host_is_not_open_to_others():
     ]
 
 
-def test_two_runs_that_derive_one_port_meet_at_two():
+def test_two_runs_that_derive_the_same_port_use_two_ports():
     """The other run has the first port; this one takes the second, whichever of its ranks comes first."""
     first, second = free_ports(2)
     other = meeting(world(0, 2, first, second, job="other"), world(1, 2, first, second, job="other"))
@@ -112,7 +112,7 @@ def test_a_rank_of_another_run_is_told_whose_port_it_is():
     assert "set MASTER_PORT to another port" in told
 
 
-def test_of_which_run_and_process_a_participant_is():
+def test_a_participants_text_tells_runs_and_processes_apart():
     own = Participant(1, 2, "pmi", "7", 0, "here", "process 5 on node", "token")
     assert Participant.read(own.text()) == own
     for run, process, changed in (

@@ -49,7 +49,7 @@ def exchange(kind: str, folder: Path | None = None) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-def test_plain_results_are_sent_without_pickles(rank_pool: RankPool) -> None:
+def test_results_of_plain_values_are_sent_without_pickles(rank_pool: RankPool) -> None:
     def run() -> Any:
         with patch("pickle.loads", side_effect=AssertionError):
             return exchange("plain")
@@ -70,7 +70,7 @@ def with_a_secret_of_its_own() -> Any:
     return exchange("mine")
 
 
-def test_others_are_pickled_with_a_secret_from_a_file_or_the_environment(
+def test_results_of_other_classes_are_pickled_and_signed_with_a_secret(
     rank_pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -91,7 +91,7 @@ def test_a_result_that_cannot_be_pickled_is_an_error_on_every_rank(rank_pool: Ra
     assert all("rank 1's result, of type generator, cannot be sent" in one for one in told)
 
 
-def test_a_pickle_of_a_stranger_is_not_read(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_a_pickle_with_a_wrong_signature_is_not_read(rank_pool: RankPool, tmp_path: Path) -> None:
     """Rank 1 stands for a process that has taken its place, and does not know the secret."""
 
     def run() -> Any:

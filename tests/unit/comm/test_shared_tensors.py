@@ -46,7 +46,7 @@ def reduced(size: int, dtype: torch.dtype) -> tuple[bool, torch.Tensor, object]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("ranks", "size"), [(2, SIZE), (3, SIZE + 7), (4, SIZE + 1)])
-def test_the_sum_is_that_of_the_ranks_in_order(rank_pool, ranks, size, dtype):
+def test_a_sum_of_shared_tensors_adds_ranks_in_order(rank_pool, ranks, size, dtype):
     wanted = in_rank_order(ranks, size, dtype)
     for lies_in_shared_memory, tensor, traffic in rank_pool.run(reduced, size, dtype, ranks=ranks):
         assert lies_in_shared_memory
@@ -55,7 +55,7 @@ def test_the_sum_is_that_of_the_ranks_in_order(rank_pool, ranks, size, dtype):
         assert traffic["dp"]["all_reduce"].bytes == tensor.nbytes
 
 
-def test_small_tensors_are_sent(rank_pool):
+def test_small_shared_tensors_are_summed_by_messages(rank_pool):
     for lies_in_shared_memory, tensor, _ in rank_pool.run(reduced, 100, torch.float32, ranks=2):
         assert not lies_in_shared_memory
         assert torch.equal(tensor, in_rank_order(2, 100, torch.float32))
@@ -67,7 +67,7 @@ def reduced_apart(size: int) -> tuple[bool, torch.Tensor, object]:
     return reduced(size, torch.float32)
 
 
-def test_ranks_on_other_hosts_send(rank_pool):
+def test_tensors_of_ranks_on_other_hosts_are_summed_by_messages(rank_pool):
     for lies_in_shared_memory, tensor, _ in rank_pool.run(reduced_apart, SIZE, ranks=2):
         assert not lies_in_shared_memory
         assert torch.equal(tensor, in_rank_order(2, SIZE, torch.float32))
@@ -91,7 +91,7 @@ def several_rounds() -> list[float]:
     return seen
 
 
-def test_several_are_in_flight_and_rounds_do_not_mix(rank_pool):
+def test_sums_of_shared_tensors_in_flight_at_once_do_not_mix(rank_pool):
     wanted = [2.0 * (10 * round + number) + 1 for round in range(4) for number in range(3)]
     assert rank_pool.run(several_rounds, ranks=2) == [wanted, wanted]
 
@@ -105,7 +105,7 @@ def let_go() -> tuple[bool, bool]:
     return shared, alive() is not None
 
 
-def test_memory_goes_with_the_tensor(rank_pool):
+def test_shared_memory_is_freed_with_its_tensor(rank_pool):
     assert rank_pool.run(let_go, ranks=2) == [(True, False)] * 2
 
 
@@ -118,11 +118,11 @@ def one_dies() -> None:
     all_reduce(tensor, group, checked=False).wait()
 
 
-def test_a_lost_rank_is_an_error(rank_pool):
+def test_a_lost_rank_ends_a_sum_of_shared_tensors_with_an_error(rank_pool):
     with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
         rank_pool.run(one_dies, ranks=2)
 
 
-def test_without_others_it_is_an_ordinary_tensor():
+def test_shared_zeros_for_one_rank_is_an_ordinary_tensor():
     assert shared_zeros(5, torch.float64, CPU, None).tolist() == [0.0] * 5
     assert shared_zeros(5, torch.float64, CPU, Mesh().group("dp")).tolist() == [0.0] * 5

@@ -83,7 +83,7 @@ ASKED_AGAIN = GRACEFUL.replace("    store.wait", "    time.sleep(0.3)\n    store
 
 
 @pytest.mark.parametrize("program", [GRACEFUL, ASKED_AGAIN], ids=["in C++", "in Python, then in C++"])
-def test_a_wish_may_wait_and_a_second_signal_ends_it(program):
+def test_a_first_signal_waits_for_a_graceful_stop_and_a_second_ends_the_process(program):
     with started(program) as (process, output, errors):
         assert output.readline() == b"ready\n"
         if program == GRACEFUL:
@@ -100,7 +100,7 @@ def test_a_wish_may_wait_and_a_second_signal_ends_it(program):
         assert errors.read() == b"rank 1 got SIGTERM while it waited for a peer, and ends.\n"
 
 
-def test_a_signal_that_is_handled_ends_nothing():
+def test_a_signal_that_python_handles_in_time_does_not_end_the_process():
     seen = []
     previous = signal.signal(signal.SIGTERM, lambda *_: seen.append(1))
     try:
@@ -114,7 +114,7 @@ def test_a_signal_that_is_handled_ends_nothing():
     assert seen == [1]
 
 
-def test_keyboard_interrupt_comes_through():
+def test_a_watchdog_lets_keyboard_interrupt_through():
     """Also where this process was started in the background, with SIGINT ignored."""
 
     def interrupted():
@@ -131,7 +131,7 @@ def test_keyboard_interrupt_comes_through():
         signal.signal(signal.SIGINT, previous)
 
 
-def test_a_second_signal_is_left_to_the_handler_before():
+def test_a_second_signal_goes_to_the_previous_handler():
     seen = []
     previous = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
     try:
@@ -147,7 +147,7 @@ def test_a_second_signal_is_left_to_the_handler_before():
         signal.signal(signal.SIGTERM, previous)
 
 
-def test_everything_is_put_back():
+def test_leaving_a_watchdog_restores_all_signal_handlers():
     before = signal.getsignal(signal.SIGURG), threading.active_count()
     with Watchdog("rank 0"):
         assert threading.active_count() == before[1] + 1
@@ -155,7 +155,7 @@ def test_everything_is_put_back():
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_outside_the_main_thread_it_does_nothing():
+def test_a_watchdog_outside_the_main_thread_starts_nothing():
     def enter():
         with Watchdog("rank 0"):
             done.append(threading.active_count())

@@ -126,7 +126,7 @@ def expected_rooted(ranks: tuple[int, ...], index: int, root: int) -> dict[str, 
 
 
 @pytest.mark.parametrize("messages", [False, True], ids=["shared", "sent"])
-def test_groups_smaller_than_the_world(rank_pool: Any, messages: bool) -> None:
+def test_collectives_of_groups_smaller_than_the_world_work(rank_pool: Any, messages: bool) -> None:
     """Indices are places in the group; roots, pieces and neighbours follow them, not the global ranks."""
     told = rank_pool.run(body, messages, ranks=WORLD)
     for ranks in GROUPS:

@@ -33,7 +33,7 @@ def flipped(tensor: Tensor, *bits: int) -> Tensor:
     return torch.from_numpy(damaged).view(tensor.dtype).view(tensor.shape)
 
 
-def test_the_hash_is_the_same_everywhere_and_always() -> None:
+def test_the_hash_of_a_tensor_stays_that_of_earlier_versions() -> None:
     ramp = torch.arange(3 * ROW + 5, dtype=torch.float32)
     assert as_hex(tensor_hash(ramp)) == "eecbe8ff132a9850"
     assert as_hex(tensor_hash(ramp.to(torch.int16))) == "3c5455a811526deb"
@@ -41,19 +41,19 @@ def test_the_hash_is_the_same_everywhere_and_always() -> None:
     assert as_hex(torch.tensor(-1)) == "ffffffffffffffff"
 
 
-def test_it_is_one_number_on_the_tensors_device() -> None:
+def test_the_hash_of_a_tensor_is_an_int64_scalar_on_its_device() -> None:
     hashed = tensor_hash(torch.ones(3, requires_grad=True))
     assert (hashed.shape, hashed.dtype, hashed.requires_grad) == (torch.Size([]), torch.int64, False)
 
 
 @given(words=some.integers(1, 5), place=some.data())
-def test_a_flipped_bit_is_seen(words: int, place: some.DataObject) -> None:
+def test_a_flipped_bit_changes_the_hash(words: int, place: some.DataObject) -> None:
     tensor = torch.randn(words, dtype=torch.float64, generator=torch.Generator().manual_seed(words))
     bit = place.draw(some.integers(0, 64 * words - 1))
     assert hash_of(flipped(tensor, bit)) != hash_of(tensor)
 
 
-def test_a_flipped_bit_is_seen_in_every_row() -> None:
+def test_a_flipped_bit_in_any_row_changes_the_hash() -> None:
     for words in (1, ROW - 1, ROW, ROW + 1, 16 * ROW, 16 * ROW + 1, 40 * ROW + 3):
         tensor = torch.zeros(words, dtype=torch.float64)
         places = {0, 63, 64 * words - 1, 64 * words - 64, 32 * words}
@@ -62,7 +62,7 @@ def test_a_flipped_bit_is_seen_in_every_row() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_signs_that_change_in_pairs_are_seen(dtype: torch.dtype) -> None:
+def test_changing_the_sign_of_any_two_elements_changes_the_hash(dtype: torch.dtype) -> None:
     """What a sum with odd factors alone would lose: 2^63 times two odd numbers is zero modulo 2^64."""
     tensor = torch.randn(64, generator=torch.Generator().manual_seed(0)).to(dtype)
     seen = {hash_of(tensor), hash_of(-tensor)}
@@ -74,13 +74,13 @@ def test_signs_that_change_in_pairs_are_seen(dtype: torch.dtype) -> None:
     assert len(seen) == 2 + 64 * 63 // 2
 
 
-def test_what_stands_elsewhere_is_seen() -> None:
+def test_rolling_a_tensor_changes_its_hash() -> None:
     tensor = torch.randn(2 * ROW + 9, generator=torch.Generator().manual_seed(0))
     rolled = [hash_of(tensor.roll(by)) for by in (0, 1, 2, ROW, 2 * ROW)]
     assert len(set(rolled)) == len(rolled)
 
 
-def test_numbers_that_are_none_and_zeros_are_bits() -> None:
+def test_the_hash_tells_nan_payloads_and_signed_zeros_apart() -> None:
     nan, other = torch.tensor([float("nan")]), flipped(torch.tensor([float("nan")]), 0)
     assert other.isnan().all()
     assert hash_of(nan) == hash_of(nan.clone())
@@ -88,7 +88,7 @@ def test_numbers_that_are_none_and_zeros_are_bits() -> None:
     assert hash_of(torch.tensor([0.0])) != hash_of(torch.tensor([-0.0]))
 
 
-def test_strides_and_places_in_memory_do_not_matter() -> None:
+def test_strides_and_addresses_do_not_change_the_hash() -> None:
     for dtype, shape in product(DTYPES, [(), (0,), (1,), (3, 0), (7, 5), (2 * ROW + 1,)]):
         require_one_hash(dtype, shape)
 
@@ -104,7 +104,7 @@ def require_one_hash(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         assert hash_of(moved) == wanted
 
 
-def test_ranks_that_are_not_guarded_compare_nothing() -> None:
+def test_unguarded_ranks_compare_no_hashes() -> None:
     unguarded = Group("tp", (0, 1), 0, None, Traffic(), 1.0)
     require_same_bits(torch.ones(2), unguarded, "do it with")
     alone = Mesh(guarded=True).group("tp")

@@ -14,7 +14,7 @@ from plait.errors import CommunicationError, MeshError
 CPU = torch.device("cpu")
 
 
-def test_text_of_the_first_rank_and_of_all(thread_ranks: Any) -> None:
+def test_text_collectives_give_the_text_of_rank_0_and_of_all_ranks(thread_ranks: Any) -> None:
     def body() -> Any:
         mesh = Mesh(dp=3)
         group, rank = mesh.group("dp"), mesh.rank
@@ -31,7 +31,7 @@ def test_text_of_the_first_rank_and_of_all(thread_ranks: Any) -> None:
     assert thread_ranks.run(body, ranks=3) == [("from 0, ä", "", texts, "rank 1: äö", "")] * 3
 
 
-def test_a_result_or_the_error_of_the_first_rank(thread_ranks: Any) -> None:
+def test_rank_0_computes_a_result_or_an_error_for_all_ranks(thread_ranks: Any) -> None:
     def body() -> Any:
         mesh = Mesh(dp=3)
         group, calls = mesh.group("dp"), []

@@ -4,7 +4,7 @@ from plait.comm import Count, Mesh, Traffic, all_reduce
 from plait.comm.traffic import Wait
 
 
-def test_calls_and_bytes_add_up_per_axis_and_kind():
+def test_traffic_adds_up_calls_and_bytes_per_axis_and_kind():
     traffic = Traffic()
     traffic.record("dp", "all_reduce", 100)
     traffic.record("dp", "all_reduce", 20)
@@ -16,7 +16,7 @@ def test_calls_and_bytes_add_up_per_axis_and_kind():
     }
 
 
-def test_a_snapshot_does_not_change_with_later_calls():
+def test_a_snapshot_of_traffic_does_not_change_with_later_calls():
     traffic = Traffic()
     traffic.record("dp", "all_reduce", 100)
     before = traffic.snapshot()
@@ -24,7 +24,7 @@ def test_a_snapshot_does_not_change_with_later_calls():
     assert before == {"dp": {"all_reduce": Count(1, 100)}}
 
 
-def test_since_has_only_what_happened_after():
+def test_traffic_since_a_snapshot_has_only_later_calls():
     traffic = Traffic()
     traffic.record("dp", "all_reduce", 100)
     traffic.record("tp", "send", 7)
@@ -44,7 +44,7 @@ def _waits() -> tuple[list[Wait], int]:
     return mesh.traffic.waits, mesh.traffic.blocked_nanoseconds - before
 
 
-def test_waits_are_noted_and_added_up(thread_ranks):
+def test_traffic_records_waits_and_their_sum(thread_ranks):
     for waits, blocked in thread_ranks.run(_waits, ranks=2):
         assert {axis for axis, _, _ in waits} == {"dp"}
         assert blocked == sum(end - start for _, start, end in waits) > 0

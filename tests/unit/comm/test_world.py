@@ -41,7 +41,7 @@ SLURM = {
 }
 
 
-def test_alone():
+def test_without_a_launchers_variables_there_is_no_world():
     assert find_world({}) is None
 
 
@@ -129,13 +129,13 @@ WORLDS = {
 """What launchers tell a rank, and the whole of the world that it is in."""
 
 
-def test_the_world_that_a_launcher_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_world_is_read_from_each_launchers_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PMI_RANK", raising=False)
     for name, (variables, world) in WORLDS.items():
         assert find_world(variables) == world, name
 
 
-def test_first_host_of_a_node_list() -> None:
+def test_the_first_host_of_a_slurm_node_list_is_found() -> None:
     hosts = {"solo": "solo", "a1,a2": "a1", "r[2-3]n[07,9]": "r2n07", "x[1,3]-ib,y": "x1-ib"}
     for nodes, host in hosts.items():
         world = find_world(SLURM | {"SLURM_STEP_NODELIST": nodes, "MASTER_PORT": "9"})
@@ -165,7 +165,7 @@ def test_the_innermost_launcher_wins():
     assert find_world(SLURM | {"PMI_RANK": "0", "PMI_SIZE": "2"}).launcher == "pmi"
 
 
-def test_half_set_is_refused_with_the_missing_name():
+def test_an_incomplete_set_of_launcher_variables_is_refused_by_name():
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         with pytest.raises(MeshError, match=f"not {name}: set"):
             find_world({key: value for key, value in TORCHRUN.items() if key != name})
@@ -181,7 +181,7 @@ REFUSED = {
 }
 
 
-def test_bad_values_are_refused():
+def test_invalid_launcher_variables_are_refused():
     for told, changed in REFUSED.items():
         with pytest.raises(MeshError, match=told):
             find_world(TORCHRUN | changed)
@@ -192,20 +192,20 @@ def test_several_hosts_need_an_address():
         find_world(OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
 
 
-def test_a_missing_peer_is_a_sentence(tmp_path):
+def test_a_rank_that_does_not_join_is_reported_in_one_sentence(tmp_path):
     world = World(0, 2, 0, 2, "plait", f"file://{tmp_path}/store")
     with pytest.raises(CommunicationError, match="rank 0 of 2 could not join the world of plait"):
         join_world(world, timeout=0.3, device="cpu")
 
 
-def test_devices_are_checked():
+def test_joining_a_world_refuses_an_unknown_device():
     with pytest.raises(MeshError, match="'tpu': choose one of"):
         join_world(World(0, 1, 0, 1, "plait", "env://"), device="tpu")
 
 
 @pytest.mark.parametrize(("pp", "dp", "tp"), [(2, 2, 2), (4, 4, 4), (16, 32, 8)], ids=["8", "64", "4096"])
 @pytest.mark.parametrize(("splits", "groups"), [(False, 6), (True, None)], ids=["members", "all ranks"])
-def test_groups_that_a_rank_takes_part_in(
+def test_a_mesh_makes_each_rank_only_the_groups_it_belongs_to(
     monkeypatch: pytest.MonkeyPatch, pp: int, dp: int, tp: int, splits: bool, groups: int | None
 ) -> None:
     """As many in a world of any size; with a `device_id` NCCL needs all ranks for each, 1,569 of 4,096."""
@@ -249,7 +249,7 @@ class CountingStore(dist.Store):
 
 
 @pytest.mark.parametrize(("pp", "dp", "tp"), [(2, 2, 2), (4, 4, 4), (16, 32, 8)], ids=["8", "64", "4096"])
-def test_store_operations_and_groups_of_a_start(pp: int, dp: int, tp: int) -> None:
+def test_the_store_operations_of_making_a_mesh_do_not_grow_with_the_world(pp: int, dp: int, tp: int) -> None:
     """plait's own, as many in a world of any size; Gloo adds its own for each group, by the group's size."""
     store = CountingStore()
     dist.init_process_group("fake", store=store, rank=5, world_size=pp * dp * tp)

@@ -140,7 +140,7 @@ class Dropping(Residual):
 
 
 @pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.full)])
-def test_nothing_is_compiled_after_the_first_step(
+def test_no_layer_is_compiled_after_the_first_step(
     traced: list[str], generated: list[Any], recompute: str
 ) -> None:
     """With dropout, and micro-batches of two shapes that take turns."""
@@ -204,14 +204,14 @@ def test_no_gradient_of_a_weight_has_memory_of_its_own(name: str) -> None:
     assert plait.launch(run, ranks=ranks, ranks_as="threads") == [0] * ranks
 
 
-def test_the_count_finds_the_gradients_of_plain_pytorch() -> None:
+def test_the_counter_of_weight_gradient_memory_counts_those_of_plain_pytorch() -> None:
     batch, model = batch_of(3), model_of(Residual, Residual)
     with NewMemory((INNER, WIDTH), (WIDTH, INNER)) as counted:
         nn.functional.mse_loss(model(batch), batch).backward()
     assert counted.found >= 4
 
 
-def test_a_gradient_of_another_layout_gets_that_of_the_trace() -> None:
+def test_a_gradient_with_other_strides_is_copied_to_those_of_the_trace() -> None:
     expected = OutputGradient(1, torch.Size([2, 3]), (1, 2), torch.float64)
     transposed, plain = torch.randn(3, 2, dtype=torch.float64).t(), torch.randn(2, 3, dtype=torch.float64)
     assert expected.of([None, transposed]) is transposed
@@ -256,7 +256,7 @@ def test_gradients_of_many_forms_are_those_of_plain_torch() -> None:
         torch.testing.assert_close(found[name], gradient, rtol=1e-13, atol=1e-13)
 
 
-def test_a_weight_that_a_layer_uses_twice_and_one_that_is_no_product() -> None:
+def test_compiled_weights_used_twice_or_elementwise_have_the_gradients_of_torch() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -349,7 +349,7 @@ def sequences_of(seed: int) -> Tensor:
     return torch.randn(2 * MICROBATCHES, 8, WIDTH, dtype=torch.float64, generator=generator)
 
 
-def test_graphs_serve_all_documents(traced: list[str]) -> None:
+def test_one_compiled_graph_serves_all_document_lengths(traced: list[str]) -> None:
     """Other documents in each step, in one of which each row is a single one."""
     ids = [torch.arange(8).div(size, rounding_mode="floor").expand(2 * MICROBATCHES, 8) for size in (8, 3, 2)]
 
@@ -377,7 +377,7 @@ class Windowed(Attentive):
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_weights_of_attention_in_blocks_drop_out_anew_in_each_step(recompute: Any) -> None:
+def test_compiled_attention_in_blocks_draws_new_dropout_masks_in_each_step(recompute: Any) -> None:
     def gradients_after(compile: Any) -> list[Tensor]:
         engine, x, found = (
             engine_of(model_of(Windowed), compile=compile, recompute=recompute),
@@ -397,7 +397,7 @@ def test_weights_of_attention_in_blocks_drop_out_anew_in_each_step(recompute: An
     assert not torch.equal(eager[0], eager[len(eager) // 2])
 
 
-def test_each_step_checks_its_documents() -> None:
+def test_each_compiled_step_checks_its_document_ids() -> None:
     """Rows may be longer than the model's context, documents may not."""
 
     def run() -> None:
@@ -416,7 +416,7 @@ def test_each_step_checks_its_documents() -> None:
     on_one_rank(run)
 
 
-def test_another_word_is_refused() -> None:
+def test_an_unknown_value_of_plan_compile_is_refused() -> None:
     with pytest.raises(PlanError, match=r"plan\.compile is 'graph': did you mean graphs\?"):
         plait.Plan(compile="graph")  # type: ignore[arg-type]
 
@@ -432,7 +432,7 @@ def test_an_evaluation_between_steps_runs_eagerly() -> None:
 
 
 @pytest.mark.full
-def test_generated_code_rounds_only() -> None:
+def test_generated_code_differs_from_eager_by_rounding_only() -> None:
     model = model_of(Residual, Residual, Residual)
     found, expected = gradients_of(model, compile=True), gradients_of(model)
     largest = max(gradient.abs().max() for gradient in expected.values())

@@ -21,7 +21,7 @@ from plait.compilation.generation_lock import generating_alone
 from plait.compilation.torch_compiler import joint_graph, with_generated_code, without_memory
 
 
-def test_the_same_graph_is_waited_for_and_another_is_not(
+def test_a_rank_waits_for_code_generation_of_the_same_graph_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = generating_alone("a graph", tmp_path)
@@ -38,7 +38,7 @@ def test_the_same_graph_is_waited_for_and_another_is_not(
     assert not list(tmp_path.iterdir())
 
 
-def test_one_that_takes_too_long_is_named_and_no_longer_waited_for(
+def test_a_process_that_generates_code_too_long_is_named_and_no_longer_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generation_lock, "time", clock := Clock(lambda second: None))
@@ -52,13 +52,13 @@ def test_one_that_takes_too_long_is_named_and_no_longer_waited_for(
     assert not list(tmp_path.iterdir()), "the one that has the lock removes it"
 
 
-def test_a_folder_without_locks_makes_nobody_wait(tmp_path: Path) -> None:
+def test_a_file_system_without_locks_makes_no_rank_wait(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     with generating_alone("a graph", missing), generating_alone("a graph", missing):
         assert not missing.exists()
 
 
-def test_an_error_releases_the_lock(tmp_path: Path) -> None:
+def test_an_error_releases_the_generation_lock(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), generating_alone("a graph", tmp_path):
         raise ZeroDivisionError
     assert not list(tmp_path.iterdir())

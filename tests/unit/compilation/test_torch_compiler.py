@@ -38,7 +38,7 @@ def arguments() -> list[Tensor]:
         return [torch.empty(3, 4), torch.empty(5, 4, requires_grad=True)]
 
 
-def test_the_graph_gives_results_and_gradients() -> None:
+def test_a_traced_graph_gives_the_results_and_gradients_of_the_module() -> None:
     graph = joint_graph(function, arguments(), differentiates=True)
     given = [node for node in graph.graph.nodes if node.op == "placeholder"]
     assert [tuple(example_of(node).shape) for node in given] == [(3, 4), (5, 4), (3, 5)]
@@ -55,14 +55,14 @@ def test_the_graph_gives_results_and_gradients() -> None:
     assert torch.equal(made[3], weight.grad)
 
 
-def test_the_graph_writes_to_nothing() -> None:
+def test_a_traced_graph_modifies_no_input() -> None:
     graph = joint_graph(function, arguments(), differentiates=True)
     called = [node.target for node in graph.graph.nodes if node.op == "call_function"]
     assert called
     assert not any(one._schema.is_mutable for one in called if one is not operator.getitem)
 
 
-def test_without_gradients_the_graph_is_the_forward() -> None:
+def test_a_graph_traced_without_gradients_is_the_forward() -> None:
     with without_memory():
         given = [torch.empty(3, 4), torch.empty(5, 4)]
     graph = joint_graph(function, given, differentiates=False)
@@ -70,7 +70,7 @@ def test_without_gradients_the_graph_is_the_forward() -> None:
     assert len(output.args[0]) == 2
 
 
-def test_views_and_random_operations_are_told() -> None:
+def test_views_and_random_operations_of_a_graph_are_recognised() -> None:
     def several(input: Tensor) -> tuple[Tensor, ...]:
         return (torch.nn.functional.dropout(input.t().reshape(2, 6), 0.5).exp(),)
 

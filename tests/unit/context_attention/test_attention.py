@@ -30,7 +30,7 @@ IDS = torch.tensor([[0, 0, 0, 1, 1, 1]] * 4)
         ((4, 3, 6, 8), SHAPE, SHAPE, IDS, "give a multiple"),
     ],
 )
-def test_tensors_that_do_not_fit(
+def test_attention_refuses_tensors_and_document_ids_that_do_not_fit(
     query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], ids: torch.Tensor, message: str
 ) -> None:
     tensors = [torch.zeros(shape) for shape in (query, key, value)]
@@ -38,7 +38,7 @@ def test_tensors_that_do_not_fit(
         plait.attention(*tensors, documents=ids)
 
 
-def test_documents_of_a_batch_that_runs_on_meta() -> None:
+def test_attention_on_meta_refuses_document_ids_that_are_not_in_the_batch() -> None:
     """A tensor that a layer refers to, but does not keep, is not on meta: its rows and length do not fit."""
     tensors = [torch.zeros(SHAPE, device="meta")] * 3
     with pytest.raises(ModelError, match="give document_ids in the batch of the engine"):
@@ -75,7 +75,7 @@ def test_a_dropout_whose_mask_is_not_known_is_refused_where_attention_is_in_bloc
     assert plait.attention(*tensors, dropout=ScaledDropout(0.5).eval(), **options).isfinite().all()
 
 
-def test_what_is_no_argument_of_attention_is_refused() -> None:
+def test_attention_refuses_arguments_of_wrong_types_by_name() -> None:
     for name, wrong, told in (
         ("dropout", nn.Identity(), "give a module with a probability p"),
         ("query", 3, "a query an object of int: give a tensor"),

@@ -70,7 +70,7 @@ def documents(rows: int, length: int, longest: int) -> Tensor:
     sizes=st.sampled_from([(1, 1), (4, 2), (8, 5), (256, 32)]),
     seed=st.integers(0, 999),
 )
-def test_each_visible_pair_is_computed_once(
+def test_block_calls_compute_each_visible_pair_once(
     layouts: tuple[str, str],
     ranks: int,
     length: int,
@@ -120,7 +120,7 @@ def test_a_rank_s_own_block_is_one_causal_call(layout: object) -> None:
     assert call.rows == slice(None)
 
 
-def test_blocks_of_other_ranks() -> None:
+def test_calls_on_another_ranks_keys_follow_from_the_context_layout() -> None:
     def of(layout: object, rank: int, other: int) -> list[tuple[object, ...]]:
         return shapes(calls_of(layout(800, 4, rank), layout(800, 4, other), 800))  # type: ignore[operator]
 
@@ -140,7 +140,7 @@ def test_without_a_causal_mask_a_block_is_one_call() -> None:
         assert shapes(calls) == [("full", 0, len(layout(801, 4, 1)), 0, len(layout(801, 4, 3)))]
 
 
-def test_chunks_that_are_not_cut_alike() -> None:
+def test_queries_and_keys_cut_at_different_places_give_full_and_causal_calls() -> None:
     assert shapes(calls_of(torch.arange(5, 20), torch.arange(10), 20)) == [
         ("full", 0, 15, 0, 5),
         ("causal", 0, 15, 5, 10),  # those after the fifth see all
@@ -154,7 +154,7 @@ def test_chunks_that_are_not_cut_alike() -> None:
     ]
 
 
-def test_keys_that_are_missing() -> None:
+def test_missing_keys_split_a_causal_block_into_several_calls() -> None:
     # Queries 1 and 2 see what query 0 sees, then each sees one key more.
     queries, keys = torch.arange(6), torch.tensor([0, 3, 4, 5])
     with patch.object(visibility, "SHORT", 1):
@@ -167,7 +167,7 @@ IDS = torch.arange(5).repeat_interleave(torch.tensor(LENGTHS))[None]
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_one_call_for_each_document(causal: bool) -> None:
+def test_attention_is_one_block_call_for_each_document(causal: bool) -> None:
     own = torch.arange(1000)
     kind = "causal" if causal else "full"
     expected = [
@@ -177,7 +177,7 @@ def test_one_call_for_each_document(causal: bool) -> None:
     assert shapes(calls_of(own, own, 1000, causal=causal, ids=IDS)) == expected
 
 
-def test_documents_that_begin_on_another_rank() -> None:
+def test_documents_that_begin_on_another_rank_give_full_calls() -> None:
     mine, before = contiguous(1000, 4, 1), contiguous(1000, 4, 0)
     assert shapes(calls_of(mine, before, 1000, ids=IDS)) == [("full", 0, 150, 100, 250)]
     assert shapes(calls_of(mine, mine, 1000, ids=IDS)) == [
@@ -186,7 +186,7 @@ def test_documents_that_begin_on_another_rank() -> None:
     ]
 
 
-def test_striped_documents() -> None:
+def test_each_document_on_striped_positions_is_one_causal_call() -> None:
     # Rank 2's token of index i stands before rank 3's, and after rank 1's.
     calls = calls_of(striped(1000, 5, 2), striped(1000, 5, 3), 1000, ids=IDS)
     assert [shape[0] for shape in shapes(calls)] == ["causal"] * len(LENGTHS)
@@ -204,7 +204,7 @@ def test_short_documents_share_a_call() -> None:
     ]
 
 
-def test_rows_that_are_alike_share_calls() -> None:
+def test_rows_with_the_same_documents_share_block_calls() -> None:
     own, other = torch.arange(1000), IDS.clone()
     other[:, 400:] = 7  # two documents and one long one
     calls = calls_of(own, own, 1000, ids=IDS.expand(3, -1))
@@ -269,7 +269,7 @@ def test_keys_that_all_queries_of_a_tile_see_need_no_mask() -> None:
     ]
 
 
-def test_nothing_to_compute() -> None:
+def test_no_queries_or_no_keys_give_no_call() -> None:
     none = torch.arange(0)
     assert calls_of(none, torch.arange(4), 4) == ()
     assert calls_of(torch.arange(4), none, 4) == ()
@@ -277,7 +277,7 @@ def test_nothing_to_compute() -> None:
     assert shapes(calls_of(torch.arange(1), torch.arange(1), 1)) == [("full", 0, 1, 0, 1)]
 
 
-def test_intervals_go_to_a_device_once() -> None:
+def test_document_intervals_are_copied_to_a_device_once() -> None:
     own = torch.arange(1124)
     calls = calls_of(own, own, 1124, window=100)
     moved = with_intervals_on(calls, torch.device("meta"))

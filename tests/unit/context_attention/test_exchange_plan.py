@@ -48,7 +48,7 @@ def test_with_zigzag_a_lower_rank_does_not_send_its_second_half_upwards() -> Non
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_bytes_of_a_causal_exchange(ranks: int) -> None:
+def test_each_layout_exchanges_the_computed_share_of_keys_under_a_causal_mask(ranks: int) -> None:
     """Of all keys to all ranks: zigzag three quarters, contiguous half, striped all but the last ones."""
     length = 8 * ranks
     whole = length * (ranks - 1)
@@ -59,14 +59,14 @@ def test_bytes_of_a_causal_exchange(ranks: int) -> None:
         assert sent(sequence_layout(length, ranks, kind), Mask(causal=False)) == whole
 
 
-def test_of_a_window_only_the_border_is_sent() -> None:
+def test_with_a_window_only_keys_at_the_border_are_sent() -> None:
     assert sent(sequence_layout(64, 4, "contiguous"), Mask(window=5)) == 3 * 4
     assert (
         sent(sequence_layout(64, 4, "zigzag"), Mask(window=5)) == 6 * 4
     )  # two borders more, one within a rank
 
 
-def test_of_documents_within_ranks_nothing_is_sent() -> None:
+def test_documents_within_a_rank_exchange_no_keys() -> None:
     ids = torch.arange(64)[None] // 16
     bounds = document_bounds(ids)
     assert sent(sequence_layout(64, 4, "contiguous"), Mask(), bounds) == 0

@@ -26,7 +26,7 @@ def causal(n: int, m: int) -> Tensor:
     return torch.ones(n, m, dtype=torch.bool).tril()
 
 
-def test_which_kernel_a_cpu_has() -> None:
+def test_a_cpu_has_a_fused_kernel_for_equal_widths_and_dense_rows() -> None:
     query, key, value = random_inputs()
     assert fused_kernel(query, key, value, None, True) is CPU
     assert fused_kernel(query, key, value, torch.ones(37, 53, dtype=torch.bool), False) is CPU
@@ -39,7 +39,7 @@ def test_which_kernel_a_cpu_has() -> None:
 
 
 @pytest.mark.parametrize("sizes", [{"n": 0}, {"m": 0}, {"rows": 0}, {"heads": 0, "kv_heads": 0}])
-def test_no_kernel_for_nothing(sizes: dict[str, int]) -> None:
+def test_no_fused_kernel_is_chosen_for_empty_tensors(sizes: dict[str, int]) -> None:
     """A CPU's kernel ends the process, by a division by zero."""
     assert fused_kernel(*random_inputs(**sizes), None, False) is None  # type: ignore[arg-type]
 
@@ -55,7 +55,7 @@ def test_no_kernel_for_nothing(sizes: dict[str, int]) -> None:
         (SDPBackend.MATH, False, 8, None),
     ],
 )
-def test_which_kernel_a_gpu_has(
+def test_a_gpu_has_the_fused_kernel_that_torch_chooses_for_mask_and_size(
     choice: SDPBackend, masked: bool, size: int, expected: FusedKernel | None
 ) -> None:
     class OnGpu(Tensor):
@@ -75,7 +75,7 @@ def reference(inputs: Any, mask: Tensor, gradient: Tensor) -> tuple[Tensor, ...]
 
 @pytest.mark.parametrize(("n", "m"), [(37, 53), (53, 37), (1, 4), (4, 1)])
 @pytest.mark.parametrize("kind", ["full", "causal", "bias"])
-def test_the_cpu_s_kernel(n: int, m: int, kind: str) -> None:
+def test_the_cpus_fused_kernel_equals_the_formula(n: int, m: int, kind: str) -> None:
     """Upper-left causal masks, shared heads, a padded bias that is the same for rows and heads."""
     torch.manual_seed(n)
     inputs = random_inputs(kv_heads=2, n=n, m=m)
@@ -98,7 +98,7 @@ def spread(tensor: Tensor, dim: int) -> Tensor:
     return torch.stack([tensor, torch.full_like(tensor, math.nan)], dim + 1).select(dim + 1, 0)
 
 
-def test_any_strides() -> None:
+def test_the_fused_kernel_gives_the_same_bits_for_any_strides() -> None:
     """But those of the last dim of query, key and value, with which no kernel is chosen."""
     torch.manual_seed(0)
     inputs = random_inputs(kv_heads=2)
@@ -138,7 +138,7 @@ ON_META = {
 
 
 @pytest.mark.parametrize("name", ON_META)
-def test_each_operation_is_called_as_it_is_defined(name: str) -> None:
+def test_each_fused_operation_is_called_as_its_schema_defines(name: str) -> None:
     kernel, dtype, shape = ON_META[name]
     inputs = [one.to("meta", dtype) for one in random_inputs(kv_heads=2)]
     out, lse = kernel.forward(*inputs, None, True, SCALE)
@@ -185,7 +185,7 @@ def test_a_backward_takes_a_log_sum_exp_like_that_of_its_forward(name: str, n: i
     assert shapes[0] == shapes[1]
 
 
-def test_the_log_sum_exp_of_cuda_s_kernels() -> None:
+def test_the_log_sum_exp_of_cuda_kernels_is_cut_and_padded_to_the_queries() -> None:
     query = torch.empty(2, 4, 37, 8, device="meta", dtype=torch.bfloat16)
     aten = torch.ops.aten
     lse = aten._scaled_dot_product_efficient_attention(query, query, query, None, True)[1]

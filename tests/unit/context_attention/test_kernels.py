@@ -103,7 +103,7 @@ def log_sum_exp(inputs: Sequence[Tensor], mask: Tensor) -> Tensor:
     blocks=st.integers(1, 4),
     seed=st.integers(0, 999),
 )
-def test_blocks_of_keys_merge_to_the_whole(
+def test_attention_over_blocks_of_keys_merges_to_attention_at_once(
     kv_heads: int, width: int, n: int, m: int, density: float, blocks: int, seed: int
 ) -> None:
     torch.manual_seed(seed)
@@ -120,7 +120,9 @@ def test_blocks_of_keys_merge_to_the_whole(
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize("packed", [False, True])
-def test_calls_of_a_rank_make_up_its_attention(layout: str, window: int | None, packed: bool) -> None:
+def test_the_block_calls_of_a_rank_make_up_its_attention(
+    layout: str, window: int | None, packed: bool
+) -> None:
     """A rank's queries to the keys of all ranks, block by block, as the communication will run them."""
     torch.manual_seed(5)
     length, ranks = 300, 3
@@ -159,7 +161,7 @@ def test_calls_of_a_rank_make_up_its_attention(layout: str, window: int | None, 
 
 
 @pytest.mark.parametrize(("n", "m"), [(20, 20), (20, 13), (13, 20), (1, 5), (5, 1)])
-def test_calls_without_a_mask(n: int, m: int) -> None:
+def test_full_and_causal_calls_without_a_mask_equal_the_formula(n: int, m: int) -> None:
     for mask, fused in product(("full", "causal"), (True, False)):
         call_without_a_mask(n, m, mask, fused)
 
@@ -180,7 +182,7 @@ def call_without_a_mask(n: int, m: int, mask: str, fused: bool) -> None:
 
 @pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_dropout_of_the_weights(p: float, kv_heads: int) -> None:
+def test_dropout_of_attention_weights_equals_the_formula(p: float, kv_heads: int) -> None:
     torch.manual_seed(3)
     inputs = random_inputs(kv_heads=kv_heads)
     gradient = torch.randn(2, 4, 37, 8, dtype=torch.float64)
@@ -199,7 +201,7 @@ def test_dropout_of_the_weights(p: float, kv_heads: int) -> None:
 
 
 @pytest.mark.parametrize("dropped", [False, True])
-def test_capped_scores(dropped: bool) -> None:
+def test_attention_with_softcapped_scores_equals_autograd(dropped: bool) -> None:
     """Against autograd, in three blocks of keys; some scores are far above the cap."""
     torch.manual_seed(3)
     inputs = random_inputs(kv_heads=2)
@@ -237,7 +239,7 @@ def test_capped_scores(dropped: bool) -> None:
     )
 
 
-def test_a_dropout_within_a_causal_call() -> None:
+def test_dropout_within_a_causal_call_equals_the_formula() -> None:
     torch.manual_seed(3)
     inputs = random_inputs(n=20, m=20)
     gradient = torch.randn(2, 4, 20, 8, dtype=torch.float64)
@@ -250,7 +252,7 @@ def test_a_dropout_within_a_causal_call() -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_numerical_gradients(fused: bool) -> None:
+def test_attention_in_two_blocks_passes_gradcheck(fused: bool) -> None:
     """Of two blocks, as an autograd function has them."""
     torch.manual_seed(1)
     mask = torch.rand(4, 6) < 0.6
@@ -281,7 +283,7 @@ BOUNDS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("fused", [True, False])
-def test_lower_precisions(dtype: torch.dtype, fused: bool) -> None:
+def test_attention_in_lower_precisions_is_close_to_float64(dtype: torch.dtype, fused: bool) -> None:
     torch.manual_seed(2)
     inputs = [one.to(dtype) for one in random_inputs(kv_heads=2, n=64, m=96, size=16, width=16)]
     gradient = torch.randn(2, 4, 64, 16).to(dtype)
@@ -301,7 +303,7 @@ def test_lower_precisions(dtype: torch.dtype, fused: bool) -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_queries_that_see_no_key(fused: bool) -> None:
+def test_queries_that_see_no_key_give_zero_and_no_gradient(fused: bool) -> None:
     mask = torch.ones(37, 53, dtype=torch.bool)
     mask[4] = False
     with patch.object(kernels, "fused_kernel", fused_kernels.fused_kernel if fused else lambda *_: None):
@@ -322,7 +324,7 @@ def test_accumulators_are_at_least_float32() -> None:
         assert torch.equal(lse, torch.full_like(lse, -math.inf))
 
 
-def test_merging_nothing_changes_nothing() -> None:
+def test_merging_a_block_without_visible_keys_changes_nothing() -> None:
     out, lse = torch.randn(1, 1, 3, 2), torch.tensor([[[1.0, -math.inf, 300.0]]])
     out[:, :, 1] = 0.0
     before = out.clone(), lse.clone()
@@ -346,7 +348,7 @@ def test_merging_does_not_hide_what_is_not_finite() -> None:
 @pytest.mark.parametrize(
     "sizes", [{"n": 0}, {"m": 0}, {"n": 0, "m": 0}, {"rows": 0}, {"heads": 0, "kv_heads": 0}]
 )
-def test_empty_blocks(sizes: dict[str, int]) -> None:
+def test_blocks_without_queries_or_keys_give_empty_or_zero_results(sizes: dict[str, int]) -> None:
     for mask, dropped, device in product(("full", "causal", "tensor"), (False, True), ("cpu", "meta")):
         empty_block(sizes, mask, dropped, device)
 
@@ -372,7 +374,7 @@ def empty_block(sizes: dict[str, int], mask: str, dropped: bool, device: str) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_meta_gives_what_the_cpu_gives(dtype: torch.dtype) -> None:
+def test_attention_blocks_on_meta_give_the_shapes_and_strides_of_the_cpu(dtype: torch.dtype) -> None:
     for mask, dropped, width in product(("full", "causal", "tensor"), (False, True), (8, 5)):
         meta_block(mask, dropped, width, dtype)
 
@@ -401,7 +403,7 @@ def test_a_fused_block_holds_no_weights() -> None:
     assert live.most < 2 * 4 * 512 * 512 * 4 // 4  # of the weights: rows, heads, queries, keys, bytes
 
 
-def test_inputs_do_not_change() -> None:
+def test_attention_kernels_do_not_change_their_inputs() -> None:
     torch.manual_seed(7)
     inputs = random_inputs()
     mask = (torch.rand(37, 53) < 0.5).index_fill(0, torch.tensor([4]), False)

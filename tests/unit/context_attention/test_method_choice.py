@@ -33,7 +33,9 @@ def sent(plan: Plan, kv_heads: int) -> float:
 
 @pytest.mark.parametrize("mode", ["none", "keep"])
 @pytest.mark.parametrize(("cp", "kv_heads"), [(2, 6), (3, 3), (3, 2), (2, 1)])
-def test_without_a_mask_so_much_is_sent(thread_ranks: Any, cp: int, kv_heads: int, mode: Any) -> None:
+def test_ring_and_ulysses_send_the_computed_number_of_vectors(
+    thread_ranks: Any, cp: int, kv_heads: int, mode: Any
+) -> None:
     expected = vectors_sent(HEADS, kv_heads, cp, keeps_keys=mode == "keep")
     for method, vectors in zip(("ring", "ulysses"), expected, strict=True):
         plan = Plan(cp=cp, context_parallel=method, sequence_parallel=mode, precision="fp64")
@@ -55,21 +57,21 @@ def test_ulysses_sends_less_on_more_than_heads_per_key_and_one(ranks: int, heads
     assert (chosen == "ulysses") is (ranks * kv_heads > heads + copies * kv_heads)
 
 
-def test_what_is_asked_for_is_taken() -> None:
+def test_a_method_given_by_the_plan_is_taken() -> None:
     asked = choose_method(parallelism(4, context_parallel="ring"), 12, 12)
     assert (asked.method, asked.asked) == ("ring", True)
     assert "ring, as the plan asks" in str(asked)
     assert choose_method(parallelism(2, context_parallel="ulysses"), 12, 1).method == "ulysses"
 
 
-def test_heads_that_do_not_divide() -> None:
+def test_ulysses_is_refused_where_heads_do_not_divide_over_cp() -> None:
     assert choose_method(parallelism(5), 12, 12).ulysses is None
     assert "a multiple of the ranks" in str(choose_method(parallelism(5), 12, 12))
     with pytest.raises(PlanError, match=r"12 heads do not divide over plan\.cp = 5"):
         choose_method(parallelism(5, context_parallel="ulysses"), 12, 12)
 
 
-def test_the_report_says_what_was_chosen_and_why() -> None:
+def test_the_text_of_a_method_choice_names_method_and_reason() -> None:
     model = plait.models.llama(layers=1, hidden=24, heads=6, kv_heads=3, inner=48, vocab=31, context=12)
     report = plait.memory(model, Plan(cp=3), device="cpu")
     ring, ulysses = 6 * 3 * 2, (4 * (6 + 3) + 6) * 2 / 3

@@ -95,7 +95,7 @@ def attended(ids: Tensor, causal: bool, window: int | None, kv_heads: int, **mor
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 1, 3, 99])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_one_call_computes_all_documents(
+def test_one_packed_kernel_call_computes_all_documents(
     calls: list[str], causal: bool, window: int | None, kv_heads: int
 ) -> None:
     found = attended(IDS, causal, window, kv_heads)
@@ -108,7 +108,7 @@ def test_one_call_computes_all_documents(
     assert_equal({"out": found["out"]}, {"out": plain}, 1e-12, "plain attention")
 
 
-def test_where_it_is_not_called(calls: list[str]) -> None:
+def test_the_packed_kernel_is_not_called_for_softcap_dropout_or_single_documents(calls: list[str]) -> None:
     """For capped scores, dropped weights, and rows of one document, which PyTorch's own function takes."""
     attended(IDS, True, None, 4, softcap=5.0)
     attended(IDS, True, None, 4, dropout=torch.nn.Dropout(0.5))
@@ -116,7 +116,7 @@ def test_where_it_is_not_called(calls: list[str]) -> None:
     assert calls == []
 
 
-def test_a_cpu_has_no_such_kernel() -> None:
+def test_a_cpu_has_no_packed_kernel() -> None:
     call = PackedCall.of(document_bounds(IDS), True, None)
     assert not call.computes(*random_inputs())
     assert call.begins.tolist() == [0, 3, 8, 9, 10, 16, 20]
@@ -124,7 +124,7 @@ def test_a_cpu_has_no_such_kernel() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_what_the_operation_gives_on_meta(window: int | None) -> None:
+def test_the_packed_kernel_on_meta_gives_the_shapes_and_dtypes_plait_relies_on(window: int | None) -> None:
     """Its schema, and the shapes that plait relies on; heads that lie within positions are not copied."""
     call = PackedCall.of(document_bounds(IDS), True, window).on(torch.device("meta"))
     query = torch.empty(2, 10, 4, 8, dtype=torch.bfloat16, device="meta").transpose(1, 2)

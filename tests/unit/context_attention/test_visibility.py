@@ -18,7 +18,7 @@ from plait.context_attention.visibility import (
 from plait.errors import ModelError
 
 
-def test_bounds_of_documents() -> None:
+def test_document_bounds_give_the_start_and_stop_of_each_document() -> None:
     bounds = document_bounds(torch.tensor([[7, 7, 7, 2, 7, 7], [1, 2, 3, 3, 3, 3]]))
     assert bounds.starts == ((0, 3, 4), (0, 1, 2))
     starts, stops = bounds.by_position().tolist()
@@ -30,7 +30,7 @@ def test_bounds_of_documents() -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (2, 1)])
-def test_bounds_of_few_tokens(shape: tuple[int, int]) -> None:
+def test_document_bounds_of_no_rows_or_one_token_are_not_packed(shape: tuple[int, int]) -> None:
     bounds = document_bounds(torch.zeros(shape, dtype=torch.int32))
     assert bounds.by_position().shape == (2, *shape)
     assert bounds.by_position()[1].all()
@@ -50,7 +50,7 @@ def test_bounds_of_few_tokens(shape: tuple[int, int]) -> None:
     packed=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_ranges_are_the_mask(
+def test_visible_ranges_of_keys_equal_the_mask(
     ids: list[list[int]], causal: bool, window: int | None, packed: bool, seed: int
 ) -> None:
     documents = torch.tensor(ids, dtype=torch.int64)
@@ -67,7 +67,7 @@ def test_ranges_are_the_mask(
     assert needed.tolist() == expected.any(0).any(0).tolist()
 
 
-def test_keys_that_a_window_needs() -> None:
+def test_only_keys_within_a_window_are_needed() -> None:
     seen = visible_range(np.arange(10, 12), 20, causal=True, window=4)
     needed = needed_keys(*visible_indices(*seen, np.arange(1, 20, 2)), 10)
     assert np.flatnonzero(needed).tolist() == [3, 4, 5]  # positions 7, 9, 11

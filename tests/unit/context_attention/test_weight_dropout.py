@@ -61,7 +61,9 @@ def generated(dropout: Dropout, row: int = 0) -> DropoutGenerator:
     [(True, None, None), (True, 40, None), (True, None, IDS), (False, 9, IDS)],
     ids=["causal", "window", "documents", "both sides"],
 )
-def test_the_mask_is_that_of_all_weights(causal: bool, window: int | None, documents: Tensor | None) -> None:
+def test_a_blocks_weight_dropout_mask_is_its_part_of_the_mask_of_all_weights(
+    causal: bool, window: int | None, documents: Tensor | None
+) -> None:
     """Rows 5, 6, 7 of the batch; of the heads the second half."""
     dropout = Dropout(P)
     set_region_piece(dropout, 1, 1, 2)
@@ -81,7 +83,9 @@ def test_the_mask_is_that_of_all_weights(causal: bool, window: int | None, docum
 
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("kind", [nn.Dropout, Dropout])
-def test_in_plain_pytorch(kind: Any, window: int | None) -> None:
+def test_weight_dropout_in_plain_pytorch_drops_all_at_p_1_and_none_in_eval(
+    kind: Any, window: int | None
+) -> None:
     plain = plait.attention(*tensors(), window=window)
     dropped = plait.attention(*tensors(), window=window, dropout=kind(SMALLEST))
     torch.testing.assert_close(dropped, plain, rtol=1e-12, atol=1e-12)

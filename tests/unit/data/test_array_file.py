@@ -21,7 +21,7 @@ from plait.errors import DataError
     value=st.integers(-1, 60),
     offset=st.integers(0, 9),
 )
-def test_it_is_the_array(
+def test_an_array_file_slices_and_searches_as_its_numpy_array(
     tmp_path_factory: Any, values: list[int], where: tuple[int, int], value: int, offset: int
 ) -> None:
     array = np.array(values, dtype=np.int64)
@@ -34,7 +34,7 @@ def test_it_is_the_array(
         assert found.searchsorted(value, side) == array.searchsorted(value, side)  # type: ignore[arg-type]
 
 
-def test_files_that_have_gone_or_shrunk(tmp_path: Path) -> None:
+def test_an_array_file_that_is_gone_or_shorter_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "tokens.bin"
     with pytest.raises(DataError, match=r"tokens\.bin cannot be read: No such file"):
         ArrayFile(path, "<u2", 4)[0:4]
@@ -45,7 +45,7 @@ def test_files_that_have_gone_or_shrunk(tmp_path: Path) -> None:
         ArrayFile(path, "<u2", 4).searchsorted(1 << 16)
 
 
-def test_no_file_stays_open(tmp_path: Path) -> None:
+def test_an_array_file_keeps_no_file_open(tmp_path: Path) -> None:
     files = len(os.listdir("/proc/self/fd"))
     np.arange(100).tofile(tmp_path / "tokens.bin")
     opened = [ArrayFile(tmp_path / "tokens.bin", "<i8", 100) for _ in range(50)]

@@ -28,12 +28,12 @@ def counting(windows: int, context: int) -> TokenWindows:
 
 
 @given(count=st.integers(1, 3000), seed=st.integers(0, 2**64 - 1), epoch=st.integers(0, 10**6))
-def test_permutation_is_one_to_one(count: int, seed: int, epoch: int) -> None:
+def test_the_permutation_of_samples_is_one_to_one(count: int, seed: int, epoch: int) -> None:
     permuted = permute(np.arange(count), count, seed, np.full(count, epoch))
     assert sorted(permuted.tolist()) == list(range(count))
 
 
-def test_an_order_stays_that_of_earlier_versions() -> None:
+def test_the_order_of_samples_stays_that_of_earlier_versions() -> None:
     """A run goes on with the samples that it has not seen."""
     epochs = np.repeat([0, 1], 5)
     assert permute(np.arange(10), 10, 3, epochs).tolist() == [4, 8, 3, 2, 9, 7, 9, 3, 8, 2]
@@ -51,7 +51,7 @@ def test_permutations_differ_by_seed_and_epoch() -> None:
         assert (first == other).mean() < 0.02
 
 
-def test_permutation_scatters_neighbours() -> None:
+def test_the_permutation_of_samples_leaves_no_correlation_of_neighbours() -> None:
     permuted = permute(np.arange(4096), 4096, 7, np.zeros(4096, dtype=np.int64))
     assert abs(np.corrcoef(permuted[:-1], permuted[1:])[0, 1]) < 0.1
     assert abs(np.corrcoef(permuted, np.arange(4096))[0, 1]) < 0.1
@@ -82,7 +82,7 @@ def test_ranks_together_take_the_global_batch(kind: str, share: int, ranks: int,
 
 
 @pytest.mark.parametrize("kind", ["shuffled", "spread", "uniform"])
-def test_targets_are_the_next_tokens(kind: str) -> None:
+def test_targets_of_a_window_are_the_next_tokens(kind: str) -> None:
     inputs, targets = batches(kind, size=4).batch(1, slice(None))
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
 
@@ -103,7 +103,7 @@ def test_every_token_but_the_first_is_a_target_once() -> None:
     assert sorted(made.batch(0, slice(None))[1].flatten().tolist()) == list(range(1, 33))
 
 
-def test_validation_is_spread_and_fixed() -> None:
+def test_validation_windows_are_spread_over_the_corpus_and_fixed() -> None:
     made = ValidationBatches(counting(windows=100, context=2), size=5, limit=4)
     starts = [
         window for number in range(4) for window in (made.batch(number, slice(None))[0][:, 0] // 2).tolist()
@@ -131,7 +131,7 @@ def test_random_tokens_cover_the_vocabulary_and_change_with_step_and_seed() -> N
     assert not torch.equal(inputs, RandomBatches(7, 50, 20, seed=1, stream=1).batch(0, slice(None))[0])
 
 
-def test_rows_are_counted_and_described() -> None:
+def test_batches_describe_how_many_rows_they_have() -> None:
     corpus = corpus_of(np.arange(100))
     windows = TokenWindows(corpus, 7, 100, "some", start=10, stop=50)
     assert (windows.size, windows.count, windows.left) == (40, 5, 4)

@@ -11,7 +11,7 @@ ASK = {"role": "user", "content": "hi"}
 SAY = {"role": "assistant", "content": "yo"}
 
 
-def test_a_row_is_its_messages_what_is_learnt_and_what_its_template_is_given() -> None:
+def test_a_chat_row_gives_messages_learnt_answers_and_template_arguments() -> None:
     part = {"type": "text", "text": "a"}
     cases: list[tuple[dict[str, Any], tuple[str, ...], ChatRecord]] = [
         (
@@ -66,7 +66,7 @@ def test_a_row_is_its_messages_what_is_learnt_and_what_its_template_is_given() -
     assert short_json({1, 2}) == '"{1, 2}"'
 
 
-def test_texts_are_a_prompt_and_a_completion() -> None:
+def test_a_row_of_two_texts_is_a_prompt_and_a_completion() -> None:
     assert text_record({"prompt": "a", "completion": "b", "id": 1, "none": None}) == ("a", "b", ("id",))
     assert text_record({"text": "a", "prompt": "b", "tools": []}) == ("", "a", ("prompt", "tools"))
     assert text_record({"text": "a", "prompt": "b", "completion": "c"}) == ("b", "c", ("text",))
@@ -79,7 +79,7 @@ def test_texts_are_a_prompt_and_a_completion() -> None:
         assert text_record(record) is None
 
 
-def test_turns_of_sharegpt_are_messages() -> None:
+def test_turns_of_sharegpt_become_messages() -> None:
     call = {"name": "f", "arguments": {"a": 1}}
     for turn, message in (
         ({"from": "gpt", "value": "yo", "weight": 1}, {**SAY, "weight": 1}),

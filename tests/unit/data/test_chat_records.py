@@ -157,7 +157,7 @@ HONOURED: dict[str, tuple[str, dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("template", {one[0]: None for one in HONOURED.values()})
-def test_what_a_row_says_is_done(folder: Path, template: str) -> None:
+def test_fields_of_a_chat_row_are_passed_to_its_template(folder: Path, template: str) -> None:
     save(folder, template)
     encoder = ChatEncoder(str(folder))
     for case, (of, record, part, answers) in HONOURED.items():
@@ -173,7 +173,7 @@ def test_what_a_row_says_is_done(folder: Path, template: str) -> None:
 @pytest.mark.parametrize(
     "case", ["tools", "documents", "thinking", "calls", "reasoning", "parts read", "train"]
 )
-def test_tokens_are_those_of_transformers(folder: Path, case: str) -> None:
+def test_chat_tokens_are_those_of_transformers_apply_chat_template(folder: Path, case: str) -> None:
     template, record, _, _ = HONOURED[case]
     save(folder, template)
     encoder = ChatEncoder(str(folder))
@@ -274,7 +274,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("template", {template: None for template, _, _ in REFUSED.values()})
-def test_what_a_row_says_and_cannot_be_done_is_refused(folder: Path, template: str) -> None:
+def test_fields_of_a_chat_row_that_its_template_cannot_honour_are_refused(
+    folder: Path, template: str
+) -> None:
     save(folder, template)
     encoder = ChatEncoder(str(folder))
     for of, record, message in REFUSED.values():
@@ -283,7 +285,7 @@ def test_what_a_row_says_and_cannot_be_done_is_refused(folder: Path, template: s
                 encoder.encode(record)
 
 
-def test_what_nothing_reads_is_named(folder: Path) -> None:
+def test_fields_of_a_chat_row_that_nothing_reads_are_named(folder: Path) -> None:
     save(folder, JOINS)
     answer = {**SAY, "reasoning_content": "so", "name": "x"}
     found = ChatEncoder(str(folder)).encode(chat(ASK, answer, id=3, chosen="a", tools=None))

@@ -63,13 +63,13 @@ pytestmark = pytest.mark.transformers
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
-def test_answers_are_what_the_assistant_says(tokenizer_folder: Path, template: str) -> None:
+def test_only_the_assistants_turns_are_answers(tokenizer_folder: Path, template: str) -> None:
     text, answers = answered(tokenizer_folder, template, {"messages": CHAT})
     assert text == "[user]abc<end>[assistant]de<end>[user]f<end>[assistant]ghi<end>"
     assert answers == "de<end>ghi<end>"
 
 
-def test_prompts_and_completions(tokenizer_folder: Path) -> None:
+def test_completions_are_answers_and_prompts_are_not(tokenizer_folder: Path) -> None:
     text, answers = answered(tokenizer_folder, PLAIN, {"prompt": "abc ", "completion": "de"})
     assert (text, answers) == ("abc de<end>", "de<end>")
     text, answers = answered(tokenizer_folder, PLAIN, {"prompt": CHAT[:3], "completion": CHAT[3:]})
@@ -91,7 +91,7 @@ def test_prompts_and_completions(tokenizer_folder: Path) -> None:
         ("{{ nothing.at.all }}", {"messages": CHAT}, DataError, "is refused by the chat template"),
     ],
 )
-def test_what_cannot_be_encoded(
+def test_malformed_conversations_and_templates_are_refused(
     tokenizer_folder: Path, template: str | None, record: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -184,7 +184,7 @@ def test_conversations_of_tables_are_those_of_json_lines(
         assert first.read_bytes() == second.read_bytes()
 
 
-def test_an_empty_file_is_no_other_kind(
+def test_an_empty_file_beside_chats_does_not_change_the_kind(
     tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_one_process(monkeypatch)
@@ -198,7 +198,7 @@ def test_an_empty_file_is_no_other_kind(
     assert (index.chats, index.documents) == (True, 1)
 
 
-def test_what_is_a_conversation() -> None:
+def test_a_record_with_messages_conversations_or_prompt_and_completion_is_a_chat() -> None:
     assert holds_chats({"messages": []})
     assert holds_chats({"conversations": []})
     assert holds_chats({"prompt": "", "completion": ""})
@@ -213,7 +213,7 @@ def rows_of(lengths: list[int], context: int, answers: list[int] | None = None) 
     return DocumentRows(Corpus((len(tokens),), True, [shard]), context, 1000, "some")
 
 
-def test_rows_hold_whole_documents() -> None:
+def test_rows_of_conversations_hold_whole_documents() -> None:
     made = rows_of([3, 2, 4, 9, 1], 6)
     inputs, targets = made.take(np.arange(made.count))
     assert (made.count, made.cut, made.left_out) == (3, 1, 1)

@@ -16,12 +16,14 @@ def test_standard_library_is_python_and_always_the_same() -> None:
     assert any(b"def dataclass(" in document for document in documents)
 
 
-def test_standard_library_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_standard_library_source_has_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus, "STDLIB_BYTES", 500_000)
     assert 250_000 < sum(map(len, read_documents("stdlib"))) <= 500_000
 
 
-def test_standard_library_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_source_stdlib_without_python_files_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(corpus.sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(DataError, match='"stdlib" found no Python source'):
         read_documents("stdlib")
@@ -34,7 +36,7 @@ def make_folder(root: Path) -> None:
         path.write_text(name)
 
 
-def test_file_folder_and_glob(tmp_path: Path) -> None:
+def test_a_source_may_be_a_file_a_folder_or_a_glob(tmp_path: Path) -> None:
     make_folder(tmp_path)
     assert read_documents(str(tmp_path / "b.txt")) == [b"b.txt"]
     assert read_documents(str(tmp_path)) == [b"b.txt", b"a/c.md", b"a/z.txt"]
@@ -43,17 +45,17 @@ def test_file_folder_and_glob(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["none.txt", "*.none"])
-def test_missing(tmp_path: Path, name: str) -> None:
+def test_a_source_that_does_not_exist_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(DataError, match=r"data\.source = .* does not exist: give"):
         read_documents(str(tmp_path / name))
 
 
-def test_random_is_no_file() -> None:
+def test_the_source_random_is_refused_where_a_corpus_is_read() -> None:
     with pytest.raises(DataError, match=r"random tokens are data\.source of a run only, neither mixed nor"):
         read_documents("random")
 
 
-def test_empty(tmp_path: Path) -> None:
+def test_an_empty_source_file_or_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is a folder without files"):
         read_documents(str(tmp_path))
     (tmp_path / "text.txt").touch()
@@ -63,7 +65,7 @@ def test_empty(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", [b"text\0text", b"caf\xe9"])
-def test_binary_names_the_file(tmp_path: Path, data: bytes) -> None:
+def test_a_binary_source_file_is_refused_by_name(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "picture.png").write_bytes(data)
     with pytest.raises(DataError, match=r"picture\.png is binary, not UTF-8 text"):

@@ -66,7 +66,7 @@ def a_folder(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["00000.tokens.bin", "00001.documents.bin", "index.json"])
 @pytest.mark.parametrize("damage", [without, shorter, of_zeros, a_pipe])
-def test_damage_is_refused_and_the_same_command_mends_it(
+def test_a_damaged_corpus_is_refused_and_preparing_again_mends_it(
     corpus: Path, name: str, damage: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = contents(corpus)
@@ -90,7 +90,7 @@ def test_the_first_bytes_are_checked_when_a_corpus_is_opened_and_all_by_inspect(
     assert _difference(corpus / "missing", "0") == "cannot be read (No such file or directory)"
 
 
-def test_an_index_of_another_preparation_is_no_end(corpus: Path) -> None:
+def test_an_index_of_another_preparation_does_not_count_as_finished(corpus: Path) -> None:
     before, index = contents(corpus), read_index(corpus)
     for other in (replace(index, vocab=300), replace(index, shards=index.shards[:1])):
         write_index(corpus, other)
@@ -98,7 +98,7 @@ def test_an_index_of_another_preparation_is_no_end(corpus: Path) -> None:
         assert contents(corpus) == before
 
 
-def test_an_index_says_what_it_counts_and_contradicts_itself_nowhere(tmp_path: Path) -> None:
+def test_a_corpus_index_with_contradicting_counts_is_refused(tmp_path: Path) -> None:
     roles = tuple(f"r{number}" for number in range(6))
     shards = (
         ShardEntry(5, 2, 3, 1, 1, 9, ("id",), (), roles, ("0" * 8,) * 4),
@@ -141,7 +141,7 @@ def test_an_index_says_what_it_counts_and_contradicts_itself_nowhere(tmp_path: P
         read_index(tmp_path)
 
 
-def test_a_file_is_on_the_disk_before_it_has_its_name(
+def test_a_corpus_file_is_synced_before_it_is_renamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, done, usual = tmp_path / "a", list[object](), (os.fsync, Path.replace)
@@ -189,7 +189,7 @@ def test_a_corpus_of_an_earlier_version_opens_without_checksums(corpus: Path) ->
         *((errno.EACCES, "rename"), (errno.EROFS, "write"), (errno.EIO, "fsync")),
     ],
 )
-def test_what_cannot_be_written_is_one_sentence_and_the_command_goes_on(
+def test_a_write_error_of_data_prepare_is_one_sentence_and_a_second_run_finishes(
     corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int, call: str
 ) -> None:
     def fails(*_: object) -> None:
@@ -217,7 +217,7 @@ def test_what_cannot_be_written_is_one_sentence_and_the_command_goes_on(
     assert contents(corpus) == before
 
 
-def test_an_unfinished_file_is_no_link_that_is_written_through(corpus: Path) -> None:
+def test_an_unfinished_corpus_file_that_is_a_link_is_not_written_through(corpus: Path) -> None:
     (corpus / "00001.tokens.bin").unlink()
     (victim := corpus.parent / "victim").write_text("mine")
     (corpus / "00001.tokens.bin.partial").symlink_to(victim)

@@ -45,7 +45,7 @@ def greedy(lengths: list[int], context: int, firsts: list[int]) -> list[list[int
 )
 @example(lengths=[3] * 40, context=6, shards=2, taken=(0, 0), at_once=7, apart=4, every=1)
 @example(lengths=[3] * 40, context=6, shards=2, taken=(0, 0), at_once=7, apart=1, every=3)
-def test_rows_are_those_of_one_document_after_another(
+def test_document_rows_are_those_of_adding_one_document_after_another(
     lengths: list[int],
     context: int,
     shards: int,
@@ -134,7 +134,7 @@ def test_bytes_that_are_read_do_not_grow_with_the_corpus(
         assert sum(sizes) <= 4 * (65 * 3 + 2 * 8 * 11 + 12 * (document_rows.APART * 3 + 2))
 
 
-def test_what_is_kept_of_rows(tmp_path: Path) -> None:
+def test_the_division_into_rows_keeps_8_bytes_for_many_rows(tmp_path: Path) -> None:
     corpus_on_disk(tmp_path / "corpus", 10, chats=True)
     rows = DocumentRows(open_corpus(tmp_path / "corpus")[0], 20, 256, "some")
     assert rows.count == 10_000

@@ -26,7 +26,7 @@ with locked_folder(Path(sys.argv[1]), 0):
 """
 
 
-def test_a_second_one_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_second_process_preparing_one_folder_is_refused_naming_the_first(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
     with (
         locked_folder(folder, 0),
@@ -39,7 +39,9 @@ def test_a_second_one_is_refused_by_name(tmp_path: Path) -> None:
     assert not list(folder.iterdir())
 
 
-def test_it_waits_while_files_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_waits_for_a_locked_folder_while_its_files_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For 20 seconds, with a patience of 3."""
     with ExitStack() as held:
         held.enter_context(locked_folder(tmp_path, 0))
@@ -54,7 +56,9 @@ def test_it_waits_while_files_change(tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert clock.now == 20
 
 
-def test_it_does_not_wait_for_one_that_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_does_not_wait_for_a_locked_folder_that_does_not_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(folder_lock, "time", clock := Clock(lambda second: None))
     match = r"by process \d+ on .+, and has written nothing for 3 seconds: wait until it has"
     with locked_folder(tmp_path, 0), pytest.raises(DataError, match=match), locked_folder(tmp_path, 3):
@@ -62,7 +66,7 @@ def test_it_does_not_wait_for_one_that_does_nothing(tmp_path: Path, monkeypatch:
     assert clock.now == 3
 
 
-def test_a_killed_process_has_no_lock(tmp_path: Path) -> None:
+def test_a_killed_process_holds_no_lock_of_a_folder(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLDING, str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -76,7 +80,7 @@ def test_a_killed_process_has_no_lock(tmp_path: Path) -> None:
         assert (tmp_path / LOCK).read_text().startswith(f"process {os.getpid()} on")
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_a_preparation_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
         pytest.raises(DataError, match=r"file cannot be made .File exists.: choose another folder"),

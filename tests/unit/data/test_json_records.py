@@ -22,7 +22,7 @@ def records_in(path: Path) -> list[object]:
 
 @pytest.mark.parametrize("start", [1, 3, 7, 1 << 20])
 @pytest.mark.parametrize("indent", [None, 1])
-def test_a_list_is_read_in_pieces_of_any_size(
+def test_a_json_list_is_read_in_chunks_of_any_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: int, indent: int | None
 ) -> None:
     monkeypatch.setattr(json_records, "_START", start)
@@ -47,7 +47,7 @@ NO_LISTS = [
 ]
 
 
-def test_a_list_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_malformed_json_list_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     for text, told in NO_LISTS:
         path.write_text(text)
@@ -79,7 +79,7 @@ def test_a_line_that_is_no_record_is_refused_by_its_place(
         records_in(path)
 
 
-def test_the_longest_record_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_of_the_greatest_length_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = '{"text": "abc"}\n'
     (path := tmp_path / "a.jsonl").write_text(line * 2)
     monkeypatch.setattr(json_records, "LONGEST_RECORD", len(line))
@@ -90,7 +90,9 @@ def test_the_longest_record_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.json.gz"])
-def test_no_more_than_a_record_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_reading_json_records_holds_one_record_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """As of a small file that is compressed from a huge line."""
     monkeypatch.setattr(json_records, "LONGEST_RECORD", 1 << 12)
     monkeypatch.setattr(json_records, "_START", 1 << 10)
@@ -115,7 +117,7 @@ def test_a_damaged_compressed_file_is_one_sentence(tmp_path: Path, damage: str) 
 
 
 @pytest.mark.parametrize("row", [{"messages": []}, {"conversations": []}, {"prompt": "a", "completion": "b"}])
-def test_conversations_in_a_field_are_no_text(tmp_path: Path, row: dict[str, Any]) -> None:
+def test_a_text_field_that_holds_conversations_is_refused(tmp_path: Path, row: dict[str, Any]) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps({"data": [row, row]}))
     with pytest.raises(

@@ -74,7 +74,7 @@ def read(dataset: Dataset[Any], workers: int) -> list[Tensor]:
     return found
 
 
-def test_workers_of_ranks_read_the_same(thread_ranks: RankPool) -> None:
+def test_loader_workers_give_every_rank_the_same_batch_as_no_workers(thread_ranks: RankPool) -> None:
     """Of ranks that are processes: `parity/test_data_order.py`."""
     expected = read(Noisy(), 0)
     for found in thread_ranks.run(read, Noisy(), 2, ranks=2):
@@ -86,7 +86,7 @@ class Stream(IterableDataset[Any]):
         return iter(())
 
 
-def test_what_is_no_map_style_dataset_of_pairs_is_refused() -> None:
+def test_a_loader_refuses_what_is_no_map_style_dataset_of_pairs() -> None:
     with pytest.raises(DataError, match=r"the dataset is a Stream without a length .*: give a map-style"):
         plait.Loader(Stream(), batch=1)
     with pytest.raises(DataError, match="a dataset of 0 samples: give at least one"):

@@ -36,7 +36,9 @@ class Numbered:
     rows=st.lists(st.integers(1, 5000), min_size=5, max_size=5),
     seed=st.integers(0, 100),
 )
-def test_shares_and_epochs(weights: list[float], rows: list[int], seed: int) -> None:
+def test_each_corpus_of_a_mixture_has_its_share_of_each_block_and_each_row_once_an_epoch(
+    weights: list[float], rows: list[int], seed: int
+) -> None:
     """In each block of rows each corpus has its share; of its own rows each comes once in an epoch."""
     corpora = [Numbered(number, count) for number, count in enumerate(rows[: len(weights)])]
     made = MixedBatches(corpora, weights, BLOCK, seed)
@@ -68,7 +70,7 @@ def test_parts_of_a_batch_are_the_batch_and_it_stays_that_of_earlier_versions() 
     assert MixedBatches([Numbered(0, 7), Numbered(1, 9)], [1, 1 << 20], 12, 3).rows == 9, "none of the first"
 
 
-def test_documents_stay_apart_beside_corpora_without() -> None:
+def test_document_ids_of_a_mixture_stay_apart_beside_corpora_without_documents() -> None:
     shard = TokenShard(np.arange(6), np.array([2, 6]))
     packed = DocumentRows(Corpus((6,), True, [shard]), 6, 10, "some")
 
@@ -84,7 +86,7 @@ def test_documents_stay_apart_beside_corpora_without() -> None:
     assert targets[1].tolist() == [0] * 6
 
 
-def test_the_next_batch_is_read_meanwhile() -> None:
+def test_the_next_batch_of_a_mixture_is_read_in_the_background() -> None:
     plain = RandomBatches(7, 5, 4, 0)
     asked: list[tuple[int, str]] = []
 

@@ -224,7 +224,7 @@ def test_a_mutated_file_is_read_as_it_is_or_refused(tmp_path: Path, name: str) -
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", READERS)
-def test_two_hundred_mutations_of_each_kind(tmp_path: Path, name: str) -> None:
+def test_each_kind_of_data_file_survives_240_mutations(tmp_path: Path, name: str) -> None:
     read_mutations(tmp_path, name, 240)
 
 

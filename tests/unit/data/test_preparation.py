@@ -44,7 +44,9 @@ def as_jsonl(documents: list[str]) -> str:
 
 
 @pytest.mark.parametrize("portion", [7, 1000])
-def test_each_kind_of_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, portion: int) -> None:
+def test_data_prepare_reads_each_kind_of_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, portion: int
+) -> None:
     written = in_one_process(monkeypatch)
     texts = tmp_path / "texts"
     texts.mkdir()
@@ -71,7 +73,9 @@ def test_each_kind_of_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, po
 
 
 @pytest.mark.parametrize("portion", [1, 5, 64])
-def test_lines_as_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, portion: int) -> None:
+def test_with_lines_each_line_of_a_text_is_a_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, portion: int
+) -> None:
     in_one_process(monkeypatch)
     monkeypatch.setattr("plait.data.json_records._START", 2)
     (tmp_path / "a.txt").write_bytes(b"one\r\n\ntwo and more\nthree")
@@ -79,7 +83,7 @@ def test_lines_as_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, por
     assert documents_in(tmp_path / "out") == ["one", "two and more", "three"]
 
 
-def test_options_and_folders_that_do_not_fit_the_sources(tmp_path: Path) -> None:
+def test_options_and_folders_that_do_not_fit_the_sources_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "b.jsonl").write_text(as_jsonl(["second"]))
     with pytest.raises(ConfigError, match="--column 'x': the sources are text, without fields"):
@@ -97,7 +101,7 @@ def test_options_and_folders_that_do_not_fit_the_sources(tmp_path: Path) -> None
     piece=st.integers(1, 20),
     compressed=st.booleans(),
 )
-def test_the_pieces_of_a_text_are_the_text(
+def test_a_text_read_in_chunks_is_the_text(
     tmp_path_factory: Any, text: str, size: int, piece: int, compressed: bool
 ) -> None:
     """Wherever portions and pieces are cut; the document ends once."""
@@ -115,12 +119,12 @@ def test_the_pieces_of_a_text_are_the_text(
 
 
 @pytest.mark.parametrize(("total", "size"), [(10, 1 << 20), (100 << 20, 100 << 14), (1 << 40, 1 << 26)])
-def test_shards_of_a_small_corpus_are_small(total: int, size: int) -> None:
+def test_token_shards_of_a_small_corpus_are_small(total: int, size: int) -> None:
     """So that each process has work, and the last one of a large corpus is not long."""
     assert portion_size(total) == size
 
 
-def test_what_a_file_is_read_as_follows_from_its_name(tmp_path: Path) -> None:
+def test_the_kind_of_a_source_file_follows_from_its_suffix(tmp_path: Path) -> None:
     rows = '[{"text": "a"}]'
     for name in ("a.txt", "b.jsonl", "c.NDJSON", "e.json", "f.py"):
         (tmp_path / name).write_text(rows)
@@ -148,7 +152,7 @@ def test_what_a_file_is_read_as_follows_from_its_name(tmp_path: Path) -> None:
     assert [(one.begin, one.end) for one in divided(zipped, 6)] == [(0, zipped.size)]
 
 
-def test_documents_of_shards_of_which_one_does_not_know_them() -> None:
+def test_document_numbers_span_token_shards_with_and_without_documents() -> None:
     shards = [
         TokenShard(np.arange(3), np.array([2])),
         TokenShard(np.arange(3, 5), None, np.array([1, 0], dtype=np.uint8)),
@@ -169,7 +173,7 @@ def test_documents_of_shards_of_which_one_does_not_know_them() -> None:
     assert corpus_of(np.arange(3)).document_length(1) == 2
 
 
-def test_a_shard_has_as_many_portions_as_fit() -> None:
+def test_shards_are_filled_with_portions_in_order() -> None:
     portions = [
         SourceRange(str(number), "text", 0, size, size) for number, size in enumerate([3, 3, 3, 5, 1, 9, 1])
     ]
@@ -178,7 +182,9 @@ def test_a_shard_has_as_many_portions_as_fit() -> None:
     assert [*itertools.chain(*shards)] == portions
 
 
-def test_one_command_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_command_prepares_a_folder_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second one is refused, and the first one goes on; see `locked_folder`."""
     in_one_process(monkeypatch)
     (tmp_path / "a.txt").write_text("text")
@@ -197,7 +203,7 @@ def test_one_command_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ),
     window=st.tuples(st.integers(0, 40), st.integers(0, 40)),
 )
-def test_document_numbers_of_any_window(shards: Any, window: tuple[int, int]) -> None:
+def test_a_corpus_gives_the_document_numbers_of_any_window(shards: Any, window: tuple[int, int]) -> None:
     """Of documents of some lengths in each shard, the last of which goes on in the next one."""
     made, lengths, carried = [], [], 0
     for own, rest in shards:
@@ -259,7 +265,7 @@ def test_the_end_token_follows_each_document(
         ("a.json", b'[{"chosen": [], "rejected": []}]', "in a loop of your own, with plait.dpo_loss"),
     ],
 )
-def test_what_cannot_be_read_is_named(
+def test_a_source_that_cannot_be_read_is_refused_with_the_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes, message: str
 ) -> None:
     in_one_process(monkeypatch)
@@ -287,7 +293,7 @@ def test_what_cannot_be_read_is_named(
         ("a.json", b'{"other": 3}', ['{"other": 3}']),
     ],
 )
-def test_texts_in_json(
+def test_a_half_surrogate_pair_in_json_text_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes, expected: list[str]
 ) -> None:
     """Half a surrogate pair is no character, and is replaced."""
@@ -297,7 +303,9 @@ def test_texts_in_json(
     assert documents_in(tmp_path / "out") == expected
 
 
-def test_what_is_not_learnt_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_documents_and_unread_fields_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     in_one_process(monkeypatch)
     (tmp_path / "a.jsonl").write_text('{"text": "ab", "id": 1, "tools": []}\n{"text": "c", "url": ""}\n')
     index = prepare_corpus([str(tmp_path / "a.jsonl")], tmp_path / "out", "bytes")
@@ -383,7 +391,7 @@ def test_rows_of_two_kinds_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
         prepare_corpus([str(tmp_path / "a.jsonl")], tmp_path / "out", "bytes", column="text")
 
 
-def test_interrupted_it_goes_on_behind_the_shards_that_are_whole(
+def test_an_interrupted_preparation_continues_after_its_complete_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, folder = [str(tmp_path / "a.jsonl")], tmp_path / "out"
@@ -400,7 +408,7 @@ def test_interrupted_it_goes_on_behind_the_shards_that_are_whole(
     assert contents(folder) == contents(tmp_path / "whole")
 
 
-def test_killed_before_its_settings_have_their_name_it_goes_on(
+def test_a_preparation_killed_before_its_settings_are_renamed_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_one_process(monkeypatch)
@@ -449,18 +457,20 @@ def killed_again_and_again(tmp_path: Path, times: int) -> None:
 
 
 @pytest.mark.full
-def test_killed_it_goes_on(tmp_path: Path) -> None:
+def test_a_preparation_killed_twice_continues_and_gives_the_same_shards(tmp_path: Path) -> None:
     killed_again_and_again(tmp_path, 2)
 
 
 @pytest.mark.full
-def test_killed_at_20_moments_it_gives_the_same_shards(tmp_path: Path) -> None:
+def test_a_preparation_killed_at_20_moments_gives_the_same_shards(tmp_path: Path) -> None:
     killed_again_and_again(tmp_path, 20)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["parquet", "dataset"])
-def test_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_parquet_tables_and_data_sets_are_prepared_as_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     in_one_process(monkeypatch)
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
@@ -478,7 +488,9 @@ def test_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> N
     assert len(open_corpus(tmp_path / "out")[1].shards) > 2
 
 
-def test_tables_need_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_without_the_datasets_package_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(ConfigError, match="needs the package datasets, which the extra data of plait"):

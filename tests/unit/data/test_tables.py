@@ -34,7 +34,9 @@ def stub(monkeypatch: pytest.MonkeyPatch, load: Any) -> None:
         ("/some/folder", ("/some/folder", None, None, "train")),
     ],
 )
-def test_names(monkeypatch: pytest.MonkeyPatch, name: str, expected: Any) -> None:
+def test_an_hf_name_gives_path_configuration_revision_and_split(
+    monkeypatch: pytest.MonkeyPatch, name: str, expected: Any
+) -> None:
     asked = {}
 
     def load(**arguments: Any) -> None:
@@ -48,7 +50,7 @@ def test_names(monkeypatch: pytest.MonkeyPatch, name: str, expected: Any) -> Non
     assert tuple(asked[one] for one in ("path", "name", "revision", "split")) == expected
 
 
-def test_a_part_of_a_split_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_hf_name_with_a_slice_of_a_split_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     stub(monkeypatch, None)
     with pytest.raises(DataError, match="cannot be read: write OWNER/NAME:SPLIT after hf://, where SPLIT is"):
         dataset_files("hf://owner/name:train[:10%]")

@@ -27,7 +27,7 @@ def test_token_arrays_are_read_as_they_are(tmp_path: Path, dtype: str) -> None:
     assert not holds_tokens("tokens.txt")
 
 
-def test_token_arrays_that_cannot_be_used(tmp_path: Path) -> None:
+def test_token_arrays_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     def refused(name: str, match: str) -> None:
         with pytest.raises(DataError, match=match):
             open_tokens(str(tmp_path / name), "uint32")
@@ -66,7 +66,9 @@ def test_files_of_a_folder_are_one_corpus(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("magic", "dtype"), [(20240520, np.uint16), (20240801, np.uint32)])
-def test_the_header_of_gpt_2_trainers(tmp_path: Path, magic: int, dtype: type) -> None:
+def test_a_token_file_with_the_header_of_gpt2_trainers_is_read(
+    tmp_path: Path, magic: int, dtype: type
+) -> None:
     tokens, header = np.arange(40, dtype=dtype), np.zeros(256, dtype=np.int32)
     header[:3] = magic, 1, 40
     (tmp_path / "a.bin").write_bytes(header.tobytes() + tokens.tobytes())
@@ -76,7 +78,7 @@ def test_the_header_of_gpt_2_trainers(tmp_path: Path, magic: int, dtype: type) -
         open_tokens(str(tmp_path / "a.bin"), "uint16")
 
 
-def test_megatrons_index(tmp_path: Path) -> None:
+def test_a_token_file_with_megatrons_index_is_read_and_a_damaged_index_refused(tmp_path: Path) -> None:
     """Four sequences in three documents, of which the second is empty."""
     sizes, documents = np.array([3, 2, 4, 1], dtype=np.int32), np.array([0, 2, 2, 4], dtype=np.int64)
     positions = np.zeros(4, dtype=np.int64)

@@ -14,7 +14,7 @@ from plait.data.tokenizer_match import tokenizer_mismatch
 from plait.errors import ConfigError, DataError
 
 
-def test_bytes_are_their_own_tokens() -> None:
+def test_the_byte_tokenizer_gives_each_byte_as_its_token() -> None:
     tokenizer = open_tokenizer("bytes")
     tokens = tokenizer.encode(["naïve ".encode(), b"text"])
     assert tokens.tolist() == list("naïve text".encode())
@@ -27,12 +27,12 @@ def test_bytes_are_their_own_tokens() -> None:
         tokenizer.surrounding("x")
 
 
-def test_what_is_no_text_is_replaced() -> None:
+def test_invalid_bytes_and_control_characters_are_replaced_in_decoded_text() -> None:
     assert ByteTokenizer().decode([65, 255, 66, 5000, 67]) == "A�B�C"
     assert printable("a\n\tb\x1b[31m\x00") == "a\n\tb�[31m�"
 
 
-def test_tokenizer_file(word_tokenizer: Path) -> None:
+def test_a_tokenizer_json_encodes_and_decodes(word_tokenizer: Path) -> None:
     tokenizer = open_tokenizer(str(word_tokenizer))
     assert tokenizer.encode([b"a b", b"c what"]).tolist() == [1, 2, 3, 0]
     assert tokenizer.decode([1, 3, 99]) == "a c"
@@ -40,7 +40,7 @@ def test_tokenizer_file(word_tokenizer: Path) -> None:
     assert tokenizer.encode([]).tolist() == []
 
 
-def test_tokens_around_a_document() -> None:
+def test_surrounding_tokens_are_added_once_around_a_document() -> None:
     around = SurroundingTokens((7, 8), (5, 6))
     for inner, whole in {
         (): [],
@@ -161,12 +161,12 @@ def test_a_corpus_keeps_the_files_of_its_tokenizer(word_tokenizer: Path, tmp_pat
     assert numbers == f"{was} gives its tokens other numbers"
 
 
-def test_missing_tokenizer_file(tmp_path: Path) -> None:
+def test_a_missing_tokenizer_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.tokenizer = .* is no file"):
         open_tokenizer(str(tmp_path / "none.json"))
 
 
-def test_broken_tokenizer_file(tmp_path: Path) -> None:
+def test_a_broken_tokenizer_file_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps({"hello": 1}))
@@ -174,7 +174,9 @@ def test_broken_tokenizer_file(tmp_path: Path) -> None:
         open_tokenizer(str(path))
 
 
-def test_without_the_tokenizers_package(word_tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_json_without_the_tokenizers_package_is_refused(
+    word_tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(
         ConfigError, match=r"the extra tokenizers of plait brings: .* -m pip install tokenizers"

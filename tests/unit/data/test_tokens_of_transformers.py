@@ -98,7 +98,9 @@ def test_a_document_has_the_tokens_of_its_whole_text(
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", kinds.KINDS)
-def test_texts_that_are_hard_to_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_texts_without_safe_places_to_cut_have_the_tokens_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     cut_often(monkeypatch)
     folder = kinds.save(tmp_path / "tokenizer", kind, post="<bos> $A")
     theirs = transformers_tokenizer(folder)
@@ -120,7 +122,9 @@ def test_a_text_that_can_be_cut_nowhere_and_is_too_long_is_refused(
         learnt(tmp_path / "a.txt", folder)
 
 
-def test_tokens_around_a_document_stand_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_begin_and_end_tokens_already_in_the_text_are_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where the text has them, as that of a chat template; `--end` stands in place of the tokenizer's."""
     in_one_process(monkeypatch)
     folder = kinds.save(tmp_path / "tokenizer", "byte level", post="<bos> $A <eos>")
@@ -139,7 +143,7 @@ def test_tokens_around_a_document_stand_once(tmp_path: Path, monkeypatch: pytest
     ]
 
 
-def test_what_the_files_beside_a_tokenizer_say(tmp_path: Path) -> None:
+def test_added_tokens_in_tokenizer_config_are_read_and_padding_is_ignored(tmp_path: Path) -> None:
     """Tokens that only they name are added; batches that are cut and filled up are none of documents."""
     config = {
         "pad_token": "<pad>",
@@ -172,7 +176,7 @@ def test_a_class_that_builds_another_tokenizer_is_refused(tmp_path: Path) -> Non
     require_tokens_of_transformers(open_tokenizer(str(tmp_path / "again")))  # type: ignore[arg-type]
 
 
-def test_numbers_of_tokens_may_have_gaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_ids_may_have_gaps_and_exceed_16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Above the count of tokens, and of 16 bits."""
     in_one_process(monkeypatch)
     pytest.importorskip("tokenizers")

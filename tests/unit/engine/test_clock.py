@@ -57,7 +57,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return fake
 
 
-def test_a_device_is_waited_for_at_the_start_and_when_read_only(device: Device) -> None:
+def test_a_device_clock_synchronizes_only_at_the_start_and_when_read(device: Device) -> None:
     with patch("time.perf_counter_ns", side_effect=[1_000_000_000, 1_000_000_010]):
         clock = DeviceClock(CUDA)
     assert device.calls == ["wait for all", "record", "wait for an event"]
@@ -69,7 +69,7 @@ def test_a_device_is_waited_for_at_the_start_and_when_read_only(device: Device) 
     assert device.calls[6:] == ["wait for all"]
 
 
-def test_the_host_is_timed_by_its_own_clock() -> None:
+def test_host_clock_stamps_are_perf_counter_times_in_order() -> None:
     clock = HostClock()
     before = time.perf_counter_ns()
     stamps = [clock.stamp(), clock.stamp()]
@@ -77,6 +77,6 @@ def test_the_host_is_timed_by_its_own_clock() -> None:
     assert [before, *clock.read(stamps), after] == sorted([before, *stamps, after])
 
 
-def test_each_device_has_its_clock(device: Device) -> None:
+def test_a_cpu_is_timed_by_a_host_clock_and_a_gpu_by_a_device_clock(device: Device) -> None:
     assert isinstance(clock_on(torch.device("cpu")), HostClock)
     assert isinstance(clock_on(CUDA), DeviceClock)

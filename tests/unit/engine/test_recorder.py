@@ -74,7 +74,7 @@ def row(recorder: Recorder) -> list[tuple[str, int, int, int | None]]:
     return [(str(action), start, end, asked) for action, start, end, asked in recorder.step()]
 
 
-def test_computing_is_timed_and_waiting_for_it_is_not() -> None:
+def test_a_recorded_action_excludes_its_waits_for_messages() -> None:
     # receive, take, 1021 0F0 0F0 1042, send, 1053 await 0I0 1064, 1065 0B0 1076, reduce b, 1087 0B0 1098, …
     assert row(recorded(program("1f1b", 0))) == [("0F0", 1021, 1042, None), ("0B0", 1065, 1098, 1053)]
 
@@ -88,7 +88,7 @@ def test_a_backward_that_sends_early_is_two_actions() -> None:
     ]
 
 
-def test_a_gradient_to_start_from_belongs_to_a_backward_at_once() -> None:
+def test_the_gradient_of_the_loss_is_part_of_its_recorded_backward() -> None:
     alone = lower(policy_schedule("1f1b", 1, 2), LoweringSpec((2,), {}))[0]
     # take, 1011 0F0 0F0 loss 1042, 1043 seed 1054, 1055 0B0 0B0 1076, release, take, 1097 …
     assert row(recorded(alone)) == [
@@ -99,7 +99,7 @@ def test_a_gradient_to_start_from_belongs_to_a_backward_at_once() -> None:
     ]
 
 
-def test_an_action_in_pieces_lasts_from_the_first_to_the_last() -> None:
+def test_a_recorded_action_of_several_segments_lasts_from_the_first_to_the_last() -> None:
     sharded = program("zb-h1", 0, LoweringSpec(SHAPE.layers, SHAPE.units, sharding=EVERYTHING))
     # gather, receive, take, await, gather, 1051 0F0 1062, release, await, 1083 0F0 1094, send, 1105 await …
     assert row(recorded(sharded)) == [
@@ -109,12 +109,12 @@ def test_an_action_in_pieces_lasts_from_the_first_to_the_last() -> None:
     ]
 
 
-def test_the_last_training_step_counts() -> None:
+def test_a_recorder_keeps_the_last_training_step() -> None:
     recorder = recorded(program("1f1b", 0), program("1f1b", 0))
     assert row(recorder)[0] == ("0F0", 2021, 2042, None)
 
 
-def test_a_step_that_fails_leaves_the_one_before() -> None:
+def test_a_failed_step_leaves_the_recording_of_the_one_before() -> None:
     first, second = program("1f1b", 0), program("1f1b", 1)
     assert row(recorded(first, second, fails=True)) == row(recorded(first))
     assert recorded(first, fails=True).step is None

@@ -49,7 +49,7 @@ def test_inputs_and_targets_are_cut_and_the_whole_ones_counted() -> None:
     assert (whole.sequence, whole.uncut) == (None, 0)
 
 
-def test_pieces_are_kept_between_steps_and_the_batch_is_not() -> None:
+def test_parts_of_the_sequence_are_kept_between_steps_and_the_batch_is_not() -> None:
     model = plait.models.gpt2(layers=1, hidden=8, heads=2, vocab=16, context=12)
     few, many = (plait.memory(model, Plan(cp=2), rows=rows, device="cpu").ranks[0] for rows in (1, 3))
     assert many.at_rest - few.at_rest == 2 * 2 * 6 * 8
@@ -58,7 +58,7 @@ def test_pieces_are_kept_between_steps_and_the_batch_is_not() -> None:
     assert whole.at_peak[Category.BATCH] == 2 * 3 * 12 * 8
 
 
-def test_documents_are_those_that_are_given() -> None:
+def test_predicted_memory_takes_the_given_document_ids() -> None:
     ids = torch.tensor([[0] * 5 + [1] * 7]).repeat(ROWS, 1)
     batch = {"tokens": tokens(12), "document_ids": ids}
     for given, longest in ((ids, 7), (ids.to("meta"), 12)):
@@ -69,7 +69,7 @@ def test_documents_are_those_that_are_given() -> None:
         assert result_bytes(share.sequence) == {}
 
 
-def test_what_layers_share_is_counted_once() -> None:
+def test_tensors_shared_by_layers_of_a_running_sequence_count_once() -> None:
     share = context_share(Plan(cp=2), tokens(12), None)
     sequence = share.new_sequence()
     assert sequence is not None
@@ -79,7 +79,7 @@ def test_what_layers_share_is_counted_once() -> None:
     assert result_bytes(share.sequence) == result_bytes(None) == {}
 
 
-def test_what_has_no_sequence_is_refused() -> None:
+def test_memory_under_cp_refuses_targets_without_a_sequence() -> None:
     model = plait.models.gpt2(layers=1, hidden=8, heads=2, vocab=16, context=12)
     with pytest.raises(DataError, match=r"dim 1 is the sequence"):
         plait.memory(model, Plan(cp=2), tokens(12), torch.empty(ROWS, 5), device="cpu")

@@ -31,7 +31,7 @@ def activations(memory: Memory) -> list[int]:
     return [rank.at_peak[Category.ACTIVATIONS] for rank in memory.ranks]
 
 
-def test_inputs_and_rows_say_the_same() -> None:
+def test_memory_from_inputs_equals_memory_from_rows() -> None:
     plan = Plan(microbatches=2)
     tokens = torch.empty(6, 16, dtype=torch.int64, device="meta")
     assert foretold(plan, rows=6) == plait.memory(gpt2(), plan, tokens, tokens, device="cpu")
@@ -72,7 +72,7 @@ def test_activations_in_flight_are_those_of_the_schedule() -> None:
     assert middle("gpipe", 16)[0] / middle("gpipe", 8)[0] == pytest.approx(2, rel=0.1)
 
 
-def test_saving_is_against_strategy_none() -> None:
+def test_the_printed_saving_is_against_strategy_none() -> None:
     none, full = foretold(Plan(dp=4)), foretold(Plan(dp=4, strategy="full", reduce="each"))
     assert none.saving == 0
     assert none.unsharded == full.unsharded == none.peak
@@ -81,14 +81,14 @@ def test_saving_is_against_strategy_none() -> None:
 
 
 @pytest.mark.parametrize("moments", [0, 1, 2])
-def test_moments_are_what_the_optimizer_keeps(moments: int) -> None:
+def test_moments_count_the_tensors_that_the_optimizer_keeps(moments: int) -> None:
     elements = sum(parameter.numel() for parameter in gpt2().parameters())
     ranks = foretold(Plan(precision="fp32"), moments=moments).ranks
     assert ranks[0].at_peak[Category.STATE] == moments * elements * 4
     assert ranks[0].at_rest == pytest.approx((2 + moments) * elements * 4, rel=0.005)
 
 
-def test_a_rank_of_tp_holds_its_piece() -> None:
+def test_a_rank_of_tp_2_is_predicted_about_half_of_each_category() -> None:
     whole, half = foretold(Plan()), foretold(Plan(tp=2))
     for category in (Category.PARAMETERS, Category.GRADIENTS, Category.STATE, Category.ACTIVATIONS):
         assert 0.45 < half.ranks[0].at_peak[category] / whole.ranks[0].at_peak[category] < 0.75
@@ -108,7 +108,7 @@ def test_offload_frees_a_device_but_not_a_cpu() -> None:
     assert on_cpu[1].ranks[0].host == 0
 
 
-def test_within_operations_it_is_at_least_as_much() -> None:
+def test_the_peak_within_operations_is_at_least_the_peak_between_them() -> None:
     for rank in foretold(Plan(pp=2, microbatches=4)).ranks:
         assert rank.most >= rank.peak == sum(rank.at_peak.values())
         assert rank.at_rest < rank.peak
@@ -120,7 +120,7 @@ def test_nothing_is_allocated_for_a_large_model() -> None:
     assert memory.peak > 10**10
 
 
-def test_models_are_not_altered() -> None:
+def test_memory_does_not_alter_the_model() -> None:
     model = nn.Sequential(nn.Linear(8, 8))
     before = model[0].weight.clone()
     plait.memory(model, Plan(dp=2, strategy="full"), torch.empty(4, 8), device="cpu")
@@ -129,7 +129,7 @@ def test_models_are_not_altered() -> None:
     assert "forward" not in vars(model[0])
 
 
-def test_refusals_are_those_of_parallelize() -> None:
+def test_memory_refuses_what_parallelize_refuses() -> None:
     with pytest.raises(PlanError, match="6 rows, which do not divide into 4 micro-batches"):
         foretold(Plan(microbatches=4), rows=6)
     with pytest.raises(PlanError, match="does not cut 6 layers"):
@@ -161,7 +161,7 @@ def test_a_layer_without_graphs_counts_as_an_eager_one() -> None:
     assert ranks(compile="where possible") == ranks()
 
 
-def test_the_table_fits_a_terminal() -> None:
+def test_the_memory_table_fits_a_terminal() -> None:
     sizes = {"layers": 4, "hidden": 8192, "heads": 64, "vocab": 50257, "context": 2048}
     for factor, model in ((1, gpt2()), (64, plait.models.gpt2(**sizes))):
         plan = Plan(pp=2, dp=8, strategy="full", offload="parameters", microbatches=4)
@@ -171,7 +171,7 @@ def test_the_table_fits_a_terminal() -> None:
         assert "Offloaded to the CPU" in text
 
 
-def test_the_table_says_where_the_peak_is() -> None:
+def test_the_memory_table_names_the_action_of_the_peak() -> None:
     memory = foretold(Plan(microbatches=2))
     rank, *rows = str(memory).splitlines()
     assert rank.split() == [
@@ -183,7 +183,7 @@ def test_the_table_says_where_the_peak_is() -> None:
     assert f"Rank 0 has the largest peak, after {memory.ranks[0].at}." in rows
 
 
-def test_plans_share_what_layers_do() -> None:
+def test_plans_share_the_traces_of_layers() -> None:
     estimator = MemoryEstimator(gpt2(), rows=4, device="cpu")
     for strategy in ("none", "optimizer", "full"):
         estimator.estimate(Plan(dp=2, microbatches=2, strategy=strategy))

@@ -34,7 +34,7 @@ def changes(plan: Plan, rows: int | None = ROWS, *, offloads: bool = True) -> It
     return (changed_fields(plan, other) for other in nearest(plan, rows, offloads=offloads))
 
 
-def test_one_change_at_a_time_the_cheapest_first() -> None:
+def test_fit_plan_tries_single_changes_first_and_the_cheapest_before_others() -> None:
     plan = Plan(dp=2, microbatches=2, strategy="gradients")
     found = list(changes(plan))
     assert found[:7] == [
@@ -50,7 +50,7 @@ def test_one_change_at_a_time_the_cheapest_first() -> None:
     assert found[-1] == {"reduce": "each", "strategy": "full", "microbatches": 8, "offload": "full"}
 
 
-def test_only_changes_that_have_an_effect() -> None:
+def test_fit_plan_tries_only_changes_that_have_an_effect() -> None:
     found = list(changes(Plan(dp=2, microbatches=4)))
     assert found[:5] == [
         {},
@@ -65,7 +65,7 @@ def test_only_changes_that_have_an_effect() -> None:
     assert {"offload": "full"} not in found
 
 
-def test_a_rank_without_others_can_only_take_smaller_pieces_or_offload() -> None:
+def test_fit_plan_for_one_rank_tries_only_more_micro_batches_or_offload() -> None:
     found = list(changes(Plan(microbatches=4)))
     assert found[:2] == [{}, {"microbatches": 8}]
     assert all("offload" in change for change in found[2:])
@@ -85,7 +85,7 @@ def test_state_is_cut_over_ranks_that_share_sequences() -> None:
     assert most_of(found) <= most_of(plan) * 0.6
 
 
-def test_micro_batches_divide_the_batch() -> None:
+def test_fit_plan_tries_only_micro_batches_that_divide_the_batch() -> None:
     assert {"microbatches": 6} in changes(Plan(microbatches=3), 6)
     assert not any("microbatches" in change for change in changes(Plan(microbatches=4), 6))
     assert not any("microbatches" in change for change in changes(Plan(microbatches=4), None))
@@ -94,7 +94,7 @@ def test_micro_batches_divide_the_batch() -> None:
 @pytest.mark.parametrize(
     "part", [1.0, *(pytest.param(part, marks=pytest.mark.full) for part in (0.9, 0.7, 0.5)), 0.3]
 )
-def test_the_first_that_fits(part: float) -> None:
+def test_fit_plan_gives_the_first_change_that_fits(part: float) -> None:
     plan = Plan(dp=2, microbatches=2)
     limit = int(most_of(plan) * part)
     found = fit_plan(estimator(), plan, limit)
@@ -106,7 +106,7 @@ def test_the_first_that_fits(part: float) -> None:
         assert most_of(nearer) > limit
 
 
-def test_a_plan_that_fits_is_the_answer() -> None:
+def test_fit_plan_returns_a_plan_that_already_fits() -> None:
     plan = Plan(dp=2, microbatches=2)
     assert fit_plan(estimator(), plan, 10**9) is plan or fit_plan(estimator(), plan, 10**9) == plan
 
@@ -126,11 +126,11 @@ def test_plans_that_are_tried_share_the_order_of_a_step() -> None:
     assert sorted(orders) in ([4], [4, 8])
 
 
-def test_none_fits() -> None:
+def test_fit_plan_gives_none_where_no_change_fits() -> None:
     assert fit_plan(estimator(), Plan(dp=2, microbatches=2), 1000) is None
 
 
-def test_on_a_cpu_offloading_is_not_tried() -> None:
+def test_fit_plan_does_not_offload_on_a_cpu() -> None:
     given, plan = estimator("cpu"), Plan(dp=2, microbatches=8)
     least = min(given.estimate(other).most for other in nearest(plan, ROWS, offloads=False))
     assert fit_plan(given, plan, least) is not None

@@ -12,7 +12,7 @@ def total(ledger: MemoryLedger) -> int:
     return ledger.snapshot(Finish()).total
 
 
-def test_a_block_counts_once_as_long_as_anybody_holds_it() -> None:
+def test_a_memory_block_counts_once_as_long_as_any_holder_keeps_it() -> None:
     ledger = MemoryLedger()
     ledger.hold("run", [A, G])
     ledger.hold("value", [A, A, None])
@@ -25,20 +25,20 @@ def test_a_block_counts_once_as_long_as_anybody_holds_it() -> None:
     assert total(ledger) == 0
 
 
-def test_blocks_of_one_size_are_different_memory() -> None:
+def test_the_ledger_counts_blocks_of_equal_size_separately() -> None:
     ledger = MemoryLedger()
     ledger.hold("two", [MemoryBlock(5, Category.BATCH), MemoryBlock(5, Category.BATCH)])
     assert total(ledger) == 10
 
 
-def test_who_holds_something_else_lets_go_of_the_first() -> None:
+def test_a_holder_that_takes_another_block_releases_its_first() -> None:
     ledger = MemoryLedger()
     ledger.hold("value", [A])
     ledger.hold("value", [G])
     assert ledger.snapshot(Finish()).held == {Category.GRADIENTS: 30, Category.ACTIVATIONS: 0}
 
 
-def test_the_peak_is_the_first_moment_of_the_most() -> None:
+def test_the_recorded_peak_is_the_first_moment_of_the_maximum() -> None:
     ledger = MemoryLedger()
     first, second, third = AllocateGradient("a"), AllocateGradient("b"), AllocateGradient("c")
     ledger.hold("a", [A])
@@ -60,7 +60,7 @@ def test_the_peak_is_the_first_moment_of_the_most() -> None:
     assert (ledger.peak, ledger.most) == (None, 0)
 
 
-def test_what_is_offloaded_is_counted_apart() -> None:
+def test_offloaded_blocks_count_as_host_memory() -> None:
     ledger = MemoryLedger()
     ledger.hold("a", [A, HOST])
     ledger.record(Finish())

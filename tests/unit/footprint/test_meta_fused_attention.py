@@ -87,18 +87,18 @@ CASES = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", CASES)
-def test_meta_keeps_what_a_device_keeps(name: str, dtype: torch.dtype) -> None:
+def test_fused_attention_on_meta_keeps_the_bytes_that_a_device_keeps(name: str, dtype: torch.dtype) -> None:
     assert kept_bytes(CASES[name], "meta", dtype) == kept_bytes(CASES[name], "cpu", dtype)
 
 
 @pytest.mark.parametrize("name", ["causal", "grouped", "masked", "one head"])
-def test_in_half_precision(name: str) -> None:
+def test_fused_attention_in_bf16_on_meta_keeps_the_bytes_of_a_cpu(name: str) -> None:
     """Norms keep less on a CPU than elsewhere, so here without."""
     half = torch.bfloat16
     assert kept_bytes(CASES[name], "meta", half) == kept_bytes(CASES[name], "cpu", half)
 
 
-def test_the_matrix_of_weights_is_not_kept() -> None:
+def test_fused_attention_on_meta_does_not_keep_the_attention_weights() -> None:
     """PyTorch's own way on meta keeps it twice."""
     fused, parts = (kept_bytes(CASES[name], "meta", torch.float32) for name in ("causal", "dropping"))
     assert parts - fused > 2 * 4 * 16 * 16 * 4  # rows, heads, queries, keys, bytes

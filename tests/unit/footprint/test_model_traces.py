@@ -36,7 +36,7 @@ def test_gradients_that_are_not_deferred_wait_where_each_micro_batch_is_reduced(
     assert until_weights(each, 1) == parameters
 
 
-def test_all_is_in_the_precision_of_the_plan() -> None:
+def test_traced_sizes_are_in_the_precision_of_the_plan() -> None:
     model = plait.models.gpt2(layers=1, hidden=16, heads=2, vocab=32, context=8)
     tokens = torch.empty(ROWS, 8, dtype=torch.int64)
     half, whole = (traced(model, tokens, precision=precision) for precision in ("bf16", "fp32"))
@@ -51,7 +51,7 @@ def test_all_is_in_the_precision_of_the_plan() -> None:
     assert floats.inputs == [ROWS * 4 * 2]
 
 
-def test_cut_logits_are_spent_by_the_loss() -> None:
+def test_the_loss_frees_logits_sharded_by_class() -> None:
     """They become their own gradient; if something reads them in a backward, a copy does."""
     model = plait.models.gpt2(layers=1, hidden=16, heads=2, vocab=512, context=8)
     tokens = torch.empty(ROWS, 8, dtype=torch.int64)

@@ -62,7 +62,7 @@ class Account:
     ],
 )
 @pytest.mark.parametrize("moments", [0, 1, 2])
-def test_what_is_always_there(
+def test_each_strategy_keeps_its_share_of_parameters_gradients_and_state(
     strategy: Any, parameters: float, gradients: float, state: float, moments: int
 ) -> None:
     held = Account(strategy=strategy, moments=moments).after().held
@@ -95,7 +95,7 @@ def test_a_whole_gradient_is_scattered_in_place() -> None:
 HALF = {"precision": "bf16", "master_precision": "fp32"}
 
 
-def test_masters_are_beside_parameters() -> None:
+def test_masters_count_beside_parameters() -> None:
     held = Account(strategy="optimizer", **HALF).after().held
     assert held[Category.PARAMETERS] == 2 * (P / 2 + P / N)
     assert held[Category.GRADIENTS] == 2 * P
@@ -105,13 +105,13 @@ def test_masters_are_beside_parameters() -> None:
     assert whole[Category.GRADIENTS] == 2 * P
 
 
-def test_sums_in_more_digits_than_parameters_have() -> None:
+def test_fp32_gradients_of_bf16_parameters_count_with_their_16_bit_copies() -> None:
     held = Account(precision="bf16", master_precision="bf16", gradient_precision="fp32").after().held
     assert held[Category.PARAMETERS] == 2 * P / 2
     assert held[Category.GRADIENTS] == 2 * (P + P / 2)
 
 
-def test_what_travels_in_other_digits_is_a_copy() -> None:
+def test_gradients_reduced_in_another_precision_count_a_temporary_copy() -> None:
     account = Account(**HALF, reduce_precision="bf16")
     assert account.after(ReduceGradient).held[Category.GRADIENTS] == 2 * P + P / 2
     assert account.after(Finish).held[Category.GRADIENTS] == 2 * P
@@ -129,7 +129,7 @@ def test_what_travels_in_other_digits_is_a_copy() -> None:
     assert hybrid.after(ReduceGradient).held[Category.GRADIENTS] == always + P / 2 / 2
 
 
-def test_what_ranks_of_a_host_do_not_read_in_staging_buffers_is_copied() -> None:
+def test_gradients_above_the_staging_limit_count_a_copy_while_reduced() -> None:
     large = 4096  # its gradient in bf16 is just above the limit
     for width, copies in ((WIDTH, 0), (large, 1)):
         account = Account(
@@ -142,7 +142,7 @@ def test_what_ranks_of_a_host_do_not_read_in_staging_buffers_is_copied() -> None
         assert travelling == whole / 2 / N + copies * whole
 
 
-def test_offloaded_parameters_visit_the_device_between_steps() -> None:
+def test_offloaded_parameters_are_on_the_device_only_between_steps() -> None:
     account = Account(strategy="full", offload="parameters")
     assert account.after().held[Category.PARAMETERS] == 0
     assert account.after().host == 2 * P / N
@@ -152,7 +152,7 @@ def test_offloaded_parameters_visit_the_device_between_steps() -> None:
     assert account.after().held[Category.PARAMETERS] == 0
 
 
-def test_fully_offloaded_nothing_stays_but_what_layers_use() -> None:
+def test_with_full_offload_only_gathered_parameters_are_on_the_device() -> None:
     for strategy, parameters, gradients in (("full", 0, 0), ("gradients", 1, 0), ("optimizer", 1, 1)):
         account = Account(strategy=strategy, offload="full")
         moment = account.after(Finish)
@@ -162,7 +162,7 @@ def test_fully_offloaded_nothing_stays_but_what_layers_use() -> None:
         assert moment.host == 4 * 2 * P / N
 
 
-def test_where_layers_run_on_the_cpu_what_is_offloaded_counts_like_all_else() -> None:
+def test_on_a_cpu_offloaded_state_counts_as_device_memory() -> None:
     moment = Account(strategy="full", offload="full", device=torch.device("cpu")).after()
     assert (moment.total, moment.host) == (4 * 2 * P / N, 0)
 

@@ -23,7 +23,7 @@ def total(ledger: MemoryLedger) -> int:
     return ledger.snapshot(Finish()).total
 
 
-def test_buffers_are_reused_when_they_are_released() -> None:
+def test_receive_buffers_are_reused_after_their_release() -> None:
     ledger, messages = account()
     first, second = Action.parse("1F0"), Action.parse("1F1")
     messages.post(first)
@@ -37,7 +37,7 @@ def test_buffers_are_reused_when_they_are_released() -> None:
     assert total(ledger) == 2 * (BYTES + 2)
 
 
-def test_only_what_is_differentiable_comes_back() -> None:
+def test_only_differentiable_tensors_have_gradients_sent_back() -> None:
     ledger, messages = account()
     messages.post(Action.parse("0I0"))
     assert [block.nbytes for block in messages.take(Action.parse("0I0"))] == [BYTES]
@@ -55,7 +55,7 @@ def test_a_channel_holds_two_sends() -> None:
     assert total(ledger) == 0
 
 
-def test_what_was_received_is_sent_on_as_a_copy() -> None:
+def test_a_received_tensor_that_is_sent_on_counts_twice() -> None:
     ledger, messages = account()
     messages.post(Action.parse("1F0"))
     blocks = messages.take(Action.parse("1F0"))
@@ -64,7 +64,7 @@ def test_what_was_received_is_sent_on_as_a_copy() -> None:
     assert total(ledger) == 2 * before
 
 
-def test_where_no_gradient_flows_zeros_are_sent() -> None:
+def test_a_missing_gradient_is_counted_as_sent_zeros() -> None:
     ledger, messages = account()
     messages.send_gradients(Action.parse("1I0"), [None, None], 0)
     assert total(ledger) == BYTES

@@ -33,7 +33,7 @@ def test_memory_counts_until_the_last_view_of_it_is_gone(tracker: StorageTracker
         assert live(tracker) == []
 
 
-def test_what_autograd_saves_is_seen_inside_functions_too(tracker: StorageTracker) -> None:
+def test_tensors_saved_inside_autograd_functions_are_tracked(tracker: StorageTracker) -> None:
     with tracker.tracking():
         given = torch.empty(4, 8, requires_grad=True)
         output = torch.nn.functional.layer_norm(given, (8,))  # keeps a mean and a deviation of each row
@@ -58,7 +58,7 @@ class Keeping(torch.autograd.Function):
         return gradient + 1, None
 
 
-def test_what_a_backward_leaves_behind_is_seen(tracker: StorageTracker) -> None:
+def test_tensors_kept_by_a_custom_backward_are_tracked(tracker: StorageTracker) -> None:
     kept: list[Tensor] = []
     with tracker.tracking():
         given = torch.empty(5, requires_grad=True)
@@ -70,7 +70,7 @@ def test_what_a_backward_leaves_behind_is_seen(tracker: StorageTracker) -> None:
         assert live(tracker) == []
 
 
-def test_samples_hold_what_passed_as_well(tracker: StorageTracker) -> None:
+def test_samples_of_the_tracker_include_temporaries(tracker: StorageTracker) -> None:
     with tracker.tracking():
         given = torch.empty(10)
         given = given + 1
@@ -78,7 +78,7 @@ def test_samples_hold_what_passed_as_well(tracker: StorageTracker) -> None:
     assert live(tracker) == [40]
 
 
-def test_afterwards_all_is_as_before() -> None:
+def test_after_tracking_tensors_are_real_and_untracked() -> None:
     tracker = StorageTracker()
     with tracker.tracking():
         torch.empty(3)

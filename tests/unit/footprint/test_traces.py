@@ -62,7 +62,7 @@ def test_a_linear_keeps_its_input_and_then_the_gradient_of_its_output() -> None:
     assert trace.backward.allocated == {trace.backward.results[0]: SIZE}
 
 
-def test_what_the_backward_of_the_input_computes_waits_for_weights_only_if_told() -> None:
+def test_parameter_gradients_of_an_input_backward_wait_for_weight_work_only_if_added_late() -> None:
     """The gradients of a norm's scale and shift."""
     assert sizes(traced(nn.LayerNorm(WIDTH))) == (SIZE + 2 * ROWS * 4, 0)
     assert sizes(traced(nn.LayerNorm(WIDTH), adds_late=True)) == (SIZE + 2 * ROWS * 4, 2 * WIDTH * 4)
@@ -74,26 +74,26 @@ def test_a_layer_in_place_gives_a_copy_of_its_input() -> None:
     assert not trace.backward.saved
 
 
-def test_a_view_is_the_same_memory() -> None:
+def test_a_view_in_a_trace_shares_the_memory_of_its_base() -> None:
     trace = traced(nn.Flatten())
     assert trace.forward.results == trace.inputs
     assert not trace.forward.allocated
 
 
-def test_what_passes_through_is_the_same_memory_forward() -> None:
+def test_an_input_returned_as_output_shares_its_memory_in_a_trace() -> None:
     trace = traced(Call(lambda value: (value, value.sin())))
     assert trace.forward.results[0] == trace.inputs[0]
     assert trace.forward.allocated == {trace.forward.results[1]: SIZE}
 
 
-def test_nothing_flows_back_through_what_does_not_learn() -> None:
+def test_a_layer_whose_input_needs_no_gradient_has_an_empty_backward_trace() -> None:
     trace = traced(nn.Tanh(), learns=False)
     assert trace.output_gradients == (None,)
     assert trace.backward.results == (None,)
     assert not trace.backward.allocated
 
 
-def test_the_most_within_a_phase_counts_what_passes() -> None:
+def test_the_peak_of_a_traced_phase_counts_temporaries() -> None:
     trace = traced(Call(lambda value: torch.cat([value, value]).sum(0)))
     assert trace.forward.allocated == {trace.forward.results[0]: WIDTH * 4}
     assert trace.forward.peak == 2 * SIZE + WIDTH * 4

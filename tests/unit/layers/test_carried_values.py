@@ -208,7 +208,7 @@ def longest(module: Any, x: Tensor) -> None:
 @pytest.mark.parametrize(
     "does", [recorded, extended, cached_for_a_shape, norm_of_fixed_statistics, longest, attended]
 )
-def test_what_no_later_output_depends_on_is_allowed(does: Callable[[Any, Tensor], Any]) -> None:
+def test_state_that_no_later_output_depends_on_is_allowed(does: Callable[[Any, Tensor], Any]) -> None:
     assert looked_at(does) == ()
 
 
@@ -249,7 +249,7 @@ PLANS = [
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=["dp", "pp"])
-def test_what_counts_runs_counts_steps_on_every_plan(plan: plait.Plan) -> None:
+def test_a_buffer_that_counts_forwards_equals_one_rank_on_every_plan(plan: plait.Plan) -> None:
     inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
     model, targets = counting_model(reads_number=False), torch.arange(8) % 2
     report = plait.verify(model, plan, inputs, targets, threads=1, ranks_as="threads")
@@ -273,7 +273,7 @@ def counted_around_evaluations() -> list[float]:
     return found
 
 
-def test_an_evaluation_counts_no_run(thread_ranks: Any) -> None:
+def test_an_evaluation_does_not_advance_a_counting_buffer(thread_ranks: Any) -> None:
     assert thread_ranks.run(counted_around_evaluations, ranks=1) == [[1.0, 2.0, 2.0, 3.0]]
 
 
@@ -302,7 +302,7 @@ def shared_count() -> None:
     engine.forward_backward(torch.ones(2, 4), torch.zeros(2, dtype=torch.int64))
 
 
-def test_a_count_that_layers_share_is_refused(thread_ranks: Any) -> None:
+def test_a_counter_that_layers_share_is_refused(thread_ranks: Any) -> None:
     with pytest.raises(
         ModelError, match=r"^0\.runs changes in each run of its layer, and the layers 0, 1 share it"
     ):

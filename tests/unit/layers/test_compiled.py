@@ -63,14 +63,14 @@ def layer() -> nn.Linear:
         (lambda: nn.Sequential(layer(), ByAttribute()), r"activation of 1 \(ByAttribute\)"),
     ],
 )
-def test_compiled_modules(make: Callable[[], nn.Module], place: str) -> None:
+def test_models_given_to_torch_compile_are_refused_by_name(make: Callable[[], nn.Module], place: str) -> None:
     with pytest.raises(
         ModelError, match=f"^{place} was given to torch.compile: plait keeps weight gradients"
     ):
         weave(make())
 
 
-def test_compiled_losses() -> None:
+def test_losses_given_to_torch_compile_are_refused_by_name() -> None:
     class ByTotal:
         @compiled
         def total(self, output: Tensor, targets: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def test_compiled_losses() -> None:
         weave(nn.Sequential(layer()), ByModule())
 
 
-def test_what_is_never_compiled_runs() -> None:
+def test_a_layer_with_torch_compiler_disable_is_accepted() -> None:
     class NeverCompiled(nn.Module):
         @torch.compiler.disable
         def forward(self, hidden: Tensor) -> Tensor:

@@ -16,11 +16,13 @@ def sizes_for(length: int, module: nn.Module, *more: int) -> DistinctiveSizes:
     ("length", "lengths"),
     [(1024, (1021, 1019)), (16, (13, 11)), (8, (7, 5)), (7, (7, 5)), (6, (5, 7)), (3, (5, 7)), (0, (5, 7))],
 )
-def test_the_largest_primes_that_fit(length: int, lengths: tuple[int, int]) -> None:
+def test_distinctive_lengths_are_the_largest_primes_within_the_context(
+    length: int, lengths: tuple[int, int]
+) -> None:
     assert sizes_for(length, nn.Identity()).lengths == lengths
 
 
-def test_no_size_of_the_layer_is_a_multiple() -> None:
+def test_no_size_of_a_layer_is_a_multiple_of_a_distinctive_length() -> None:
     layer = nn.Sequential(nn.Linear(26, 4), nn.Conv1d(3, 3, 22))
     assert sizes_for(16, layer).lengths == (7, 5)
     assert sizes_for(16, layer, 14).lengths == (5, 17)
@@ -29,7 +31,7 @@ def test_no_size_of_the_layer_is_a_multiple() -> None:
     assert sizes_for(16, layer, 14) == DistinctiveSizes((19, 23), rows=29)
 
 
-def test_rows_differ_from_all_sizes() -> None:
+def test_the_distinctive_number_of_rows_differs_from_all_sizes() -> None:
     assert sizes_for(16, nn.Linear(3, 5)) == DistinctiveSizes((13, 11), rows=7)
 
 
@@ -41,7 +43,7 @@ def test_tensors_without_one_sequence_are_refused(like: object) -> None:
         DistinctiveSizes.of("head", nn.Identity(), like)
 
 
-def test_inputs_of_these_sizes() -> None:
+def test_inputs_are_resized_to_distinctive_rows_and_length() -> None:
     like: dict[str, object] = {
         "x": torch.zeros(4, 8, 3),
         "shared": (torch.zeros(1, 8, dtype=torch.int64), torch.zeros(4), torch.zeros(())),

@@ -50,7 +50,7 @@ def text(
     )  # type: ignore[arg-type]
 
 
-def test_it_says_what_a_model_is() -> None:
+def test_the_fingerprint_of_a_model_lists_versions_tensors_options_and_rules() -> None:
     lines = text(rules={"b": row, "a": column}).splitlines()
     assert lines == text(made(), rules={"a": column, "b": row}).splitlines()
     for line in (
@@ -79,7 +79,7 @@ def test_it_says_what_a_model_is() -> None:
     ]
 
 
-def test_whatever_acts_otherwise_changes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_change_of_behaviour_changes_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = text()
     changes: list[Callable[[Any], object]] = [
         lambda model: model[0].bias.requires_grad_(False),

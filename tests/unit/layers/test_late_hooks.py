@@ -28,7 +28,7 @@ def step(engine: plait.engine.Engine) -> None:
 
 
 @pytest.mark.parametrize("late", LATE)
-def test_a_hook_after_parallelize_is_told_once(late: str) -> None:
+def test_a_hook_registered_after_parallelize_is_warned_of_once(late: str) -> None:
     plan, model = plait.Plan(), small()
     engine = plait.parallelize(model, plan, plait.Mesh(plan), loss=plait.cross_entropy)
     step(engine)
@@ -39,7 +39,7 @@ def test_a_hook_after_parallelize_is_told_once(late: str) -> None:
     step(engine)
 
 
-def test_other_hooks_are_not_told_and_the_model_is_not_kept() -> None:
+def test_hooks_set_before_parallelize_give_no_warning_and_the_engine_does_not_keep_the_model() -> None:
     plan, model = plait.Plan(), small()
     model[0].register_forward_hook(lambda *_: None)
     engine = plait.parallelize(model, plan, plait.Mesh(plan), loss=plait.cross_entropy)

@@ -93,13 +93,13 @@ def test_attributes_are_set_to_copies_and_missing_ones_deleted() -> None:
 
 
 @pytest.mark.parametrize("model", [torch.zeros(2), None, [nn.Linear(2, 2)], nn.Linear])
-def test_refuses_what_is_no_module(model: object) -> None:
+def test_a_model_that_is_no_module_is_refused(model: object) -> None:
     with pytest.raises(ModelError, match=rf"the model is a {type(model).__name__}: give an nn.Module"):
         sequence_of(model)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("model", [nn.Sequential(), nn.Sequential(nn.Sequential(), nn.Sequential())])
-def test_refuses_an_empty_model(model: nn.Module) -> None:
+def test_an_empty_sequential_is_refused(model: nn.Module) -> None:
     with pytest.raises(ModelError, match=r"empty nn\.Sequential: give it at least one layer"):
         sequence_of(model)
 

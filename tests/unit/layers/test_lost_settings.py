@@ -116,7 +116,7 @@ LOST: dict[str, tuple[Callable[[Any], object], str]] = {
 
 
 @pytest.mark.parametrize("what", LOST)
-def test_what_a_copy_of_the_layers_would_not_have_is_refused_by_name(what: str) -> None:
+def test_settings_that_a_copy_of_the_layers_would_lose_are_refused_by_name(what: str) -> None:
     (change, message), model = LOST[what], made()
     refuse_lost_settings(model, None)
     change(model)

@@ -26,19 +26,19 @@ ONE, TWO, THREE = torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([3.0])
 NESTED = {"b": (ONE, "text", [TWO]), "a": Pair(THREE, None)}
 
 
-def test_tensors_come_in_one_order() -> None:
+def test_tensors_of_nested_values_come_in_a_fixed_order() -> None:
     assert [tensor.item() for tensor in tensors_of(NESTED)] == [1.0, 2.0, 3.0]
     assert list(tensors_of("text")) == []
 
 
-def test_mapping_keeps_structure_and_everything_else() -> None:
+def test_mapping_tensors_keeps_the_structure_and_other_values() -> None:
     doubled = map_tensors(lambda tensor: 2 * tensor, NESTED)
     assert repr(doubled) == repr({"b": (2 * ONE, "text", [2 * TWO]), "a": Pair(2 * THREE, None)})
     assert isinstance(doubled["a"], Pair)
     assert NESTED["b"][0].item() == 1.0  # type: ignore[index,union-attr]
 
 
-def test_split_gives_views() -> None:
+def test_splitting_a_batch_into_micro_batches_gives_views() -> None:
     whole = {"x": torch.arange(12).view(6, 2), "y": (torch.arange(6), "kept")}
     parts = split(whole, 3, "inputs")
     assert len(parts) == 3
@@ -55,7 +55,7 @@ def test_split_refuses_rows_that_do_not_divide(rows: int) -> None:
         split(torch.zeros(rows, 3), 2, "targets")
 
 
-def test_split_refuses_scalars() -> None:
+def test_splitting_a_scalar_is_refused() -> None:
     with pytest.raises(PlanError, match="the inputs have 0 rows"):
         split(torch.tensor(1.0), 1, "inputs")
 
@@ -113,14 +113,14 @@ def same(value: Value) -> Value:
     return value
 
 
-def test_what_is_cut_already_stays_as_it_is() -> None:
+def test_given_microbatches_are_not_split_again() -> None:
     given = Microbatches([{"x": ONE, "name": "kept"}, TWO, ()])
     inputs, targets = split_both(given, Microbatches([TWO, ONE, THREE]), 3, (double, same))
     assert inputs == [{"x": 2 * ONE, "name": "kept"}, 2 * TWO, ()]
     assert targets == [TWO, ONE, THREE]
 
 
-def test_what_is_whole_is_cut() -> None:
+def test_a_whole_batch_is_split_into_micro_batches() -> None:
     inputs, targets = split_both(torch.arange(4), {"x": torch.arange(2)}, 2, (double, same))
     assert [one.tolist() for one in inputs] == [[0, 2], [4, 6]]
     assert [one["x"].tolist() for one in targets] == [[0], [1]]
@@ -134,24 +134,24 @@ def test_another_number_of_micro_batches_than_the_plans_is_refused(given: int) -
             split_both(inputs, targets, 2, (same, same))
 
 
-def test_one_cut_and_the_other_whole_is_refused() -> None:
+def test_microbatches_beside_a_whole_batch_are_refused() -> None:
     given = Microbatches([ONE, ONE])
     for inputs, targets, what in ((given, torch.zeros(2), "targets"), (torch.zeros(2), given, "inputs")):
         with pytest.raises(DataError, match=f"the {what} are not Microbatches, but the others are"):
             split_both(inputs, targets, 2, (same, same))
 
 
-def test_split_refuses_what_is_cut_already() -> None:
+def test_splitting_microbatches_again_is_refused() -> None:
     with pytest.raises(DataError, match=r"the inputs are Microbatches, which only"):
         split(Microbatches([ONE, ONE]), 2, "inputs")
 
 
-def test_tensors_are_replaced_in_order() -> None:
+def test_tensors_of_nested_values_are_replaced_in_order() -> None:
     filled = with_tensors(NESTED, [None, 5, ONE])
     assert filled == {"b": (None, "text", [5]), "a": Pair(ONE, None)}
 
 
-def test_signatures_are_one_or_all_behind_a_digest() -> None:
+def test_signatures_of_different_micro_batches_are_shortened_to_a_digest() -> None:
     long, short = torch.zeros(1, 7), torch.zeros(1, 3)
     assert signatures([long, long]) == signature(long)
     one, other = signatures([long, short, long]), signatures([long, long, short])

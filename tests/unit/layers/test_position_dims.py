@@ -41,7 +41,7 @@ def test_a_view_finds_the_positions_if_one_dim_has_them(data: st.DataObject) -> 
     assert ([] if found is None else [found]) == right
 
 
-def test_a_view_that_scrambles_rows_and_positions() -> None:
+def test_a_view_that_mixes_rows_and_positions_has_no_position_dim() -> None:
     assert PositionDim(1).viewed((3, 5, 4), (15, 4), 5) == PositionDim(0, outer=3)
     assert PositionDim(1).viewed((3, 5, 4), (3, 5, 2, 2), 5) == PositionDim(1)
     assert PositionDim(1).viewed((3, 5, 4), (3, 20), 5) == PositionDim(1, inner=4)
@@ -61,7 +61,7 @@ def test_broadcasting_aligns_positions_from_the_right() -> None:
     assert call.aligned([x, torch.ones(3, 1, 1)], 3) == PositionDim(1)
 
 
-def test_dims_by_size() -> None:
+def test_the_position_dim_is_found_by_its_size() -> None:
     shapes = {(4, 5): (1, 1, 1), (15, 4): (0, 3, 1), (30,): (0, 3, 2), (10, 2): (0, 1, 2)}
     for shape, expected in shapes.items():
         assert positions_by_size(shape, 5, rows=3) == [PositionDim(*expected)]

@@ -262,7 +262,7 @@ REFUSED_THOUGH_APART = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_step_from_each_layout(layout: str) -> None:
+def test_each_operation_on_each_layout_is_accepted_only_if_positions_stay_apart(layout: str) -> None:
     for name, a, b in product_of(STEPS, range(4), range(2)):
         program = [*LAYOUTS[layout], (name, a, b)]
         if name == "viewed as another dtype" and b and layout == "rows, features, positions":
@@ -275,7 +275,9 @@ def test_each_step_from_each_layout(layout: str) -> None:
 
 
 @given(programs)
-def test_random_programs(program: list[tuple[str, int, int]]) -> None:
+def test_random_programs_are_accepted_only_if_positions_stay_apart(
+    program: list[tuple[str, int, int]],
+) -> None:
     with suppress(RuntimeError, IndexError):  # a step does not fit the shape
         at = found(program)
         assert at is None or not (candidates(program)[at] & ~EACH).any()
@@ -290,11 +292,11 @@ def test_random_programs(program: list[tuple[str, int, int]]) -> None:
     ],
     ids=["softmax", "product", "roll"],
 )
-def test_what_mixes_is_refused(program: list[tuple[str, int, int]]) -> None:
+def test_programs_that_mix_positions_are_refused(program: list[tuple[str, int, int]]) -> None:
     assert found(program) is None
 
 
-def test_rules_are_for_operations_of_torch() -> None:
+def test_every_position_rule_is_for_an_operation_of_torch() -> None:
     aten = torch.ops.aten
     assert [
         name for name in (*RULES, *UNIFORM) if not hasattr(aten, name) and not hasattr(aten, f"{name}_")

@@ -337,7 +337,9 @@ def test_layers_that_work_on_each_position_pass() -> None:
     ],
     ids=["mixing", "own positions", "numbers"],
 )
-def test_other_layers_are_refused(layers: dict[str, tuple[Callable[[], nn.Module], str]], told: str) -> None:
+def test_layers_that_mix_positions_are_refused_naming_the_place(
+    layers: dict[str, tuple[Callable[[], nn.Module], str]], told: str
+) -> None:
     for name, (build, place) in layers.items():
         refusal = ""
         try:
@@ -400,7 +402,7 @@ def test_memory_shared_past_autograd_is_followed() -> None:
         proved(Call(lambda x: x + x.data.mean(1, keepdim=True)))
 
 
-def test_marked_functions_may_mix() -> None:
+def test_functions_marked_as_mixing_positions_are_accepted() -> None:
     attention = positions_may_mix(2, "query", "key", "value")(causal)
     numbers = gives_positions(lambda length: torch.arange(length))
 
@@ -422,7 +424,7 @@ def test_dropout_keeps_positions_apart() -> None:
     assert proved(Call(functional.dropout)).shape == (5, 13, HIDDEN)
 
 
-def test_draws_for_each_position_keep_positions_apart() -> None:
+def test_random_numbers_drawn_for_each_position_keep_positions_apart() -> None:
     draws = Call(lambda x: x.softmax(-1).flatten(0, 1).multinomial(2).view(*x.shape[:2], 2))
     assert proved(draws).shape == (5, 13, 2)
     with pytest.raises(ModelError, match=r"at aten\.multinomial"):
@@ -441,7 +443,7 @@ def test_inputs_are_nested_and_keep_what_is_no_sequence() -> None:
     assert output["ids"][3] == "kept"
 
 
-def test_the_layer_is_not_changed() -> None:
+def test_the_position_proof_does_not_change_the_layer() -> None:
     layer = nn.Sequential(nn.BatchNorm1d(LENGTH)).double()  # over what it takes for features: the positions
     before = {name: value.clone() for name, value in layer.state_dict().items()}
     with pytest.raises(ModelError):

@@ -83,7 +83,7 @@ def test_copies_share_a_cache_of_their_own_which_is_empty(copied: Any) -> None:
     assert twin(torch.ones(3)).tolist() == [0.0, 1.0, 4.0]
 
 
-def test_it_is_no_part_of_the_state_nor_of_the_structure() -> None:
+def test_a_result_cache_is_no_part_of_state_dict_or_structure_key() -> None:
     model, fresh = two(), two()
     model(torch.ones(3))
     for layer in (*model, *fresh):
@@ -100,7 +100,7 @@ class Subclass(Tensor):
     pass
 
 
-def test_memory_of_a_trace_or_a_graph_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_computed_in_a_trace_or_graph_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     model = two()
     model(torch.ones(3).as_subclass(Subclass))
     assert computed(model) == [1, 1]

@@ -102,7 +102,7 @@ def test_a_layer_that_gives_no_tensor_is_named(output: object) -> None:
         infos_of(Call(lambda x: output), batch=torch.zeros(3, 2))
 
 
-def test_an_error_of_ours_keeps_its_own_words() -> None:
+def test_a_plait_error_in_shape_inference_keeps_its_message() -> None:
     def refuse(value: Tensor) -> Tensor:
         raise ModelError("too long.")
 
@@ -110,12 +110,12 @@ def test_an_error_of_ours_keeps_its_own_words() -> None:
         infos_of(Call(refuse), batch=torch.zeros(3, 2))
 
 
-def test_tensors_made_on_the_way_land_on_meta() -> None:
+def test_tensors_created_during_shape_inference_are_on_meta() -> None:
     (info,) = infos_of(Call(lambda x: x + torch.arange(2)), batch=torch.zeros(3, 2))
     assert info.tensors == [TensorInfo((3, 2), torch.float32, False)]
 
 
-def test_nothing_real_is_touched() -> None:
+def test_shape_inference_changes_no_real_tensor() -> None:
     norm = nn.BatchNorm1d(2)
     twins = {id(t): torch.empty_like(t, device="meta") for t in norm.buffers()}
     twins |= {id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in norm.parameters()}

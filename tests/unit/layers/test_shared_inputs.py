@@ -65,16 +65,16 @@ class Chain(Pair):
         return self.second(functional.relu(self.first(x)))
 
 
-def test_they_are_listed_in_the_order_of_their_calls() -> None:
+def test_linears_that_share_an_input_are_listed_in_the_order_of_their_calls() -> None:
     (found,) = readers_of(nn.Sequential(Pair()), torch.zeros(3, 4))
     assert found == (Readers(("second", "first")),)
 
 
-def test_a_layer_that_needs_whole_outputs_has_none() -> None:
+def test_linears_whose_outputs_must_be_separate_share_no_input() -> None:
     assert readers_of(nn.Sequential(Viewing(), Chain()), torch.zeros(3, 4)) == [(), ()]
 
 
-def test_an_evaluation_has_none() -> None:
+def test_a_forward_without_gradients_finds_no_shared_inputs() -> None:
     with torch.no_grad():
         assert readers_of(nn.Sequential(Pair()), torch.zeros(3, 4)) == [()]
 

@@ -45,7 +45,7 @@ def hooked(module):
         lambda: shared(Scaled(1)),
     ],
 )
-def test_equal_for_layers_made_alike_and_for_copies(make):
+def test_structure_keys_of_equal_layers_and_copies_are_equal(make):
     one = make()
     assert structure_of(one) == structure_of(make()) == structure_of(copy.deepcopy(one))
     assert hash(structure_of(one)) == hash(structure_of(make()))
@@ -71,11 +71,11 @@ def test_equal_for_layers_made_alike_and_for_copies(make):
         (Scaled(1, torch.Generator()), Scaled(1, torch.Generator())),
     ],
 )
-def test_different_where_a_run_could_differ(one, other):
+def test_structure_keys_of_layers_that_may_compute_differently_differ(one, other):
     assert structure_of(one) != structure_of(other)
 
 
-def test_tuples_of_the_same_tuples_are_described_once():
+def test_nested_tuples_that_repeat_are_described_once_in_a_structure_key():
     """Else the time would double with each level."""
     held = ()
     for _ in range(200):
@@ -83,7 +83,7 @@ def test_tuples_of_the_same_tuples_are_described_once():
     structure_of(Scaled(1, held))
 
 
-def test_a_module_that_holds_itself_ends():
+def test_the_structure_key_of_a_module_that_contains_itself_terminates():
     module = Scaled(1)
     module.table = [module]
     structure_of(module)

@@ -23,7 +23,7 @@ CASES: list[tuple[int, int, int | None, list[list[int]], int]] = [
 """Rows that are given, micro-batches, rows that count; the rows of each, and how many count."""
 
 
-def test_rows_are_shared_out_from_the_first_on() -> None:
+def test_uneven_rows_give_the_first_micro_batches_one_more() -> None:
     """Two rows of targets for each of the inputs."""
     for given, microbatches, rows, expected, counted in CASES:
         inputs, targets = {"x": torch.arange(given)}, torch.arange(2 * given)
@@ -36,7 +36,7 @@ def test_rows_are_shared_out_from_the_first_on() -> None:
         assert count == counted
 
 
-def test_what_divides_is_returned_as_it_is_and_what_does_not_fit_is_refused() -> None:
+def test_batches_that_divide_evenly_are_returned_unchanged_and_misfitting_ones_refused() -> None:
     inputs, targets = torch.arange(6), torch.arange(12)
     for rows in (None, 6):
         assert counted_microbatches(inputs, targets, 3, rows) == (inputs, targets, 3)

@@ -12,7 +12,7 @@ from plait.layers.layer_sequence import sequence_of
 from plait.layers.validation import refuse_layout_dependence
 
 
-def test_refuses_randomness_with_its_path() -> None:
+def test_a_module_that_draws_random_numbers_is_refused_with_its_path() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ModuleDict({"inner": nn.Dropout1d(0.1)}))
     with pytest.raises(ModelError, match=r"^1\.inner \(Dropout1d\) drops with p = 0\.1: "):
         refuse_layout_dependence(sequence_of(model))
@@ -21,12 +21,12 @@ def test_refuses_randomness_with_its_path() -> None:
 @pytest.mark.parametrize(
     "layer", [nn.MultiheadAttention(4, 2, dropout=0.1), nn.LSTM(2, 2, num_layers=2, dropout=0.5)]
 )
-def test_refuses_dropout_inside_a_module_of_torch(layer: nn.Module) -> None:
+def test_dropout_inside_a_composite_module_of_torch_is_refused(layer: nn.Module) -> None:
     with pytest.raises(ModelError, match="drops with p = "):
         refuse_layout_dependence(sequence_of(nn.Sequential(layer)))
 
 
-def test_allows_dropout_that_is_replaced() -> None:
+def test_plain_dropout_that_plait_replaces_is_accepted() -> None:
     refuse_layout_dependence(sequence_of(nn.Sequential(nn.Dropout(0.5), plait.Dropout(0.5))))
 
 
@@ -35,7 +35,7 @@ class Scaled(nn.Dropout):
         return super().forward(input) * 2
 
 
-def test_refuses_a_dropout_that_computes_something_of_its_own() -> None:
+def test_a_dropout_subclass_with_its_own_forward_is_refused() -> None:
     altered = nn.Dropout(0.5)
     setattr(altered, "forward", torch.relu)  # noqa: B010
     for layer in (Scaled(0.5), altered):
@@ -44,19 +44,19 @@ def test_refuses_a_dropout_that_computes_something_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("layer", [nn.Dropout1d(0.0), nn.Dropout1d(0.5).eval(), nn.AlphaDropout(0.0)])
-def test_allows_dropout_that_does_nothing(layer: nn.Module) -> None:
+def test_dropout_with_p_zero_is_accepted(layer: nn.Module) -> None:
     refuse_layout_dependence(sequence_of(nn.Sequential(layer)))
 
 
 @pytest.mark.parametrize(
     "kind", [nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout]
 )
-def test_refuses_every_kind_of_dropout(kind: type[nn.Module]) -> None:
+def test_every_kind_of_dropout_that_plait_does_not_replace_is_refused(kind: type[nn.Module]) -> None:
     with pytest.raises(ModelError, match=kind.__name__):
         refuse_layout_dependence(sequence_of(nn.Sequential(kind(0.5))))
 
 
-def test_refuses_what_depends_on_the_cut_of_the_batch_while_it_trains() -> None:
+def test_batch_norm_in_training_mode_is_refused() -> None:
     tracking = nn.InstanceNorm1d(2, track_running_stats=True)
     for layer, reason in [
         (nn.BatchNorm1d(2), "normalises over the rows"),

@@ -152,7 +152,7 @@ ALIKE = {
 }
 
 
-def test_the_same_where_ranks_may_have_made_it_apart() -> None:
+def test_values_that_ranks_built_separately_have_the_same_text() -> None:
     for name, (one, other) in ALIKE.items():
         assert text(one()) == text((other or one)()), name
         assert "0x" not in text(one()), name
@@ -196,7 +196,7 @@ UNLIKE = {
 }
 
 
-def test_another_where_they_act_otherwise() -> None:
+def test_values_that_act_differently_have_different_texts() -> None:
     for name, (one, other) in UNLIKE.items():
         assert text(one) != text(other), name
 
@@ -211,7 +211,7 @@ def test_containers_are_written_as_they_are_and_long_ones_by_their_size() -> Non
     assert text(dict.fromkeys(range(10**6))) == "dict of 1000000 items"
 
 
-def test_a_global_number_with_a_fraction_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_global_float_that_a_function_reads_is_in_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
     def scaled(x: float) -> float:
         return x * SCALE
 
@@ -223,7 +223,7 @@ def test_a_global_number_with_a_fraction_counts(monkeypatch: pytest.MonkeyPatch)
 SCALE = 2.0
 
 
-def test_deep_containers_end() -> None:
+def test_the_text_of_deeply_nested_containers_is_bounded() -> None:
     held: Any = ()
     for _number in range(200):
         held = (held, held)

@@ -72,7 +72,9 @@ def names(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir())
 
 
-def test_the_best_is_kept_and_the_run_ends(thread_ranks: RankPool, tmp_path: Path) -> None:
+def test_early_stop_ends_the_run_and_keeps_the_best_checkpoint(
+    thread_ranks: RankPool, tmp_path: Path
+) -> None:
     assert thread_ranks.run(stopping, PLANS["pp"], tmp_path, ranks=2) == [(6, True, (4, 4.0))] * 2
     assert names(tmp_path) == ["best.json", "step-00000004", "step-00000006"]
     assert json.loads((tmp_path / "best.json").read_text()) == {"step": 4, "validation_loss": 4.0}
@@ -81,7 +83,7 @@ def test_the_best_is_kept_and_the_run_ends(thread_ranks: RankPool, tmp_path: Pat
     assert engine.state_dict()["0.weight"].item() == WEIGHTS[3]
 
 
-def test_the_same_where_numbers_are_read_late(
+def test_early_stop_with_late_numbers_as_on_a_gpu_ends_at_the_same_step(
     thread_ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU."""
@@ -90,7 +92,7 @@ def test_the_same_where_numbers_are_read_late(
     assert names(tmp_path) == ["best.json", "step-00000004", "step-00000006"]
 
 
-def test_a_run_that_goes_on_counts_on(
+def test_a_resumed_run_continues_counting_validations_for_early_stop(
     thread_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On another layout; once ended it does not go on by itself, but with more patience."""
@@ -105,12 +107,12 @@ def test_a_run_that_goes_on_counts_on(
     assert names(tmp_path) == ["best.json", "step-00000007"]
 
 
-def test_only_the_best_ones_are_saved(tmp_path: Path) -> None:
+def test_with_keep_best_only_the_best_checkpoints_are_saved(tmp_path: Path) -> None:
     run(ONE, Checkpoints(tmp_path, every=None, keep_last=1, keep_best=True), steps=6)
     assert names(tmp_path) == ["best.json", "step-00000004"]
 
 
-def test_so_many_of_the_best_are_kept_also_after_a_resumption(
+def test_keep_best_keeps_that_many_checkpoints_also_after_a_resumption(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Losses are 25, 9, 16, 4, 9, 9, 1: of equal ones the earlier is kept."""
@@ -134,7 +136,7 @@ def test_so_many_of_the_best_are_kept_also_after_a_resumption(
     assert steps_of_marker() == [7, 6, 3], "of the steps that were validated"
 
 
-def test_a_run_is_saved_after_so_many_minutes(
+def test_a_checkpoint_is_saved_after_the_given_minutes(
     thread_ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the clock of rank 0: the other one would save in each step."""
@@ -151,7 +153,7 @@ def test_a_run_is_saved_after_so_many_minutes(
     assert names(tmp_path) == ["step-00000004", "step-00000007"]
 
 
-def test_a_marker_that_was_not_written_is_written_on_resumption(tmp_path: Path) -> None:
+def test_a_missing_best_marker_is_written_on_resumption(tmp_path: Path) -> None:
     """The run was killed between a checkpoint and its marker."""
     run(ONE, Checkpoints(tmp_path, keep_last=0, keep_best=True), steps=4)
     (tmp_path / "best.json").write_text('{"step": 2, "validation_loss": 9.0}')
@@ -180,12 +182,14 @@ def test_losses_of_other_validation_data_are_not_compared(
 
 @pytest.mark.parametrize("callback", [EarlyStop(1), Checkpoints("nowhere", keep_best=True)], ids=type)
 @pytest.mark.parametrize("before", [[], [Validation(Given([0.0]), name="other")]], ids=["none", "at the end"])
-def test_without_validations_in_the_run_it_is_refused(callback: Callback, before: list[Callback]) -> None:
+def test_early_stop_and_keep_best_without_validations_are_refused(
+    callback: Callback, before: list[Callback]
+) -> None:
     with pytest.raises(DataError, match=f"{type(callback).__name__} needs validation losses, but nothing"):
         run(ONE, *before, callback, every=0)
 
 
-def test_arguments_that_are_refused() -> None:
+def test_early_stop_and_validation_refuse_invalid_arguments() -> None:
     with pytest.raises(ConfigError, match="a metric is called loss, as the validation loss is: give it"):
         Validation(None, metrics={"loss": torch.sub})
     with pytest.raises(ConfigError, match="EarlyStop's patience is 0: give a whole number of at least 1"):

@@ -102,7 +102,7 @@ def fitted(plan: Plan, steps: int = STEPS, *callbacks: Callback, **options: Any)
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_it_is_a_plain_loop(thread_ranks: RankPool, name: str) -> None:
+def test_fit_trains_as_a_plain_pytorch_loop_on_every_plan(thread_ranks: RankPool, name: str) -> None:
     numbers, gradients, state, validation = plain()
     for found in thread_ranks.run(fitted, PLANS[name], ranks=PLANS[name].world):
         assert found[0] == [pytest.approx(one, rel=1e-12) for one in numbers]
@@ -112,7 +112,9 @@ def test_it_is_a_plain_loop(thread_ranks: RankPool, name: str) -> None:
         assert found[3:] == (pytest.approx(validation, rel=1e-11), STEPS, False)
 
 
-def test_progress_without_a_class(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_progress_callback_prints_lines_for_a_model_without_language_data(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     plait.fit(model(), Plan(), plait.Loader(dataset(), batch=8), steps=2, callbacks=[Progress()])
     assert "step 2/2  loss " in capsys.readouterr().out
 
@@ -257,7 +259,7 @@ def validated(plan: Plan) -> list[dict[str, float]]:
     return history.rows
 
 
-def test_metrics_of_the_whole_validation_set() -> None:
+def test_metrics_are_computed_over_the_whole_validation_set() -> None:
     """The last of its batches has one row; `parity/test_validation.py` has all plans."""
     inputs, targets = (part[:11] for part in dataset().tensors)
     output, rows = model()(inputs), validated(PLANS["one"])
@@ -284,7 +286,9 @@ def test_a_long_validation_is_announced(
     assert "step 1: the validation loss is computed of 22 rows, in about " in capsys.readouterr().out
 
 
-def test_a_run_that_was_done_before_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_of_a_finished_run_says_that_nothing_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for steps in (3, 2):
         fit_quietly(plait.Loader(dataset(), batch=8), steps, callbacks=[Checkpoints(tmp_path)])
     assert "3 steps were done before, and the run has 2: none is left to take." in capsys.readouterr().out
@@ -299,7 +303,7 @@ class Endless:
         return tuple(part[: self.size][rows] for part in dataset().tensors)
 
 
-def test_what_is_not_taken_once_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_reports_rows_that_are_not_taken_exactly_once(capsys: pytest.CaptureFixture[str]) -> None:
     """Rows of a validation with a limit, a batch larger than the data, rows that are taken once more."""
     whole, few = plait.Loader(dataset(), batch=8), plait.Loader(TensorDataset(*dataset()[:3]), batch=8)
     for loader, steps, options, said in (
@@ -338,7 +342,7 @@ def test_what_is_not_taken_once_is_said(capsys: pytest.CaptureFixture[str]) -> N
         assert len(lines) == bool(said)
 
 
-def test_several_validations_by_name(tmp_path: Path) -> None:
+def test_fit_validates_on_several_named_data_sets_and_watches_one(tmp_path: Path) -> None:
     near = plait.Loader(TensorDataset(dataset().tensors[0], 1 - dataset().tensors[1]), batch=8)
     history, options = History(), {"validate_every": 1, "metrics": {"accuracy": accuracy}}
     data = {"held-out": plait.Loader(dataset(), batch=8), "other": near}
@@ -358,7 +362,7 @@ def test_several_validations_by_name(tmp_path: Path) -> None:
     assert best == {"step": 1, "validation_loss": result.validation_losses["other"]}
 
 
-def test_what_is_refused(thread_ranks: RankPool) -> None:
+def test_fit_refuses_misfitting_batches_data_and_learning_rates(thread_ranks: RankPool) -> None:
     def odd() -> None:
         plait.fit(model(), PLANS["dp"], plait.Loader(dataset(), batch=3), steps=1)
 

@@ -24,7 +24,7 @@ def written(logger: Logger) -> None:
     group.close()
 
 
-def test_weights_and_biases(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_weights_and_biases_logger_sends_each_row_and_finishes(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     wandb = ModuleType("wandb")
     run = SimpleNamespace(
@@ -36,7 +36,7 @@ def test_weights_and_biases(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [{"project": "p", "mode": "offline"}, *SENT, "end"]
 
 
-def test_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mlflow_logger_sends_each_row_and_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     mlflow = ModuleType("mlflow")
     vars(mlflow).update(

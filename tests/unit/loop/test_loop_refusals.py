@@ -49,7 +49,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception]]] = {
 }
 
 
-def test_callbacks_data_and_metrics_that_cannot_be_used() -> None:
+def test_callbacks_data_and_metrics_that_cannot_be_used_are_refused() -> None:
     for said, (make, kind) in REFUSED.items():
         with pytest.raises(kind) as refusal:
             make()
@@ -76,7 +76,7 @@ def said_of(given: StepNumbers, *, scale: float = 1.0, adapts: bool = False) -> 
     return ""
 
 
-def test_what_is_not_finite_is_told_with_rank_and_stage() -> None:
+def test_a_non_finite_loss_or_norm_is_reported_with_rank_and_stage() -> None:
     end = ": lower it, or look at the data of that step."
     nan, inf = math.nan, math.inf
     for given, said in (
@@ -103,7 +103,7 @@ def test_what_is_not_finite_is_told_with_rank_and_stage() -> None:
         assert said_of(given, adapts=True).startswith(of_some.format(*said))
 
 
-def test_replicas_that_differ_are_told_with_the_step() -> None:
+def test_differing_replicas_are_reported_with_the_step() -> None:
     def differs(optimizer: object) -> None:
         raise ReplicaError(f"{optimizer} differs.")
 
@@ -116,7 +116,7 @@ def test_replicas_that_differ_are_told_with_the_step() -> None:
     ReplicaChecks(0).measured(run, {"step": 0})
 
 
-def test_without_a_schedule_the_rate_is_that_of_the_first_group() -> None:
+def test_without_a_schedule_the_reported_learning_rate_is_that_of_the_first_group() -> None:
     groups = [{"lr": 0.5}, {"lr": 0.25}]
     run: Any = SimpleNamespace(_rate=None, optimizer=SimpleNamespace(param_groups=groups))
     assert TrainingLoop.learning_rate(run, 3) == 0.5

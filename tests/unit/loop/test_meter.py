@@ -24,7 +24,7 @@ BUNDLED = {
 """The files of predictions by the names of GPUs."""
 
 
-def test_flops_of_gpt2() -> None:
+def test_flops_per_token_of_gpt2_are_those_of_the_formula() -> None:
     # GPT-2 small: 12 · 12 · 768² = 84,934,656 weights in blocks, 38,597,376 in the head.
     expected = 6 * (84_934_656 + 38_597_376) + 12 * 12 * 768 * 1024
     for tied in (True, False):
@@ -32,7 +32,7 @@ def test_flops_of_gpt2() -> None:
         assert flops_per_token(model, layers=12, hidden=768, context=1024) == expected
 
 
-def test_flops_of_llama() -> None:
+def test_flops_per_token_of_llama_are_those_of_the_formula() -> None:
     shape = ModelConfig(name="llama", layers=2, hidden=64, heads=8, kv_heads=2, inner=96)
     attention = 2 * 64 * 64 + 2 * 64 * 16
     weights = 2 * (attention + 3 * 64 * 96) + 100 * 64
@@ -79,7 +79,7 @@ def _step_numbers() -> StepNumbers:
     )()
 
 
-def test_numbers_of_each_rank_and_of_all(thread_ranks: RankPool) -> None:
+def test_a_step_measures_numbers_of_each_rank_and_of_all(thread_ranks: RankPool) -> None:
     for numbers in thread_ranks.run(_step_numbers, ranks=4):
         assert numbers.blocked_seconds == pytest.approx((0.001, 0.002, 0.003, 0.004))
         assert (numbers.signal, numbers.loss_rank, numbers.gradient_rank) == (15, 3, 1)

@@ -88,7 +88,7 @@ def test_rates_by_pattern_are_those_of_groups_of_torch(thread_ranks: RankPool, p
     assert found[0] == pytest.approx(of_torch(), rel=1e-12)
 
 
-def test_a_pattern_fits_whole_parts_of_a_name() -> None:
+def test_a_rate_pattern_matches_whole_components_of_a_name() -> None:
     for pattern, name, fits in [
         ("embedding", "embedding.token.weight", True),
         ("blocks.*.mlp", "blocks.10.mlp.up.weight", True),
@@ -101,7 +101,7 @@ def test_a_pattern_fits_whole_parts_of_a_name() -> None:
         assert fits_name(pattern, name) is fits
 
 
-def test_frozen_parameters_do_not_train() -> None:
+def test_freeze_turns_off_requires_grad_of_matching_parameters() -> None:
     made = model()
     freeze(made, ["0.weight", "bias"])
     assert [name for name, one in made.named_parameters() if one.requires_grad] == ["2.weight"]
@@ -111,7 +111,7 @@ def test_frozen_parameters_do_not_train() -> None:
         freeze(made, ["wieght"])
 
 
-def test_what_is_not_used_is_refused() -> None:
+def test_learning_rates_and_patterns_that_nothing_uses_are_refused() -> None:
     for options, message in [
         (
             {"parameter_groups": partial(parameter_groups, rates=[ParameterRate("wieght", 2.0)])},
@@ -145,7 +145,7 @@ def of_own_groups(plan: Plan, folder: Path, steps: int, *, resumes: bool) -> tup
     return loss.item(), [group["lr"] for group in optimizer.param_groups]
 
 
-def test_groups_of_ones_own_go_on_on_another_layout(thread_ranks: RankPool, tmp_path: Path) -> None:
+def test_a_users_parameter_groups_continue_on_another_layout(thread_ranks: RankPool, tmp_path: Path) -> None:
     one, pipeline, sharded = PLANS
     whole = partial(of_own_groups, one, tmp_path / "whole", 4, resumes=False)
     ((expected, rates),) = thread_ranks.run(whole, ranks=1)

@@ -27,7 +27,7 @@ def follow(*, shown: bool = True, bar: bool = True, terminal: bool = False, seco
     return out.getvalue()
 
 
-def test_lines_come_every_few_seconds() -> None:
+def test_progress_lines_come_every_few_seconds() -> None:
     lines = follow().splitlines()
     assert lines[0] == "[hello]"
     assert lines[1] == "step 1/20  loss 4.900  1,000 tokens/s  0:00:19 left"
@@ -35,11 +35,11 @@ def test_lines_come_every_few_seconds() -> None:
     assert lines[-1] == "step 20/20  loss 3.000  1,000 tokens/s  0:00:00 left"
 
 
-def test_quick_steps_give_first_and_last_line() -> None:
+def test_progress_of_quick_steps_prints_the_first_and_last_line() -> None:
     assert [line.split()[1] for line in follow(seconds=0.01).splitlines()[1:]] == ["1/20", "20/20"]
 
 
-def test_a_terminal_gets_a_bar() -> None:
+def test_on_a_terminal_progress_is_a_bar() -> None:
     printed = follow(terminal=True)
     assert "[hello]" in printed
     for part in ("step 20/20", "loss 3.000", "1,000 tokens/s", "left"):
@@ -47,11 +47,11 @@ def test_a_terminal_gets_a_bar() -> None:
     assert "━" in printed
 
 
-def test_a_terminal_gets_lines_when_asked_for() -> None:
+def test_on_a_terminal_progress_is_lines_if_asked_for() -> None:
     printed = follow(terminal=True, bar=False)
     assert "━" not in printed
     assert "step 20/20  loss 3.000" in printed
 
 
-def test_other_ranks_show_nothing() -> None:
+def test_ranks_other_than_0_show_no_progress() -> None:
     assert follow(shown=False) == follow(shown=False, terminal=True) == ""

@@ -62,7 +62,7 @@ def train(folder: Path, steps: int) -> int:
     return len(recorded.makespans)
 
 
-def test_a_plan_is_told_in_a_sentence() -> None:
+def test_a_plan_is_described_in_one_sentence() -> None:
     mesh: Any = SimpleNamespace(device=torch.device("cpu"))
     long = Plan(pp=2, dp=4, cp=2, tp=2, microbatches=2, replicate=2, strategy="full", offload="full")
     for plan, rows, told in [

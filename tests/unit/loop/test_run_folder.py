@@ -119,7 +119,7 @@ def test_no_file_of_a_run_is_written_through_a_link(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "earlier", "metrics.jsonl", "tensorboard", "config.json"])
-def test_a_run_in_a_folder_with_such_a_link_is_refused(tmp_path: Path, name: str):
+def test_a_run_whose_folder_contains_a_symbolic_link_is_refused(tmp_path: Path, name: str):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match=f"{name} is a link, and a run writes through none: remove it"):

@@ -43,7 +43,7 @@ def test_the_commit_of_a_folder_is_that_of_git(tmp_path: Path) -> None:
     assert commit_of(tmp_path) == ""
 
 
-def test_the_busy_share_is_that_between_two_readings(tmp_path: Path) -> None:
+def test_the_busy_share_of_processors_is_measured_between_two_readings(tmp_path: Path) -> None:
     counts = tmp_path / "stat"
     counts.write_text("cpu 100 0 100 700 100 0 0 0 50 0\ncpu0 1\n")
     use = ProcessorUse(counts)

@@ -86,7 +86,7 @@ def values_of(model: nn.Sequential, given: Any = None, seed: int = 0) -> LocalSo
     return LocalSource(locate_tensors(layers_of(model)), seed, given)
 
 
-def test_places_have_the_names_of_the_state_dict() -> None:
+def test_tensor_locations_have_the_names_of_the_state_dict() -> None:
     model = small()
     places = locate_tensors(layers_of(model))
     assert {name: place.saved_as for name, place in places.items()} == {
@@ -102,7 +102,7 @@ def test_places_have_the_names_of_the_state_dict() -> None:
     assert [name for name, place in places.items() if place.is_buffer] == ["1.shift", "1.order", "1.factor"]
 
 
-def test_tensors_shared_within_a_layer() -> None:
+def test_a_tensor_shared_within_a_layer_is_located_once_with_both_names() -> None:
     layer = nn.Module()
     layer.first, layer.second = nn.Linear(2, 2), nn.Linear(2, 2)
     layer.second.weight = layer.first.weight
@@ -156,7 +156,7 @@ def test_given_values_stand_in_place_of_the_models_own(make: Any) -> None:
 
 
 @pytest.mark.parametrize("alias", ["0.weight", "2.weight", "3.weight"])
-def test_a_shared_tensor_may_come_under_any_of_its_names(alias: str) -> None:
+def test_the_value_of_a_shared_tensor_may_be_given_under_any_of_its_names(alias: str) -> None:
     given = small().state_dict()
     shared = given["0.weight"]
     kept = {
@@ -166,7 +166,7 @@ def test_a_shared_tensor_may_come_under_any_of_its_names(alias: str) -> None:
     assert torch.equal(values_of(on_meta(), {**kept, alias: shared}).read("0.weight"), shared)
 
 
-def test_slices_of_files_and_files_in_memory(tmp_path: Path) -> None:
+def test_given_values_may_be_slices_or_memory_mapped_tensors(tmp_path: Path) -> None:
     given = small().state_dict()
     torch.save(given, tmp_path / "values.pt")
     mapped = torch.load(tmp_path / "values.pt", mmap=True)
@@ -176,7 +176,7 @@ def test_slices_of_files_and_files_in_memory(tmp_path: Path) -> None:
         assert all(torch.equal(values.read(name), given[name]) for name in ("0.weight", "1.order", "2.bias"))
 
 
-def test_dtypes() -> None:
+def test_given_buffers_are_converted_and_given_parameters_of_another_kind_refused() -> None:
     given = small().state_dict()
     given["2.bias"] = given["2.bias"].to(torch.bfloat16)
     given["1.order"] = given["1.order"].to(torch.int64)
@@ -191,7 +191,7 @@ def test_dtypes() -> None:
     )
 
 
-def test_all_that_does_not_fit_is_told_at_once() -> None:
+def test_all_given_values_that_do_not_fit_are_named_at_once() -> None:
     given: dict[str, Any] = dict(small().state_dict())
     del given["1.shift"], given["2.bias"]
     given["1.linear.bias"] = torch.zeros(4)
@@ -210,20 +210,20 @@ def test_all_that_does_not_fit_is_told_at_once() -> None:
     )
 
 
-def test_of_very_many_names_the_first_are_told() -> None:
+def test_of_many_unexpected_names_the_first_20_are_listed() -> None:
     given = {f"layer.{number}": torch.zeros(1) for number in range(MOST_LISTED + 7)}
     with pytest.raises(ModelError, match=r"unexpected: layer\.0, .*, layer\.19 and 7 more\)"):
         values_of(on_meta(), given).read("0.weight")
 
 
 @pytest.mark.parametrize("given", ["model.pt", [torch.zeros(1)], nn.Linear(1, 1)])
-def test_what_is_no_mapping_is_refused(given: Any) -> None:
+def test_given_values_that_are_no_mapping_are_refused(given: Any) -> None:
     told = rf"values is a {type(given).__name__}: give tensors by name, such as model\.state_dict\(\)\."
     with pytest.raises(ModelError, match=told):
         list(values_of(on_meta(), given).known())
 
 
-def test_one_tensor_at_a_time_is_held() -> None:
+def test_given_values_are_read_one_tensor_at_a_time() -> None:
     tensors = small().state_dict()
     del tensors["2.weight"], tensors["3.weight"]
     given = OneAtATime(tensors)

@@ -29,7 +29,7 @@ def test_gpt2_small_has_as_many_parameters_as_the_original() -> None:
     assert sum(parameter.numel() for parameter in untied.parameters()) == 124_439_808 + 50257 * 768
 
 
-def test_it_stands_on_meta_and_is_a_flat_sequence() -> None:
+def test_gpt2_is_a_flat_sequence_of_layers_on_meta() -> None:
     model = gpt2(**SMALL)
     assert all(parameter.is_meta for parameter in model.parameters())
     assert list(model.buffers()) == []
@@ -47,7 +47,7 @@ def test_it_stands_on_meta_and_is_a_flat_sequence() -> None:
     assert model.context == 8
 
 
-def test_the_future_does_not_change_the_past() -> None:
+def test_later_tokens_do_not_change_gpt2s_earlier_outputs() -> None:
     model = real()
     tokens = torch.randint(11, (2, 8))
     logits = model(tokens)
@@ -89,7 +89,7 @@ def test_every_matrix_but_the_positions_has_a_rule() -> None:
     assert uncut(model, RULES) == ["embedding.position"]
 
 
-def test_initial_values() -> None:
+def test_initial_values_of_gpt2_have_the_published_spreads() -> None:
     values = {
         name: value.detach() for name, value in real(hidden=64, vocab=300, tied=False).named_parameters()
     }
@@ -112,7 +112,7 @@ def test_initial_values() -> None:
             assert (value == 1).all(), name
 
 
-def test_an_untrained_model_is_undecided() -> None:
+def test_an_untrained_gpt2_has_the_loss_of_a_uniform_guess() -> None:
     logits = real(vocab=200)(torch.randint(200, (4, 8)))
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), torch.randint(200, (32,)))
     assert loss.item() == pytest.approx(math.log(200), abs=0.1)

@@ -53,7 +53,7 @@ def test_the_layers_hold_the_models_own_parameters(name: str) -> None:
         assert cost == matrices + 2 * seen * width, layer.path
 
 
-def test_names_can_be_read() -> None:
+def test_layers_of_a_transformers_model_have_readable_names() -> None:
     names: Any = plait.models.from_huggingface(cases.gpt2()).huggingface_names
     assert names["blocks.1.attention.attn.c_attn.weight"] == "transformer.h.1.attn.c_attn.weight"
     assert names["embedding.wte.weight"] == "transformer.wte.weight"
@@ -157,7 +157,7 @@ def test_dropout_of_attention_is_a_module_in_the_mode_of_the_model(make: Any, pa
         assert (module.p, module.training) == (0.1, training)
 
 
-def test_memory_is_predicted() -> None:
+def test_memory_of_a_transformers_model_is_predicted_for_tp() -> None:
     model = plait.models.from_huggingface(cases.gpt2())
     plans = [plait.Plan(tp=tp, microbatches=2, precision="fp32") for tp in (1, 2)]
     whole, cut = (plait.memory(model, plan, rows=4) for plan in plans)

@@ -109,7 +109,9 @@ def own_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_what_the_layers_would_lose_is_refused(make: Any, change: Change | None, reason: str) -> None:
+def test_modifications_of_a_transformers_model_that_plaits_layers_would_lose_are_refused(
+    make: Any, change: Change | None, reason: str
+) -> None:
     model = cases.drawn(make)
     if change is not None:
         change(model)
@@ -152,7 +154,9 @@ def once_recorded(model: Any) -> None:
         (cases.smollm3, layers_exchanged),
     ],
 )
-def test_what_the_layers_hold_is_computed(make: Any, change: Change) -> None:
+def test_modified_modules_that_plaits_layers_keep_compute_as_in_transformers(
+    make: Any, change: Change
+) -> None:
     model = cases.drawn(make).eval()
     change(model)
     tokens = torch.arange(16).view(2, 8) % cases.GPT2_VOCAB

@@ -16,18 +16,18 @@ WHOLE = normal_values("layer.weight", 0, 0, 50, 1.0)
 
 @settings(deadline=None)
 @given(st.integers(0, 50), st.integers(0, 50))
-def test_any_piece_is_the_slice_of_the_whole(one: int, other: int) -> None:
+def test_initial_values_of_a_range_are_that_slice_of_the_whole(one: int, other: int) -> None:
     start, stop = sorted((one, other))
     assert torch.equal(normal_values("layer.weight", 0, start, stop, 1.0), WHOLE[start:stop])
 
 
-def test_a_piece_from_far_inside() -> None:
+def test_initial_values_of_a_range_beyond_10_to_the_15_are_consistent() -> None:
     start = 10**15 + 3
     piece = normal_values("layer.weight", 0, start, start + 8, 1.0)
     assert torch.equal(normal_values("layer.weight", 0, start + 5, start + 8, 1.0), piece[5:])
 
 
-def test_names_and_seeds_and_spreads() -> None:
+def test_initial_values_depend_on_name_seed_and_spread() -> None:
     assert not torch.isin(normal_values("layer.bias", 0, 0, 50, 1.0), WHOLE).any()
     assert not torch.isin(normal_values("layer.weight", 1, 0, 50, 1.0), WHOLE).any()
     assert not torch.isin(normal_values("0/layer.weight", 1, 0, 50, 1.0), WHOLE).any()
@@ -37,7 +37,7 @@ def test_names_and_seeds_and_spreads() -> None:
     assert not normal_values("layer.weight", 0, 0, 50, 0.0).any()
 
 
-def test_these_are_the_values_for_ever() -> None:
+def test_the_first_initial_values_stay_those_of_earlier_versions() -> None:
     """A run can be repeated with a later version; change these numbers only with a major version."""
     got = normal_values("layer.weight", 0, 0, 3, 1.0).tolist()
     assert got == pytest.approx(FIRST_VALUES, rel=1e-12)
@@ -46,7 +46,7 @@ def test_these_are_the_values_for_ever() -> None:
 FIRST_VALUES = [-0.042936291061820106, -1.9612070907714523, -0.036429635549784956]
 
 
-def test_values_are_normal() -> None:
+def test_initial_values_follow_the_normal_distribution() -> None:
     values = normal_values("w", 3, 0, 200_000, 2.0)
     assert values.isfinite().all()
     assert abs(values.mean().item()) < 5 * 2.0 / math.sqrt(len(values))
@@ -75,7 +75,7 @@ def layer() -> Ruled:
         return Ruled()
 
 
-def test_a_rule_of_the_layer_comes_first(layer: Ruled) -> None:
+def test_a_layers_own_initial_rule_comes_before_reset_parameters(layer: Ruled) -> None:
     value = initial_value(layer, "blocks.0", "inner.weight", 7)
     assert torch.equal(value, normal_values("blocks.0.inner.weight", 7, 0, 12, 0.5).float().view(3, 4))
     alone = initial_value(layer, "", "inner.weight", 7)
@@ -106,7 +106,7 @@ def test_buffers_and_norms_start_as_their_modules_say(layer: Ruled) -> None:
     assert initial_value(layer, "0", "norm.num_batches_tracked", 0).item() == 0
 
 
-def test_torchs_own_random_numbers_are_not_disturbed(layer: Ruled) -> None:
+def test_initial_values_do_not_advance_torchs_generator(layer: Ruled) -> None:
     torch.manual_seed(5)
     wanted = torch.rand(3)
     torch.manual_seed(5)
@@ -115,7 +115,7 @@ def test_torchs_own_random_numbers_are_not_disturbed(layer: Ruled) -> None:
     assert torch.equal(torch.rand(3), wanted)
 
 
-def test_an_error_when_nothing_says_how(layer: Ruled) -> None:
+def test_a_tensor_without_an_initial_rule_is_refused(layer: Ruled) -> None:
     with pytest.raises(
         ModelError,
         match=r"^head\.bare is on the meta device and has no initial value: give layer 'head'",

@@ -92,7 +92,7 @@ def by_hand(model: nn.Sequential, tokens: Tensor, heads: int, kv_heads: int, bas
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("base", [10000, 50])
-def test_it_equals_the_formulas(kv_heads: int, base: int) -> None:
+def test_llama_equals_the_formulas(kv_heads: int, base: int) -> None:
     model = lively(kv_heads=kv_heads, rope_base=base)
     tokens = torch.randint(11, (3, 8))
     expected = by_hand(model, tokens, 4, kv_heads, base)
@@ -100,7 +100,7 @@ def test_it_equals_the_formulas(kv_heads: int, base: int) -> None:
 
 
 @pytest.mark.transformers
-def test_it_equals_the_llama_of_transformers() -> None:
+def test_llama_equals_the_llama_of_transformers() -> None:
     import transformers
 
     ours = lively()
@@ -153,7 +153,7 @@ def test_the_default_has_as_many_parameters_as_the_published_7b() -> None:
     assert default_inner(97) == 512
 
 
-def test_it_stands_on_meta_and_is_a_flat_sequence() -> None:
+def test_llama_is_a_flat_sequence_of_layers_on_meta() -> None:
     model = llama(**SMALL)
     assert all(parameter.is_meta for parameter in model.parameters())
     assert list(model.buffers()) == []
@@ -176,7 +176,7 @@ def test_it_stands_on_meta_and_is_a_flat_sequence() -> None:
     assert layer_costs(sequence.layers) == [1, attention, mlp, attention, mlp, 1 + 24 * 11]
 
 
-def test_the_future_does_not_change_the_past() -> None:
+def test_later_tokens_do_not_change_llamas_earlier_outputs() -> None:
     model = lively()
     tokens = torch.randint(11, (2, 8))
     logits = model(tokens)
@@ -199,7 +199,7 @@ def test_half_of_the_heads_on_each_rank_sum_to_the_whole(kv_heads: int) -> None:
     torch.testing.assert_close(x + total, attention(x), rtol=1e-12, atol=1e-12)
 
 
-def test_every_matrix_has_a_rule() -> None:
+def test_every_matrix_of_llama_has_a_rule() -> None:
     model = llama(**SMALL)
     assert model.rules is RULES
     assert uncut(model, RULES) == []
@@ -208,7 +208,9 @@ def test_every_matrix_has_a_rule() -> None:
 @pytest.mark.parametrize(
     ("dtype", "wide"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64,) * 2]
 )
-def test_angles_are_wide_and_what_is_turned_keeps_its_dtype(dtype: torch.dtype, wide: torch.dtype) -> None:
+def test_rotary_angles_are_float32_and_rotated_tensors_keep_their_dtype(
+    dtype: torch.dtype, wide: torch.dtype
+) -> None:
     x = torch.ones(300, 2, dtype=dtype)
     cosines, sines = rotary_angles(300, 2, 10000.0, x)
     assert cosines.dtype == sines.dtype == wide
@@ -237,7 +239,7 @@ def test_angles_are_computed_once_for_all_layers_and_micro_batches() -> None:
     assert (kernels.names - second).total() == 8 * 3
 
 
-def test_initial_values() -> None:
+def test_initial_values_of_llama_have_the_listed_spreads() -> None:
     model = real(hidden=64, inner=96, vocab=300)
     values = {name: value.detach() for name, value in model.named_parameters()}
     residual = INITIAL_STD / math.sqrt(2 * SMALL["layers"])

@@ -88,7 +88,7 @@ def test_rules_of_some_blocks_name_their_paths() -> None:
     assert rules["blocks.0.mlp.up"] == rules["blocks.1.mlp.up.base"] == column
 
 
-def test_behind_no_entrance_nothing_is_replicated() -> None:
+def test_adapters_of_linears_without_an_entrance_have_no_rule_replicated() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), nn.Linear(4, 4))
     model.rules = {"0.0": column, "0.1": row}  # type: ignore[assignment]
     assert plait.lora(model, dropout=0.1, targets="0.0").rules == {
@@ -140,7 +140,7 @@ def tied() -> nn.Module:
         ({"dropout": 1.0}, "an adapter has dropout = 1.0: give a probability from 0, and below 1."),
     ],
 )
-def test_what_makes_no_adapter(options: dict[str, Any], text: str) -> None:
+def test_lora_refuses_targets_and_options_that_make_no_adapter(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ModelError) as caught:
         plait.lora(tied(), **options)
     assert str(caught.value) == text
@@ -172,7 +172,7 @@ def test_a_weight_that_is_computed_is_named_with_what_computes_it(utility: str, 
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm", "ignore:Lazy modules")
-def test_what_has_no_value_or_shape_is_named_with_the_remedy() -> None:
+def test_lora_refuses_parametrized_weights_without_values_naming_the_remedy() -> None:
     mesh = plait.Mesh(plait.Plan(), alone=True)
     for utility, norm in NOT_PARAMETERS.items():
         with torch.device("meta"):
@@ -194,6 +194,6 @@ def test_what_has_no_value_or_shape_is_named_with_the_remedy() -> None:
             call()
 
 
-def test_without_a_linear_before_its_last_layer() -> None:
+def test_lora_refuses_a_model_without_a_linear_before_its_last_layer() -> None:
     with pytest.raises(ModelError, match="no linear before its last layer"):
         plait.lora(nn.Sequential(nn.Tanh(), nn.Linear(2, 2)))

@@ -72,7 +72,7 @@ def test_a_tensor_that_a_reset_leaves_or_writes_in_part_is_refused_in_every_dtyp
         lambda table: table.copy_(table.flip(0)),
     ],
 )
-def test_arithmetic_on_what_was_in_memory_is_refused(
+def test_a_reset_that_computes_from_uninitialized_memory_is_refused(
     dtype: torch.dtype, compute: Callable[[Tensor], Tensor]
 ) -> None:
     with pytest.raises(ModelError, match=r"reset_parameters\(\) of blocks\.0 \(Made\) does not set"):

@@ -102,7 +102,7 @@ def configure(**changes: object) -> Callable[[Path], None]:
         (lambda folder: (folder / CONFIG).unlink(), "has no adapter_config.json: give a folder of peft"),
     ],
 )
-def test_what_is_refused(folder: Path, change: Callable[[Path], None], text: str) -> None:
+def test_a_malformed_peft_folder_is_refused(folder: Path, change: Callable[[Path], None], text: str) -> None:
     change(folder)
     with pytest.raises(ModelError, match=text):
         load_adapter(model(), folder)
@@ -115,7 +115,7 @@ def test_settings_without_effect_are_accepted(folder: Path) -> None:
     assert load_adapter(model(), folder)
 
 
-def test_what_a_folder_would_leave_behind_is_refused(tmp_path: Path) -> None:
+def test_saving_an_adapter_refuses_what_a_peft_folder_cannot_hold(tmp_path: Path) -> None:
     adapted = plait.lora(model(), rank=2)
     adapted[3].requires_grad_(True)
     with pytest.raises(ModelError, match=r"^3.weight, 3.bias train beside the adapters, and plait writes"):

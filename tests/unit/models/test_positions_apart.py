@@ -28,7 +28,7 @@ OWN_MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", OWN_MODELS)
-def test_the_models_keep_positions_apart(name: str) -> None:
+def test_plaits_models_keep_positions_apart(name: str) -> None:
     prove_all(OWN_MODELS[name](), 8)
 
 

@@ -47,7 +47,7 @@ def read_all(sizes: dict[str, int]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("sizes", [{"dp": 3}, {"pp": 2, "tp": 2}], ids=str)
-def test_every_rank_gets_what_rank_zero_has(thread_ranks: Any, sizes: dict[str, int]) -> None:
+def test_every_rank_reads_the_tensors_of_rank_0(thread_ranks: Any, sizes: dict[str, int]) -> None:
     expected = LocalSource(locate_tensors([("layer", Tensors(0))]), 0)
     ranks = thread_ranks.run(read_all, sizes, ranks=4 if "pp" in sizes else 3)
     for read in ranks:
@@ -58,7 +58,7 @@ def test_every_rank_gets_what_rank_zero_has(thread_ranks: Any, sizes: dict[str, 
     assert set().union(*ranks) == expected.locations.keys()
 
 
-def test_alone_it_reads_its_own() -> None:
+def test_a_single_rank_reads_its_own_tensors() -> None:
     mesh, own, source = sources(Tensors)
     assert mesh.world == 1
     assert all(torch.equal(source.read(name), own.read(name)) for name in own.locations)
@@ -78,7 +78,7 @@ def read_given() -> tuple[torch.dtype, list[list[float]]]:
     return read.dtype, read.tolist()
 
 
-def test_given_values_of_rank_zero(thread_ranks: Any) -> None:
+def test_ranks_read_values_given_to_rank_0(thread_ranks: Any) -> None:
     assert thread_ranks.run(read_given, ranks=2) == [(torch.float64, [[1.5, 2.0], [3.0, 4.0]])] * 2
 
 

@@ -12,7 +12,7 @@ import plait
 from plait.errors import ModelError
 
 
-def test_plait_does_without_transformers_and_torchs_compiler() -> None:
+def test_importing_plait_imports_neither_transformers_nor_torch_dynamo() -> None:
     """Both take seconds to load."""
     slow = "{'transformers', 'torch._dynamo', 'torch._inductor'}"
     code = (
@@ -21,13 +21,13 @@ def test_plait_does_without_transformers_and_torchs_compiler() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_name_is_no_model() -> None:
+def test_from_huggingface_refuses_a_name_in_place_of_a_model() -> None:
     with pytest.raises(ModelError, match="was given 'gpt2': give a model, as transformers' from_pretrained"):
         plait.models.from_huggingface("gpt2")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("model", [nn.Linear(2, 2), type("LlamaForCausalLM", (nn.Linear,), {})(2, 2)])
-def test_other_models_are_refused(model: nn.Module) -> None:
+def test_from_huggingface_refuses_models_of_unknown_families(model: nn.Module) -> None:
     with pytest.raises(ModelError) as refusal:
         plait.models.from_huggingface(model)
     assert str(refusal.value) == (

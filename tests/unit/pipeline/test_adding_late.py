@@ -44,7 +44,7 @@ DEFERRED = {"0.weight", "3.weight"}
 
 
 @pytest.mark.parametrize("adds_late", [False, True])
-def test_weight_work_adds_all_gradients_or_those_that_were_deferred(adds_late: bool) -> None:
+def test_deferred_weight_work_adds_all_gradients_or_only_deferred_ones(adds_late: bool) -> None:
     stage, parameters = late_stage(adds_late=adds_late)
     buffers = {name: one.grad for name, one in parameters.items()}
     forward(stage, torch.randn(2, 3))
@@ -92,7 +92,7 @@ class Before(nn.Module):
         return self.layer(self.function(value))
 
 
-def test_work_done_while_a_backward_waits_adds_to_what_was_set_aside() -> None:
+def test_work_done_while_a_backward_waits_adds_to_gradients_set_aside() -> None:
     """As in a region whose input gradient is summed over other ranks."""
     seen: list[bool] = []
 

@@ -31,7 +31,7 @@ def begun() -> ChunkedLossStage:
     return end
 
 
-def test_in_training_the_loss_is_known_with_the_gradient() -> None:
+def test_in_training_a_chunked_loss_is_computed_with_its_gradient() -> None:
     end = begun()
     end.compute(1, FEATURES)
     assert end.totals == []
@@ -41,20 +41,20 @@ def test_in_training_the_loss_is_known_with_the_gradient() -> None:
         end.seed(1)
 
 
-def test_without_gradients_it_is_known_at_once() -> None:
+def test_without_gradients_a_chunked_loss_is_computed_in_the_forward() -> None:
     end = begun()
     with torch.no_grad():
         end.compute(0, FEATURES)
     assert end.totals == [6]
 
 
-def test_what_is_kept_is_logits() -> None:
+def test_a_chunked_loss_stage_keeps_logits_as_output() -> None:
     end = begun()
     end.keep(0, FEATURES.detach())
     assert [one.tolist() for one in end.take_outputs()] == [[2, 4]]  # type: ignore[union-attr]
 
 
-def test_unfinished_micro_batches_are_discarded() -> None:
+def test_clearing_a_chunked_loss_stage_discards_unfinished_micro_batches() -> None:
     end = begun()
     end.compute(0, FEATURES)
     end.clear()

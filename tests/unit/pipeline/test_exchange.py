@@ -17,7 +17,7 @@ def address(tensor: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("info", [SMALL, LARGE, MASK, EMPTY])
-def test_a_buffer_is_used_again_whatever_the_shape(info: TensorInfo) -> None:
+def test_a_receive_buffer_is_reused_for_any_shape(info: TensorInfo) -> None:
     pool = BufferPool(CPU)
     one = pool.take(LARGE, 40)
     pool.give_back(one)
@@ -30,7 +30,7 @@ def test_a_buffer_is_used_again_whatever_the_shape(info: TensorInfo) -> None:
     assert len(pool.buffers) == 3
 
 
-def test_memory_is_what_is_in_flight_not_how_many_there_were() -> None:
+def test_receive_buffers_grow_with_messages_in_flight_only() -> None:
     pool = BufferPool(CPU)
     for _ in range(10):
         held = [pool.take(SMALL, 24), pool.take(SMALL, 24)]
@@ -39,7 +39,7 @@ def test_memory_is_what_is_in_flight_not_how_many_there_were() -> None:
     assert len(pool.buffers) == 2
 
 
-def test_views_of_a_buffer_are_known() -> None:
+def test_a_buffer_pool_recognises_views_of_its_buffers() -> None:
     pool = BufferPool(CPU)
     buffer = pool.take(SMALL, 24)
     assert pool.owns(buffer)
@@ -49,7 +49,7 @@ def test_views_of_a_buffer_are_known() -> None:
     assert pool.owns(buffer)  # it will be written again
 
 
-def test_clear_forgets_all() -> None:
+def test_clearing_a_buffer_pool_forgets_all_buffers() -> None:
     pool = BufferPool(CPU)
     buffer = pool.take(SMALL, 24)
     pool.give_back(buffer)
@@ -83,7 +83,7 @@ def test_buffers_of_about_the_size_are_kept_and_others_forgotten(
     assert len(pool.buffers) == len(kept)
 
 
-def test_what_is_lent_is_not_forgotten() -> None:
+def test_a_buffer_pool_does_not_forget_buffers_in_use() -> None:
     pool = BufferPool(CPU)
     lent, free = pool.take(EMPTY, 10), pool.take(EMPTY, 10)
     pool.give_back(free)

@@ -6,13 +6,13 @@ from plait.errors import PlanError
 from plait.pipeline.loss_scale import FIRST, LossScale, loss_scale
 
 
-def test_who_has_one() -> None:
+def test_only_fp16_has_a_loss_scale_by_default() -> None:
     assert loss_scale(None, in_fp16=True) == LossScale(FIRST, dynamic=True)
     assert loss_scale(128.0, in_fp16=True) == LossScale(128.0)
     assert loss_scale(None, in_fp16=False) == LossScale(1.0)
 
 
-def test_it_is_halved_at_once_and_doubled_after_many_good_steps() -> None:
+def test_a_dynamic_loss_scale_halves_on_overflow_and_doubles_after_2000_steps() -> None:
     scale = LossScale(1024.0, dynamic=True)
     scale.update(finite=False)
     assert scale.value == 512
@@ -26,7 +26,7 @@ def test_it_is_halved_at_once_and_doubled_after_many_good_steps() -> None:
     assert (scale.value, scale.good_steps) == (512, 0), "good steps are counted anew"
 
 
-def test_gradients_that_nobody_looked_at_are_refused_once_they_were_used() -> None:
+def test_a_dynamic_loss_scale_refuses_unchecked_gradients() -> None:
     scale = LossScale(dynamic=True)
     scale.begin(anew=True)
     scale.begin(anew=True)  # the first step failed
@@ -39,7 +39,7 @@ def test_gradients_that_nobody_looked_at_are_refused_once_they_were_used() -> No
     scale.begin(anew=True)
 
 
-def test_a_fixed_scale_asks_for_nothing() -> None:
+def test_a_fixed_loss_scale_never_changes_and_needs_no_check() -> None:
     scale = LossScale(8.0)
     scale.begin(anew=True)
     scale.end()

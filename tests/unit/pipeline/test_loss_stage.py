@@ -20,7 +20,7 @@ def leaf(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, requires_grad=True)
 
 
-def test_the_seed_is_the_gradient_of_the_scaled_sum() -> None:
+def test_a_backward_starts_from_the_gradient_of_the_scaled_loss() -> None:
     end = LossStage(SquaredError())
     end.begin([torch.zeros(2), torch.zeros(2)], torch.tensor(0.5, dtype=torch.float64))
     end.compute(0, (leaf(1, 2), leaf(9, 9)))
@@ -79,7 +79,7 @@ def test_a_loss_that_reads_a_parameter_is_refused_whenever_it_does() -> None:
         end.compute(4, (leaf(1, 2),))
 
 
-def test_without_gradients_nothing_is_held() -> None:
+def test_without_gradients_the_loss_stage_keeps_no_graph() -> None:
     end = LossStage(SquaredError())
     end.begin([torch.zeros(1)], None)
     with torch.no_grad():
@@ -95,7 +95,7 @@ def test_a_loss_that_no_weight_feeds_has_no_gradient() -> None:
     assert end.seed(0) == [None]
 
 
-def test_a_new_step_forgets_the_last_one() -> None:
+def test_a_cleared_loss_stage_holds_nothing_of_the_last_step() -> None:
     end = LossStage(SquaredError())
     end.begin([torch.zeros(1)], torch.tensor(1.0))
     end.compute(0, (leaf(2),))

@@ -73,7 +73,7 @@ def gradients_by(order: str) -> tuple[Tensor, list[Tensor]]:
     ]
 
 
-def test_one_order_equals_the_model_run_whole() -> None:
+def test_a_pipelined_rank_equals_the_model_run_whole() -> None:
     whole = model()
     loss = nn.functional.cross_entropy(whole(INPUTS).flatten(0, 1), TARGETS.flatten())
     loss.backward()
@@ -84,7 +84,7 @@ def test_one_order_equals_the_model_run_whole() -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_every_order_gives_the_same_bits(order: str) -> None:
+def test_every_order_of_actions_gives_the_same_bits(order: str) -> None:
     loss, gradients = gradients_by(order)
     wanted_loss, wanted = gradients_by(ORDERS["one at a time"])
     assert torch.equal(loss, wanted_loss)

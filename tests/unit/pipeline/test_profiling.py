@@ -32,7 +32,7 @@ def caller() -> tuple[str, str]:
     return code.co_name, code.co_qualname
 
 
-def test_the_stack_names_what_is_carried_out() -> None:
+def test_the_python_stack_names_the_running_instruction() -> None:
     seen: list[tuple[str, str]] = []
 
     def handler(instruction: object) -> None:
@@ -75,7 +75,7 @@ def test_programs_are_not_mixed_up_and_not_remembered_for_ever() -> None:
     assert len(executor._known) == REMEMBERED_PROGRAMS
 
 
-def test_a_context_is_entered_around_each_part() -> None:
+def test_the_executor_enters_a_given_context_around_each_segment() -> None:
     seen: list[str] = []
 
     @contextmanager
@@ -93,7 +93,7 @@ def test_a_context_is_entered_around_each_part() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11 warns always
-def test_parts_are_ranges_while_a_profiler_is_on() -> None:
+def test_segments_are_profiler_ranges_while_a_profiler_is_on() -> None:
     executor = Executor(dict.fromkeys([RunLayer, Send, ReduceGradient, Finish], lambda i: torch.zeros(1)))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         executor.run(PROGRAM)
@@ -104,7 +104,7 @@ def test_parts_are_ranges_while_a_profiler_is_on() -> None:
     assert inside == ["1F3", *NAMES]
 
 
-def test_an_action_in_pieces_is_one_range() -> None:
+def test_an_action_of_several_segments_is_one_profiler_range() -> None:
     pieces: Program = (RunLayer(FORWARD, 0), ReduceGradient("a"), RunLayer(FORWARD, 1), Send(FORWARD, 0))
     executor = Executor(dict.fromkeys([RunLayer, Send, ReduceGradient], lambda i: None))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -118,12 +118,12 @@ def test_an_action_in_pieces_is_one_range() -> None:
     }
 
 
-def test_no_range_is_made_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_profiler_no_range_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.profiler, "record_function")
     Executor(dict.fromkeys([RunLayer, Send, ReduceGradient, Finish], lambda i: None)).run(PROGRAM)
 
 
-def test_what_is_relied_on_in_torch() -> None:
+def test_torch_tells_whether_a_profiler_is_on() -> None:
     assert not profiling()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert profiling()

@@ -59,7 +59,7 @@ def there_and_back(
     return [output.detach(), value.grad]
 
 
-def test_results_have_the_same_bits() -> None:
+def test_recomputed_layers_have_the_bits_of_kept_ones() -> None:
     found = []
     for mode in MODES:
         module, queue = mlp()
@@ -69,7 +69,7 @@ def test_results_have_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize(("mode", "again"), [("none", 0), ("selective", 1), ("full", 1)])
-def test_a_layer_runs_once_more(mode: Recompute, again: int) -> None:
+def test_a_recomputed_layer_runs_forward_once_more(mode: Recompute, again: int) -> None:
     module, queue = mlp()
     runs = []
 
@@ -90,7 +90,7 @@ def test_products_are_kept_or_done_again_but_never_the_last(mode: Recompute, pro
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_random_numbers_are_those_of_the_first_time(mode: Recompute) -> None:
+def test_a_recomputed_forward_draws_the_random_numbers_of_the_first(mode: Recompute) -> None:
     def drop(value: Tensor) -> Tensor:
         return functional.dropout(value, 0.5) * value
 
@@ -122,7 +122,7 @@ class Doubled(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_function_of_ones_own_runs_backward_once(mode: Recompute) -> None:
+def test_a_custom_autograd_function_runs_backward_once_when_recomputed(mode: Recompute) -> None:
     calls: list[str] = []
     there_and_back(lambda value: Doubled.apply(value, calls), mode, WeightGradientQueue())  # type: ignore[no-untyped-call]
     assert calls == ["forward", "backward", *(["forward"] if mode != "none" else [])]
@@ -173,7 +173,7 @@ class Live(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_somebody_writes_to_is_not_kept(mode: Recompute) -> None:
+def test_a_product_modified_in_place_is_recomputed_and_not_kept(mode: Recompute) -> None:
     weight = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
 
     def run(value: Tensor) -> Tensor:
@@ -189,13 +189,13 @@ def test_what_somebody_writes_to_is_not_kept(mode: Recompute) -> None:
         assert torch.equal(one, two)
 
 
-def test_what_stays_until_the_backward() -> None:
+def test_each_recompute_mode_keeps_the_expected_bytes_until_the_backward() -> None:
     assert held("full") == [0, 0]
     assert held("selective") == [4 * ROW, 4 * ROW]  # the first product, not the last
     assert held("none") == [(1 + 4 + 4) * ROW] * 2  # the norm's and the activation's, too
 
 
-def test_products_of_others_are_kept_and_own_ones_need_no_dispatch_mode() -> None:
+def test_only_products_outside_plaits_linears_need_a_dispatch_mode() -> None:
     module, queue = mlp()
     layer = recomputing("selective", module)
     for _ in range(2):
@@ -280,7 +280,7 @@ def test_a_layer_that_saves_less_when_it_runs_again_is_refused() -> None:
         recomputing("full", run)(value).sum().backward()
 
 
-def test_a_layer_that_computes_a_gradient_within_its_forward() -> None:
+def test_a_layer_that_computes_a_gradient_in_its_forward_can_be_recomputed() -> None:
     def run(value: Tensor) -> Tensor:
         inner = value.detach().requires_grad_()
         (gradient,) = torch.autograd.grad(inner.sin().sum(), inner)

@@ -140,7 +140,7 @@ def quick_collections() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("quick_collections")
-def test_input_work_frees_all_but_what_weight_work_needs() -> None:
+def test_the_input_gradient_frees_all_but_tensors_for_the_weight_gradient() -> None:
     first, last = layers = [Watched(2), Watched(2)]
     stage = stage_of(*layers, batch=torch.randn(3, 2))
     forward(stage, torch.randn(3, 2))
@@ -157,7 +157,7 @@ def test_input_work_frees_all_but_what_weight_work_needs() -> None:
     assert not stage.runs
 
 
-def test_outputs_go_when_the_next_layer_ran_and_did_not_need_them() -> None:
+def test_a_layers_output_is_freed_once_the_next_layer_ran_without_saving_it() -> None:
     made: list[weakref.ref[Tensor]] = []
 
     def remember(value: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ def test_outputs_go_when_the_next_layer_ran_and_did_not_need_them() -> None:
     assert not stage.runs
 
 
-def test_a_stage_hands_over_to_another() -> None:
+def test_a_stage_passes_outputs_and_gradients_to_another_on_its_rank() -> None:
     first, last = (
         stage_of(nn.Linear(2, 2), batch=torch.ones(1, 2)),
         stage_of(nn.Tanh(), batch=torch.ones(1, 2)),
@@ -208,7 +208,7 @@ class Spread(nn.Module):
         return {"x": tokens.unsqueeze(-1) * self.scale, "tokens": tokens}
 
 
-def test_several_tensors_and_whole_numbers_between_layers() -> None:
+def test_layers_pass_several_tensors_and_integers_without_gradient() -> None:
     tokens = torch.tensor([1, 2])
     stage = stage_of(Spread(), Call(lambda value: value["x"] * value["tokens"].unsqueeze(-1)), batch=tokens)
     output = forward(stage, tokens)
@@ -217,7 +217,7 @@ def test_several_tensors_and_whole_numbers_between_layers() -> None:
     assert stage.layers[0].module.scale.grad.tolist() == [5.0, 5.0]
 
 
-def test_nothing_flows_through_what_is_detached() -> None:
+def test_no_gradient_flows_through_a_detached_output() -> None:
     stage = stage_of(nn.Linear(2, 2), Call(Tensor.detach), batch=torch.ones(1, 2))
     forward(stage, torch.ones(1, 2))
     assert backward(stage, torch.ones(1, 2)) is None
@@ -257,7 +257,7 @@ class FailBackward(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_notes_name_stage_microbatch_and_layer(where: str) -> None:
+def test_an_exception_in_a_layer_has_a_note_of_stage_micro_batch_and_layer(where: str) -> None:
     stage = stage_of(nn.Tanh(), Call(lambda x: x * 1), batch=torch.ones(2), number=3)
     stage.layers[1].module.function = fail if where == "forward" else FailBackward.apply
     with pytest.raises(ZeroDivisionError) as caught:
@@ -265,7 +265,7 @@ def test_notes_name_stage_microbatch_and_layer(where: str) -> None:
     assert caught.value.__notes__ == ["in stage 3, micro-batch 5, layer '1'"]
 
 
-def test_clear_forgets_what_is_in_flight() -> None:
+def test_clearing_a_stage_forgets_micro_batches_in_flight() -> None:
     stage = stage_of(nn.Linear(2, 2), batch=torch.ones(1, 2))
     forward(stage, torch.ones(1, 2), 0)
     forward(stage, torch.ones(1, 2), 1)

@@ -24,14 +24,14 @@ FAILURES = st.builds(
 
 
 @given(FAILURES)
-def test_no_other_interval_is_better(failures: Failures) -> None:
+def test_no_other_checkpoint_interval_has_higher_expected_goodput(failures: Failures) -> None:
     best = best_interval(failures)
     for factor in (0.1, 0.8, 0.99, 1.01, 1.2, 10.0):
         assert expected_goodput(failures, best.interval * factor) <= best.expected * (1 + 1e-9)
     assert 0 < best.expected < 1
 
 
-def test_the_simulation_agrees_with_the_formula() -> None:
+def test_simulated_goodput_agrees_with_the_formula() -> None:
     """Its standard error is that of the means of other seeds."""
     for mean_time in [1800.0, 1e5]:
         failures = Failures(mean_time, checkpoint=30.0, restart=300.0)
@@ -48,7 +48,7 @@ def test_where_failures_are_rare_youngs_estimate_is_near() -> None:
     assert best_interval(failures).interval == pytest.approx(young_interval(failures), rel=1e-2)
 
 
-def test_the_seed_decides() -> None:
+def test_the_seed_decides_the_simulated_failures() -> None:
     failures = Failures(3600.0, 30.0, 300.0)
     found = best_interval(failures, 1)
     assert found == best_interval(failures, 1) != best_interval(failures, 2)
@@ -64,7 +64,7 @@ def test_an_interval_that_no_run_ends_has_no_goodput() -> None:
 
 @pytest.mark.parametrize("value", [-1.0, float("inf"), float("nan")])
 @pytest.mark.parametrize("name", ["mean_time", "checkpoint", "restart"])
-def test_what_is_no_time_is_refused(name: str, value: float) -> None:
+def test_negative_infinite_or_nan_times_of_failures_are_refused(name: str, value: float) -> None:
     times = {"mean_time": 1.0, "checkpoint": 0.0, "restart": 0.0}
     with pytest.raises(PlanError, match=f"{name} is {value} seconds: give at least 0"):
         Failures(**times | {name: value})

@@ -30,7 +30,7 @@ def test_bundled_files_are_complete_and_say_where_figures_come_from() -> None:
         assert all("#" in section for section in sections)
 
 
-def test_a_hardware_is_taken_as_it_is() -> None:
+def test_load_hardware_returns_a_given_hardware_unchanged() -> None:
     hardware = replace(load_hardware("h100-sxm"), name="mine")
     assert load_hardware(hardware) is hardware
     assert isinstance(hardware, Hardware)
@@ -55,7 +55,9 @@ def test_a_hardware_is_taken_as_it_is() -> None:
         ("[device]", "[device", "is not TOML"),
     ],
 )
-def test_errors_name_the_file_and_the_field(tmp_path: Path, before: str, after: str, message: str) -> None:
+def test_errors_of_a_hardware_file_name_file_and_field(
+    tmp_path: Path, before: str, after: str, message: str
+) -> None:
     text = (FOLDER / "h100-sxm.toml").read_text()
     assert before in text
     file = tmp_path / "mine.toml"
@@ -83,7 +85,7 @@ LEAST_AND_MOST: dict[str, tuple[float, float]] = {
 }
 
 
-def test_each_number_has_a_least_and_a_most() -> None:
+def test_each_number_of_a_hardware_file_has_a_minimum_and_a_maximum() -> None:
     """Latencies and fixed costs may be 0; efficiencies are parts of a peak, from a thousandth of it."""
     bundled = toml_value((FOLDER / "h100-sxm.toml").read_text())
     fields = [(section, field) for section, names in FIELDS.items() for field in names.split()]
@@ -104,7 +106,7 @@ def test_each_number_has_a_least_and_a_most() -> None:
 WHOLE = ("multiprocessors", "devices", "overlaps")
 
 
-def test_figures_of_a_file_are_in_bytes_and_seconds() -> None:
+def test_figures_of_a_hardware_file_are_converted_to_bytes_and_seconds() -> None:
     """Each number of the file is another one here, and so is each field that is made of it."""
     numbers: dict[str, dict[str, float]] = {
         section: {field: (place + 1) / 64 for place, field in enumerate(fields.split())}
@@ -135,7 +137,7 @@ def test_figures_of_a_file_are_in_bytes_and_seconds() -> None:
     )
 
 
-def test_a_section_holds_fields() -> None:
+def test_an_empty_or_non_table_section_of_a_hardware_file_is_refused() -> None:
     for section, given, message in [
         ("peak_tflops", {}, "no figures in peak_tflops"),
         ("peak_tflops", 3, "no figures in peak_tflops"),
@@ -146,7 +148,7 @@ def test_a_section_holds_fields() -> None:
             _parsed({**bundled, section: given}, "mine.toml")
 
 
-def test_an_unknown_name_lists_those_that_are_known() -> None:
+def test_an_unknown_hardware_name_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"hardware h300 cannot be read .*h100-sxm"):
         load_hardware("h300")
 

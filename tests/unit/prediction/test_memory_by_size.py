@@ -60,7 +60,7 @@ ALLOWED = {"full": 0.04}
 
 
 @pytest.mark.parametrize(("name", "options"), in_quick(product(("gpt2", "llama"), OPTIONS), *QUICK))
-def test_within_one_percent_of_the_simulated_step(name: str, options: str) -> None:
+def test_memory_by_size_is_within_one_percent_of_the_simulated_step(name: str, options: str) -> None:
     model = getattr(plait.models, name)(**SIZES)
     plan = Plan(microbatches=4, precision="bf16", **OPTIONS[options])
     expected = plait.memory(model, plan, rows=8, device="cpu").ranks

@@ -98,7 +98,7 @@ def test_after_the_only_micro_batch_no_activations_are_bound() -> None:
     assert Bounds(model, H100, 8).memory(plan, "1f1b") <= found.peak_memory + H100.reserved
 
 
-def test_no_bound_is_above_the_prediction() -> None:
+def test_no_lower_bound_of_a_plan_is_above_its_prediction() -> None:
     for first in range(0, 60, 15):
         for seed in range(first, first + 15):
             _check(seed)
@@ -145,7 +145,7 @@ def test_ranks_of_several_stages_wait_for_the_first_layers() -> None:
         assert least < _share(Plan(pp=4, microbatches=4, schedule=policy, chunks=2)) <= 1
 
 
-def test_the_pipeline_of_equal_stages_is_exact() -> None:
+def test_the_bound_of_a_pipeline_of_equal_stages_is_exact() -> None:
     # p equal stages of 1f1b: (m + p − 1) · x with x = total / p, and two messages for each rank.
     plan = Plan(pp=4, microbatches=8)
     assert pipeline_seconds(4.0, plan, 1.0, 0.0) <= 8 + 3
@@ -164,7 +164,7 @@ def test_the_pipeline_of_equal_stages_is_exact() -> None:
     assert pipeline_seconds(4.0, replace(plan, microbatches=1), 1.0, 0.5) == pytest.approx(4 + 3 * 0.5)
 
 
-def test_the_bound_of_a_pipeline_is_close() -> None:
+def test_the_bound_of_a_pipeline_is_close_to_its_prediction() -> None:
     for policy, least in [("1f1b", 0.835), ("zb-h1", 0.80), ("interleaved", 0.83)]:
         plan = Plan(pp=4, microbatches=8, schedule=policy, precision="bf16")
         assert least < _share(plan) <= 1
@@ -177,7 +177,7 @@ def test_one_micro_batch_takes_the_path_through_stages_and_messages() -> None:
         assert least < _share(plan, wide, SLOW_LINKS, 1) <= 1
 
 
-def test_a_known_cut_bounds_the_end_of_each_rank() -> None:
+def test_with_a_known_cut_the_bound_is_close_below_the_predicted_step() -> None:
     for policy, least in [("1f1b", 0.94), ("zb-h1", 0.85), ("zb-v", 0.9)]:
         chunks = 2 if policy == "zb-v" else 1
         plan = Plan(pp=4, microbatches=8, precision="bf16", schedule=policy, chunks=chunks)

@@ -43,7 +43,7 @@ def test_changes_that_make_a_plan_fit_come_first() -> None:
         assert all(memory < 0 for memory in rest)
 
 
-def test_changes_that_cannot_be_are_left_out() -> None:
+def test_impossible_plan_changes_are_left_out() -> None:
     """Six layers are too few for two stages on each of four ranks."""
     plan = replace(PLAN, pp=4, dp=1, microbatches=1, recompute="none")
     found = predict(replace(MODEL, layers=2), plan, replace(H100, memory=1e6, reserved=0.0), rows=1)
@@ -58,7 +58,7 @@ STATES = ["none", "optimizer", "gradients", "full"]
 POLICIES = ["1f1b", "interleaved", "zb-h1", "zb-v", "v-half"]
 
 
-def test_the_changes_that_are_tried_are_those_of_fields_that_matter() -> None:
+def test_plan_changes_are_tried_only_for_fields_that_matter() -> None:
     for plan, expected in [
         (Plan(microbatches=2), dict(ALONE)),
         (Plan(microbatches=2, loss_rows=7), {**dict(ALONE), "loss_rows": [None]}),
@@ -98,7 +98,7 @@ def test_the_changes_that_are_tried_are_those_of_fields_that_matter() -> None:
         assert tried == expected
 
 
-def test_help_is_a_plan_that_fits_then_one_that_is_faster_or_else_smaller() -> None:
+def test_a_change_helps_if_it_fits_or_else_is_faster_or_smaller() -> None:
     small = predict(MODEL, replace(PLAN, recompute="full"), H100, rows=8)
     quick = predict(MODEL, replace(PLAN, recompute="none"), H100, rows=8)
     faster, smaller = (

@@ -91,7 +91,7 @@ def test_the_search_finds_what_the_prediction_of_every_plan_finds(seed: int) -> 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(6, 306))
-def test_the_search_of_random_problems_is_exact(seed: int) -> None:
+def test_the_plan_search_of_random_problems_is_exact(seed: int) -> None:
     _compare_at_random(seed, ranks=Random(-seed).choice((2, 3, 4, 6, 8)), schedules=2)
 
 
@@ -100,7 +100,7 @@ def test_the_search_of_random_problems_is_exact(seed: int) -> None:
 @pytest.mark.parametrize("hardware", [H100, SLOW], ids=("h100", "slow"))
 @pytest.mark.parametrize("model", [LLAMA, GPT2], ids=("llama", "gpt2"))
 @pytest.mark.parametrize("batch", [3, 8])
-def test_the_search_of_all_choices_is_exact(
+def test_the_plan_search_over_all_choices_is_exact(
     model: Decoder, hardware: Hardware, ranks: int, batch: int
 ) -> None:
     _compare(model, hardware, ranks, batch, PlanChoices(), most=10)

@@ -13,7 +13,7 @@ ALL = PlanChoices()
 MODEL = Decoder(layers=2, hidden=96, heads=6, kv_heads=2, inner=128, vocab=100, context=32)
 
 
-def test_divisors_ascend() -> None:
+def test_divisors_of_a_number_are_listed_in_ascending_order() -> None:
     assert [divisors_of(one) for one in (1, 2, 9, 12)] == [(1,), (1, 2), (1, 3, 9), (1, 2, 3, 4, 6, 12)]
 
 

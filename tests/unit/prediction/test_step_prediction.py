@@ -108,7 +108,7 @@ def test_the_loss_in_chunks_computes_as_much_in_less_memory() -> None:
     assert chunks.memory[0].temporary < whole.memory[0].temporary / 3
 
 
-def test_overlap_hides_communication() -> None:
+def test_overlap_of_sums_reduces_the_predicted_communication_time() -> None:
     plan = Plan(dp=64, tp=8, microbatches=2, **MIXED)
     gpu = load_hardware("h100-sxm")
     hidden, plain = (predict(SMALL, plan, replace(gpu, overlaps=one)) for one in (True, False))
@@ -212,7 +212,7 @@ def test_a_model_is_predicted_by_its_sizes() -> None:
     assert plait.predict(model, plan, "h100-sxm").breakdown == predict(given, plan, "h100-sxm").breakdown
 
 
-def test_405_billion_parameters_on_16384_ranks() -> None:
+def test_llama_405b_on_16384_ranks_is_predicted_at_a_plausible_mfu() -> None:
     plan = Plan(
         pp=16,
         tp=8,
@@ -238,7 +238,7 @@ def test_405_billion_parameters_on_16384_ranks() -> None:
         (Plan(pp=32, microbatches=32), 32, PlanError, "32 stages need at least 32 layers"),
     ],
 )
-def test_what_cannot_run_is_refused_in_one_sentence(
+def test_predict_refuses_plans_that_cannot_run_in_one_sentence(
     plan: Plan, rows: int, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):

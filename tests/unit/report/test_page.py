@@ -32,7 +32,7 @@ def whole_run(folder: Path, **parallel: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def test_the_numbers_of_the_page_are_those_of_the_metrics(tmp_path: Path) -> None:
+def test_the_numbers_of_a_report_page_are_those_of_the_metrics(tmp_path: Path) -> None:
     rows = whole_run(tmp_path, pp=2, tp=2)
     (run,) = data_of(draw_report([read_run(tmp_path)]))["runs"]
     assert run["steps"] == [row["step"] for row in rows]
@@ -43,7 +43,7 @@ def test_the_numbers_of_the_page_are_those_of_the_metrics(tmp_path: Path) -> Non
     assert run["timeline"]["labels"] == ["rank 0", "rank 2", "rank 1", "rank 3"]
 
 
-def test_figures_and_sections_are_text(tmp_path: Path) -> None:
+def test_the_figures_of_a_report_page_are_those_of_the_run(tmp_path: Path) -> None:
     rows = whole_run(tmp_path, pp=2, tp=2)
     page = draw_report([read_run(tmp_path)])
     figures = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page))
@@ -88,7 +88,7 @@ def test_tables_hold_the_numbers_of_each_rank_and_axis(tmp_path: Path) -> None:
     assert uses == [[f"rank {rank}", "", "20.8 ms 77%", "3.2 ms 12%", "3 ms 11%"] for rank in range(4)]
 
 
-def test_says_after_which_steps_the_run_was_resumed(tmp_path: Path) -> None:
+def test_a_report_page_says_after_which_steps_the_run_was_resumed(tmp_path: Path) -> None:
     whole_run(tmp_path, pp=1)
     for kind, step in (("start", 0), ("stopped", 10), ("start", 10), ("start", 20), ("finished", 40)):
         write_event(tmp_path, kind, step, "")
@@ -108,7 +108,7 @@ def test_a_page_of_two_runs_marks_what_differs(tmp_path: Path) -> None:
     assert "Plan of b" in page
 
 
-def test_is_self_contained_and_no_text_breaks_out(tmp_path: Path) -> None:
+def test_a_report_page_loads_nothing_and_escapes_all_text(tmp_path: Path) -> None:
     folder = tmp_path / "a<script>&'$name'"
     whole_run(folder, pp=1)
     (folder / "events.jsonl").write_text(
@@ -130,7 +130,7 @@ def test_the_page_uses_every_file_of_its_folder_with_the_licence_of_the_library(
     assert "MIT License" in (folder / "uplot" / "LICENSE").read_text()
 
 
-def test_other_columns_get_a_chart(tmp_path: Path) -> None:
+def test_other_columns_of_metrics_get_a_chart(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0, "my_metric": 2.0}\n')
     charts = data_of(draw_report([read_run(tmp_path)]))["charts"]
     assert [chart["title"] for chart in charts] == ["Loss", "my_metric"]

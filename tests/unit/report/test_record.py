@@ -23,7 +23,7 @@ from plait.report.warnings import stragglers, warnings_of
 from plait.report.writing import read_runs, write_report
 
 
-def test_metrics_alone_are_enough(tmp_path: Path) -> None:
+def test_a_folder_with_metrics_alone_is_read_as_a_run(tmp_path: Path) -> None:
     write_metrics(tmp_path / "run", 5)
     run = read_run(tmp_path / "run")
     assert (run.name, run.state, run.description, run.step, run.ranks) == ("run", "5 steps", None, None, None)
@@ -31,7 +31,7 @@ def test_metrics_alone_are_enough(tmp_path: Path) -> None:
     assert list(warnings_of(run)) == []
 
 
-def test_everything_is_read_back(tmp_path: Path) -> None:
+def test_all_files_of_a_run_are_read_back(tmp_path: Path) -> None:
     config = write_plan(tmp_path, pp=2, tp=2, dp=2, strategy="full")
     rows = write_metrics(tmp_path, 20)
     write_ranks(tmp_path, rows, 8)
@@ -50,7 +50,7 @@ def test_everything_is_read_back(tmp_path: Path) -> None:
     assert sum(layer.elements for layer in about.layers) > 1024 * 256
 
 
-def test_how_a_run_ended(tmp_path: Path) -> None:
+def test_the_state_of_a_run_tells_running_finished_and_died_apart(tmp_path: Path) -> None:
     write_plan(tmp_path)
     write_metrics(tmp_path, 300)
     assert read_run(tmp_path).state == "Running: step 300 of 300"
@@ -68,7 +68,7 @@ def test_how_a_run_ended(tmp_path: Path) -> None:
     assert read_run(tmp_path).state == "Finished after step 300 of 300"
 
 
-def test_what_is_worth_a_warning(tmp_path: Path) -> None:
+def test_failed_checkpoints_slow_ranks_and_loss_spikes_are_warnings(tmp_path: Path) -> None:
     write_plan(tmp_path, pp=2, dp=4)
     rows = write_metrics(tmp_path, 40)
     write_ranks(tmp_path, rows, 8, slow=6)
@@ -200,7 +200,7 @@ def test_a_description_of_a_later_version_is_refused(tmp_path: Path) -> None:
         read_run(tmp_path)
 
 
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_missing_run_folder_or_metrics_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere does not exist: give the folder of a run"):
         read_run(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"has no metrics\.jsonl: give the folder"):
@@ -231,7 +231,7 @@ def test_any_number_of_runs_stand_side_by_side_in_colours_of_their_own(tmp_path:
     assert len({*re.findall(r"--series-\d: (#[0-9a-f]{6});", page)}) == 14
 
 
-def test_samples_are_shown_evenly_with_the_first_and_the_last(tmp_path: Path) -> None:
+def test_evenly_spaced_samples_with_the_first_and_last_are_shown(tmp_path: Path) -> None:
     write_metrics(tmp_path, 2)
     for step in [*range(1, 101), 100]:
         write_event(tmp_path, "sample", step, f"<b>{step}</b>")
@@ -241,7 +241,7 @@ def test_samples_are_shown_evenly_with_the_first_and_the_last(tmp_path: Path) ->
     assert "24 of 100 samples are shown." in page
 
 
-def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+def test_runs_of_one_name_are_named_by_their_paths(tmp_path: Path) -> None:
     paths = [tmp_path / part / "run" for part in "ab"]
     for path in paths:
         write_metrics(path, 1)

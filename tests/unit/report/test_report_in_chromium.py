@@ -34,7 +34,7 @@ scrollTo(0, 0);
 """
 
 
-def test_pointing_shows_the_numbers_of_a_step_and_zooming_is_common(tmp_path: Path) -> None:
+def test_pointing_at_a_chart_shows_a_steps_numbers_and_zooming_zooms_all_charts(tmp_path: Path) -> None:
     write_plan(tmp_path, pp=2, tp=2)
     config = json.loads((tmp_path / "config.json").read_text())
     config["train"]["clip"] = 100
@@ -79,7 +79,7 @@ def test_pointing_shows_the_numbers_of_a_step_and_zooming_is_common(tmp_path: Pa
     assert told["memory"] == 0
 
 
-def test_timeline_map_and_plan_answer_to_the_pointer(tmp_path: Path) -> None:
+def test_timeline_rank_map_and_plan_show_cards_under_the_pointer(tmp_path: Path) -> None:
     write_plan(tmp_path, pp=2, tp=2, dp=2, strategy="full")
     rows = write_metrics(tmp_path, 40)
     write_ranks(tmp_path, rows, 8)
@@ -122,7 +122,7 @@ def test_timeline_map_and_plan_answer_to_the_pointer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_runs_that_died_and_several_runs_make_no_faults(tmp_path: Path, count: int) -> None:
+def test_pages_of_died_runs_and_of_several_runs_raise_no_script_error(tmp_path: Path, count: int) -> None:
     paths = [tmp_path / str(number) for number in range(count)]
     for number, path in enumerate(paths):
         write_metrics(path, 1 + 250 * number)

@@ -12,7 +12,7 @@ def _centres(picture: str) -> list[tuple[float, float]]:
     return [(float(x), float(y)) for x, y in found]
 
 
-def test_points_are_on_scale_and_the_first_is_drawn_last() -> None:
+def test_scatter_points_are_on_scale_and_the_first_is_drawn_last() -> None:
     points = [
         ScatterPoint(x, y, "series-0", f"<{x}>", "a & b" * (x == 10)) for x, y in ((10, 1), (20, 3), (40, 2))
     ]

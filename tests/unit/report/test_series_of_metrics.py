@@ -10,7 +10,7 @@ from plait.errors import DataError
 from plait.report.metrics import Metrics, buckets, read_metrics
 
 
-def test_columns_have_the_numbers_of_the_rows(tmp_path: Path) -> None:
+def test_columns_of_metrics_have_the_numbers_of_the_rows(tmp_path: Path) -> None:
     rows = write_metrics(tmp_path, 30)
     metrics = read_metrics(tmp_path / "metrics.jsonl")
     assert metrics.steps == tuple(range(1, 31))
@@ -32,7 +32,7 @@ def test_damaged_lines_are_counted_and_what_is_not_finite_is_missing(tmp_path: P
     ("text", "told"),
     [("", "it is empty"), ("no\n", "no line of it is a JSON object"), (b"\xff", "not UTF-8")],
 )
-def test_without_a_row_it_is_an_error(tmp_path: Path, text: str | bytes, told: str) -> None:
+def test_metrics_without_a_row_are_refused(tmp_path: Path, text: str | bytes, told: str) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(DataError, match=told):
@@ -57,7 +57,7 @@ def test_thinning_keeps_extremes_validations_and_ends() -> None:
 
 
 @pytest.mark.parametrize(("count", "most"), [(10, 3), (3, 10), (7, 7), (0, 4)])
-def test_buckets_cover_everything_once(count: int, most: int) -> None:
+def test_buckets_cover_all_rows_once_in_nearly_equal_sizes(count: int, most: int) -> None:
     found = list(buckets(count, most))
     assert [one for bucket in found for one in bucket] == list(range(count))
     assert len(found) == min(count, most)

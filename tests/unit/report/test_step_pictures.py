@@ -15,7 +15,7 @@ from plait.report.tensor_picture import tensor_picture, tensor_text
 from plait.report.timelines import MOST_ROWS, StepTimeline, in_order
 
 
-def test_the_uses_of_a_rank_add_up_to_the_step(tmp_path: Path) -> None:
+def test_the_shares_of_a_ranks_time_add_up_to_the_step(tmp_path: Path) -> None:
     timeline = StepTimeline(write_recorded_step(tmp_path, 2, 3))
     first, last = timeline.bounds
     for _, uses in timeline.uses():
@@ -26,14 +26,14 @@ def test_the_uses_of_a_rank_add_up_to_the_step(tmp_path: Path) -> None:
         assert uses["tp"] == pytest.approx(16 * 0.2e-3)
 
 
-def test_rows_are_pipelines_and_at_most_so_many(tmp_path: Path) -> None:
+def test_a_step_timeline_groups_rows_by_pipeline_up_to_a_limit(tmp_path: Path) -> None:
     assert StepTimeline(write_recorded_step(tmp_path, 2, 3)).shown == [0, 3, 1, 4, 2, 5]
     many = StepTimeline(write_recorded_step(tmp_path, 8, 16))
     assert len(many.shown) == MOST_ROWS
     assert many.shown[:8] == list(range(0, 128, 16))
 
 
-def test_of_many_ranks_the_table_has_those_that_compute_most_and_least(tmp_path: Path) -> None:
+def test_the_table_of_many_ranks_lists_those_that_compute_most_and_least(tmp_path: Path) -> None:
     write_metrics(tmp_path, 1)
     ranks = tuple(
         RecordedRank(((0, "F", 0, 0, rank),), (("tp", 32, 32),) * (rank == 0), {}) for rank in range(32)
@@ -60,7 +60,7 @@ def test_traffic_is_summed_over_ranks_with_the_most_of_one() -> None:
     ]
 
 
-def test_waits_that_overlap_are_cut() -> None:
+def test_overlapping_waits_of_a_rank_are_cut_to_follow_each_other() -> None:
     rank = RecordedRank((), (("tp", 5, 9), ("pp", 0, 6), ("dp", 1, 2)), {})
     assert in_order(rank) == [("pp", 0, 6), ("tp", 6, 9)]
 
@@ -68,7 +68,9 @@ def test_waits_that_overlap_are_cut() -> None:
 @pytest.mark.parametrize(
     "parallel", [{"pp": 2, "tp": 2, "dp": 2, "cp": 2}, {"pp": 8, "tp": 8, "dp": 8, "replicate": 2}], ids=str
 )
-def test_every_rank_and_layer_has_a_place(tmp_path: Path, parallel: dict[str, int]) -> None:
+def test_every_rank_and_layer_has_a_place_in_the_plan_picture(
+    tmp_path: Path, parallel: dict[str, int]
+) -> None:
     write_plan(tmp_path, layers=8, strategy="full", **parallel)
     about = read_description(tmp_path)
     assert about is not None
@@ -83,7 +85,7 @@ def test_every_rank_and_layer_has_a_place(tmp_path: Path, parallel: dict[str, in
     assert right <= 1151
 
 
-def test_pieces_cover_a_matrix_once(tmp_path: Path) -> None:
+def test_the_picture_of_a_sharded_matrix_covers_it_once(tmp_path: Path) -> None:
     write_plan(tmp_path, tp=2, dp=2, cp=2, strategy="full")
     about = read_description(tmp_path)
     assert about is not None

@@ -32,7 +32,9 @@ def answer(server: ReportServer, path: str, host: str = "") -> tuple[int, str, s
     return response.status, text, response.getheader("Content-Type", "")
 
 
-def test_the_page_is_made_anew_when_a_file_has_changed(server: ReportServer, tmp_path: Path) -> None:
+def test_the_report_server_rebuilds_the_page_when_a_file_changes(
+    server: ReportServer, tmp_path: Path
+) -> None:
     assert server.server_address[0] == "127.0.0.1"
     status, page, kind = answer(server, "/", f"localhost:{server.server_port}")
     assert (status, kind) == (200, "text/html; charset=utf-8")
@@ -49,11 +51,11 @@ def test_the_page_is_made_anew_when_a_file_has_changed(server: ReportServer, tmp
     assert "has no metrics (it is empty)" in answer(server, "/")[1]
 
 
-def test_other_paths_and_other_names_of_the_host_get_nothing(server: ReportServer) -> None:
+def test_the_report_server_refuses_other_paths_and_host_names(server: ReportServer) -> None:
     assert answer(server, "/metrics.jsonl")[0] == 404
     assert answer(server, "/", "evil.example:80")[0] == 404
 
 
-def test_a_port_that_is_taken_is_an_error(server: ReportServer, tmp_path: Path) -> None:
+def test_a_report_server_on_a_used_port_is_refused(server: ReportServer, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give another one by --port"):
         ReportServer([tmp_path], server.server_port)

@@ -11,11 +11,11 @@ from plait.schedules.action import Action, Kind
 
 @UNHURRIED
 @given(st.builds(Action, st.integers(0, 10**6), st.sampled_from(Kind), st.integers(0, 10**6)))
-def test_text_and_back(action: Action) -> None:
+def test_an_action_survives_conversion_to_text_and_back(action: Action) -> None:
     assert Action.parse(str(action)) == action
 
 
-def test_text_form() -> None:
+def test_the_text_of_an_action_is_stage_kind_and_micro_batch() -> None:
     assert str(Action(2, Kind.F, 0)) == "2F0"
     assert Action.parse(" 10W3 ") == Action(10, Kind.W, 3)
 
@@ -23,7 +23,7 @@ def test_text_form() -> None:
 @pytest.mark.parametrize(
     "text", ["", "F0", "2F", "2X0", "2f0", "-1F0", "2F0 3F0", "2F0x", "2.0F1", "1234567890F0"]
 )
-def test_refuses_other_text(text: str) -> None:
+def test_text_that_is_no_action_is_refused(text: str) -> None:
     with pytest.raises(
         ScheduleError, match=r"is not an action: write stage, kind \(F, I, W or B\) and micro-batch"
     ):
@@ -45,17 +45,17 @@ CONSUMERS = {"0F3": "1F3", "2F3": None, "2I3": "1I3", "1B3": "0I3", "0I3": None,
 
 
 @pytest.mark.parametrize("text", SOURCES)
-def test_where_its_input_comes_from_among_three_stages(text: str) -> None:
+def test_the_source_stage_of_each_action_among_three_stages_is_the_listed_one(text: str) -> None:
     assert Action.parse(text).source_stage(stages=3) == SOURCES[text]
 
 
 @pytest.mark.parametrize("text", CONSUMERS)
-def test_who_waits_for_its_result_among_three_stages(text: str) -> None:
+def test_the_consumer_of_each_action_among_three_stages_is_the_listed_one(text: str) -> None:
     consumer = Action.parse(text).consumer(stages=3)
     assert (consumer and str(consumer)) == CONSUMERS[text]
 
 
-def test_a_single_stage_has_neither() -> None:
+def test_actions_of_a_single_stage_have_no_source_and_no_consumer() -> None:
     for kind in Kind:
         assert Action(0, kind, 0).source_stage(stages=1) is None
         assert Action(0, kind, 0).consumer(stages=1) is None

@@ -50,7 +50,7 @@ def one_period(pattern: BuildingBlock) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(("name", "pause", "ranks"), PERIODS)
-def test_one_period_of_the_tightest(name: str, pause: int, ranks: int) -> None:
+def test_one_period_of_the_tightest_v_pattern_is_the_published_one(name: str, pause: int, ranks: int) -> None:
     pattern = smallest_block(Placement.V.rank_of(ranks, 2), pause)
     assert [" ".join(row) for row in one_period(pattern)] == PERIODS[name, pause, ranks]
 
@@ -64,13 +64,13 @@ def test_one_period_of_the_tightest(name: str, pause: int, ranks: int) -> None:
         (0, [4, 4, 4, 6, 6, 6, 8, 8, 8, 10, 10]),
     ],
 )
-def test_the_tightest_hold_what_their_authors_say(pause: int, peaks: list[int]) -> None:
+def test_the_tightest_v_patterns_hold_the_published_memory(pause: int, peaks: list[int]) -> None:
     for ranks, peak in enumerate(peaks, start=2):
         pattern, ones = smallest_block(Placement.V.rank_of(ranks, 2), pause), (1,) * 2 * ranks
         assert pattern.peak(ones, ones) == held_in_steady_state(pattern, ones, ones) == peak
 
 
-def test_a_pattern_is_laid_out_along_the_way_of_a_microbatch() -> None:
+def test_a_pattern_starts_a_micro_batchs_actions_in_order_with_delays() -> None:
     lengths = Lengths((1, 1), (2, 2), (1, 1))
     assert build_block((0, 1), lengths, period=4, delays=Delays([0], [0], [0])) == BuildingBlock(
         (0, 1), lengths, 4, Lengths([0, 1], [5, 2], [7, 4])
@@ -80,7 +80,7 @@ def test_a_pattern_is_laid_out_along_the_way_of_a_microbatch() -> None:
     )
 
 
-def test_a_period_without_room_has_no_pattern() -> None:
+def test_a_period_too_short_for_the_actions_has_no_pattern() -> None:
     unit = Lengths((1, 1), (1, 1), (1, 1))
     assert build_block((0, 0), unit, period=6, delays=Delays([0, 0], [0, 0], [0, 0, 0])) is not None
     assert build_block((0, 0), unit, period=5, delays=Delays([0, 0], [0, 0], [0, 0, 0])) is None
@@ -89,13 +89,13 @@ def test_a_period_without_room_has_no_pattern() -> None:
     assert build_block((0,), long, period=4, delays=Delays([0], [0], [1])) is None
 
 
-def test_through_is_the_way_of_one_microbatch() -> None:
+def test_the_latency_of_a_pattern_is_that_of_one_micro_batch() -> None:
     pattern = smallest_block(Placement.V.rank_of(2, 2), 0)
     assert pattern.starts == Lengths([0, 1, 2, 3], [7, 6, 5, 4], [8, 10, 9, 5])
     assert pattern.latency == 8
 
 
-def test_orders_are_those_of_the_starts() -> None:
+def test_orders_of_a_pattern_follow_its_start_times() -> None:
     lengths = Lengths((1, 1), (1, 1), (1, 1))
     pattern = BuildingBlock((0, 1), lengths, 3, Lengths([0, 1], [4, 2], [5, 3]))
     shown = [" ".join(map(str, row)) for row in pattern.orders(3)]
@@ -132,7 +132,7 @@ def test_no_two_actions_of_a_rank_collide_in_any_period(pattern: BuildingBlock) 
 
 @UNHURRIED
 @given(patterns())
-def test_what_a_microbatch_needs_is_done_before(pattern: BuildingBlock) -> None:
+def test_in_a_pattern_each_action_starts_after_its_inputs_are_done(pattern: BuildingBlock) -> None:
     (forwards, inputs, weights), lengths = pattern.starts, pattern.lengths
     last = len(pattern.rank_of) - 1
     for stage in range(last):
@@ -144,14 +144,16 @@ def test_what_a_microbatch_needs_is_done_before(pattern: BuildingBlock) -> None:
 
 @UNHURRIED
 @given(patterns(), st.integers(1, 6))
-def test_orders_are_legal(pattern: BuildingBlock, microbatches: int) -> None:
+def test_orders_of_a_pattern_are_legal_schedules(pattern: BuildingBlock, microbatches: int) -> None:
     rows = tuple(map(tuple, pattern.orders(microbatches)))
     check(Schedule("pattern", microbatches, pattern.rank_of, rows))
 
 
 @UNHURRIED
 @given(patterns(), st.data())
-def test_a_peak_is_what_the_steady_state_holds(pattern: BuildingBlock, data: st.DataObject) -> None:
+def test_the_peak_of_a_pattern_is_that_of_its_steady_state(
+    pattern: BuildingBlock, data: st.DataObject
+) -> None:
     stages = len(pattern.rank_of)
     amounts = st.lists(st.integers(0, 3), min_size=stages, max_size=stages)
     until_input, until_weight = data.draw(amounts), data.draw(amounts)

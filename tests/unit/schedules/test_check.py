@@ -220,7 +220,7 @@ def test_the_first_rule_that_is_broken_is_named() -> None:
     ],
     ids=str,
 )
-def test_numbers_of_no_stage_and_no_microbatch(stray: Action, rule: str) -> None:
+def test_actions_of_unknown_stages_or_micro_batches_are_refused(stray: Action, rule: str) -> None:
     made = written(["0F0 0B0"], rank_of=(0,), microbatches=1)
     with pytest.raises(ScheduleError, match=f"rule '{rule}' is broken on rank 0 by {stray}: "):
         check(with_row(made, 0, [*made.actions[0], stray]))
@@ -253,7 +253,7 @@ def test_some_backwards_may_be_split_and_others_not() -> None:
         check(written(["0F0 0F1 0I0 0B1 0W0"], rank_of=(0,), microbatches=2))
 
 
-def test_beyond_the_limit() -> None:
+def test_a_schedule_beyond_the_memory_limit_is_refused_showing_the_action() -> None:
     made = policy_schedule("1f1b", 3, 4)
     check(made, limit=3)
     check(made, limit=2.9999999999)  # as good as 3
@@ -283,7 +283,7 @@ def test_a_limit_takes_what_is_held_before_and_after_the_input_gradient() -> Non
         check(made, limit=2, memory_costs=MemoryCosts(Fraction(1), (1,), (3,)))
 
 
-def test_a_rule_of_the_order_comes_before_the_limit() -> None:
+def test_a_broken_order_is_named_before_a_broken_memory_limit() -> None:
     with pytest.raises(ScheduleError, match=f"rule '{ORDER}'"):
         check(written(["0B0 0F0"], rank_of=(0,), microbatches=1), limit=0)
 

@@ -32,7 +32,7 @@ LIMIT = "memory limit"
 
 @UNHURRIED
 @given(legal_schedules())
-def test_legal_schedules_pass(made: Schedule) -> None:
+def test_legal_schedules_pass_the_check(made: Schedule) -> None:
     check(made)
 
 
@@ -97,7 +97,7 @@ def damaged(draw: st.DrawFn, damage: str) -> Schedule:
 @pytest.mark.parametrize("damage", DAMAGE)
 @BRIEF
 @given(data=st.data())
-def test_damage_is_found_and_named(damage: str, data: st.DataObject) -> None:
+def test_a_damaged_schedule_is_refused_naming_the_broken_rule(damage: str, data: st.DataObject) -> None:
     spoiled = data.draw(damaged(damage))
     assert rule_named_by_check(spoiled) in DAMAGE[damage]
 

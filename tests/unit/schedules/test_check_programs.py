@@ -54,7 +54,7 @@ def test_programs_in_a_ring_deadlock() -> None:
     check_programs([ring[0], (post, send, take), ring[2]])
 
 
-def test_a_message_that_nobody_receives_is_told() -> None:
+def test_a_message_that_no_rank_receives_is_refused() -> None:
     with pytest.raises(ScheduleError, match="between ranks 0 and 1: sent 1F0, received nothing"):
         check_programs([(Send(SENT_F, 1),), ()])
     with pytest.raises(ScheduleError, match="between ranks 0 and 1: sent nothing, received 1F0"):
@@ -67,18 +67,18 @@ def test_a_message_that_is_received_and_never_awaited_is_told() -> None:
 
 
 @pytest.mark.parametrize("wrong", [(AwaitReceive(F, 0), PostReceive(F, 0)), (AwaitReceive(F, 0),)])
-def test_awaiting_what_was_not_posted_is_told(wrong: Program) -> None:
+def test_awaiting_a_receive_before_it_is_posted_is_refused(wrong: Program) -> None:
     with pytest.raises(ScheduleError, match="between ranks 0 and 1: 1F0 is awaited before it is received"):
         check_programs([(Send(SENT_F, 1),), wrong])
 
 
-def test_awaiting_twice_is_told() -> None:
+def test_awaiting_a_receive_twice_is_refused() -> None:
     twice = (PostReceive(F, 0), AwaitReceive(F, 0), AwaitReceive(F, 0))
     with pytest.raises(ScheduleError, match="between ranks 0 and 1: 1F0 is awaited before it is received"):
         check_programs([(Send(SENT_F, 1),), twice])
 
 
-def test_another_order_on_a_channel_is_told() -> None:
+def test_receives_in_another_order_than_sends_are_refused() -> None:
     second = F._replace(microbatch=1)
     receiver = (PostReceive(second, 0), AwaitReceive(second, 0), PostReceive(F, 0), AwaitReceive(F, 0))
     sender = (Send(SENT_F, 1), Send(SENT_F._replace(microbatch=1), 1))

@@ -31,7 +31,7 @@ def test_a_full_backward_on_two_ranks() -> None:
     assert simulate_events(made.actions, timing) == EventTimes([[1, 2, 32, 38], [12, 17, 18, 23]], {})
 
 
-def test_a_split_backward_hands_on_before_its_weights() -> None:
+def test_a_split_backward_sends_its_gradient_before_its_weight_gradient() -> None:
     made = written(["0F0 0I0 0W0", "1F0 1I0 1W0"], rank_of=(0, 1), microbatches=1)
     timing = steady(2, forward=1, inputs=2, weights=30)
     assert simulate_events(made.actions, timing).ends == [[1, 6, 36], [2, 4, 34]]
@@ -108,7 +108,9 @@ def paces(draw: st.DrawFn, stages: int) -> Timing:
 
 @UNHURRIED
 @given(legal_schedules(), st.data())
-def test_everything_starts_as_soon_as_it_can(made: Schedule, data: st.DataObject) -> None:
+def test_every_action_starts_as_soon_as_its_rank_and_inputs_allow(
+    made: Schedule, data: st.DataObject
+) -> None:
     timing = data.draw(paces(made.stages))
     assert simulate_events(made.actions, timing) == EventTimes(ends_by_recursion(made, timing), {})
 
@@ -145,7 +147,7 @@ def ends_by_recursion(made: Schedule, timing: Timing) -> list[list[int]]:
 
 @UNHURRIED
 @given(legal_schedules(), st.data())
-def test_what_cannot_run_is_left_and_the_rest_runs(made: Schedule, data: st.DataObject) -> None:
+def test_actions_that_cannot_run_are_reported_and_the_others_run(made: Schedule, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, made.ranks - 1))
     shuffled = with_row(made, rank, data.draw(st.permutations(made.actions[rank])))
     timing = data.draw(paces(made.stages))

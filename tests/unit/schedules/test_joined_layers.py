@@ -34,7 +34,7 @@ def test_layers_with_nothing_between_them_run_together() -> None:
     assert groups("0F0:012 0I0:210 0W0:210") == ["0F0:012", "0I0:210", "0W0:210"]
 
 
-def test_what_lies_between_two_layers_in_one_action_parts_them_in_all() -> None:
+def test_an_instruction_between_two_layers_separates_them_in_every_action() -> None:
     assert groups("0F0:012 0B0:21 r 0B0:0") == ["0F0:0", "0F0:12", "0B0:21", "0B0:0"]
     assert groups("0F0:01 g 0F0:2 0B0:210") == ["0F0:01", "0F0:2", "0B0:2", "0B0:10"]
     assert groups("0F0:012 0I0:210 0W0:2 r 0W0:10") == [
@@ -49,5 +49,5 @@ def test_micro_batches_stages_and_evaluations_are_apart() -> None:
     assert groups("0F0:01 r 0F1:01") == ["0F0:01", "0F1:01"]
 
 
-def test_a_layer_may_be_left_alone() -> None:
+def test_a_layer_may_be_excluded_from_joining() -> None:
     assert groups("0F0:0123 0B0:3210", alone=1) == ["0F0:0", "0F0:1", "0F0:23", "0B0:32", "0B0:1", "0B0:0"]

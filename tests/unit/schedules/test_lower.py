@@ -35,7 +35,7 @@ TIED = LoweringSpec(
 )
 
 
-def test_two_ranks_two_microbatches() -> None:
+def test_1f1b_of_two_ranks_and_two_micro_batches_is_lowered_as_written() -> None:
     first, last = lower(policy_schedule("1f1b", 2, 2), TIED)
     assert words(first) == listed("""
         post 0I0<1
@@ -55,7 +55,7 @@ def test_two_ranks_two_microbatches() -> None:
     """)
 
 
-def test_one_rank() -> None:
+def test_gpipe_on_one_rank_is_lowered_as_written() -> None:
     (program,) = lower(
         policy_schedule("gpipe", 1, 2), LoweringSpec((2,), {"a": (LayerIndex(0, 0), LayerIndex(0, 1))})
     )
@@ -68,7 +68,7 @@ def test_one_rank() -> None:
     """)
 
 
-def test_a_full_backward_does_both_at_once_as_told() -> None:
+def test_with_overlap_a_full_backward_is_one_instruction_a_layer_else_two() -> None:
     by_hand = written(["0F0 0B0", "1F0 1B0"], rank_of=(0, 1), microbatches=1)
     units = {"a": (LayerIndex(1, 0),), "b": (LayerIndex(1, 1),)}
     _, last = lower(by_hand, LoweringSpec((1, 2), units, overlap=True))
@@ -88,13 +88,13 @@ def test_a_full_backward_sends_before_its_weight_work() -> None:
 
 
 @pytest.mark.parametrize(("ending", "end"), [("loss", "loss 1F0"), ("output", "keep 1F0")])
-def test_forwards_only(ending: str, end: str) -> None:
+def test_forward_only_programs_end_with_the_loss_or_the_kept_output(ending: str, end: str) -> None:
     first, last = lower(forward_only((0, 1), ranks=2, microbatches=1), TIED, ending)  # type: ignore[arg-type]
     assert words(first) == listed("take 0F0; 0F0.0; 0F0.1; send 0F0>1; release 0F0; finish")
     assert words(last) == listed(f"post 1F0<0; await 1F0<0; 1F0.0; {end}; release 1F0; finish")
 
 
-def test_a_backward_split_by_zb_h1() -> None:
+def test_zb_h1_is_lowered_to_separate_input_and_weight_gradients() -> None:
     first, last = lower(policy_schedule("zb-h1", 2, 2), TIED)
     assert words(first) == listed("""
         post 0I0<1
@@ -118,7 +118,7 @@ def test_a_backward_split_by_zb_h1() -> None:
     """)
 
 
-def test_two_chunks_a_rank_interleaved() -> None:
+def test_interleaved_with_two_chunks_is_lowered_as_written() -> None:
     first, last = lower(policy_schedule("interleaved", 2, 1), LoweringSpec((1, 1, 1, 1), {}))
     assert words(first) == listed("""
         post 2F0<1; post 2I0<1
@@ -138,7 +138,7 @@ def test_two_chunks_a_rank_interleaved() -> None:
     """)
 
 
-def test_a_v_hands_over_in_the_middle() -> None:
+def test_neighbouring_stages_of_a_v_on_one_rank_pass_tensors_without_messages() -> None:
     _, last = lower(policy_schedule("v-min", 2, 1), LoweringSpec((1, 1, 1, 1), {}))
     assert words(last) == listed("""
         post 1F0<0; post 2I0<0
@@ -165,7 +165,7 @@ def test_crossing_messages_are_posted_in_the_order_of_sending() -> None:
     """)
 
 
-def test_input_and_weight_work_apart() -> None:
+def test_a_split_backward_is_lowered_as_written() -> None:
     by_hand = written(["0F0 0I0 0W0", "1F0 1I0 1W0"], rank_of=(0, 1), microbatches=1)
     check(by_hand)
     first, last = lower(by_hand, TIED)
@@ -241,7 +241,7 @@ def test_every_policy_runs_with_several_layers_a_stage(
 
 @UNHURRIED
 @given(st.sampled_from(sorted(POLICIES)), st.integers(1, 5), st.integers(1, 6), st.data())
-def test_forwards_of_every_placement_run(
+def test_forward_only_programs_of_every_placement_pass_the_check(
     policy: str, ranks: int, microbatches: int, data: st.DataObject
 ) -> None:
     rank_of = policy_schedule(policy, ranks, microbatches).rank_of
@@ -253,7 +253,9 @@ def test_forwards_of_every_placement_run(
 
 @UNHURRIED
 @given(legal_schedules(), st.data())
-def test_what_holds_for_every_legal_schedule(made: Schedule, data: st.DataObject) -> None:
+def test_programs_of_every_legal_schedule_keep_the_invariants_of_lowering(
+    made: Schedule, data: st.DataObject
+) -> None:
     shape = data.draw(shapes(made.stages))
     programs = lower(made, shape)
     check_programs(programs)

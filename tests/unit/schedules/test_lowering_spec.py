@@ -14,7 +14,7 @@ FULL = {how: Sharding(gathers="each use", scatters=how, allocates=True) for how 
 
 
 @pytest.mark.parametrize("reduce", ["last", "each"])
-def test_what_a_strategy_asks_for(reduce: Any) -> None:
+def test_each_strategy_asks_for_its_gathers_and_scatters(reduce: Any) -> None:
     def asked(**options: Any) -> Sharding:
         return sharding_of(Plan(reduce=reduce, **options))
 
@@ -26,17 +26,17 @@ def test_what_a_strategy_asks_for(reduce: Any) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["optimizer", "gradients", "full"])
-def test_nothing_is_cut_between_one_rank(strategy: Any) -> None:
+def test_one_rank_shards_nothing(strategy: Any) -> None:
     assert sharding_of(Plan(dp=2, replicate=2, strategy=strategy)) == WHOLE
     assert sharding_of(Plan(strategy=strategy)) == WHOLE
 
 
-def test_what_is_offloaded_is_gathered_though_a_rank_is_alone() -> None:
+def test_offloaded_parameters_are_gathered_even_on_one_rank() -> None:
     assert sharding_of(Plan(strategy="full", offload="parameters")) == FULL["last"]
     assert sharding_of(Plan(strategy="optimizer", offload="full")) == OPTIMIZER
 
 
-def test_layers_get_what_a_master_has_become_once_a_step() -> None:
+def test_parameters_with_masters_are_gathered_once_a_step() -> None:
     assert sharding_of(Plan(dp=2, **MASTER)) == Sharding(gathers="once")
     assert sharding_of(Plan(dp=2, strategy="full", **MASTER)) == FULL["last"]
     assert sharding_of(Plan(dp=2, precision="bf16", master_precision="bf16")) == WHOLE

@@ -45,13 +45,13 @@ def test_a_receive_is_posted_when_the_one_before_is_taken() -> None:
     ]
 
 
-def test_a_message_says_where_it_is_made() -> None:
+def test_a_message_has_its_sender_and_the_place_of_its_send() -> None:
     _, last = inboxes(policy_schedule("gpipe", 2, 2))
     first, second = (StageMessage(Action(1, Kind.F, number), sender=0, made=number) for number in (0, 1))
     assert last == {AT_START: (first,), 0: (second,)}
 
 
-def test_nothing_travels_on_one_rank() -> None:
+def test_stages_on_one_rank_send_no_messages() -> None:
     assert inboxes(policy_schedule("gpipe", 1, 3)) == ({},)
     assert shown(written(["0F0 1F0 1B0 0B0", ""], rank_of=(0, 0), microbatches=1)) == [{}, {}]
 
@@ -63,7 +63,7 @@ def test_neighbours_in_a_v_hand_over_in_the_middle() -> None:
     assert shown(folded) == [{"": "3F0<1 0I0<1"}, {"": "1F0<0 2I0<0"}]
 
 
-def test_forwards_alone_travel_too() -> None:
+def test_forward_only_schedules_send_messages() -> None:
     assert shown(forward_only((0, 1), ranks=2, microbatches=3)) == [
         {},
         {"": "1F0<0", "1F0": "1F1<0", "1F1": "1F2<0"},
@@ -101,7 +101,7 @@ def test_receives_wait_in_few_buffers_however_many_microbatches(policy: str, mic
 
 @UNHURRIED
 @given(legal_schedules())
-def test_whatever_can_run_has_receives_that_cannot_deadlock(made: Schedule) -> None:
+def test_every_runnable_schedule_gets_receives_that_cannot_deadlock(made: Schedule) -> None:
     check_programs(lower(made, LoweringSpec((0,) * made.stages, {})))
 
 

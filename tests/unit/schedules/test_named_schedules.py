@@ -87,7 +87,9 @@ TIMELINES = {
 
 
 @pytest.mark.parametrize(("policy", "ranks", "microbatches"), TIMELINES)
-def test_timelines_of_one_stage_a_rank(policy: str, ranks: int, microbatches: int) -> None:
+def test_policies_of_one_stage_a_rank_have_the_timelines_written_by_hand(
+    policy: str, ranks: int, microbatches: int
+) -> None:
     made = policy_schedule(policy, ranks, microbatches)
     assert timeline(made) == TIMELINES[policy, ranks, microbatches]
     assert (made.policy, made.microbatches, made.rank_of) == (policy, microbatches, tuple(range(ranks)))
@@ -163,13 +165,15 @@ GRIDS = {
 
 
 @pytest.mark.parametrize(("policy", "ranks", "microbatches"), GRIDS)
-def test_grids_of_two_chunks_a_rank(policy: str, ranks: int, microbatches: int) -> None:
+def test_policies_of_two_chunks_a_rank_have_the_grids_written_by_hand(
+    policy: str, ranks: int, microbatches: int
+) -> None:
     made = policy_schedule(policy, ranks, microbatches)
     assert str(made) == dedent(GRIDS[policy, ranks, microbatches]).strip("\n")
     assert made.rank_of == POLICIES[policy].placement.rank_of(ranks, 2)
 
 
-def test_three_chunks_interleaved() -> None:
+def test_interleaved_with_three_chunks_has_the_order_written_by_hand() -> None:
     made = policy_schedule("interleaved", 2, 2, 3)
     assert made.rank_of == (0, 1, 0, 1, 0, 1)
     assert [" ".join(row) for row in made.order] == [
@@ -211,7 +215,9 @@ def test_interleaved_is_legal_with_any_number_of_chunks(chunks: int) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (1, 5), (3, 2), (4, 8), (5, 7), (8, 24)])
-def test_what_each_rank_holds(ranks: int, microbatches: int) -> None:
+def test_each_rank_of_gpipe_1f1b_and_zero_bubble_holds_the_micro_batches_of_the_formula(
+    ranks: int, microbatches: int
+) -> None:
     def peak(policy: str) -> tuple[Fraction, ...]:
         return peak_memory(policy_schedule(policy, ranks, microbatches))
 
@@ -223,7 +229,9 @@ def test_what_each_rank_holds(ranks: int, microbatches: int) -> None:
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4])
 @pytest.mark.parametrize(("ranks", "rounds"), [(1, 3), (2, 1), (2, 4), (4, 2), (5, 3)])
-def test_what_each_rank_holds_interleaved(ranks: int, rounds: int, chunks: int) -> None:
+def test_each_rank_of_interleaved_holds_the_micro_batches_of_the_formula(
+    ranks: int, rounds: int, chunks: int
+) -> None:
     ahead = [2 * (ranks - 1 - rank) + (chunks - 1) * ranks + 1 for rank in range(ranks)]
     held = tuple(Fraction(min(count, chunks * ranks * rounds), chunks) for count in ahead)
     assert peak_memory(policy_schedule("interleaved", ranks, ranks * rounds, chunks)) == held
@@ -238,13 +246,13 @@ HELD_IN_A_V = {
 
 
 @pytest.mark.parametrize("policy", HELD_IN_A_V)
-def test_what_every_rank_holds_in_a_v(policy: str) -> None:
+def test_ranks_of_v_policies_hold_the_published_memory(policy: str) -> None:
     for ranks, held in enumerate(HELD_IN_A_V[policy], start=2):
         assert max(peak_memory(policy_schedule(policy, ranks, 3 * ranks))) == held
         assert max(peak_memory(schedule(policy, ranks=ranks, microbatches=2 * ranks, limit=held))) == held
 
 
-def test_placements() -> None:
+def test_each_policy_has_its_listed_placement() -> None:
     placements = {name: policy.placement for name, policy in POLICIES.items()}
     assert placements == {
         "gpipe": Placement.LINEAR,
@@ -258,7 +266,7 @@ def test_placements() -> None:
     }
 
 
-def test_forward_only() -> None:
+def test_forward_only_runs_all_stages_of_each_micro_batch_in_order() -> None:
     made = forward_only((0, 1, 1, 0), ranks=2, microbatches=2)
     assert made.order == (("0F0", "3F0", "0F1", "3F1"), ("1F0", "2F0", "1F1", "2F1"))
     assert not made.trains
@@ -269,7 +277,7 @@ def test_forward_only() -> None:
     ("policy", "hint"),
     [("1f1", "did you mean 1f1b?"), ("zbv", "did you mean zb-v?"), ("zebra", "choose one of gpipe, 1f1b")],
 )
-def test_refuses_an_unknown_policy(policy: str, hint: str) -> None:
+def test_policy_schedule_refuses_an_unknown_policy(policy: str, hint: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         schedule(policy, ranks=2, microbatches=2)
     assert str(caught.value).startswith(f"there is no schedule policy {policy!r}: {hint}")

@@ -17,10 +17,12 @@ DEALT = {
 
 
 @pytest.mark.parametrize(("placement", "ranks", "chunks"), DEALT)
-def test_the_rank_of_each_stage(placement: Placement, ranks: int, chunks: int) -> None:
+def test_each_placement_gives_each_stage_its_listed_rank(
+    placement: Placement, ranks: int, chunks: int
+) -> None:
     dealt = tuple(map(int, DEALT[placement, ranks, chunks].split()))
     assert placement.rank_of(ranks, chunks) == dealt
 
 
-def test_names() -> None:
+def test_placements_are_called_linear_loop_and_v() -> None:
     assert [Placement(name) for name in ("linear", "loop", "v")] == list(Placement)

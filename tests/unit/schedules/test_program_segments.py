@@ -22,7 +22,7 @@ def names(rank: int, shape: LoweringSpec) -> list[str]:
     return [part.name for part in segments_of(lower(policy_schedule("1f1b", 2, 1), shape)[rank])]
 
 
-def test_the_parts_of_two_ranks() -> None:
+def test_a_program_is_divided_into_the_named_segments() -> None:
     shape = LoweringSpec((2, 2), {"body": (LayerIndex(0, 0),), "": (LayerIndex(1, 1),)})
     assert names(0, shape) == [
         "receive 0I0",
@@ -50,7 +50,7 @@ def test_the_parts_of_two_ranks() -> None:
     ]
 
 
-def test_parameters_stand_between_the_pieces_of_an_action() -> None:
+def test_gathers_between_the_parts_of_an_action_are_segments_of_their_own() -> None:
     shape = LoweringSpec(
         (2, 1),
         {"a": (LayerIndex(0, 0),), "b": (LayerIndex(0, 1),)},
@@ -70,7 +70,7 @@ def test_parameters_stand_between_the_pieces_of_an_action() -> None:
     ]
 
 
-def test_what_stands_between_pieces_is_within_the_action() -> None:
+def test_segments_between_two_parts_of_an_action_belong_to_the_action() -> None:
     shape = LoweringSpec((2, 2), {"": (LayerIndex(1, 1),)})
     parts = segments_of(lower(policy_schedule("1f1b", 2, 1), shape)[1])
     assert [
@@ -85,7 +85,7 @@ def test_what_stands_between_pieces_is_within_the_action() -> None:
 
 
 @given(st.data())
-def test_nothing_is_lost_and_neighbours_differ(data: st.DataObject) -> None:
+def test_segments_contain_every_instruction_and_neighbours_have_different_names(data: st.DataObject) -> None:
     order = policy_schedule(data.draw(st.sampled_from(["gpipe", "1f1b", "zb-h1", "zb-v"])), 2, 3)
     for program in lower(order, data.draw(shapes(order.stages))):
         parts = segments_of(program)

@@ -101,7 +101,7 @@ def test_a_unit_that_layers_share_waits_for_the_last_of_them() -> None:
     """)
 
 
-def test_what_stages_share_is_reduced_at_the_end() -> None:
+def test_a_unit_shared_by_stages_is_reduced_at_the_end() -> None:
     units = {"tie": (LayerIndex(0, 0), LayerIndex(1, 0)), "a": (LayerIndex(0, 0),), "b": (LayerIndex(1, 0),)}
     first, last = lower(policy_schedule("1f1b", 2, 1), LoweringSpec((1, 1), units, sharding=EACH))
     assert (
@@ -120,7 +120,7 @@ def test_what_stages_share_is_reduced_at_the_end() -> None:
     )
 
 
-def test_ranks_reduce_what_they_share_in_one_order() -> None:
+def test_ranks_reduce_shared_units_in_one_order() -> None:
     units = {
         "x": (LayerIndex(0, 0), LayerIndex(2, 0)),
         "y": (LayerIndex(0, 0), LayerIndex(1, 0), LayerIndex(2, 0)),
@@ -134,7 +134,7 @@ def test_ranks_reduce_what_they_share_in_one_order() -> None:
     ]
 
 
-def test_what_two_stages_of_a_rank_use_is_scattered_at_the_end() -> None:
+def test_a_unit_used_by_two_stages_of_a_rank_is_scattered_at_the_end() -> None:
     """By themselves its micro-batches would be added up in the order in which the stages come to them."""
     rows = "0F0 3F0 3B0 0B0 0F1 3F1 3B1 0B1", "1F0 2F0 2B0 1B0 1F1 2F1 2B1 1B1"
     in_a_v = written(rows, rank_of=[0, 1, 1, 0], microbatches=2)
@@ -162,7 +162,9 @@ def sums_of(program: Program, shape: LoweringSpec) -> dict[str, list[tuple[int, 
 
 @BRIEF
 @given(legal_schedules(), st.data())
-def test_what_is_added_is_scattered_once_and_reduced_at_the_end(made: Schedule, data: st.DataObject) -> None:
+def test_every_added_gradient_is_scattered_once_and_reduced_at_the_end(
+    made: Schedule, data: st.DataObject
+) -> None:
     shape = data.draw(shapes(made.stages, SCATTERED))
     programs = lower(made, shape)
     check_programs(programs)
@@ -246,7 +248,7 @@ def test_reductions_begin_as_soon_as_nothing_is_left_to_add(made: Schedule, data
 
 @BRIEF
 @given(legal_schedules(), st.data())
-def test_what_ranks_share_is_reduced_last_and_in_one_order(made: Schedule, data: st.DataObject) -> None:
+def test_units_shared_by_ranks_are_reduced_last_and_in_one_order(made: Schedule, data: st.DataObject) -> None:
     shape = data.draw(shapes(made.stages))
     holders = {unit: {made.rank_of[place.stage] for place in places} for unit, places in shape.units.items()}
     orders = []

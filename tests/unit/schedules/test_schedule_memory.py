@@ -33,7 +33,7 @@ def test_a_schedule_splits_where_weight_gradients_are_actions() -> None:
     assert SPLIT.split_backward is SPLIT
 
 
-def test_what_is_held_during_and_after_each_action() -> None:
+def test_memory_use_gives_the_amount_during_and_after_each_action() -> None:
     for made, until_input, until_weight, during_and_after in [
         (SPLIT, 1, 1, [(1, 1), (2, 2), (2, 2), (2, 2), (2, 1), (1, 0)]),
         (WHOLE, 1, 1, [(1, 1), (2, 2), (2, 1), (1, 0)]),
@@ -48,7 +48,7 @@ def test_what_is_held_during_and_after_each_action() -> None:
         assert list(memory_use(made.actions[0], holds)) == during_and_after
 
 
-def test_stages_of_a_rank_add_up() -> None:
+def test_memory_of_a_ranks_stages_adds_up() -> None:
     made = written(["0F0 3F0 3B0 0B0", "1F0 2F0 2I0 1B0 2W0"], rank_of=(0, 1, 1, 0), microbatches=1)
     assert even_memory_costs(made) == MemoryCosts(Fraction(1, 2), (1,) * 4, (1,) * 4)
     assert peak_memory(made) == (1, 1)
@@ -77,7 +77,7 @@ def test_a_peak_is_the_most_that_is_alive_at_once(made: Schedule) -> None:
 
 @UNHURRIED
 @given(legal_schedules(), st.data())
-def test_what_is_held_is_the_sum_over_microbatches(made: Schedule, data: st.DataObject) -> None:
+def test_held_memory_is_the_sum_over_micro_batches(made: Schedule, data: st.DataObject) -> None:
     numbers = st.lists(st.integers(0, 5), min_size=made.stages, max_size=made.stages).map(tuple)
     holds = MemoryCosts(Fraction(1, 2), data.draw(numbers), data.draw(numbers))
     for row in made.actions:
@@ -97,7 +97,7 @@ def left(done: Sequence[Action], holds: MemoryCosts) -> int:
     return sum(held[kind][stage] for (stage, _), kind in last.items() if kind in held)
 
 
-def test_a_limit_in_whole_units() -> None:
+def test_a_memory_limit_is_rounded_down_to_whole_units() -> None:
     for limit, unit, units in [
         (4, Fraction(1), 4),
         (3.9, Fraction(1), 3),
@@ -117,11 +117,11 @@ def test_a_limit_in_whole_units() -> None:
         assert limit_in_units(limit, unit) == units
 
 
-def test_a_limit_may_be_infinite() -> None:
+def test_a_memory_limit_may_be_infinite() -> None:
     assert limit_in_units(inf, Fraction(1, 7)) == UNLIMITED > 10**18
 
 
-def test_a_limit_is_a_number_of_at_least_zero() -> None:
+def test_a_memory_limit_is_a_number_of_at_least_zero() -> None:
     for wrong in [nan, -0.5, -inf, True, "2", None]:
         with pytest.raises(ScheduleError) as caught:
             limit_in_units(wrong, Fraction(1))

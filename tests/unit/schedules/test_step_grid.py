@@ -25,14 +25,14 @@ def test_each_action_takes_one_step() -> None:
     assert fill_grid(TWO.actions, stages=2) == Grid(((0, 1, 3, 5), (1, 2, 3, 4)), {})
 
 
-def test_the_whole_grid() -> None:
+def test_the_grid_of_1f1b_on_two_ranks_is_drawn() -> None:
     assert draw_grid(TWO.actions, TWO.grid) == shown("""
         rank 0  0F0 0F1  .  0B0  .  0B1
         rank 1   .  1F0 1B0 1F1 1B1  .
     """)
 
 
-def test_what_never_runs_stands_where_its_turn_would_come() -> None:
+def test_actions_that_never_run_are_drawn_where_their_turn_would_come() -> None:
     assert STUCK.grid == Grid(((0,), (1,)), {0: Action(1, Kind.I, 0), 1: Action(0, Kind.F, 1)})
     assert [STUCK.grid.step((0, place)) for place in range(4)] == [0, 1, 2, 3]
     assert draw_grid(STUCK.actions, STUCK.grid, mark=Action(0, Kind.B, 0)) == shown("""
@@ -41,7 +41,7 @@ def test_what_never_runs_stands_where_its_turn_would_come() -> None:
     """)
 
 
-def test_a_rank_that_never_starts() -> None:
+def test_actions_of_a_rank_that_never_starts_are_drawn_from_the_first_step() -> None:
     rows = written(["0B0 0F0", "1F0 1B0"], rank_of=(0, 1), microbatches=1).actions
     assert draw_grid(rows, fill_grid(rows, stages=2)) == shown("""
         rank 0  0B0 0F0
@@ -75,7 +75,7 @@ def test_a_rank_that_never_starts() -> None:
         ),
     ],
 )
-def test_around_a_cell(place: int, picture: str) -> None:
+def test_a_grid_drawn_around_a_cell_is_shortened_on_both_sides(place: int, picture: str) -> None:
     rows = *policy_schedule("1f1b", 1, 8).actions, ()
     assert draw_grid(rows, fill_grid(rows, stages=1), around=(0, place), mark=Action(0, Kind.B, 3)) == shown(
         picture
@@ -91,12 +91,12 @@ def test_numbers_of_two_digits_keep_the_columns() -> None:
     ]
 
 
-def test_nothing_at_all() -> None:
+def test_an_empty_schedule_is_drawn_as_an_empty_grid() -> None:
     assert draw_grid([], fill_grid([], stages=0)) == ""
     assert draw_grid([()], fill_grid([()], stages=1)) == "rank 0  ."
 
 
-def test_a_stage_that_is_not_there_is_drawn_too() -> None:
+def test_an_action_of_an_unknown_stage_is_drawn() -> None:
     rows = written(["0F0 0B0 7F0"], rank_of=(0,), microbatches=1).actions
     assert (
         draw_grid(rows, fill_grid(rows, stages=1), mark=Action(7, Kind.F, 0)) == "rank 0   0F0   0B0  [7F0]"

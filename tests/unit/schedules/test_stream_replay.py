@@ -45,7 +45,7 @@ def test_receives_that_are_posted_first_hold_up_the_sends_behind_them() -> None:
     assert deadlock_of([[Queued(other), Queued(UP)], [Queued(UP), Queued(other), Awaited(UP)]]) is None
 
 
-def test_a_wait_holds_what_is_queued_after_it_and_not_the_host() -> None:
+def test_a_stream_wait_delays_later_operations_and_not_the_host() -> None:
     down = on("b", DOWN)
     first: list[Call] = [Queued(down), Awaited(down), Queued(UP)]
     assert deadlock_of([first, [Queued(UP), Queued(down)]]) is None
@@ -54,11 +54,11 @@ def test_a_wait_holds_what_is_queued_after_it_and_not_the_host() -> None:
     )
 
 
-def test_what_nobody_else_starts_is_told() -> None:
+def test_a_collective_that_a_rank_never_starts_is_named() -> None:
     assert deadlock_of([[Queued(UP), Awaited(UP)], []]) == "rank 1 never starts up"
 
 
-def test_collectives_of_several_ranks_in_two_orders() -> None:
+def test_collectives_of_several_ranks_in_two_orders_deadlock() -> None:
     ranks = (0, 1, 2)
     one, two = Operation("x", ranks, "one"), Operation("x", ranks, "two")
     right = [Queued(one), Queued(two)]
@@ -109,7 +109,7 @@ DEADLOCKS = Path(__file__).parents[3] / "benchmarks" / "schedules" / "deadlocks.
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_readme_says_which_policies_hung(policy: str) -> None:
+def test_the_benchmarks_readme_names_the_policies_that_deadlock(policy: str) -> None:
     """As the script finds; today none does."""
     table = runpy.run_path(str(DEADLOCKS))["table"]
     told = DEADLOCKS.with_name("README.md").read_text().splitlines()
@@ -223,7 +223,7 @@ def completes(calls: Sequence[Sequence[Call]], random: Random) -> bool:
 
 @UNHURRIED
 @given(legal_schedules(), st.sampled_from([own, of_a_pair, of_a_group]), st.randoms(use_true_random=False))
-def test_it_agrees_with_a_simulation_in_random_order(
+def test_stream_replay_agrees_with_a_simulation_in_random_order(
     made: Schedule, communicator_of: Communicators, random: Random
 ) -> None:
     calls = stream_calls(lower(made, LoweringSpec((0,) * made.stages, {})), communicator_of)

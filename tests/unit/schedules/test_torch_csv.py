@@ -26,7 +26,7 @@ def named_schedules(draw: st.DrawFn) -> Schedule:
     return policy_schedule(name, draw(st.integers(1, 6)), draw(st.integers(1, 9)), chunks)
 
 
-def test_a_line_per_rank_a_cell_per_action() -> None:
+def test_the_csv_has_a_line_per_rank_and_a_cell_per_action() -> None:
     assert to_csv(TWO_RANKS) == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 
 
@@ -42,7 +42,7 @@ def test_the_policy_is_the_given_name() -> None:
 
 @UNHURRIED
 @given(st.one_of(named_schedules(), legal_schedules()))
-def test_there_and_back(schedule: Schedule) -> None:
+def test_a_schedule_survives_conversion_to_csv_and_back(schedule: Schedule) -> None:
     assert from_csv(to_csv(schedule), schedule.policy) == schedule
 
 
@@ -68,11 +68,11 @@ def test_idle_steps_spaces_and_quotes_change_nothing(schedule: Schedule, chance:
     ],
     ids=["idle steps", "trailing commas", "spaces", "CRLF", "byte-order mark", "last lines empty", "quotes"],
 )
-def test_what_others_write_is_read(text: str) -> None:
+def test_csvs_with_other_spacing_and_padding_are_read(text: str) -> None:
     assert from_csv(text, "by hand") == TWO_RANKS
 
 
-def test_a_pair_is_a_forward_and_then_a_backward() -> None:
+def test_a_paired_csv_cell_is_a_forward_then_a_backward() -> None:
     text = "0F0,1F0,0F1,( 1F1 ; 1B0 )OVERLAP_F_B,0B0,(1I1;0I1)OVERLAP_F_B,1W1,0W1"
     read = from_csv(text)
     assert read.order == (("0F0", "1F0", "0F1", "1F1", "1B0", "0B0", "1I1", "0I1", "1W1", "0W1"),)
@@ -115,7 +115,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("text", "message"), REFUSED.items(), ids=map(repr, REFUSED))
-def test_what_is_wrong_is_told_with_its_line_and_column(text: str, message: str) -> None:
+def test_a_malformed_csv_is_refused_with_line_and_column(text: str, message: str) -> None:
     with pytest.raises(ScheduleError) as refusal:
         from_csv(text)
     assert str(refusal.value) == message
@@ -132,7 +132,7 @@ def test_a_file_of_communication_actions_is_told_as_such(action: str) -> None:
 
 @UNHURRIED
 @given(st.text(alphabet='0123FIWBX,;()"\n\r \ufeffOVERLAP_S', max_size=40))
-def test_any_text_is_a_schedule_or_refused(text: str) -> None:
+def test_any_csv_text_is_a_schedule_or_refused(text: str) -> None:
     try:
         read = from_csv(text)
     except ScheduleError:
@@ -140,7 +140,7 @@ def test_any_text_is_a_schedule_or_refused(text: str) -> None:
     assert from_csv(to_csv(read)) == read
 
 
-def test_whether_it_can_run_is_left_to_the_check() -> None:
+def test_a_csv_of_a_schedule_that_cannot_run_is_read() -> None:
     for text, rule in [("0F0,0B0,0F0", "every action once"), ("0B0,0F0", "forward, input, weights")]:
         with pytest.raises(ScheduleError, match=f"rule '{rule}' is broken on rank 0"):
             check(from_csv(text))

@@ -118,9 +118,7 @@ def test_torchs_schedules_are_legal(name: str, sizes: Sizes, folder: Path) -> No
 
 
 @pytest.mark.parametrize(("name", "sizes"), BACKWARDS_REVERSED)
-def test_but_the_one_whose_backwards_go_from_the_last_microbatch_to_the_first(
-    name: str, sizes: Sizes, folder: Path
-) -> None:
+def test_torchs_schedule_with_reversed_backwards_is_refused(name: str, sizes: Sizes, folder: Path) -> None:
     with pytest.raises(ScheduleError, match="rule 'micro-batch order' is broken on rank 0"):
         check(from_csv(written_by_torch(torch_schedule(name, sizes), folder)))
 
@@ -159,7 +157,9 @@ def test_torch_refuses_what_cannot_run(rows: list[str], why: str, folder: Path) 
         ("ScheduleInterleavedZeroBubble", "zb-h1", Sizes(4, 3, 1)),
     ],
 )
-def test_the_same_policy_is_the_same_order(name: str, policy: str, sizes: Sizes, folder: Path) -> None:
+def test_a_policy_of_torch_and_plait_has_the_same_order(
+    name: str, policy: str, sizes: Sizes, folder: Path
+) -> None:
     read = from_csv(written_by_torch(torch_schedule(name, sizes), folder), policy)
     chunks = sizes.chunks if policy == "interleaved" else None
     assert read == policy_schedule(policy, sizes.ranks, sizes.microbatches, chunks)

@@ -46,7 +46,7 @@ def test_parameters_are_gathered_while_the_layer_before_runs() -> None:
     """)
 
 
-def test_what_is_kept_is_gathered_before_its_first_use_in_a_step() -> None:
+def test_units_gathered_once_a_step_are_gathered_before_their_first_use() -> None:
     (program,) = lower(
         policy_schedule("gpipe", 1, 2), LoweringSpec((2,), AB, sharding=Sharding(gathers="once"))
     )
@@ -78,7 +78,7 @@ def test_a_loss_that_computes_logits_uses_the_last_layers_parameters() -> None:
     """)
 
 
-def test_evaluation_gathers_too() -> None:
+def test_evaluation_gathers_and_releases_each_unit() -> None:
     forwards = forward_only((0,), ranks=1, microbatches=1)
     (program,) = lower(forwards, LoweringSpec((2,), AB, sharding=GATHERS))
     assert words(program) == listed("""
@@ -144,7 +144,7 @@ def test_a_rank_gathers_before_it_waits_for_another_stage() -> None:
     """)
 
 
-def test_without_parameters_nothing_changes() -> None:
+def test_without_units_or_instructions_inserting_gathers_changes_nothing() -> None:
     (program,) = lower(policy_schedule("gpipe", 1, 1), LoweringSpec((2,), {}))
     assert insert_gathers(program, LoweringSpec((2,), {}, sharding=GATHERS)) == program
     assert insert_gathers((), LoweringSpec((2,), AB, sharding=GATHERS)) == ()
@@ -162,7 +162,9 @@ def followed(program: Program, shape: LoweringSpec) -> Parameters:
 
 @BRIEF
 @given(legal_schedules(), st.data())
-def test_what_a_layer_uses_is_there(made: Schedule, data: st.DataObject) -> None:
+def test_every_units_parameters_are_gathered_when_a_layer_uses_them(
+    made: Schedule, data: st.DataObject
+) -> None:
     shape = data.draw(shapes(made.stages))
     if shape.sharding.gathers == "never":
         shape = replace(shape, sharding=replace(shape.sharding, gathers="once"))
@@ -177,7 +179,9 @@ def test_what_a_layer_uses_is_there(made: Schedule, data: st.DataObject) -> None
 
 @BRIEF
 @given(legal_schedules(), st.data())
-def test_what_the_loss_uses_is_there(made: Schedule, data: st.DataObject) -> None:
+def test_the_last_layers_parameters_are_gathered_when_a_chunked_loss_uses_them(
+    made: Schedule, data: st.DataObject
+) -> None:
     """Of the last layer, without another gather."""
     shape = data.draw(shapes(made.stages, EACH_USE))
     of_loss = replace(shape, loss_computes_logits=True)
@@ -227,7 +231,9 @@ def test_weight_work_changes_no_gather(made: Schedule, data: st.DataObject) -> N
 
 @BRIEF
 @given(legal_schedules(), st.data())
-def test_the_rest_of_the_program_stays(made: Schedule, data: st.DataObject) -> None:
+def test_inserting_gathers_and_reductions_keeps_the_rest_of_the_program(
+    made: Schedule, data: st.DataObject
+) -> None:
     shape = data.draw(shapes(made.stages))
     plain = lower(made, replace(shape, sharding=Sharding()))
     assert [*map(without_units, lower(made, shape))] == [*map(without_units, plain)]

@@ -54,7 +54,7 @@ def test_a_precision_is_for_floating_point_numbers() -> None:
     assert [kind.dtype for kind in kinds(plan)] == [torch.bfloat16, torch.bfloat16, torch.int64]
 
 
-def test_kinds_say_what_is_kept_in_which_precision() -> None:
+def test_buffer_kinds_give_the_precision_of_each_buffer() -> None:
     plan = Plan(precision="bf16", master_precision="fp32", reduce_precision="bf16")
     trains, frozen, _ = kinds(plan)
     half, single = torch.bfloat16, torch.float32
@@ -62,7 +62,7 @@ def test_kinds_say_what_is_kept_in_which_precision() -> None:
     assert (frozen.dtype, frozen.master) == (half, half)
 
 
-def test_what_is_frozen_is_cut_only_where_parameters_are() -> None:
+def test_frozen_parameters_are_sharded_only_with_strategy_full() -> None:
     def cut(**options: Any) -> list[bool]:
         return [kind.sharded for kind in kinds(Plan(dp=2, **options))]
 
@@ -78,7 +78,7 @@ def test_what_is_frozen_is_cut_only_where_parameters_are() -> None:
     ("offload", "offloaded"),
     [("none", (False, False)), ("parameters", (True, False)), ("full", (True, True))],
 )
-def test_offload_puts_pieces_or_their_gradients_too_on_the_cpu(
+def test_offload_puts_shards_and_with_full_their_gradients_on_the_cpu(
     offload: Any, offloaded: tuple[bool, ...]
 ) -> None:
     plan = Plan(dp=2, strategy="full", offload=offload)
@@ -98,7 +98,7 @@ def test_offload_puts_pieces_or_their_gradients_too_on_the_cpu(
         ("full", (True, True), (False, False)),
     ],
 )
-def test_pieces_are_views_of_what_a_strategy_keeps(
+def test_shards_are_views_of_the_buffer_that_a_strategy_keeps(
     strategy: Any, own: tuple[bool, ...], kept: tuple[bool, ...]
 ) -> None:
     plan = Plan(dp=2, strategy=strategy)
@@ -109,7 +109,7 @@ def test_pieces_are_views_of_what_a_strategy_keeps(
     assert spec.has_pieces == (strategy != "none")
 
 
-def test_units_are_apart_and_in_order() -> None:
+def test_buffers_of_units_are_separate_and_in_order() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1, bias=False))
     specs = case_of(model, Plan(dp=2, strategy="full")).buffer_specs
     assert {unit: members(specs, unit) for unit in specs} == {
@@ -119,7 +119,7 @@ def test_units_are_apart_and_in_order() -> None:
     }
 
 
-def test_places_are_those_of_the_largest_piece_over_tp() -> None:
+def test_offsets_in_a_buffer_are_those_of_the_largest_tp_shard() -> None:
     """Of 5 rows the first of two ranks has 3; the same places serve both."""
     model = nn.Sequential(nn.Linear(4, 5))
     plan = Plan(dp=2, tp=2, strategy="full")
@@ -130,7 +130,7 @@ def test_places_are_those_of_the_largest_piece_over_tp() -> None:
     }
 
 
-def test_copies_of_a_piece_have_a_buffer_of_their_own() -> None:
+def test_shards_replicated_over_tp_have_a_buffer_of_their_own() -> None:
     """Their gradients are summed over other ranks."""
     model = nn.Linear(4, 8)
     axes = {"replicate": 1, "shard": 1, "tp": 4}
@@ -163,7 +163,7 @@ def test_the_optimizer_has_intervals_of_what_is_cut_and_all_of_the_rest() -> Non
 
 
 @given(SHAPES, st.integers(1, 4), st.integers(1, 3))
-def test_intervals_are_what_the_pieces_of_the_buffer_hold(
+def test_intervals_of_parameters_are_those_that_the_buffers_shards_hold(
     shapes: list[tuple[int, ...]], ranks: int, tp: int
 ) -> None:
     model = layer_with(shapes)

@@ -85,7 +85,7 @@ def test_gradients_are_views_again_after_zero_grad(set_to_none: bool) -> None:
         optimizer.zero_grad(set_to_none=set_to_none)
 
 
-def test_a_gradient_is_divided_into_parameters_and_the_rest() -> None:
+def test_a_gradient_buffer_is_divided_into_parameters_and_gaps() -> None:
     """Whichever parameters are left out, each other element is in one part; an empty one is in none."""
     layer = layer_with([(2, 3), (0,), (4,), (2, 2), (3,)])
     (view,) = only_buffer(case_of(layer, Plan()).make_alone()["0"]).stage_views
@@ -102,7 +102,7 @@ def test_a_gradient_is_divided_into_parameters_and_the_rest() -> None:
             assert all(part.numel() for part in parts)
 
 
-def test_the_first_gradients_carry_nothing() -> None:
+def test_before_the_first_step_no_gradients_are_carried() -> None:
     assert only_buffer(unit_of(nn.Linear(3, 2))).attach_gradients() is None
 
 
@@ -135,7 +135,7 @@ def grads_of(parameters: dict[str, nn.Parameter]) -> set[float | None]:
 
 
 @pytest.mark.parametrize("strategy", ["optimizer", "gradients", "full"])
-def test_the_gradients_of_pieces_are_views_of_what_was_reduced(strategy: Any) -> None:
+def test_gradients_of_shards_are_views_of_the_reduced_buffer(strategy: Any) -> None:
     """Twice: the second step's gradients are multiplied by 4 on the way, and those of the first carried."""
     unit = unit_of(nn.Linear(64, 64), index=1, dp=3, strategy=strategy)
     buffer = only_buffer(unit)
@@ -215,7 +215,7 @@ def test_optimizers_work_on_the_views(strategy: Any, set_to_none: bool) -> None:
         torch.testing.assert_close(got, wanted.detach(), rtol=1e-12, atol=1e-12)
 
 
-def test_offloaded_pieces_come_to_the_device_between_steps() -> None:
+def test_offloaded_shards_are_on_the_device_between_steps() -> None:
     """On the CPU too, where the device is the same: what is updated there counts in the next step."""
     layer = nn.Linear(64, 64)
     unit = unit_of(layer, dp=2, strategy="full", offload="parameters")
@@ -243,7 +243,7 @@ def test_offloaded_pieces_come_to_the_device_between_steps() -> None:
 
 
 @pytest.mark.parametrize("offload", ["none", "full"])
-def test_other_pieces_stay_where_they_are(offload: Any) -> None:
+def test_without_parameter_offload_to_a_device_shards_are_not_copied(offload: Any) -> None:
     buffer = only_buffer(unit_of(nn.Linear(64, 64), dp=2, strategy="full", offload=offload))
     before = {name: piece.data_ptr() for name, piece in buffer.pieces.items()}
     buffer.copy_back()
@@ -252,7 +252,7 @@ def test_other_pieces_stay_where_they_are(offload: Any) -> None:
     assert before == {name: piece.data_ptr() for name, piece in buffer.pieces.items()}
 
 
-def test_the_gradients_that_are_wanted() -> None:
+def test_current_gradients_are_those_of_nonempty_shards_with_grad_set() -> None:
     unit = unit_of(nn.Linear(64, 64), index=1, dp=3, strategy="optimizer")
     buffer = only_buffer(unit)
     assert buffer.current_gradients(unit.pieces) == [], "before the first step"

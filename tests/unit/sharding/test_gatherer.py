@@ -124,7 +124,7 @@ def copies_of_a_gather(plan: Plan) -> int:
     return kernels.names["copy_"]
 
 
-def test_a_piece_is_copied_only_to_be_cast(rank_pool: Any) -> None:
+def test_a_shard_is_copied_before_a_gather_only_to_be_cast(rank_pool: Any) -> None:
     plan = Plan(dp=2, strategy="full")
     assert rank_pool.run(copies_of_a_gather, plan, ranks=2) == [0, 0]
     masters = replace(plan, precision="bf16", master_precision="fp32")
@@ -149,7 +149,7 @@ def test_memory_is_there_from_gather_to_release() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["none", "optimizer", "gradients"])
-def test_what_is_kept_is_not_released(strategy: Any) -> None:
+def test_parameters_that_a_strategy_keeps_whole_are_not_released(strategy: Any) -> None:
     unit = unit_of(nn.Linear(64, 64), index=1, dp=2, strategy=strategy)
     before = live_bytes([unit])
     Gatherer({"0": unit}).release("0")
@@ -167,7 +167,7 @@ def test_layers_use_the_master_rounded() -> None:
     assert (weight.dtype, set(weight.flatten().tolist())) == (torch.bfloat16, {256.0})
 
 
-def test_where_layers_use_what_the_optimizer_updates_nothing_is_gathered() -> None:
+def test_without_masters_or_sharding_nothing_is_gathered() -> None:
     unit = unit_of(nn.Linear(64, 64), dp=2)
     gatherer = Gatherer({"0": unit})
     gatherer.begin()
@@ -175,7 +175,7 @@ def test_where_layers_use_what_the_optimizer_updates_nothing_is_gathered() -> No
     assert unit.buffers[0].whole.any()
 
 
-def test_offloaded_pieces_are_away_while_a_step_runs() -> None:
+def test_offloaded_shards_are_off_the_device_while_a_step_runs() -> None:
     unit = unit_of(nn.Linear(64, 64), strategy="full", offload="parameters")
     (buffer,), gatherer = unit.buffers, Gatherer({"0": unit})
     assert buffer.device_copy is not None

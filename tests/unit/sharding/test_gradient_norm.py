@@ -49,7 +49,7 @@ def gradients(units: list[Unit]) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("dtype", "error"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)]
 )
-def test_equals_torch(dtype: torch.dtype, error: float) -> None:
+def test_the_gradient_norm_and_clipping_equal_torchs(dtype: torch.dtype, error: float) -> None:
     for max_norm, order in product([0.1, 1.0, 1e6], ORDERS):
         require_torchs(dtype, error, max_norm, order)
 
@@ -69,12 +69,12 @@ def require_torchs(dtype: torch.dtype, error: float, max_norm: float, order: flo
 
 
 @pytest.mark.parametrize("order", [0.0, -1.0, -math.inf, math.nan])
-def test_other_orders_are_refused(order: float) -> None:
+def test_a_norm_order_of_zero_negative_or_nan_is_refused(order: float) -> None:
     with pytest.raises(PlanError, match=f"norm_type is {order!r}: give a number above 0, or math.inf"):
         norm_of([], order)
 
 
-def test_small_gradients_stay_as_they_are() -> None:
+def test_gradients_below_the_maximal_norm_are_not_scaled() -> None:
     units = units_with_gradients(torch.float32)
     before = [grad.clone() for grad in gradients(units)]
     scale_to(units, norm_of(units), 1e6)
@@ -87,7 +87,7 @@ def test_the_norm_of_no_unit_is_zero(order: float) -> None:
     assert (norm.shape, norm.dtype, norm.item()) == ((), torch.float64, 0.0)
 
 
-def test_a_norm_that_is_no_number_leaves_the_other_gradients() -> None:
+def test_a_nan_norm_leaves_the_gradients_unscaled() -> None:
     for value, order in product([math.nan, math.inf, -math.inf], ORDERS):
         units = units_with_gradients(torch.float32)
         gradients(units)[0][0, 0] = value
@@ -98,7 +98,7 @@ def test_a_norm_that_is_no_number_leaves_the_other_gradients() -> None:
         assert all(torch.equal(got, was) for got, was in zip(gradients(units)[1:], before, strict=True))
 
 
-def test_gradients_that_were_thrown_away_have_no_norm() -> None:
+def test_discarded_gradients_have_no_norm() -> None:
     units = units_with_gradients(torch.float64)
     for unit in units:
         for parameter in unit.pieces.values():
@@ -133,7 +133,7 @@ def over_pieces(plan: Plan) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("plan", [{"dp": 3}, {"dp": 4, "replicate": 2}], ids=str)
-def test_pieces_count_once(thread_ranks: Any, plan: dict[str, int]) -> None:
+def test_gradients_of_shards_count_once_in_the_norm(thread_ranks: Any, plan: dict[str, int]) -> None:
     chosen = Plan(strategy="full", precision="fp64", **plan)
     values = torch.cat([parameter.detach().flatten().double() for parameter in two_layers().parameters()])
     wanted = [torch.linalg.vector_norm(values, order).item() for order in ORDERS]
@@ -189,7 +189,7 @@ def test_kernels_of_a_norm_do_not_grow_with_the_gradients(
     assert kernels.count <= 8 + each * MANY
 
 
-def test_a_norm_that_is_no_number_is_none_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nan_norm_on_an_accelerator_is_nan_too(monkeypatch: pytest.MonkeyPatch) -> None:
     as_on_accelerators(monkeypatch)
     for value, order in product([math.nan, math.inf], ORDERS):
         units = many_units(torch.float32)
@@ -198,7 +198,9 @@ def test_a_norm_that_is_no_number_is_none_on_an_accelerator(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_empty_pieces_on_an_accelerator_add_nothing(monkeypatch: pytest.MonkeyPatch, order: float) -> None:
+def test_empty_shards_on_an_accelerator_add_nothing_to_the_norm(
+    monkeypatch: pytest.MonkeyPatch, order: float
+) -> None:
     """As of the last rank that shards a small layer."""
     layer = nn.Linear(4, 4, bias=False)
     layer.weight = nn.Parameter(torch.empty(0, 4))

@@ -44,7 +44,7 @@ def test_cuts_fall_between_rows_where_that_costs_nothing() -> None:
     assert offsets.bounds(second) == (0, 0, 2048, 5120, 8192)
 
 
-def test_long_rows_come_first() -> None:
+def test_parameters_with_long_rows_come_first_in_a_buffer() -> None:
     """A parameter that starts at multiples of its row, behind rows that it divides, leaves no gap."""
     offsets = placed([(640,), (10, 64), (10, 128)], pieces=2)
     assert starts(offsets) == {"2": 0, "1": 1280, "0": 1920}
@@ -72,13 +72,13 @@ def test_for_one_rank_matrices_stand_before_vectors_each_in_their_order() -> Non
     assert [offsets.bounds(slot) for slot in offsets.slots] == [(0, 1), (0, 1), (0, 17), (0, 6), (0, 1)]
 
 
-def test_more_ranks_than_elements() -> None:
+def test_more_ranks_than_elements_leave_empty_shards() -> None:
     offsets = placed([(3,)], pieces=4)
     assert (offsets.piece, offsets.bounds(offsets.slots[0])) == (16, (0, 3, 3, 3, 3))
 
 
 @given(SHAPES, PIECES)
-def test_places_are_aligned_and_apart(shapes: list[tuple[int, ...]], pieces: int) -> None:
+def test_offsets_are_aligned_and_do_not_overlap(shapes: list[tuple[int, ...]], pieces: int) -> None:
     offsets = placed(shapes, pieces)
     assert sorted(slot.name for slot in offsets.slots) == sorted(map(str, range(len(shapes))))
     assert all(slot.shape == shapes[int(slot.name)] for slot in offsets.slots)
@@ -89,7 +89,7 @@ def test_places_are_aligned_and_apart(shapes: list[tuple[int, ...]], pieces: int
 
 
 @given(SHAPES, PIECES)
-def test_pieces_have_one_size(shapes: list[tuple[int, ...]], pieces: int) -> None:
+def test_all_shards_of_a_buffer_have_one_size(shapes: list[tuple[int, ...]], pieces: int) -> None:
     offsets = placed(shapes, pieces)
     assert offsets.pieces == pieces
     assert offsets.size == pieces * offsets.piece
@@ -97,7 +97,7 @@ def test_pieces_have_one_size(shapes: list[tuple[int, ...]], pieces: int) -> Non
 
 
 @given(SHAPES, PIECES)
-def test_bounds_tile_each_parameter_as_the_pieces_cut_the_buffer(
+def test_bounds_tile_each_parameter_as_shards_cut_the_buffer(
     shapes: list[tuple[int, ...]], pieces: int
 ) -> None:
     offsets = placed(shapes, pieces)

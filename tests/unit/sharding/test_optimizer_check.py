@@ -256,7 +256,7 @@ def accepts(kind: Any, option: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", sorted(ELEMENTWISE, key=lambda kind: kind.__name__))
-def test_what_is_known_of_torchs_own_is_also_found_by_trial(kind: Any) -> None:
+def test_a_trial_finds_torchs_known_elementwise_optimizers_elementwise(kind: Any) -> None:
     for options in flavours(kind):
         momentum = {"momentum": 0.9} if accepts(kind, "momentum") else {}
         optimizer = kind(parameters(), lr=0.01, **momentum, **options)
@@ -265,7 +265,7 @@ def test_what_is_known_of_torchs_own_is_also_found_by_trial(kind: Any) -> None:
     assert probe(optimizer, "parameter") is None
 
 
-def test_adafactor_is_found_by_trial() -> None:
+def test_a_trial_finds_that_adafactor_uses_whole_parameters() -> None:
     optimizer = torch.optim.Adafactor(parameters())
     told = "updates an element by more than that element's own gradient and state"
     assert probe(optimizer, "element") == told
@@ -273,7 +273,7 @@ def test_adafactor_is_found_by_trial() -> None:
 
 
 @pytest.mark.parametrize("kind", PARAMETERWISE)
-def test_those_of_torch_that_look_at_a_parameter_are_refused_where_it_is_cut(kind: Any) -> None:
+def test_torchs_optimizers_that_use_whole_parameters_are_refused_on_shards(kind: Any) -> None:
     for partitioning in (CUT, BOTH):
         with pytest.raises(PlanError) as caught:
             require_elementwise(kind(parameters()), partitioning)
@@ -284,7 +284,7 @@ def test_those_of_torch_that_look_at_a_parameter_are_refused_where_it_is_cut(kin
     require_elementwise(kind(parameters()), STAGES)
 
 
-def test_lbfgs_is_refused_wherever_a_rank_has_not_all() -> None:
+def test_lbfgs_is_refused_unless_a_rank_has_all_parameters() -> None:
     optimizer = torch.optim.LBFGS(parameters())
     require_elementwise(optimizer, WHOLE)
     with pytest.raises(PlanError) as caught:
@@ -326,7 +326,9 @@ def test_sparse_gradients_are_refused() -> None:
         (Plan(pp=2, tp=2), BOTH),
     ],
 )
-def test_what_a_plan_leaves_an_optimizer(plan: Plan, partitioning: Partitioning) -> None:
+def test_each_plan_leaves_an_optimizer_the_listed_partitioning(
+    plan: Plan, partitioning: Partitioning
+) -> None:
     assert Partitioning.of(plan) == partitioning
 
 
@@ -346,7 +348,7 @@ def test_what_a_plan_leaves_an_optimizer(plan: Plan, partitioning: Partitioning)
         lambda params: Mixed([{"params": params}, {"params": parameters(), "lr": 0.2}]),
     ],
 )
-def test_others_that_are_elementwise_are_accepted(make: Callable[[Any], Optimizer]) -> None:
+def test_elementwise_optimizers_of_users_are_accepted(make: Callable[[Any], Optimizer]) -> None:
     require_elementwise(make(parameters()), BOTH)
     require_elementwise(make(parameters()), STAGES)
 
@@ -364,7 +366,7 @@ def test_others_that_are_elementwise_are_accepted(make: Callable[[Any], Optimize
         lambda params: Mixed([{"params": params}, {"params": parameters(), "trust": True}]),
     ],
 )
-def test_others_that_look_at_a_parameter_are_refused_where_it_is_cut(
+def test_users_optimizers_that_use_whole_parameters_are_refused_on_shards(
     make: Callable[[Any], Optimizer],
 ) -> None:
     optimizer = make(parameters())
@@ -389,7 +391,7 @@ def test_others_that_look_at_a_parameter_are_refused_where_it_is_cut(
         Noisy,
     ],
 )
-def test_others_that_look_at_all_parameters_are_refused_wherever_a_rank_has_not_all(
+def test_users_optimizers_that_use_all_parameters_are_refused_unless_a_rank_has_all(
     make: Callable[[Any], Optimizer],
 ) -> None:
     optimizer = make(parameters())
@@ -424,7 +426,7 @@ def test_others_that_look_at_all_parameters_are_refused_wherever_a_rank_has_not_
         (lambda params: Lookahead(torch.optim.SGD(params)), r"cannot be tested \("),
     ],
 )
-def test_what_cannot_be_tried_out_is_refused_unless_it_vouches(
+def test_an_optimizer_that_cannot_be_tried_is_refused_unless_it_declares_elementwise(
     make: Callable[[Any], Optimizer], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     optimizer = make(parameters())
@@ -438,7 +440,7 @@ def test_what_cannot_be_tried_out_is_refused_unless_it_vouches(
     require_elementwise(optimizer, CUT)
 
 
-def test_a_class_vouches_for_itself_only() -> None:
+def test_a_declaration_elementwise_counts_for_its_own_class_only() -> None:
     class Vouched(Trust):
         elementwise = True
 
@@ -450,7 +452,7 @@ def test_a_class_vouches_for_itself_only() -> None:
         require_elementwise(Heir(parameters()), CUT)
 
 
-def test_a_warm_up_from_zero_hides_nothing() -> None:
+def test_a_trial_finds_non_elementwise_updates_during_a_warm_up_from_zero() -> None:
     for kind, refused in ((Trust, True), (Plain, False)):
         optimizer = kind(parameters())
         LambdaLR(optimizer, lambda step: step / 10)
@@ -517,7 +519,7 @@ def test_an_optimizer_inside_another_is_asked_too() -> None:
     del guard
 
 
-def test_a_guard_minds_its_own_parameters_only() -> None:
+def test_an_optimizer_guard_checks_only_steps_of_its_own_parameters() -> None:
     watched, other = parameters(2)
     guard = OptimizerGuard([watched], CUT)
     optimizer = Trust([other])

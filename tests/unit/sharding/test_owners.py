@@ -43,7 +43,7 @@ def over_cube(thread_ranks: Any, body: Any) -> list[Any]:
     return thread_ranks.run(lambda: body(Mesh(pp=2, dp=2, tp=2)), ranks=8)
 
 
-def test_ranks_that_hold_the_same_piece(thread_ranks):
+def test_the_ranks_that_hold_the_same_shard_are_listed(thread_ranks):
     def body(mesh: Mesh) -> Any:
         return (
             reduction_ranks([(0,), (1,)], 2, mesh),
@@ -57,7 +57,7 @@ def test_ranks_that_hold_the_same_piece(thread_ranks):
         assert both == [[0, 1, 2, 3, 4, 5, 6, 7]]
 
 
-def test_gradients_are_summed_over_who_holds_the_piece_and_saw_something_else(thread_ranks):
+def test_gradients_are_summed_over_holders_of_a_shard_with_other_data(thread_ranks):
     def body(mesh: Mesh) -> dict[str, Any]:
         groups = reduction_groups(HOLDERS, SUMMED, mesh)
         mine = [name for name, stages in HOLDERS.items() if mesh.index("pp") in stages]
@@ -75,7 +75,7 @@ def test_gradients_are_summed_over_who_holds_the_piece_and_saw_something_else(th
         assert groups == wanted
 
 
-def test_the_groups_work(thread_ranks):
+def test_reduction_groups_sum_over_exactly_their_ranks(thread_ranks):
     """Each rank gives its number: what comes is the sum over the group, on all of it."""
 
     def body(mesh: Mesh) -> dict[str, float]:
@@ -92,7 +92,7 @@ def test_the_groups_work(thread_ranks):
         assert pp == 0 or sums["last.copied"] == 22
 
 
-def test_parameters_that_are_held_alike_share_a_group(thread_ranks):
+def test_parameters_held_by_the_same_ranks_share_a_group(thread_ranks):
     def body(mesh: Mesh) -> Any:
         groups = reduction_groups(HOLDERS, SUMMED, mesh)
         return groups["tied.cut"] is groups["tied.whole"], groups["first.cut"] is mesh.group("dp")
@@ -100,7 +100,7 @@ def test_parameters_that_are_held_alike_share_a_group(thread_ranks):
     assert over_cube(thread_ranks, body) == [(True, True)] * 8
 
 
-def test_what_counts_as_whose(thread_ranks):
+def test_each_parameter_counts_on_exactly_one_rank_that_holds_it(thread_ranks):
     counted = over_cube(thread_ranks, lambda mesh: counted_parameters(HOLDERS, LAYOUTS, mesh))
     first = {"first.cut", "tied.cut"}
     for dp in range(2):
@@ -115,7 +115,7 @@ def over_hybrid(thread_ranks: Any, body: Any) -> list[Any]:
     return thread_ranks.run(lambda: body(Mesh(pp=2, dp=4, replicate=2)), ranks=8)
 
 
-def test_ranks_that_hold_the_same_piece_of_what_is_cut_over_shard(thread_ranks):
+def test_the_ranks_that_hold_the_same_shard_over_shard_and_tp_are_listed(thread_ranks):
     def body(mesh: Mesh) -> Any:
         return reduction_ranks([(0,), (1,)], 1, mesh, "replicate"), reduction_ranks(
             [(0, 1)], 1, mesh, "replicate"
@@ -126,7 +126,7 @@ def test_ranks_that_hold_the_same_piece_of_what_is_cut_over_shard(thread_ranks):
         assert tied == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
-def test_pieces_are_summed_over_who_holds_the_same(thread_ranks):
+def test_shards_are_summed_over_the_ranks_that_hold_the_same(thread_ranks):
     axes = {"replicate": 2, "shard": 2, "tp": 1}
     piece = Layout((4,), axes, {"shard": Flat((0, 2, 4))})
     owners = {"first": (0,), "last": (1,), "tied": (0, 1)}

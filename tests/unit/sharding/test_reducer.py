@@ -85,7 +85,7 @@ def test_steps_add_up_until_gradients_are_set_to_none() -> None:
     assert values_of(reducer) == {8.0}
 
 
-def test_what_is_carried_is_not_reduced_again() -> None:
+def test_gradients_of_an_earlier_step_are_not_reduced_again() -> None:
     reducer = reducer_of(2)
     run_step(reducer, Plan(), [1.0])
     reducer.begin()
@@ -95,7 +95,7 @@ def test_what_is_carried_is_not_reduced_again() -> None:
     assert values_of(reducer) == {3.0}
 
 
-def test_a_scale_is_that_of_its_step() -> None:
+def test_a_loss_scale_applies_to_its_own_step_only() -> None:
     reducer = reducer_of(2)
     run_step(reducer, Plan(), [1.0], scale=4.0)
     run_step(reducer, Plan(), [2.0], scale=16.0)
@@ -124,7 +124,7 @@ def test_after_an_exception_nothing_is_carried_into_the_next_step() -> None:
     assert values_of(reducer) == {2.0}
 
 
-def test_what_the_queue_writes_first_is_zero_before_it_is_read_if_nothing_came() -> None:
+def test_a_gradient_that_no_product_wrote_is_zeroed_before_it_is_read() -> None:
     """Of two weights one is written; biases, and what lies between parameters, start at zero."""
     whole: dict[str, Any] = {"strategy": "full", "offload": "full"}
     for end, plan in (("reduce", {}), ("finish", {}), ("scatter", whole)):
@@ -183,7 +183,7 @@ def test_stages_of_a_rank_are_added_up_apart(order: list[int]) -> None:
     assert all(parameter.grad is None for parameter in unit.parameters_of(3).values())
 
 
-def test_all_stages_use_what_was_put_in_a_parameters_place() -> None:
+def test_a_replaced_parameter_tensor_is_used_by_all_stages() -> None:
     (unit,) = case_of(nn.Sequential(nn.Linear(2, 1)), Plan()).make_alone(stages=(0, 3)).values()
     for parameter in unit.pieces.values():
         parameter.data = parameter.data + 1
@@ -221,14 +221,14 @@ def test_gradients_are_the_sums_over_all_ranks(rank_pool: Any, plan: dict[str, A
 
 
 @pytest.mark.parametrize("strategy", ["optimizer", "gradients", "full"])
-def test_pieces_are_summed_over_their_replicas_too(rank_pool: Any, strategy: Any) -> None:
+def test_gradient_shards_are_summed_over_their_replicas_too(rank_pool: Any, strategy: Any) -> None:
     plan = Plan(dp=4, replicate=2, strategy=strategy)
     assert_summed(rank_pool.run(two_steps, plan, False, ranks=4), plan, 9 * (1 + 2 + 3 + 4 + 4 * 2))
 
 
 @pytest.mark.parametrize("gradient", ["fp32", "bf16"])
 @EVERY_PLAN
-def test_gradients_may_travel_in_another_precision(
+def test_gradients_may_be_reduced_in_another_precision(
     rank_pool: Any, plan: dict[str, Any], gradient: Any
 ) -> None:
     """Whole numbers that bfloat16 can hold."""
@@ -246,14 +246,14 @@ def apart_by_digits(plan: Plan) -> set[float]:
 
 
 @pytest.mark.parametrize("strategy", ["gradients", "full"])
-def test_what_has_come_is_added_up_with_all_digits(rank_pool: Any, strategy: Any) -> None:
+def test_gradients_reduced_in_bf16_are_accumulated_in_fp32(rank_pool: Any, strategy: Any) -> None:
     """Each micro-batch travels in few digits; their sum, which goes nowhere, keeps all."""
     plan = Plan(dp=2, strategy=strategy, reduce="each", reduce_precision="bf16")
     for found in rank_pool.run(apart_by_digits, plan, ranks=2):
         assert found == {257.0, 2 * 257.0, 3 * 257.0, 4 * 257.0}
 
 
-def test_what_does_not_travel_keeps_its_digits() -> None:
+def test_with_one_rank_gradients_are_not_rounded_to_the_reduce_precision() -> None:
     unit = unit_of(nn.Linear(4, 1, bias=False), reduce_precision="bf16")
     run_step(Reducer({"0": unit}), Plan(), [257.0])
     assert unit.pieces["0.weight"].grad.tolist() == [[257.0, 2 * 257.0, 3 * 257.0, 4 * 257.0]]
@@ -265,7 +265,7 @@ def counts(plan: Plan) -> dict[str, dict[str, Count]]:
     return mesh.traffic.snapshot()
 
 
-def test_what_is_sent(rank_pool: Any) -> None:
+def test_each_strategy_reduces_gradients_by_the_listed_collectives(rank_pool: Any) -> None:
     """Over `shard` whole gradients, once or each micro-batch; over `replicate` pieces; else all over `dp`."""
 
     def size(plan: Plan) -> int:
@@ -328,14 +328,16 @@ def after_a_failure(plan: Plan, messages: bool) -> tuple[bool, Any]:
 
 @TRANSPORTS
 @EVERY_PLAN
-def test_a_step_that_failed_leaves_no_trace(rank_pool: Any, plan: dict[str, Any], messages: bool) -> None:
+def test_a_failed_step_leaves_gradients_and_state_of_the_reducer_unchanged(
+    rank_pool: Any, plan: dict[str, Any], messages: bool
+) -> None:
     chosen = Plan(dp=2, **plan)
     of_ranks = rank_pool.run(after_a_failure, chosen, messages, ranks=2)
     assert [kept for kept, _ in of_ranks] == [True, True]
     assert_summed([gradients for _, gradients in of_ranks], chosen, 1 + 2 + 10 + 11)
 
 
-def test_frozen_parameters_take_no_part() -> None:
+def test_frozen_parameters_are_not_reduced() -> None:
     layer = nn.Linear(4, 1)
     layer.bias.requires_grad_(False)
     unit = unit_of(layer)

@@ -133,7 +133,7 @@ DAMAGES = {
 }
 
 
-def test_what_was_damaged_is_named_on_every_rank(thread_ranks: Any) -> None:
+def test_a_damaged_replica_is_named_on_every_rank(thread_ranks: Any) -> None:
     def body() -> list[str]:
         engine, optimizer = stepped(CUBE)
         answers = [found(engine, optimizer)]
@@ -153,7 +153,7 @@ def test_what_was_damaged_is_named_on_every_rank(thread_ranks: Any) -> None:
         assert "; 1 of the 20 parameters that ranks must hold alike differ: go back" in sentence
 
 
-def test_the_first_of_the_model_is_named_and_all_are_counted(thread_ranks: Any) -> None:
+def test_the_first_differing_parameter_is_named_and_all_are_counted(thread_ranks: Any) -> None:
     def body() -> str:
         engine, optimizer = stepped(CUBE)
         with (
@@ -169,7 +169,7 @@ def test_the_first_of_the_model_is_named_and_all_are_counted(thread_ranks: Any) 
     assert "; 3 of the 20 parameters" in sentence
 
 
-def test_what_nobody_else_holds_may_be_anything(thread_ranks: Any) -> None:
+def test_parameters_without_a_replica_are_not_checked(thread_ranks: Any) -> None:
     """Without dp: five norms, the keys and values of two blocks, and the tied weight are held by several."""
 
     def body() -> list[str]:
@@ -228,7 +228,7 @@ def test_frozen_parameters_and_other_optimizers_count_too(thread_ranks: Any) -> 
 
 
 @pytest.mark.parametrize("strategy", ["optimizer", "gradients", "full"])
-def test_of_what_is_cut_the_replicas_of_each_piece_are_alike(thread_ranks: Any, strategy: Any) -> None:
+def test_replicas_of_each_shard_are_checked(thread_ranks: Any, strategy: Any) -> None:
     """Over dp=4 in two replicas (rank = 2·replicate + shard): neighbours hold different pieces."""
     plan = Plan(dp=4, replicate=2, strategy=strategy, precision="fp64")
     value, state = (Damage((3,), FIRST, "", state=name) for name in (None, "exp_avg"))
@@ -251,7 +251,7 @@ def test_of_what_is_cut_the_replicas_of_each_piece_are_alike(thread_ranks: Any, 
         assert "; 1 of the 20 parameters that ranks must hold alike differ: go back" in sentence
 
 
-def test_ranks_that_share_sequences_hold_the_same(thread_ranks: Any) -> None:
+def test_ranks_of_cp_are_checked_as_replicas(thread_ranks: Any) -> None:
     """Over cp; where a strategy cuts them, those over shard and cp are others, those over replicate alike."""
 
     def body(plan: Plan, name: str) -> list[str]:
@@ -276,7 +276,7 @@ def test_ranks_that_share_sequences_hold_the_same(thread_ranks: Any) -> None:
         assert answers == ["nothing", "nothing"]
 
 
-def test_numbers_that_are_none_are_alike_where_their_bits_are(thread_ranks: Any) -> None:
+def test_replicas_with_the_same_nan_bits_are_equal(thread_ranks: Any) -> None:
     def body() -> str:
         engine, optimizer = stepped(Plan(dp=2))
         next(engine.parameters()).data.fill_(math.nan)
@@ -285,7 +285,7 @@ def test_numbers_that_are_none_are_alike_where_their_bits_are(thread_ranks: Any)
     assert thread_ranks.run(body, ranks=2) == ["nothing"] * 2
 
 
-def test_what_is_sent(thread_ranks: Any) -> None:
+def test_check_replicas_sends_eight_bytes_a_parameter_along_each_axis(thread_ranks: Any) -> None:
     """8 bytes for each parameter of the model along an axis, 2 over the world; pp only for what is tied."""
 
     def body(plan: Plan, guarded: bool, tied: bool) -> Any:
@@ -303,7 +303,7 @@ def test_what_is_sent(thread_ranks: Any) -> None:
     assert thread_ranks.run(body, FLAT, True, False, ranks=4) == [wanted] * 4
 
 
-def test_a_rank_alone_holds_what_it_holds() -> None:
+def test_check_replicas_on_one_rank_sends_nothing() -> None:
     engine, optimizer = stepped(Plan())
     engine.check_replicas(optimizer)
     assert "world" not in engine.traffic()

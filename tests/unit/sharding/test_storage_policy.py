@@ -32,18 +32,18 @@ def dtypes_of(policy: StoragePolicy, one: nn.Parameter) -> tuple[torch.dtype, ..
     ],
     ids=str,
 )
-def test_each_dtype_is_like_the_one_before(
+def test_each_dtype_of_a_storage_policy_defaults_to_the_one_before(
     told: dict[str, torch.dtype], dtypes: tuple[torch.dtype, ...]
 ) -> None:
     assert dtypes_of(StoragePolicy(**told), parameter(WIDE)) == dtypes
 
 
-def test_whole_numbers_stay_what_they_are() -> None:
+def test_integer_tensors_keep_their_dtype() -> None:
     policy = StoragePolicy(compute=HALF, master=SINGLE, gradient=SINGLE, reduce=HALF)
     assert dtypes_of(policy, parameter(torch.int64, trains=False)) == (torch.int64,) * 4
 
 
-def test_what_is_frozen_has_no_master() -> None:
+def test_a_frozen_parameter_has_no_master() -> None:
     policy = StoragePolicy(compute=HALF, master=SINGLE)
     frozen = parameter(WIDE, trains=False)
     assert (policy.dtype_of(frozen), policy.master_of(frozen)) == (HALF, HALF)

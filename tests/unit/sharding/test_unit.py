@@ -39,7 +39,7 @@ def test_every_parameter_is_a_view_at_an_aligned_place(shapes: list[tuple[int, .
 
 
 @given(SHAPES, st.integers(1, 4), st.integers(1, 2), st.sampled_from(STRATEGIES))
-def test_the_pieces_of_all_ranks_make_the_model(
+def test_the_shards_of_all_ranks_make_up_the_model(
     shapes: list[tuple[int, ...]], ranks: int, tp: int, strategy: Any
 ) -> None:
     model = layer_with(shapes)
@@ -73,14 +73,16 @@ def test_the_pieces_of_all_ranks_make_the_model(
     ],
     ids=str,
 )
-def test_bytes_between_steps(plan: dict[str, Any], bytes_an_element: float) -> None:
+def test_a_unit_keeps_the_bytes_of_its_strategy_between_steps(
+    plan: dict[str, Any], bytes_an_element: float
+) -> None:
     """Of parameters and gradients; no padding here. What is offloaded counts, wherever it lies."""
     unit = unit_of(nn.Linear(64, 64), index=1, dp=4, **plan)
     assert live_bytes([unit]) == bytes_an_element * 65 * 64
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_piece_is_a_part_of_what_is_kept_whole(strategy: Any) -> None:
+def test_a_shard_is_a_view_of_a_buffer_that_is_kept_whole(strategy: Any) -> None:
     buffer = only_buffer(unit_of(nn.Linear(64, 64), index=2, dp=4, strategy=strategy))
     assert buffer.gradient is not None
     assert buffer.piece_gradient is not None
@@ -123,7 +125,7 @@ def test_the_optimizer_updates_a_master_with_more_digits() -> None:
     assert unit.parameters["0.weight"].dtype == torch.bfloat16
 
 
-def test_what_is_frozen_has_no_gradient() -> None:
+def test_frozen_parameters_of_a_unit_have_no_gradient_buffer() -> None:
     layer = nn.Linear(3, 2)
     layer.bias.requires_grad_(False)
     unit = unit_of(layer, index=1, dp=2, strategy="full")

@@ -91,7 +91,7 @@ def cut(
 
 
 class TestLayouts:
-    def test_each_parameter_has_one(self) -> None:
+    def test_each_parameter_of_a_layer_has_a_layout(self) -> None:
         layers = seeded(Gated())
         (layer,) = (layer for _, layer in layers)
         layouts = layouts_of(layers, match_modules(ENTERED, layers), AXES)
@@ -107,13 +107,13 @@ class TestLayouts:
             "down.bias": Layout((WIDTH,), AXES),
         }
 
-    def test_without_rules_all_is_whole(self) -> None:
+    def test_without_rules_all_parameters_are_unsharded(self) -> None:
         layers = seeded(Gated(), nn.Embedding(3, 2))
         layouts = layouts_of(layers, {}, AXES)
         for _, layer in layers:
             assert all(layouts[id(one)] == Layout(one.shape, AXES) for one in layer.parameters())
 
-    def test_what_two_modules_share_is_cut_in_one_way(self) -> None:
+    def test_a_parameter_of_two_modules_needs_the_same_rule_on_both(self) -> None:
         table, head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
         head.weight = table.weight
         layers = [("token", table), ("head", head)]
@@ -129,13 +129,13 @@ class TestLayouts:
         with pytest.raises(PlanError, match=r"0\.one\.weight and 0\.two\.weight are one parameter"):
             layouts_of([("0", layer)], match_modules({"0.one": column}, [("0", layer)]), AXES)
 
-    def test_a_repeated_head(self) -> None:
+    def test_heads_fewer_than_ranks_are_replicated_over_tp(self) -> None:
         layers = [("0", Gated(heads=1))]
         matched = match_modules({"0.up": column.by("heads", repeated=True)}, layers)
         layouts = layouts_of(layers, matched, {**AXES, "tp": 4})
         assert layouts[id(layers[0][1].up.weight)].placements[2] == Shard(0, copies=4)
 
-    def test_parts_come_by_attribute_of_the_module_that_holds_it(self) -> None:
+    def test_the_number_of_parts_is_an_attribute_of_an_enclosing_module(self) -> None:
         layer = nn.Module()
         layer.config = nn.Module()
         layer.config.heads = 3
@@ -181,7 +181,9 @@ class TestWhatARuleCanCut:
             (parametrizations.weight_norm(nn.Linear(4, 4)), column, "0 is a ParametrizedLinear"),
         ],
     )
-    def test_others_are_refused(self, module: nn.Module, rule: Any, reason: str) -> None:
+    def test_a_rule_for_an_unsuited_module_is_refused(
+        self, module: nn.Module, rule: Any, reason: str
+    ) -> None:
         with pytest.raises(PlanError, match=reason):
             match_modules({"0": rule}, [("0", module)])
 
@@ -196,7 +198,7 @@ class TestWhatARuleCanCut:
             nn.utils.spectral_norm,
         ],
     )
-    def test_hooks_would_be_lost(self, alter: Any) -> None:
+    def test_a_module_with_hooks_is_refused_the_rules_that_replace_it(self, alter: Any) -> None:
         module = nn.Linear(4, 4)
         alter(module)
         with pytest.raises(PlanError, match=r"^0 has hooks, or a forward of its own, which"):
@@ -210,7 +212,7 @@ class TestWhatARuleCanCut:
 
 
 class TestWeave:
-    def test_modules_are_replaced_and_keep_their_parameters(self) -> None:
+    def test_rules_replace_modules_and_keep_their_parameters(self) -> None:
         layer = Gated().eval()
         layer.up.weight.requires_grad_(False)
         held = dict(layer.named_parameters())
@@ -230,7 +232,7 @@ class TestWeave:
         assert list(made.state_dict()) == list(Gated().state_dict())
 
     @pytest.mark.parametrize("training", [True, False])
-    def test_mode_and_padding_of_a_table(self, training: bool) -> None:
+    def test_a_sharded_embedding_keeps_its_mode_and_padding_index(self, training: bool) -> None:
         layer = nn.Embedding(7, 4, padding_idx=-1).train(training)
         (made,) = woven([("0", layer)], {"0": vocabulary}, lonely(2))
         assert type(made) is VocabParallelEmbedding
@@ -253,7 +255,7 @@ class TestWeave:
         woven([("0", layer)], match_modules(rules, [("0", layer)]), lonely(2))
         assert (layer.up.gather_output, layer.down.input_is_parallel) == (True, False)
 
-    def test_a_layer_that_stands_twice_is_woven_once(self) -> None:
+    def test_a_layer_that_stands_twice_is_made_parallel_once(self) -> None:
         layer = Gated()
         layers = [("0", layer), ("1", layer)]
         one, two = woven(layers, match_modules(ENTERED, layers), lonely(2))
@@ -300,7 +302,7 @@ class TestWeave:
         with pytest.raises(ModelError, match=r"^0 has the rule entrance, but gave a tuple: "):
             layer(torch.ones(3, 4))
 
-    def test_what_cannot_be_gathered_is_named(self) -> None:
+    def test_gathering_the_output_of_repeated_heads_is_refused(self) -> None:
         layers = [("0", Gated(heads=1))]
         rule = replace(column.by("heads", repeated=True), gather_output=True)
         with pytest.raises(PlanError, match=r"^0\.up with a weight of shape \[12, 8\] has the same"):
@@ -364,7 +366,7 @@ def woven_on_a_rank(make: Any, rules: Rules, keeps: bool, spends: bool) -> Any:
     [(sharing, COLUMNS, 6, 6), (sharing, ENTERED, 4, 6), (transposed, JOINED, 4, 4)],
     ids=["columns", "entrance", "transposed"],
 )
-def test_woven_layers_equal_plain_ones(thread_ranks, make, rules, sums, linears, keeps, spends):
+def test_parallel_layers_equal_plain_ones(thread_ranks, make, rules, sums, linears, keeps, spends):
     layers = make()
     layouts = layouts_of(layers, match_modules(rules, layers), {"tp": 2})
     plain = nn.ModuleList(layer for _, layer in layers)
@@ -380,7 +382,7 @@ def test_woven_layers_equal_plain_ones(thread_ranks, make, rules, sums, linears,
         assert_close(assemble(pieces, layouts[id(parameter)]), parameter.grad, name)
 
 
-def test_work_that_is_done_early_gives_the_same_bits(thread_ranks):
+def test_overlapped_weight_gradients_give_the_same_bits(thread_ranks):
     early, late = (
         thread_ranks.run(woven_on_a_rank, sharing, ENTERED, True, spends, ranks=2) for spends in (True, False)
     )
@@ -398,7 +400,9 @@ def test_work_that_is_done_early_gives_the_same_bits(thread_ranks):
         ({"head.norm": entrance, "head.out": vocabulary}, 37),
     ],
 )
-def test_how_many_classes_the_last_layer_gives_in_pieces(rules: Rules, classes: int | None) -> None:
+def test_a_last_layer_whose_logits_are_sharded_gives_their_number_of_classes(
+    rules: Rules, classes: int | None
+) -> None:
     layer = nn.Module()
     layer.norm, layer.out = nn.LayerNorm(4), nn.Linear(4, 37)
     layers = [("head", layer)]

@@ -71,7 +71,7 @@ def test_weight_gradients_may_wait_for_the_weight_work() -> None:
         torch.testing.assert_close(own.grad, whole.grad, rtol=1e-13, atol=1e-15)
 
 
-def test_no_gradient_of_what_needs_none() -> None:
+def test_frozen_logits_weights_and_features_get_no_gradient() -> None:
     head, (features, targets) = linear().requires_grad_(False), batch()
     total, gradient = chunked(head, 3).gradient(features.detach(), targets, SCALE)
     assert gradient is None
@@ -79,7 +79,7 @@ def test_no_gradient_of_what_needs_none() -> None:
     torch.testing.assert_close(total, expected()[0], rtol=1e-13, atol=0)
 
 
-def test_no_rows() -> None:
+def test_a_chunked_cross_entropy_of_no_rows_is_zero() -> None:
     head = linear()
     features, targets = torch.empty(0, HIDDEN, dtype=torch.float64), torch.empty(0, dtype=torch.int64)
     total, gradient = chunked(head, 3).gradient(features.requires_grad_(), targets, SCALE)
@@ -87,7 +87,7 @@ def test_no_rows() -> None:
 
 
 @pytest.mark.parametrize("targets", [torch.full((2, 5), CLASSES), torch.zeros(2, 4, dtype=torch.int64)])
-def test_targets_that_do_not_fit(targets: Tensor) -> None:
+def test_a_chunked_cross_entropy_refuses_targets_that_do_not_fit(targets: Tensor) -> None:
     features, _ = batch()
     loss = chunked(linear(), 3)
     for call in (lambda: loss.total(features, targets), lambda: loss.gradient(features, targets, SCALE)):
@@ -99,7 +99,7 @@ class OnlyTotal(CrossEntropy):
     """Which may compute something else."""
 
 
-def test_other_losses_are_refused() -> None:
+def test_only_cross_entropy_can_be_computed_in_chunks() -> None:
     loss: Loss = LOSS
     assert require_cross_entropy(loss, 3) is LOSS
     with pytest.raises(PlanError, match="rows is 3, but the loss is OnlyTotal"):

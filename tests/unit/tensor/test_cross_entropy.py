@@ -117,7 +117,7 @@ def test_another_ignore_index_and_all_terms_at_once(thread_ranks, ranks):
 
 
 @pytest.mark.parametrize("loss", LOSSES[:3])
-def test_ranks_without_classes(thread_ranks, loss):
+def test_cross_entropy_over_more_ranks_than_classes_equals_torch(thread_ranks, loss):
     logits, targets = batch(2)
     total, gradient, _, _ = over_ranks(thread_ranks, 4, loss, logits, targets)
     expected, expected_gradient = whole(loss, logits, targets)
@@ -126,7 +126,7 @@ def test_ranks_without_classes(thread_ranks, loss):
 
 
 @pytest.mark.parametrize("loss", LOSSES[:3])
-def test_nothing_counted_gives_zero(thread_ranks, loss):
+def test_cross_entropy_without_counted_targets_is_zero(thread_ranks, loss):
     logits, targets = batch(7, ignored=0)
     total, gradient, _, _ = over_ranks(thread_ranks, 2, loss, logits, torch.full_like(targets, -100))
     assert total.item() == 0
@@ -134,7 +134,7 @@ def test_nothing_counted_gives_zero(thread_ranks, loss):
 
 
 @pytest.mark.parametrize("classes", [7, 13])
-def test_the_last_class_of_each_piece_counts(thread_ranks, classes):
+def test_the_last_class_of_each_ranks_shard_counts(thread_ranks, classes):
     logits, _ = batch(classes)
     cuts = [Vocabulary(classes, Group("tp", (0, 1, 2), i, None, Traffic(), 1.0)).own for i in range(3)]
     targets = torch.tensor([cut[-1] for cut in cuts] * 4).view(3, 4)
@@ -177,7 +177,7 @@ def test_16_bit_logits_are_computed_in_float32_and_left_alone(thread_ranks, dtyp
     assert not any(spent)
 
 
-def test_communication_is_two_all_reduces(thread_ranks):
+def test_cross_entropy_over_tp_makes_two_all_reduces(thread_ranks):
     logits, targets = batch(13)
 
     def body():
@@ -200,7 +200,7 @@ def alone(classes: int) -> Vocabulary:
 
 
 @pytest.mark.parametrize("gradients", [True, False])
-def test_logits_stay_where_no_gradient_is_wanted(gradients: bool) -> None:
+def test_without_gradients_cross_entropy_does_not_overwrite_the_logits(gradients: bool) -> None:
     logits, targets = batch(7)
     leaf = logits.clone().requires_grad_(not gradients)
     with torch.set_grad_enabled(gradients):
@@ -210,7 +210,7 @@ def test_logits_stay_where_no_gradient_is_wanted(gradients: bool) -> None:
     assert torch.equal(leaf.detach(), logits)
 
 
-def test_others_that_saved_the_logits_are_told() -> None:
+def test_cross_entropy_in_place_reports_an_error_to_operations_that_saved_the_logits() -> None:
     logits, targets = batch(7)
     leaf = logits.requires_grad_()
     square = leaf.square().sum()
@@ -219,7 +219,7 @@ def test_others_that_saved_the_logits_are_told() -> None:
         (total + square).backward()
 
 
-def test_writing_to_spent_logits_is_told() -> None:
+def test_modifying_logits_before_the_backward_is_an_error() -> None:
     logits, targets = batch(7)
     total = CrossEntropy().total_of_pieces(logits.requires_grad_(), targets, alone(7))
     logits.detach().zero_()
@@ -228,7 +228,7 @@ def test_writing_to_spent_logits_is_told() -> None:
 
 
 @pytest.mark.parametrize("option", ["retain_graph", "create_graph"])
-def test_other_orders_are_refused(option: str) -> None:
+def test_a_second_backward_through_cross_entropy_is_refused(option: str) -> None:
     logits, targets = batch(7)
     total = CrossEntropy().total_of_pieces(logits.requires_grad_(), targets, alone(7))
     if option == "retain_graph":
@@ -237,7 +237,7 @@ def test_other_orders_are_refused(option: str) -> None:
         torch.autograd.grad(total, logits, **{option: True})
 
 
-def test_logits_in_another_order_of_memory() -> None:
+def test_cross_entropy_accepts_logits_in_another_memory_order() -> None:
     logits, targets = batch(7)
     leaf = logits.transpose(0, 2).contiguous().transpose(0, 2).requires_grad_()
     total = CrossEntropy().total_of_pieces(leaf, targets, alone(7))

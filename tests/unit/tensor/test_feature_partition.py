@@ -74,7 +74,9 @@ def test_each_block_of_several_linears_in_one_is_cut() -> None:
         (4, 4, UNEVEN, 1),
     ],
 )
-def test_copies_of_a_piece(features: int, ranks: int, cut: Partition, copies: int) -> None:
+def test_shards_fewer_than_ranks_are_replicated_in_whole_parts(
+    features: int, ranks: int, cut: Partition, copies: int
+) -> None:
     layout = column_layouts(features, 3, cut, {"tp": ranks}, "keys")["weight"]
     assert layout.placements == (Shard(0, copies),)
     held = [layout.box((rank,)) for rank in range(ranks)]
@@ -110,7 +112,9 @@ def test_copies_of_a_piece(features: int, ranks: int, cut: Partition, copies: in
         (10, 2, Partition(parts=-2), "its 10 features are not -2 equal parts"),
     ],
 )
-def test_refuses_what_would_divide_a_part(features: int, ranks: int, cut: Partition, reason: str) -> None:
+def test_a_partition_that_would_divide_a_head_is_refused(
+    features: int, ranks: int, cut: Partition, reason: str
+) -> None:
     start = (
         rf"^blocks\.0\.up with a weight of shape \[{features}, 3\] cannot be partitioned over tp = {ranks}: "
     )
@@ -150,7 +154,7 @@ def test_a_row_never_repeats_a_part() -> None:
     assert row_layouts(6, 8, cut, {"tp": 2}, "down")["weight"].placements == (Shard(1),)
 
 
-def test_what_counts_as_cut() -> None:
+def test_a_layout_is_sharded_only_along_an_axis_with_several_ranks() -> None:
     layouts = row_layouts(6, 8, EVEN, AXES, "down")
     assert is_sharded(layouts["weight"])
     assert not is_sharded(layouts["bias"])
@@ -160,7 +164,7 @@ def test_what_counts_as_cut() -> None:
 
 
 @pytest.mark.parametrize("trainable", [True, False])
-def test_a_piece_is_a_parameter_of_its_own(trainable: bool) -> None:
+def test_a_shard_is_a_parameter_with_memory_of_its_own(trainable: bool) -> None:
     group = Group("tp", (4, 5, 6), 1, None, Traffic(), 1.0)
     full = nn.Parameter(torch.arange(12.0).view(6, 2), trainable)
     piece = local_shard(full, Layout((6, 2), {"tp": 3}, {"tp": Shard(0)}), group)
@@ -170,7 +174,7 @@ def test_a_piece_is_a_parameter_of_its_own(trainable: bool) -> None:
     assert piece.data_ptr() != full[2:4].data_ptr()
 
 
-def test_a_rank_alone_holds_everything() -> None:
+def test_one_rank_holds_all_features() -> None:
     full = nn.Parameter(torch.arange(12.0).view(6, 2))
     piece = local_shard(full, Layout((6, 2), {"tp": 1}, {"tp": Shard(0)}), Mesh().group("tp"))
     assert torch.equal(piece, full)

@@ -123,14 +123,14 @@ def test_nodes_are_marked_by_the_functions_of_conjugate(
     assert collective_of(get_gradient_edge(function(hidden())).node) == kind
 
 
-def test_an_attention_with_an_entrance() -> None:
+def test_an_attention_with_an_entrance_is_accepted() -> None:
     def run(layer: Layer, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         return x + attend(layer, copy(layer.norm(x), TP), mask), mask
 
     prove(attention(run), hidden(), torch.zeros(3, 3))
 
 
-def test_an_attention_whose_columns_copy_their_input_by_themselves() -> None:
+def test_an_attention_whose_columns_copy_their_input_is_accepted() -> None:
     def run(layer: Layer, x: Tensor) -> Tensor:
         query, key, value = (heads(linear(copy(x, TP))) for linear in (layer.query, layer.key, layer.value))
         return layer.norm(x + mix(layer, query, key, value))
@@ -139,7 +139,7 @@ def test_an_attention_whose_columns_copy_their_input_by_themselves() -> None:
 
 
 @pytest.mark.parametrize("learns", [True, False])
-def test_an_mlp_with_work_in_place_and_dropout_inside(learns: bool) -> None:
+def test_an_mlp_with_in_place_activation_and_dropout_is_accepted(learns: bool) -> None:
     """Where the input needs no gradient, a column linear may read it as it is."""
     prove(mlp(lambda layer, x: x + widen(layer, copy(layer.norm(x), TP))), hidden(learns=learns))
     prove(mlp(lambda layer, x: widen(layer, copy(x, TP))), hidden(learns=learns))
@@ -153,7 +153,7 @@ def test_frozen_parameters_are_not_in_the_graph(frozen: tuple[str, ...]) -> None
     prove(layer, hidden())
 
 
-def test_a_layer_recomputed_by_itself() -> None:
+def test_a_layer_that_checkpoints_itself_is_accepted() -> None:
     def run(layer: Layer, x: Tensor) -> object:
         return checkpoint(lambda x: x + widen(layer, copy(layer.norm(x), TP)), x, use_reentrant=False)
 
@@ -166,7 +166,7 @@ def look_up(layer: Layer, tokens: Tensor) -> Tensor:
     return reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0), TP)
 
 
-def test_an_embedding_cut_by_vocabulary_with_whole_positions() -> None:
+def test_a_vocabulary_sharded_embedding_with_whole_positions_is_accepted() -> None:
     layer = Layer(
         lambda layer, tokens: look_up(layer, tokens) + layer.position,
         token=nn.Embedding(VOCAB // 2, HIDDEN),
@@ -183,12 +183,12 @@ def head(*, gathered: bool) -> Layer:
     return Layer(run, norm=nn.LayerNorm(HIDDEN), vocabulary=nn.Linear(HIDDEN, VOCAB // 2))
 
 
-def test_logits_ends_inside_or_gathered() -> None:
+def test_a_head_with_sharded_or_gathered_logits_is_accepted() -> None:
     prove(head(gathered=False), hidden(), output_inside=True)
     prove(head(gathered=True), hidden())
 
 
-def test_a_row_linear_that_splits_its_input() -> None:
+def test_a_row_linear_that_splits_its_input_is_accepted() -> None:
     prove(
         mlp(lambda layer, x: row(layer.down, split(layer.wide(x), TP, -1)), wide=nn.Linear(8, 32)), hidden()
     )
@@ -202,7 +202,7 @@ def test_a_cut_parameter_is_known_by_each_of_its_names() -> None:
             prove_layer("layer", [x], [x @ weight], names, Claims(sharded={cut}, output_inside=True))
 
 
-def test_a_deep_graph_with_shared_parts() -> None:
+def test_a_deep_graph_with_shared_parts_is_accepted() -> None:
     def run(layer: Layer, x: Tensor) -> Tensor:
         entered = copy(x, TP)
         for _ in range(3000):
@@ -248,7 +248,7 @@ def test_a_layer_of_which_nothing_is_cut_passes(
     prove_layer("0", [given], outputs, dict(layer.named_parameters()), Claims())
 
 
-def test_a_forgotten_entrance() -> None:
+def test_a_missing_entrance_is_refused_with_the_remedy() -> None:
     assert refused(attention(lambda layer, x: x + attend(layer, layer.norm(x))), hidden()) == (
         "blocks.0: query.weight is sharded over tp but reads a value that has not entered a region (computed "
         "from norm.weight): give the module whose output it reads the rule entrance (column, if query.weight "
@@ -259,7 +259,7 @@ def test_a_forgotten_entrance() -> None:
     assert "(computed from the layer's input)" in message
 
 
-def test_one_column_of_three_reads_past_the_entrance() -> None:
+def test_a_column_that_reads_past_the_entrance_is_refused() -> None:
     def run(layer: Layer, x: Tensor) -> Tensor:
         entered = copy(layer.norm(x), TP)
         query, key, value = heads(layer.query(entered)), heads(layer.key(x)), heads(layer.value(entered))
@@ -270,7 +270,7 @@ def test_one_column_of_three_reads_past_the_entrance() -> None:
     )
 
 
-def test_an_entrance_whose_output_goes_around_the_region() -> None:
+def test_an_entrance_whose_output_goes_around_the_region_is_refused() -> None:
     def run(layer: Layer, x: Tensor) -> Tensor:
         entered = copy(layer.norm(x), TP)
         return entered + widen(layer, entered)
@@ -282,7 +282,7 @@ def test_an_entrance_whose_output_goes_around_the_region() -> None:
     )
 
 
-def test_the_layers_input_entered_and_goes_around_the_region() -> None:
+def test_an_entered_layer_input_that_goes_around_the_region_is_refused() -> None:
     def run(layer: Layer, x: Tensor) -> Tensor:
         entered = copy(x, TP)
         return widen(layer, entered) + entered
@@ -290,7 +290,7 @@ def test_the_layers_input_entered_and_goes_around_the_region() -> None:
     assert refused(mlp(run), hidden()).startswith("blocks.0: the output of the entrance also bypasses")
 
 
-def test_an_entrance_whose_output_leaves_the_layer() -> None:
+def test_an_entrance_whose_output_leaves_the_layer_is_refused() -> None:
     def run(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
         entered = copy(layer.norm(x), TP)
         return x + widen(layer, entered), entered
@@ -301,14 +301,14 @@ def test_an_entrance_whose_output_leaves_the_layer() -> None:
     )
 
 
-def test_a_value_that_enters_twice() -> None:
+def test_a_value_that_enters_a_region_twice_is_refused() -> None:
     assert refused(mlp(lambda layer, x: widen(layer, copy(copy(x, TP).sin(), TP))), hidden()) == (
         "blocks.0: a value enters a region twice, so that its gradient would be summed twice: keep one of "
         "the entrances."
     )
 
 
-def test_a_column_behind_a_column() -> None:
+def test_a_column_after_a_column_is_refused() -> None:
     def run(layer: Layer, x: Tensor) -> Tensor:
         return widen(layer, copy(layer.query(copy(x, TP)), TP))
 
@@ -319,7 +319,7 @@ def test_a_column_behind_a_column() -> None:
     )
 
 
-def test_a_column_without_a_row_at_the_end_of_the_layer() -> None:
+def test_a_column_without_a_row_at_the_end_of_the_layer_is_refused() -> None:
     assert refused(mlp(lambda layer, x: layer.up(copy(x, TP)).relu()), hidden()) == (
         "blocks.0: its output is one rank's part, because up.weight is sharded over tp: give the linear "
         "behind it the rule row, or give it no rule (a linear with the rule vocabulary has to be the model's "
@@ -327,7 +327,7 @@ def test_a_column_without_a_row_at_the_end_of_the_layer() -> None:
     )
 
 
-def test_a_column_without_a_row_in_a_sum() -> None:
+def test_a_column_without_a_row_in_a_sum_is_refused() -> None:
     layer = mlp(lambda layer, x: x.repeat(1, 1, 2) + layer.up(copy(x, TP)).tanh())
     assert refused(layer, hidden()) == (
         "blocks.0: a value computed with up.weight, which is sharded over tp, is one rank's part, but Add "
@@ -336,12 +336,12 @@ def test_a_column_without_a_row_in_a_sum() -> None:
     )
 
 
-def test_a_column_whose_result_a_whole_linear_reads() -> None:
+def test_a_column_whose_output_a_whole_linear_reads_is_refused() -> None:
     layer = mlp(lambda layer, x: layer.wide(layer.up(copy(x, TP)).relu()), wide=nn.Linear(16, HIDDEN))
     assert refused(layer, hidden()).startswith("blocks.0: the whole parameter wide.weight is used inside")
 
 
-def test_a_row_without_a_column_trained_or_frozen() -> None:
+def test_a_row_without_a_column_is_refused() -> None:
     layer = mlp(lambda layer, x: x + row(layer.down, layer.wide(x)), wide=nn.Linear(HIDDEN, 16))
     message = refused(layer, hidden())
     assert message.startswith(
@@ -355,7 +355,7 @@ def test_a_row_without_a_column_trained_or_frozen() -> None:
     )
 
 
-def test_a_whole_parameter_inside_a_region() -> None:
+def test_a_whole_parameter_inside_a_region_is_refused() -> None:
     def run(layer: Layer, x: Tensor) -> Tensor:
         entered = copy(layer.norm(x), TP)
         query, key, value = (heads(linear(entered)) for linear in (layer.query, layer.key, layer.value))
@@ -371,7 +371,7 @@ def test_a_whole_parameter_inside_a_region() -> None:
     prove(layer, hidden())
 
 
-def test_a_learned_mask_that_has_not_entered() -> None:
+def test_a_learned_mask_that_has_not_entered_is_refused() -> None:
     def run(layer: Layer, x: Tensor, mask: Tensor) -> Tensor:
         return x + attend(layer, copy(layer.norm(x), TP), mask.sin())
 
@@ -380,7 +380,7 @@ def test_a_learned_mask_that_has_not_entered() -> None:
     assert "(computed from the layer's input)" in message
 
 
-def test_writing_a_cut_value_into_a_view_of_a_whole_one() -> None:
+def test_writing_a_sharded_value_into_a_view_of_a_whole_one_is_refused() -> None:
     def run(layer: Layer, x: Tensor) -> Tensor:
         base = x.repeat(1, 1, 2)
         base[..., :] = layer.up(copy(x, TP)).relu()
@@ -414,6 +414,6 @@ def test_a_frozen_parameter_may_be_used_inside() -> None:
     prove_layer("0", [x], [layer(x)], parameters, Claims(sharded=cut, frozen={"scale.weight"}))
 
 
-def test_a_model_that_ends_inside_has_to() -> None:
+def test_a_loss_of_sharded_logits_needs_a_model_that_ends_inside_a_region() -> None:
     with pytest.raises(ModelError, match="its output is whole on every rank, though it has a linear with"):
         prove(mlp(lambda layer, x: x + widen(layer, copy(x, TP))), hidden(), output_inside=True)

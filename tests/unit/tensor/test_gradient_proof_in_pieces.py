@@ -73,27 +73,27 @@ def block(layer: Layer, x: Tensor) -> Tensor:
     return x + (leave(layer.product(enter(layer.norm(x)))) + layer.down.bias)
 
 
-def test_a_block_in_pieces() -> None:
+def test_a_sequence_parallel_block_is_accepted() -> None:
     prove(block, own())
 
 
-def test_a_norm_in_pieces() -> None:
+def test_a_sequence_parallel_norm_is_accepted() -> None:
     prove(lambda layer, x: layer.norm(x), own())
 
 
-def test_pieces_are_made_and_joined_around_a_layer() -> None:
+def test_splitting_and_joining_the_sequence_around_a_layer_is_accepted() -> None:
     prove(lambda layer, x: block(layer, to_pieces(x, TP, 1)), whole(), begins=False)
     prove(lambda layer, x: to_whole(block(layer, x), TP, 1, LENGTH), own(), ends=False)
 
 
-def test_a_whole_layer_between_pieces() -> None:
+def test_a_whole_layer_between_sequence_parallel_ones_is_accepted() -> None:
     def run(layer: Layer, x: Tensor) -> Tensor:
         return to_pieces(layer.norm(to_whole(x, TP, 1, LENGTH)).cumsum(1), TP, 1)
 
     prove(run, own(), summed=False)
 
 
-def test_a_whole_region_next_to_a_tensor_in_pieces() -> None:
+def test_a_whole_tensor_beside_a_sequence_parallel_block_is_accepted() -> None:
     """The first tensor is a piece; another one is whole, and stays so."""
 
     def run(layer: Layer, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,7 +102,7 @@ def test_a_whole_region_next_to_a_tensor_in_pieces() -> None:
     prove(run, own(), whole())
 
 
-def test_a_summed_parameter_may_stand_inside() -> None:
+def test_a_parameter_whose_gradient_is_summed_may_be_inside_a_region() -> None:
     """Its gradient there is one rank's part, which is what is summed."""
     prove(lambda layer, x: block(layer, x) + leave(layer.product(enter(x) * layer.norm.weight)), own())
 
@@ -181,7 +181,7 @@ REFUSED: dict[str, tuple[Run, tuple[Callable[[], Tensor], ...], dict[str, bool],
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_mistakes(name: str) -> None:
+def test_each_misuse_of_split_sequences_is_refused(name: str) -> None:
     run, inputs, claims, said = REFUSED[name]
     with pytest.raises(ModelError) as caught:
         prove(run, *(make() for make in inputs), **claims)
@@ -189,7 +189,7 @@ def test_mistakes(name: str) -> None:
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_a_summed_parameter_may_not_leave(ends: bool) -> None:
+def test_a_parameter_whose_gradient_is_summed_may_not_leave_the_layer(ends: bool) -> None:
     """Whoever reads it works on the whole: each rank has the whole gradient then, not a summand."""
     layer = Layer()
     x = own()

@@ -29,7 +29,7 @@ def test_total_over_weight_is_the_mean_of_torch(
     assert loss.weight(targets).item() == 6 - ignored
 
 
-def test_another_ignore_index() -> None:
+def test_cross_entropy_leaves_out_targets_of_a_given_ignore_index() -> None:
     loss, targets = CrossEntropy(ignore_index=3), torch.tensor([3, 1, 3])
     logits = torch.randn(3, 5)
     assert loss.weight(targets).item() == 1
@@ -63,7 +63,7 @@ def test_the_sum_is_made_in_at_least_float32(dtype: torch.dtype, summed: torch.d
     assert (total.dtype, total.shape) == (summed, ())
 
 
-def test_what_counts_as_a_loss() -> None:
+def test_an_object_with_total_and_weight_is_a_loss() -> None:
     class Own:
         def total(self, output: Tensor, targets: Tensor) -> Tensor:
             return output.sum()
@@ -94,7 +94,7 @@ TARGETS = torch.tensor([6, 0, 1, 5, 2, 4])
 
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize(("loss", "kind"), [(ShareOfSquares(), "all_gather"), (cross_entropy, "all_reduce")])
-def test_a_loss_takes_this_ranks_piece(thread_ranks, loss, kind, ranks):
+def test_a_loss_takes_this_ranks_shard_of_the_logits(thread_ranks, loss, kind, ranks):
     def body():
         mesh = Mesh(tp=ranks)
         vocabulary = Vocabulary(7, mesh.group("tp"))
@@ -117,14 +117,14 @@ def test_a_loss_takes_this_ranks_piece(thread_ranks, loss, kind, ranks):
     assert all(counts == ({} if ranks == 1 else {"tp": {kind: sent}}) for counts in traffic)
 
 
-def test_a_loss_of_pieces_refuses_what_is_no_piece() -> None:
+def test_a_loss_of_sharded_logits_refuses_tensors_of_another_size() -> None:
     vocabulary = Vocabulary(7, Group("tp", (0, 1), 0, None, Traffic(), 1.0))
     for loss in (cross_entropy, ShareOfSquares()):
         with pytest.raises(ModelError, match=r"of shape \[6, 7\].*\[\.\.\., 4\]"):
             loss_of_pieces(loss, vocabulary).total(LOGITS, TARGETS)
 
 
-def test_what_takes_pieces() -> None:
+def test_only_losses_for_sharded_logits_are_piecewise() -> None:
     vocabulary = Vocabulary(7, Group("tp", (0,), 0, None, Traffic(), 1.0))
     assert isinstance(cross_entropy, PiecewiseLoss)
     assert not isinstance(ShareOfSquares(), PiecewiseLoss)

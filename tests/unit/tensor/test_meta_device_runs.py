@@ -42,7 +42,7 @@ def gpt2_of(layers, **options):
     return gpt2(layers=layers, hidden=8, heads=2, vocab=9, context=4, **options)
 
 
-def test_blocks_that_are_alike_run_once(runs):
+def test_equal_blocks_run_once_on_meta(runs):
     layers = built(gpt2_of(4), {})
     infos = layers.infer(TOKENS, input_gradients=False)
     assert len(infos) == len(layers.layers) == 10
@@ -56,7 +56,7 @@ def test_blocks_that_are_alike_run_once(runs):
     assert len(runs) == 16, "what ran with gradients of its inputs is no proof"
 
 
-def test_another_rank_of_the_process_runs_nothing(runs):
+def test_another_rank_of_the_process_reuses_meta_results(runs):
     results = {}
     first = built(gpt2_of(2), results).infer(TOKENS, input_gradients=False)
     count = len(runs)
@@ -73,7 +73,7 @@ def test_another_rank_of_the_process_runs_nothing(runs):
     ],
     ids=str,
 )
-def test_another_piece_or_dtype_runs_anew(runs, change):
+def test_another_tp_shard_or_dtype_runs_a_layer_on_meta_again(runs, change):
     results = {}
     built(gpt2_of(2), results).infer(TOKENS, input_gradients=False)
     count = len(runs)
@@ -81,7 +81,7 @@ def test_another_piece_or_dtype_runs_anew(runs, change):
     assert len(runs) == 2 * count
 
 
-def test_other_shapes_and_modes_run_anew(runs):
+def test_other_shapes_and_grad_modes_run_a_layer_on_meta_again(runs):
     layers = built(gpt2_of(1), {})
     layers.infer(TOKENS, input_gradients=False)
     count = len(runs)
@@ -127,7 +127,7 @@ def test_a_rule_that_is_missing_in_a_later_block_is_found():
         built(model, {}, rules=rules).infer(TOKENS, input_gradients=False)
 
 
-def test_results_are_bounded(monkeypatch):
+def test_the_number_of_kept_meta_results_is_bounded(monkeypatch):
     monkeypatch.setattr(meta_device_runs, "MOST_RESULTS", 5)
     results = {}
     layers: MetaLayers = built(gpt2_of(1), results)
@@ -136,7 +136,7 @@ def test_results_are_bounded(monkeypatch):
     assert len(results) == 5
 
 
-def test_documents_repeat_no_run_unless_one_is_longer(runs):
+def test_other_documents_repeat_a_meta_run_only_if_one_is_longer(runs):
     """A layer that took a document takes shorter ones; a longer one may be beyond its context, which is 4."""
     layers, one_rank = built(gpt2_of(1), {}), ContextParallelism.of_one_rank()
 

@@ -12,7 +12,7 @@ from plait.comm import Mesh
 from plait.tensor.norm import partitioned_rms_norm
 
 
-def test_it_is_the_norm_over_all_features(thread_ranks: Any) -> None:
+def test_a_sharded_rms_norm_equals_the_norm_over_all_features(thread_ranks: Any) -> None:
     """In float32 at least; without an epsilon it is that of the dtype in which the norm computes."""
     draw = torch.Generator().manual_seed(2)
     x, weight = torch.randn(3, 8, dtype=torch.float64, generator=draw), torch.rand(8, generator=draw)

@@ -141,7 +141,7 @@ def found_in_a_rank(ranks: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_blocks_are_those_of_full_linears(thread_ranks: RankPool, ranks: int) -> None:
+def test_parallel_attention_and_mlp_equal_those_of_full_linears(thread_ranks: RankPool, ranks: int) -> None:
     answers = thread_ranks.run(found_in_a_rank, ranks, ranks=ranks)
     for number, (make, _) in enumerate(CASES):
         mine = [answer[number] for answer in answers]
@@ -160,7 +160,9 @@ def test_blocks_are_those_of_full_linears(thread_ranks: RankPool, ranks: int) ->
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_one_sum_forward_and_one_backward(thread_ranks: RankPool, ranks: int) -> None:
+def test_a_parallel_block_makes_one_all_reduce_forward_and_one_backward(
+    thread_ranks: RankPool, ranks: int
+) -> None:
     one = 2 * 5 * HIDDEN * 8
     for answers in thread_ranks.run(found_in_a_rank, ranks, ranks=ranks):
         for (make, _), (*_, sent) in zip(CASES, answers, strict=True):
@@ -186,7 +188,7 @@ def refused_in_a_rank() -> list[str]:
     return told
 
 
-def test_what_cannot_be_cut_is_refused(thread_ranks: RankPool) -> None:
+def test_parallel_blocks_refuse_heads_and_sizes_that_cannot_be_sharded(thread_ranks: RankPool) -> None:
     told = thread_ranks.run(refused_in_a_rank, ranks=4)[3]
     assert "ranks 2, 3 hold the same, but none are given: give copies=mesh.neighbours('tp', 2)" in told[0]
     assert "ranks 0, 1, 2, 3 hold the same, but copies are ranks 2, 3" in told[1]

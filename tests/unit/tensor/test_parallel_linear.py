@@ -80,7 +80,7 @@ def test_each_layer_equals_the_full_linear(thread_ranks, ranks, deferred):
 
 @pytest.mark.parametrize("deferred", [True, False])
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
-def test_what_is_frozen_stays_without_gradient(thread_ranks, frozen, deferred):
+def test_frozen_parameters_of_parallel_linears_get_no_gradient(thread_ranks, frozen, deferred):
     trials = [
         trial
         for full in (linear(frozen=frozen), linear(frozen=frozen, bias=False))
@@ -91,11 +91,11 @@ def test_what_is_frozen_stays_without_gradient(thread_ranks, frozen, deferred):
 
 
 @pytest.mark.parametrize("deferred", [True, False])
-def test_gradients_of_two_backwards_add_up(thread_ranks, deferred):
+def test_gradients_of_two_backwards_of_parallel_linears_add_up(thread_ranks, deferred):
     check(thread_ranks, 2, block_trial(draw(3, WIDTH)), deferred=deferred, twice=True)
 
 
-def test_no_rows_give_no_rows(thread_ranks):
+def test_parallel_linears_accept_an_input_of_no_rows(thread_ranks):
     def body():
         group = Mesh(tp=2).group("tp")
         given = torch.zeros(0, WIDTH, dtype=torch.float64, requires_grad=True)
@@ -124,6 +124,8 @@ BROKEN = [
 
 @pytest.mark.parametrize("deferred", [True, False])
 @pytest.mark.parametrize(("defect", "trial", "options", "finding"), BROKEN)
-def test_a_defect_is_found(rank_pool, defect, trial, options, finding, deferred):
+def test_the_check_of_parallel_linears_finds_each_defect(
+    rank_pool, defect, trial, options, finding, deferred
+):
     with pytest.raises(AssertionError, match=finding):
         check(rank_pool, 2, trial(linear(), draw(WIDTH, WIDTH), **options), deferred=deferred, defect=defect)

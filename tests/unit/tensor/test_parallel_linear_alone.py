@@ -24,7 +24,9 @@ from plait.tensor.region_boundary import RegionBoundary
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("layer", [ColumnParallelLinear, RowParallelLinear])
-def test_made_from_shapes_it_is_the_full_linear_of_the_same_seed(rank_pool, layer, bias, dtype):
+def test_a_parallel_linear_made_from_shapes_is_a_shard_of_the_full_linear_of_the_seed(
+    rank_pool, layer, bias, dtype
+):
     def body():
         torch.manual_seed(5)
         made = layer(WIDTH, 24, Mesh(tp=3).group("tp"), bias=bias, dtype=dtype)
@@ -38,7 +40,7 @@ def test_made_from_shapes_it_is_the_full_linear_of_the_same_seed(rank_pool, laye
         assert torch.equal(assemble([named[name] for named in pieces], layouts[0][name]), parameter)
 
 
-def test_a_cut_copies_values_and_keeps_what_is_frozen():
+def test_a_parallel_linear_copies_the_weights_and_keeps_requires_grad():
     group = Mesh().group("tp")
     full = linear(frozen="bias")
     for made in (ColumnParallelLinear.of(full, group), RowParallelLinear.of(full, group)):
@@ -69,7 +71,7 @@ def test_repeated_parts_lie_on_neighbouring_ranks(rank_pool):
     assert_close(gradients[0], torch.stack(parts).sum(0), "gradient of the input")
 
 
-def test_communication(rank_pool):
+def test_parallel_linears_make_the_listed_collectives(rank_pool):
     full = linear(WIDTH, 8)
     forms = {
         "column": partial(ColumnParallelLinear.of, full),
@@ -102,7 +104,7 @@ def test_communication(rank_pool):
         }
 
 
-def test_without_gradients_a_column_says_nothing(rank_pool):
+def test_without_gradients_a_column_linear_sends_and_keeps_nothing(rank_pool):
     def body():
         mesh = Mesh(tp=2)
         layer = cut_block(full_block(), mesh.group("tp"))
@@ -132,7 +134,7 @@ def test_an_input_without_gradient_is_not_summed(rank_pool):
     assert rank_pool.run(body, ranks=2) == [({}, True)] * 2
 
 
-def test_a_plain_optimizer_a_state_dict_and_a_copy(rank_pool):
+def test_parallel_linears_work_with_optimizers_state_dicts_and_deepcopy(rank_pool):
     def body():
         group = Mesh(tp=2).group("tp")
         layer = cut_block(full_block(), group)
@@ -234,7 +236,7 @@ def test_repeated_parts_cannot_be_gathered():
         )
 
 
-def test_on_meta_shapes_come_out_and_nothing_is_sent():
+def test_parallel_linears_on_meta_give_shapes_and_send_nothing():
     up = ColumnParallelLinear(WIDTH, 24, lonely(3), gather_output=True, device="meta")
     down = RowParallelLinear(24, 8, lonely(3), input_is_parallel=False, device="meta")
     given = torch.empty(2, 5, WIDTH, device="meta", requires_grad=True)

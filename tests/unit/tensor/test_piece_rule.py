@@ -41,24 +41,24 @@ REGION: Rules = {"*.norm": entrance, "*.up": column, "*.down": row}
 RULES: Rules = {**REGION, "*.drop": piece}
 
 
-def test_it_says_which_dim_is_cut() -> None:
+def test_the_rule_piece_names_the_sharded_dim() -> None:
     assert (piece.dim, piece.along(1)) == (-1, Rule("piece", dim=1))
     assert match({"drop": piece.along(2)}, ["drop"]) == {"drop": piece.along(2)}
 
 
 @pytest.mark.parametrize("dim", [0, 1.5, None])
-def test_rows_are_never_cut(dim: Any) -> None:
+def test_the_rule_piece_refuses_dim_0(dim: Any) -> None:
     with pytest.raises(PlanError, match="give a dim of the tensor, but not 0, its rows"):
         piece.along(dim)
 
 
-def test_other_rules_have_no_dim() -> None:
+def test_other_rules_than_piece_have_no_dim() -> None:
     with pytest.raises(PlanError, match="a rule column has dim = 1, which does not apply to it"):
         column.along(1)
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(2, 2), nn.Dropout1d()])
-def test_it_is_for_dropout_only(layer: nn.Module) -> None:
+def test_the_rule_piece_is_for_dropout_only(layer: nn.Module) -> None:
     with pytest.raises(PlanError, match=r"the rule piece is for plait\.Dropout or nn\.Dropout, but 0 is a"):
         match_modules({"0": piece}, [("0", layer)])
     with pytest.raises(PlanError, match=r"the rule row is for nn\.Linear, but 0 is a Dropout"):
@@ -72,7 +72,7 @@ def test_parameters_beside_it_stay_as_they_are() -> None:
     assert layouts[id(linear.weight)] == Layout((2, 2), axes)
 
 
-def test_a_rank_draws_for_its_piece() -> None:
+def test_the_rule_piece_gives_a_dropout_this_ranks_part_of_its_mask() -> None:
     inner, outer = Dropout(), Dropout()
     layers = [("0", nn.ModuleDict({"inner": inner, "outer": outer}))]
     group = Group("tp", (0, 1, 2), 1, None, Traffic(), 1.0)
@@ -108,7 +108,9 @@ TOO_MUCH = (
     [(REGION, MISSING), ({**RULES, "*.after": piece}, TOO_MUCH), ({"0.after": piece}, TOO_MUCH)],
     ids=["missing", "outside", "no region at all"],
 )
-def test_a_dropout_in_the_wrong_place_is_refused(thread_ranks: Any, rules: Rules, told: str) -> None:
+def test_a_dropout_on_a_sharded_value_without_the_rule_piece_is_refused(
+    thread_ranks: Any, rules: Rules, told: str
+) -> None:
     for kind in (nn.Dropout, Dropout):
         assert thread_ranks.run(refused, rules, kind, ranks=2) == [told, told]
 
@@ -143,7 +145,9 @@ def refused_attention(rules: Rules) -> str:
     return str(caught.value)
 
 
-def test_so_is_a_dropout_of_attention_weights(thread_ranks: Any) -> None:
+def test_a_dropout_of_attention_weights_without_or_with_a_wrong_rule_piece_is_refused(
+    thread_ranks: Any,
+) -> None:
     heads: Rules = {f"*.{name}": column for name in ("query", "key", "value")}
     region: Rules = {"*.norm": entrance, **heads, "*.output": row}
     assert thread_ranks.run(refused_attention, region, ranks=2) == [MISSING, MISSING]
@@ -151,7 +155,7 @@ def test_so_is_a_dropout_of_attention_weights(thread_ranks: Any) -> None:
     assert thread_ranks.run(refused_attention, {"0.drop": piece.along(1)}, ranks=2) == [told, told]
 
 
-def test_where_nothing_is_dropped_no_rule_is_asked_for(thread_ranks: Any) -> None:
+def test_a_dropout_with_p_zero_needs_no_rule_piece(thread_ranks: Any) -> None:
     assert thread_ranks.run(runs_in_evaluation_mode, ranks=2) == [True, True]
 
 
@@ -163,7 +167,7 @@ def runs_in_evaluation_mode() -> bool:
     return bool(engine.forward_backward(torch.ones(2, WIDTH), torch.zeros(2, dtype=torch.int64)) > 0)
 
 
-def test_memory_counts_masks_of_pieces() -> None:
+def test_predicted_memory_counts_dropout_masks_of_shards() -> None:
     """Four rows: a byte for each of 16 features, or 8 of them, and of 8 outside."""
     given, targets = torch.empty(4, WIDTH), torch.empty(4, dtype=torch.int64)
     peaks = {}

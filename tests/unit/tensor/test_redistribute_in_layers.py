@@ -60,7 +60,7 @@ def gradients(where_scaled: str) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in engine.named_parameters() if p.grad is not None}
 
 
-def test_gradients_are_those_of_one_device(thread_ranks: Any) -> None:
+def test_layers_that_redistribute_have_the_gradients_of_one_device(thread_ranks: Any) -> None:
     alone = model(None)
     tokens, targets = batch()
     nn.functional.cross_entropy(alone(tokens).flatten(0, 1), targets.flatten()).backward()
@@ -81,7 +81,7 @@ def test_gradients_are_those_of_one_device(thread_ranks: Any) -> None:
         ("never gathered", "leaves the layer"),
     ],
 )
-def test_the_proof_refuses_what_would_be_one_ranks_part(
+def test_a_redistribute_that_leaves_one_ranks_part_is_refused(
     thread_ranks: Any, where_scaled: str, sentence: str
 ) -> None:
     with pytest.raises(ModelError, match=re.escape(sentence)):

@@ -17,11 +17,11 @@ def drawn(seed: int, temperature: float = 1.0, top_k: int | None = None, rows: i
     return [next_token(LOGITS, TokenChoice(temperature, top_k), generator).tolist() for _ in range(rows)]
 
 
-def test_temperature_zero_takes_the_likeliest() -> None:
+def test_temperature_zero_takes_the_likeliest_token() -> None:
     assert drawn(0, temperature=0) == [[1, 0]]
 
 
-def test_what_cannot_be_sampled_is_refused() -> None:
+def test_sampling_refuses_invalid_prompts_counts_and_temperatures() -> None:
     prompt = torch.zeros(2, 3, dtype=torch.int64)
     for given, tokens, choice, told in (
         (prompt[0], 1, {}, r"the prompt has shape \[3\]: give \[rows, length\]"),
@@ -36,7 +36,7 @@ def test_what_cannot_be_sampled_is_refused() -> None:
     assert TokenChoice() == TokenChoice(temperature=1.0, top_k=None, seed=0, stop=())
 
 
-def test_the_seed_decides() -> None:
+def test_the_seed_decides_the_drawn_tokens() -> None:
     assert drawn(1, rows=10) == drawn(1, rows=10)
     assert drawn(1, rows=10) != drawn(2, rows=10)
 
@@ -50,7 +50,7 @@ def test_a_row_that_has_ended_repeats_its_last_token() -> None:
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 4, 9])
-def test_only_the_likeliest_are_drawn(top_k: int) -> None:
+def test_with_top_k_only_the_k_likeliest_tokens_are_drawn(top_k: int) -> None:
     likeliest = LOGITS.topk(min(top_k, 4), dim=-1).indices.tolist()
     tokens = drawn(0, temperature=50.0, top_k=top_k, rows=200)
     for row in range(2):
@@ -58,7 +58,7 @@ def test_only_the_likeliest_are_drawn(top_k: int) -> None:
 
 
 @pytest.mark.parametrize(("temperature", "top_k"), [(1.0, None), (0.5, None), (2.0, 3)])
-def test_draws_follow_the_softmax(temperature: float, top_k: int | None) -> None:
+def test_drawn_tokens_follow_the_softmax_of_the_logits(temperature: float, top_k: int | None) -> None:
     rows = 20_000
     logits = torch.tensor([0.0, 1.5, -1.0, 0.5, -3.0])
     drawn = draw(logits.expand(rows, -1), temperature=temperature, top_k=top_k)
@@ -102,20 +102,20 @@ def over_ranks(thread_ranks, ranks, logits, **options):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("options", CHOICES, ids=str)
-def test_the_token_does_not_depend_on_the_ranks(thread_ranks, options, ranks):
+def test_the_drawn_token_does_not_depend_on_the_number_of_ranks(thread_ranks, options, ranks):
     expected = draw(MANY, **options)
     assert len(expected.unique()) > 5
     assert torch.equal(over_ranks(thread_ranks, ranks, MANY, **options)[0], expected)
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {}, {"top_k": 1}, {"top_k": 2}], ids=str)
-def test_ranks_without_classes_draw_too(thread_ranks, options):
+def test_sampling_over_more_ranks_than_classes_works(thread_ranks, options):
     logits = MANY[:, :2]
     assert torch.equal(over_ranks(thread_ranks, 4, logits, **options)[0], draw(logits, **options))
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_one_candidate_is_the_likeliest(thread_ranks, ranks):
+def test_with_top_k_1_the_likeliest_token_is_drawn(thread_ranks, ranks):
     tokens, _ = over_ranks(thread_ranks, ranks, MANY, top_k=1, temperature=5.0)
     assert torch.equal(tokens, MANY.argmax(-1))
 
@@ -126,7 +126,7 @@ def test_of_equal_logits_the_smallest_number_wins(thread_ranks):
         assert over_ranks(thread_ranks, ranks, logits, temperature=0)[0].tolist() == [1, 3, 0]
 
 
-def test_communication_is_one_offer_a_row_and_one_more_with_top_k(thread_ranks):
+def test_sampling_gathers_one_candidate_a_row_and_another_with_top_k(thread_ranks):
     assert over_ranks(thread_ranks, 3, MANY)[1] == {"tp": {"all_gather": Count(1, 64 * 16)}}
     for top_k, offered in ((2, 2), (9, 4)):  # of 11 classes the largest piece has 4
         traffic = over_ranks(thread_ranks, 3, MANY, top_k=top_k)[1]
@@ -149,7 +149,7 @@ def test_logits_that_are_not_finite_are_refused(options: dict[str, float], value
         draw(logits, **options)
 
 
-def test_what_is_not_this_ranks_piece_is_refused() -> None:
+def test_sampling_refuses_logits_that_are_not_this_ranks_shard() -> None:
     vocabulary = Vocabulary(11, Group("tp", (0, 1), 0, None, Traffic(), 1.0))
     with pytest.raises(ModelError, match=r"of shape \[64, 11\]"):
         draw(MANY, vocabulary)
@@ -169,6 +169,6 @@ def test_the_last_tokens_of_a_long_sequence_are_seen() -> None:
     assert (seen.tolist(), length) == ([[6, 7, 8, 9]], 4)
 
 
-def test_without_a_context_all_is_seen() -> None:
+def test_without_a_context_length_the_whole_sequence_is_used_without_padding() -> None:
     sequence = torch.arange(3).view(1, 3)
     assert padded(sequence, None) == (sequence, 3)

@@ -40,11 +40,11 @@ def flow(*values: int | None) -> SequenceDims:
     return SequenceDims(*values)
 
 
-def test_without_the_rule_all_is_whole() -> None:
+def test_without_the_rule_sequence_no_layer_runs_on_parts() -> None:
     assert found("w", "w") == [SequenceDims(), SequenceDims()]
 
 
-def test_a_whole_layer_makes_pieces_for_the_next() -> None:
+def test_a_layer_on_whole_sequences_splits_its_output_for_the_next() -> None:
     assert found("w", "p", "p", "h") == [
         flow(None, None, None, 1),
         flow(1, 1, 1, 1),
@@ -53,24 +53,24 @@ def test_a_whole_layer_makes_pieces_for_the_next() -> None:
     ]
 
 
-def test_a_layer_that_comes_first_is_given_the_whole() -> None:
+def test_the_first_layer_is_given_the_whole_sequence() -> None:
     assert found("p", "n") == [flow(None, 1, 1, 1), flow(1, 1, 1, None)]
 
 
-def test_pieces_cross_to_a_whole_layer_which_gathers_them() -> None:
+def test_a_layer_on_whole_sequences_gathers_the_parts_it_is_given() -> None:
     assert found("p", "w", "p") == [flow(None, 1, 1, 1), flow(1, None, None, 1), flow(1, 1, 1, None)]
 
 
-def test_a_head_before_others_gives_the_whole() -> None:
+def test_a_head_that_is_not_last_gives_the_whole_sequence() -> None:
     assert found("h", "w") == [flow(None, 1, None, None), SequenceDims()]
     assert found("h", "p") == [flow(None, 1, None, 1), flow(1, 1, 1, None)]
 
 
-def test_pieces_change_their_dim_between_layers() -> None:
+def test_the_split_dim_may_change_between_layers() -> None:
     assert found("p", "t") == [flow(None, 1, 1, 0), flow(0, 0, 0, None)]
 
 
-def test_a_rule_on_what_is_no_layer() -> None:
+def test_the_rule_sequence_on_a_submodule_is_refused() -> None:
     with pytest.raises(PlanError) as caught:
         sequence_dims([("a", block()), ("b", block())], {"b.1": sequence, "a": sequence})
     assert str(caught.value) == (
@@ -79,7 +79,7 @@ def test_a_rule_on_what_is_no_layer() -> None:
     )
 
 
-def test_an_embedding_cut_by_vocabulary() -> None:
+def test_the_rule_sequence_on_a_vocabulary_sharded_embedding_is_refused() -> None:
     layer = nn.Sequential(nn.Embedding(8, WIDTH))
     with pytest.raises(PlanError) as caught:
         sequence_dims([("a", layer)], {"a": sequence, "a.0": vocabulary})
@@ -111,7 +111,7 @@ def test_whole_parameters_of_layers_in_pieces_are_summed_by_all() -> None:
     assert [sums[id(parameter)] for parameter in second.parameters()] == [1, 1, 1, 1]
 
 
-def test_neighbours_that_hold_the_same_piece_are_summed_by_themselves() -> None:
+def test_gradients_of_replicated_head_shards_are_summed_over_their_neighbours() -> None:
     layer = block()
     held = layouts(4, layer[0].weight, whole=layer, copies=2)
     for matched in ({"0": sequence}, {}):

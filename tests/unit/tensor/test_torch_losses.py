@@ -85,7 +85,9 @@ def test_total_over_weight_is_the_loss_of_torch(given: nn.Module, kind: str) -> 
         (partial(functional.cross_entropy, reduction="sum"), nn.CrossEntropyLoss(reduction="sum")),
     ],
 )
-def test_functions_are_taken_as_their_modules(function: Callable[..., Tensor], module: nn.Module) -> None:
+def test_functional_losses_are_taken_as_their_modules(
+    function: Callable[..., Tensor], module: nn.Module
+) -> None:
     output, targets = batch("classes")
     one, other = as_loss(function), as_loss(module)
     assert torch.equal(one.total(output, targets), other.total(output, targets))
@@ -106,7 +108,7 @@ def test_an_object_with_total_and_weight_is_itself() -> None:
     assert as_loss(loss) is loss
 
 
-def test_the_sentence_says_what_is_divided_by_what() -> None:
+def test_a_torch_loss_describes_its_total_and_weight() -> None:
     assert str(as_loss(nn.CrossEntropyLoss(label_smoothing=0.1))) == (
         "total is cross_entropy(output, targets, ignore_index=-100, label_smoothing=0.1, reduction='sum'), "
         "divided by the number of targets but those of -100"
@@ -135,7 +137,9 @@ def mean_of_counted(output: Tensor, targets: Tensor) -> Tensor:
         (mean_loss(mean_of_counted, lambda t: (t != -100).sum()), "classes", mean_of_counted),
     ],
 )
-def test_a_wrapped_function(loss: Any, kind: str, wanted: Callable[..., Tensor]) -> None:
+def test_a_wrapped_mean_loss_of_parts_adds_up_to_the_mean_of_the_whole(
+    loss: Any, kind: str, wanted: Callable[..., Tensor]
+) -> None:
     """The third part of the classes has no counted target, whose own mean is nan."""
     output, targets = batch(kind)
     parts = [slice(0, 2), slice(2, 3), slice(3, 6)]
@@ -165,13 +169,13 @@ REFUSED: list[tuple[Any, list[str]]] = [
 
 
 @pytest.mark.parametrize(("given", "parts"), REFUSED)
-def test_what_is_not_known_is_refused_with_the_way_to_wrap_it(given: Any, parts: list[str]) -> None:
+def test_an_unknown_loss_is_refused_naming_mean_loss(given: Any, parts: list[str]) -> None:
     with pytest.raises(PlanError) as caught:
         as_loss(given)
     assert all(part in str(caught.value) for part in parts), str(caught.value)
 
 
-def test_a_mean_over_something_else_than_what_is_there_is_refused() -> None:
+def test_a_mean_loss_with_a_wrong_divisor_is_refused() -> None:
     with pytest.raises(ModelError, match=r"output \[2, 1\] and targets \[2, 3\].*broadcast"):
         as_loss(nn.MSELoss()).total(torch.ones(2, 1), torch.ones(2, 3))
     with pytest.raises(ModelError, match=r"weight \[2, 1\] with a value for each row"):

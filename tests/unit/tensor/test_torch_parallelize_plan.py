@@ -87,12 +87,12 @@ READ: dict[str, tuple[dict[str, ParallelStyle], dict[str, Rule]]] = {
 
 
 @pytest.mark.parametrize("name", READ)
-def test_what_means_the_same(name: str) -> None:
+def test_torchs_parallel_styles_become_the_equivalent_rules(name: str) -> None:
     plan, rules = READ[name]
     assert rules_from_torch(plan, model()) == rules
 
 
-def test_one_key_for_two_kinds_of_module() -> None:
+def test_one_key_of_a_torch_plan_may_match_linears_and_embeddings() -> None:
     two = nn.Sequential(nn.Embedding(4, 8), nn.Linear(8, 8), nn.Linear(8, 4))
     rules = rules_from_torch({"*": RowwiseParallel(input_layouts=WHOLE)}, two)
     linear = Rule("row", input_is_parallel=False)
@@ -146,7 +146,7 @@ REFUSED: dict[str, tuple[str, ParallelStyle, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_means_something_else_is_refused(name: str) -> None:
+def test_torchs_parallel_styles_without_an_equivalent_rule_are_refused(name: str) -> None:
     key, style, sentence = REFUSED[name]
     with pytest.raises(PlanError, match=re.escape(sentence)):
         rules_from_torch({key: style}, model())

@@ -46,7 +46,7 @@ def all_tokens(rows: int = ROWS) -> Tensor:
 
 @pytest.mark.parametrize("deferred", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_equals_the_full_table(thread_ranks, ranks, deferred):
+def test_a_sharded_embedding_equals_the_full_table(thread_ranks, ranks, deferred):
     tokens = all_tokens()
     shapes = [tokens, tokens[:1], tokens[:36].view(4, 9).t(), tokens[:36].view(2, 3, 6), tokens[36]]
     trials = [trial(table(), given) for given in shapes]
@@ -63,7 +63,7 @@ def test_the_padding_row_does_not_learn_wherever_it_lies(thread_ranks, ranks, de
 
 
 @pytest.mark.parametrize("deferred", [True, False])
-def test_a_frozen_table_and_two_backwards(thread_ranks, deferred):
+def test_a_sharded_embedding_adds_up_two_backwards_and_needs_no_gradient_if_frozen(thread_ranks, deferred):
     check(thread_ranks, 3, trial(table(padding=3), all_tokens()), deferred=deferred, twice=True)
 
     def body():
@@ -88,13 +88,13 @@ def test_a_frozen_table_and_two_backwards(thread_ranks, deferred):
         (padding_on_every_rank, "gradient of weight"),
     ],
 )
-def test_a_defect_is_found(rank_pool, defect, finding, deferred):
+def test_the_check_of_sharded_embeddings_finds_each_defect(rank_pool, defect, finding, deferred):
     with pytest.raises(AssertionError, match=finding):
         check(rank_pool, 2, trial(table(padding=20), all_tokens()), deferred=deferred, defect=defect)
 
 
 @pytest.mark.parametrize("padding", [None, 0, 5, -1])
-def test_made_from_shapes_it_is_the_full_table_of_the_same_seed(thread_ranks, padding):
+def test_a_sharded_embedding_made_from_shapes_is_a_shard_of_the_table_of_the_seed(thread_ranks, padding):
     def body():
         torch.manual_seed(5)
         made = VocabParallelEmbedding(7, 4, Mesh(tp=3).group("tp"), padding_idx=padding)
@@ -109,7 +109,7 @@ def test_made_from_shapes_it_is_the_full_table_of_the_same_seed(thread_ranks, pa
 
 
 @pytest.mark.parametrize("strangers", [[ROWS], [-1], [3, ROWS + 5, 2]])
-def test_what_is_no_token_is_refused_on_every_rank(thread_ranks, strangers):
+def test_a_token_outside_the_vocabulary_is_refused_on_every_rank(thread_ranks, strangers):
     def body():
         made = VocabParallelEmbedding.of(table(), Mesh(tp=2).group("tp"))
         with pytest.raises(DataError) as caught:
@@ -127,14 +127,14 @@ def test_what_is_no_token_is_refused_on_every_rank(thread_ranks, strangers):
     )
 
 
-def test_no_tokens_give_no_rows(thread_ranks):
+def test_a_sharded_embedding_of_no_tokens_gives_no_rows(thread_ranks):
     def body():
         return VocabParallelEmbedding.of(table(), Mesh(tp=2).group("tp"))(torch.zeros(2, 0).long()).shape
 
     assert thread_ranks.run(body, ranks=2) == [(2, 0, 6)] * 2
 
 
-def test_communication(thread_ranks):
+def test_a_sharded_embedding_makes_one_all_reduce_forward_and_none_backward(thread_ranks):
     def body():
         mesh = Mesh(tp=2)
         made = VocabParallelEmbedding.of(table(), mesh.group("tp"))
@@ -149,7 +149,7 @@ def test_communication(thread_ranks):
     assert thread_ranks.run(body, ranks=2) == [(forward, {})] * 2
 
 
-def test_a_plain_optimizer_a_state_dict_and_a_copy(thread_ranks):
+def test_a_sharded_embedding_works_with_optimizers_state_dicts_and_deepcopy(thread_ranks):
     def body():
         made = VocabParallelEmbedding.of(table(), Mesh(tp=2).group("tp"))
         made(all_tokens()).square().sum().backward()
@@ -167,7 +167,7 @@ def test_a_plain_optimizer_a_state_dict_and_a_copy(thread_ranks):
 
 
 @pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}])
-def test_a_table_that_does_more_is_refused(option):
+def test_an_embedding_with_max_norm_or_sparse_gradients_is_refused(option):
     with pytest.raises(ModelError, match=f"an embedding with {next(iter(option))} = "):
         VocabParallelEmbedding.of(nn.Embedding(4, 2, **option), Mesh().group("tp"))
 

@@ -19,7 +19,7 @@ def test_each_rank_has_its_classes_and_knows_the_others_sizes() -> None:
     assert len(vocabulary(2, 3, 2).own) == 0
 
 
-def test_a_piece_is_passed_on() -> None:
+def test_logits_of_this_ranks_classes_are_accepted_unchanged() -> None:
     logits = torch.zeros(2, 5, 3)
     assert vocabulary(10, 4, 1).require_piece(logits) is logits
 
@@ -32,6 +32,6 @@ def test_a_piece_is_passed_on() -> None:
         ((torch.zeros(2, 3),), "tuple"),
     ],
 )
-def test_what_is_no_piece_is_refused(output: object, told: str) -> None:
+def test_logits_of_another_size_than_this_ranks_classes_are_refused(output: object, told: str) -> None:
     with pytest.raises(ModelError, match=rf"on rank 1 is {told}.*over tp.*\[\.\.\., 3\].*10 classes"):
         vocabulary(10, 4, 1).require_piece(output)

@@ -62,7 +62,7 @@ def with_optimizer(path: Path) -> None:
     plait.save(engine, optimizer, path, {"step": 1})
 
 
-def test_torch_is_given_adapters_and_gives_them_back(tmp_path: Path) -> None:
+def test_adapters_exported_to_dcp_can_be_imported_again(tmp_path: Path) -> None:
     with_optimizer(tmp_path / "saved")
     assert export(tmp_path / "saved", tmp_path / "dcp", "dcp") == 0
     assert (
@@ -76,7 +76,9 @@ def test_torch_is_given_adapters_and_gives_them_back(tmp_path: Path) -> None:
     assert read_manifest(tmp_path / "back").optimizer == read_manifest(tmp_path / "saved").optimizer
 
 
-def test_what_has_no_format_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exporting_adapters_without_a_fitting_format_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     given, model = adapted("llama")
     saved(model, tmp_path / "run", {"config": {"model": given}})
     for arguments, reason in REFUSALS.items():

@@ -95,7 +95,7 @@ def test_a_configuration_survives_json() -> None:
     assert Config.model_validate_json(config.model_dump_json()) == config
 
 
-def test_the_examples_are_valid() -> None:
+def test_the_example_configurations_are_valid() -> None:
     examples = Path(__file__).parents[3] / "examples"
     configs = {path.name: config_from_arguments(["--config", str(path)]) for path in examples.glob("*.toml")}
     assert configs["demo.toml"].plan().world == 4
@@ -118,7 +118,7 @@ MOST = {
 """The largest values; 0: that of a C int."""
 
 
-def test_what_no_machine_could_hold_or_run_is_refused() -> None:
+def test_configuration_values_beyond_every_limit_are_refused() -> None:
     for section, fields_of in MOST.items():
         for name, most in fields_of.items():
             for more in (0, 1):
@@ -297,7 +297,7 @@ def test_wrong_options_are_refused_in_one_sentence() -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_sizes_that_can_be_cut() -> None:
+def test_sizes_that_divide_over_the_ranks_are_accepted() -> None:
     for options in [
         "--parallel.tp 4",
         "--model.name llama --model.heads 8 --model.kv_heads 2 --parallel.tp 4",
@@ -342,7 +342,7 @@ def test_a_folder_is_no_configuration_file(tmp_path: Path) -> None:
         config_from_arguments(["--config", str(tmp_path)])
 
 
-def test_what_was_overridden_is_not_blamed_on_the_file(demo: Path) -> None:
+def test_errors_of_overridden_fields_name_the_command_line_and_not_the_file(demo: Path) -> None:
     with pytest.raises(ConfigError, match="from the command line"):
         config_from_arguments(["--config", str(demo), "--model.layers", "0"])
     demo.write_text("[model]\nlayers = 0")

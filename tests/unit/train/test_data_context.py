@@ -40,7 +40,7 @@ def arguments(folder: Path, *more: str, source: str = "chats.jsonl") -> list[str
     return ["--model.name", str(folder), "--data.source", data, *run, *more]
 
 
-def test_it_is_that_of_the_longest_conversation_rounded_up(folder: Path) -> None:
+def test_the_default_context_is_the_longest_conversation_rounded_up(folder: Path) -> None:
     given = arguments(folder)
     config, said = with_context_of_data(config_from_arguments(given), given)
     assert config.model.context == 64
@@ -53,7 +53,7 @@ def test_it_is_that_of_the_longest_conversation_rounded_up(folder: Path) -> None
     assert len(inputs["document_ids"].unique()) > 4
 
 
-def test_other_data_have_a_usual_one(folder: Path) -> None:
+def test_the_default_context_of_other_data_is_1024_tokens(folder: Path) -> None:
     given = arguments(folder, source="random")
     config, said = with_context_of_data(config_from_arguments(given), given)
     assert config.model.context == 1024
@@ -61,7 +61,7 @@ def test_other_data_have_a_usual_one(folder: Path) -> None:
     assert config == config_from_arguments(given)
 
 
-def test_one_that_is_given_stays(folder: Path, tmp_path: Path) -> None:
+def test_a_given_context_is_not_changed_by_the_data(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[model]\ncontext = 20\n")
     for more in (("--model.context", "20"), ("--config", str(file))):
@@ -72,7 +72,7 @@ def test_one_that_is_given_stays(folder: Path, tmp_path: Path) -> None:
     assert with_context_of_data(config_from_arguments(own), own) == (config_from_arguments(own), "")
 
 
-def test_memory_and_cuts_follow_the_context(folder: Path) -> None:
+def test_predicted_memory_and_stage_cuts_follow_the_chosen_context(folder: Path) -> None:
     peaks, shares = [], []
     for context in ("64", "256"):
         config = config_from_arguments(arguments(folder, "--model.context", context, source="random"))

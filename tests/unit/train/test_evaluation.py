@@ -69,7 +69,7 @@ def by_torch(folder: Path, text: bytes) -> tuple[float, float]:
         "--parallel.cp 2 --train.batch 2 --train.microbatches 1",
     ],
 )
-def test_numbers_are_those_of_plain_torch_on_every_plan(
+def test_evaluation_numbers_are_those_of_plain_torch_on_every_plan(
     trained: Path, capsys: pytest.CaptureFixture[str], options: str
 ) -> None:
     (found,) = evaluated(capsys, str(trained / "run"), str(trained / "text"), *options.split())
@@ -80,7 +80,7 @@ def test_numbers_are_those_of_plain_torch_on_every_plan(
     assert (found["sequences"], found["data"]) == (13, str(trained / "text"))
 
 
-def test_without_data_it_is_the_validation_of_the_run(
+def test_evaluate_without_data_gives_the_runs_validation_loss(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [json.loads(line) for line in (trained / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -94,7 +94,7 @@ def test_without_data_it_is_the_validation_of_the_run(
     assert sorted(path.name for path in trained.iterdir()) == ["run", "text"]
 
 
-def test_several_data_by_name(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_takes_several_named_data_sets(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sources = json.dumps({name: str(trained / "text") for name in ("prose", "code")})
     found = evaluated(
         capsys, str(trained / "run"), "--data.validation_source", sources, "--train.validate_batches", "1"
@@ -119,7 +119,7 @@ def test_fields_that_an_evaluation_does_not_take_are_refused(
         evaluation_config(checkpoint_of(trained / "run"), arguments, [])
 
 
-def test_what_is_no_checkpoint_of_a_run_is_refused(
+def test_evaluate_refuses_folders_that_are_no_checkpoint_of_a_run(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(CheckpointError, match="nowhere is no folder: give the folder of a checkpoint"):
@@ -136,7 +136,7 @@ def test_what_is_no_checkpoint_of_a_run_is_refused(
         evaluation_config(checkpoint_of(trained / "run"), ["--data.validation", "0"], [])
 
 
-def test_one_target_in_the_last_rows_is_enough() -> None:
+def test_evaluation_accepts_last_rows_with_a_single_target() -> None:
     config: Any = SimpleNamespace(
         model=SimpleNamespace(context=4), data=SimpleNamespace(validation=0.25, validation_source=None)
     )

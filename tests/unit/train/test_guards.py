@@ -117,7 +117,7 @@ def test_a_region_that_is_entered_with_something_else_ends_the_run(
     assert rank_pool.run(body, make(tmp_path, pp=1), ranks=2) == ["none"] * 2  # nobody looks
 
 
-def test_the_fields() -> None:
+def test_the_fields_guard_and_check_replicas_are_read_and_checked() -> None:
     config = config_from_arguments(["--run.guard", "true", "--run.check_replicas", "10"])
     assert (config.run.guard, config.run.check_replicas) == (True, 10)
     assert (Config().run.guard, Config().run.check_replicas) == (False, 0)

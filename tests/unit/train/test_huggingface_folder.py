@@ -39,7 +39,7 @@ def config_of(folder: Path, *options: str) -> Config:
     return config_from_arguments(["--model.name", str(folder), *options])
 
 
-def test_sizes_are_those_of_the_folder(folder: Path) -> None:
+def test_model_sizes_are_those_of_the_hugging_face_folder(folder: Path) -> None:
     model = config_of(folder, "--parallel.tp", "4").model
     assert (model.layers, model.hidden, model.heads, model.vocab, model.context) == (2, 24, 4, 300, 8)
     assert config_of(folder, "--model.context", "5").model.context == 5
@@ -61,7 +61,9 @@ def test_sizes_are_those_of_the_folder(folder: Path) -> None:
         ),
     ],
 )
-def test_fields_that_say_something_else_are_refused(folder: Path, option: Any, reason: str) -> None:
+def test_fields_that_contradict_the_folders_config_json_are_refused(
+    folder: Path, option: Any, reason: str
+) -> None:
     with pytest.raises(ConfigError, match=reason):
         config_of(folder, *option)
 
@@ -72,7 +74,7 @@ def test_a_folder_that_cannot_be_read_is_refused(folder: Path) -> None:
         config_of(folder)
 
 
-def test_code_in_a_folder_is_not_run_and_nobody_is_asked(
+def test_code_in_a_model_folder_is_not_run_and_no_prompt_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers asks by default, and takes a yes from whatever is on stdin."""

@@ -42,7 +42,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-def test_metrics_are_the_same_a_step_late(
+def test_metrics_read_a_step_late_are_the_same(
     thread_ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: list[str]
 ) -> None:
     options: dict[str, Any] = {"pp": 2, "dp": 2, "microbatches": 1, "steps": 6, "validate_every": 3}

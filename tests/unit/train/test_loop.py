@@ -15,7 +15,7 @@ from plait.train.config_sections import ParallelConfig
 from plait.train.loop import TrainingResult, train
 
 
-def test_a_run_is_written_down_and_matches_one_rank(thread_ranks: RankPool, tmp_path: Path) -> None:
+def test_a_training_run_writes_its_files_and_matches_one_rank(thread_ranks: RankPool, tmp_path: Path) -> None:
     config = make(
         tmp_path, pp=2, dp=2, microbatches=1, validate_every=3, sample="def ", sample_tokens=5, compare=3
     )
@@ -97,7 +97,7 @@ def test_ranks_that_share_sequences_train_as_one_rank(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_few_digits_match_one_rank_with_masters_and_a_loss_scale(
+def test_bf16_and_fp16_training_matches_one_rank(
     thread_ranks: RankPool, tmp_path: Path, precision: str
 ) -> None:
     config = make(tmp_path, dp=2, microbatches=1, steps=2, precision=precision, compare=2)
@@ -116,12 +116,14 @@ def run_without_steps(config: Config) -> TrainingResult:
         return train(config)
 
 
-def test_a_step_without_the_optimizer_does_not_match(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_a_run_whose_optimizer_skips_a_step_does_not_match_one_rank(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
     (report,) = rank_pool.run(run_without_steps, make(tmp_path, steps=2, compare=2, lr=0.01), ranks=1)
     assert not report.matches
 
 
-def test_random_tokens_have_no_sample(thread_ranks: RankPool, tmp_path: Path) -> None:
+def test_a_run_on_random_tokens_prints_no_sample(thread_ranks: RankPool, tmp_path: Path) -> None:
     config = make(tmp_path, sample="def ")
     config = config.model_copy(update={"data": config.data.model_copy(update={"source": "random"})})
     (report,) = run(thread_ranks, config)

@@ -75,7 +75,7 @@ def test_a_run_is_exported_and_goes_on(thread_ranks: RankPool, folder: Path, tmp
         assert torch.equal(value[...], saved.read(f"model.{name}")), name
 
 
-def test_fields_in_sections_of_a_section(tmp_path: Path) -> None:
+def test_lora_fields_are_read_from_a_nested_section_and_the_command_line(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[model]\nlayers = 2\n[model.lora]\nrank = 4\n")
     targets = ["--model.lora.targets", '["query", "*.mlp.*"]']
@@ -100,7 +100,7 @@ def test_an_adapter_goes_with_a_folder_that_has_weights_and_without_other_settin
         initial_weights(configured(folder, tmp_path, adapter="x").model, nn.Sequential(), 0)
 
 
-def test_refusals() -> None:
+def test_invalid_lora_fields_are_refused() -> None:
     for arguments, text in [
         (
             ("--model.lora.rank", "-1"),

@@ -36,14 +36,14 @@ def memory_of(config: Config) -> Memory:
     return predict_memory(config, build_model(config.model, 256), config.plan(), CPU)
 
 
-def test_the_memory_is_that_of_the_rows_of_a_rank_and_of_the_optimizer() -> None:
+def test_predicted_memory_of_a_run_counts_a_ranks_rows_and_its_optimizer() -> None:
     configs = config_of(None, 8), config_of(None, dp=2), config_of(None, optimizer="SGD")
     whole, half, plain = (memory_of(config).ranks[0].at_peak for config in configs)
     assert whole[Category.ACTIVATIONS] == half[Category.ACTIVATIONS] > 0
     assert whole[Category.STATE] > plain[Category.STATE] == 0
 
 
-def test_a_line_about_the_rank_that_holds_most() -> None:
+def test_the_memory_line_is_about_the_rank_that_holds_most() -> None:
     uses = {Category.GRADIENTS: 500_000, Category.PARAMETERS: 2_500_000, Category.BATCH: 0}
     ranks = (
         RankMemory(0, 2_000_000, {}, "", 2_500_000, 0, 0),
@@ -59,11 +59,11 @@ def test_a_line_about_the_rank_that_holds_most() -> None:
         assert prediction_line(Memory(plan, ranks, unsharded, True)) == f"{line}{saved})."
 
 
-def test_what_fits_is_let() -> None:
+def test_a_run_within_the_memory_limit_starts() -> None:
     assert told(config_of(1.0, dp=2)) == told(config_of(None, dp=2))
 
 
-def test_what_cannot_fit_needs_more_ranks() -> None:
+def test_a_run_that_no_change_fits_into_memory_is_told_to_take_more_ranks() -> None:
     with pytest.raises(ConfigError) as caught:
         told(config_of(1e-6, dp=2))
     told_limit, remedy = str(caught.value).split(": ")
@@ -74,7 +74,7 @@ def test_what_cannot_fit_needs_more_ranks() -> None:
     assert remedy.endswith(" model.context = 16.")
 
 
-def test_what_does_not_fit_is_refused_with_the_smallest_change_that_would() -> None:
+def test_a_run_above_the_memory_limit_is_refused_with_the_smallest_change_that_fits() -> None:
     config = config_of(None, dp=2)
     most = memory_of(config).most
     limit = 0.9 * most / 1e9
@@ -89,7 +89,7 @@ def test_what_does_not_fit_is_refused_with_the_smallest_change_that_would() -> N
     told(changed.model_copy(update={"train": changed.train.model_copy(update=train)}))  # it fits
 
 
-def test_what_was_measured_stands_beside_what_was_predicted() -> None:
+def test_the_measured_peak_is_printed_beside_the_predicted_one() -> None:
     config = config_of(None, dp=2)
     memory = memory_of(config)
     predicted = f"{memory.most / 1e6:,.1f} MB were predicted."

@@ -54,7 +54,7 @@ def test_a_second_run_starts_anew_and_keeps_the_files_of_the_first(tmp_path: Pat
         assert len((tmp_path / f"metrics.{number}.csv").read_text().splitlines()) == 4 - number
 
 
-def test_what_overflowed_is_written_as_nothing(tmp_path: Path) -> None:
+def test_a_non_finite_metric_is_written_as_null(tmp_path: Path) -> None:
     """A step in half precision whose gradients overflow: its norm is no number that JSON knows."""
     with open_metrics(tmp_path, csv_too=True, tensorboard=True) as opened:
         opened.begin(0)
@@ -64,7 +64,7 @@ def test_what_overflowed_is_written_as_nothing(tmp_path: Path) -> None:
     assert "inf" not in (tmp_path / "metrics.csv").read_text()
 
 
-def test_lines_are_there_at_once(tmp_path: Path) -> None:
+def test_lines_of_metrics_are_flushed_at_once(tmp_path: Path) -> None:
     with open_metrics(tmp_path, csv_too=True, tensorboard=False) as opened:
         opened.begin(0)
         opened.write(ROWS[0])
@@ -72,7 +72,7 @@ def test_lines_are_there_at_once(tmp_path: Path) -> None:
         assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 2
 
 
-def test_tensorboard(tmp_path: Path) -> None:
+def test_tensorboard_files_have_the_written_metrics(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for _ in range(2):  # the second starts anew
         write(tmp_path, tensorboard=True)
@@ -111,7 +111,7 @@ def test_a_full_disk_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [line.partition(",")[0] for line in table] == ["step", "1", "2", "3"]
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_metrics_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"run\.dir = .* cannot be written to .*: choose another folder"):
         write(tmp_path / "file" / "run")
@@ -121,5 +121,5 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     )
 
 
-def test_without_sinks_nothing_is_written() -> None:
+def test_without_sinks_metrics_write_no_file() -> None:
     LoggerGroup().write(ROWS[0])

@@ -68,7 +68,7 @@ def test_lines_have_the_median_step_and_the_means_of_all_ranks(tmp_path: Path) -
     assert [*step_lines(tmp_path, predicted)] == [step, recorded]
 
 
-def test_what_cannot_be_predicted_is_refused_where_it_was_asked_for(tmp_path: Path) -> None:
+def test_a_step_prediction_for_unknown_hardware_is_refused(tmp_path: Path) -> None:
     config, device = make(tmp_path, dp=2), torch.device("cpu")
     assert predicted_step(on(config, None), config.plan(), device) is None
     predicted = predicted_step(on(config, "h100-sxm"), config.plan(), device)

@@ -61,7 +61,7 @@ class Writing:
             yield number, preparation.write_shard(folder, number, waiting[number], asked)
 
 
-def test_what_is_tokenized_once(tmp_path: Path) -> None:
+def test_sources_of_records_are_tokenized_before_the_run_and_text_files_are_not(tmp_path: Path) -> None:
     assert holds_records(str(texts(tmp_path, "a")))
     chats, other, text = (tmp_path / name for name in ("chats.jsonl", "other.jsonl", "a.txt"))
     chats.write_text('{"prompt": "a", "completion": "b"}\n')
@@ -218,7 +218,9 @@ def test_one_process_tokenizes_and_the_others_wait(tmp_path: Path, monkeypatch: 
     assert open_corpus(found[0])[1].documents == 2
 
 
-def test_they_wait_as_long_as_a_rank_for_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_wait_for_the_tokenizing_one_as_long_as_run_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For one that writes nothing; see `test_folder_lock`."""
     asked: dict[str, Any] = {}
     monkeypatch.setattr(prepared_sources, "prepare_corpus", lambda *_, **options: asked.update(options))

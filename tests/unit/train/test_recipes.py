@@ -97,7 +97,7 @@ def test_options_reach_the_optimizer_and_its_memory_is_predicted(tmp_path: Path)
         configured_decoder(config)
 
 
-def test_what_is_not_done_is_refused_by_name() -> None:
+def test_unknown_optimizers_schedules_and_options_are_refused_by_name() -> None:
     for text, message in [
         (
             "--train.optimizer lion",
@@ -148,7 +148,7 @@ def test_what_is_not_done_is_refused_by_name() -> None:
         assert message in str(refused.value)
 
 
-def test_a_field_of_its_own_section_is_the_nearest() -> None:
+def test_a_misspelled_field_suggests_the_nearest_of_its_own_section() -> None:
     for given, near in [
         ("train.optimiser", "train.optimizer"),
         ("train.lr_scheduler", "train.schedule"),
@@ -160,7 +160,7 @@ def test_a_field_of_its_own_section_is_the_nearest() -> None:
         assert nearest_field(given) == near
 
 
-def test_tables_of_users_of_torch_are_understood(tmp_path: Path) -> None:
+def test_optimizer_tables_with_torchs_names_are_understood(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(
         '[train]\nsteps = 50\n[train.optimizer]\nname = "SGD"\nlr = 0.1\nmomentum = 0.9\n'
@@ -197,7 +197,9 @@ def test_tables_of_users_of_torch_are_understood(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_schedules_by_name(schedule: dict[str, Any], expected: list[float]) -> None:
+def test_learning_rate_schedules_by_name_give_the_listed_rates(
+    schedule: dict[str, Any], expected: list[float]
+) -> None:
     floor = {} if schedule["name"] == "constant" else {"min_lr": 0.0}
     settings = TrainConfig.model_validate({"steps": 8, "warmup": 2, "lr": 1.0, "schedule": schedule} | floor)
     assert [*map(build_learning_rate(settings), range(8))] == pytest.approx(expected)

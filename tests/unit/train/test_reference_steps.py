@@ -8,13 +8,13 @@ from plait.train.config_parser import config_from_arguments
 from plait.train.reference_steps import Comparison, _tolerance, largest_differences, single_rank_plan
 
 
-def test_largest_relative_differences() -> None:
+def test_the_largest_relative_differences_of_loss_and_norm_are_found() -> None:
     woven = [(5.0, 1.0), (4.0, 2.2)]
     alone = [(5.0, 1.0), (4.4, 2.0)]
     assert largest_differences(woven, alone).tolist() == pytest.approx([0.4 / 4.4, 0.1])
 
 
-def test_a_number_that_is_none_is_a_difference() -> None:
+def test_a_nan_loss_on_either_side_is_a_difference() -> None:
     for woven in ([(5.0, 1.0), (math.nan, 1.0)], [(math.nan, 1.0), (5.0, 1.0)]):
         loss, norm = largest_differences(woven, [(5.0, 1.0), (5.0, 1.0)]).tolist()
         assert math.isnan(loss)
@@ -22,7 +22,7 @@ def test_a_number_that_is_none_is_a_difference() -> None:
         assert not Comparison(2, loss, norm, 1e-4).matches
 
 
-def test_sentences() -> None:
+def test_a_comparison_is_described_in_a_sentence() -> None:
     assert str(Comparison(3, 2.1e-7, 3.4e-7, 1e-4)) == (
         "The first 3 steps match one rank: loss to 2.1e-07, gradient norm to 3.4e-07 (relative)."
     )
@@ -40,7 +40,7 @@ def test_one_rank_runs_everyone_s_micro_batches() -> None:
     assert single_rank_plan(plan) == Plan(microbatches=12, schedule="gpipe", precision="fp64")
 
 
-def test_one_rank_has_the_same_formats() -> None:
+def test_the_one_rank_comparison_run_has_the_same_number_formats() -> None:
     formats: dict[str, Any] = {"master_precision": "fp32", "gradient_precision": "bf16", "loss_scale": 8.0}
     plan = Plan(dp=2, strategy="full", precision="bf16", reduce_precision="bf16", **formats)
     assert single_rank_plan(plan) == Plan(

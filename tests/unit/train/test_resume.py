@@ -74,7 +74,9 @@ def whole(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
-def test_it_goes_on_with_the_same_bits(thread_ranks: RankPool, whole: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_continues_with_the_same_bits(
+    thread_ranks: RankPool, whole: Path, tmp_path: Path
+) -> None:
     folder = copied(whole, 3, tmp_path / "run")
     run(thread_ranks, make(folder, resume="auto", parallel={"pp": 2}))
     assert numbers(folder) == numbers(whole)
@@ -88,7 +90,9 @@ def test_it_goes_on_with_the_same_bits(thread_ranks: RankPool, whole: Path, tmp_
     )
 
 
-def test_in_another_layout(thread_ranks: RankPool, whole: Path, tmp_path: Path) -> None:
+def test_a_run_resumed_in_another_layout_has_the_losses_of_the_whole_run(
+    thread_ranks: RankPool, whole: Path, tmp_path: Path
+) -> None:
     path = whole / "checkpoints" / "step-00000003"
     parallel = {"tp": 2, "dp": 2, "strategy": "full"}
     run(thread_ranks, make(tmp_path, resume=str(path), parallel=parallel, microbatches=1))
@@ -98,7 +102,7 @@ def test_in_another_layout(thread_ranks: RankPool, whole: Path, tmp_path: Path) 
 
 
 @pytest.mark.full
-def test_in_one_layout_of_long_contexts_after_another(
+def test_a_run_resumed_in_several_cp_layouts_has_the_losses_of_the_whole_run(
     thread_ranks: RankPool, whole: Path, tmp_path: Path
 ) -> None:
     """After three steps on ranks of `pp` one on ranks of `cp`, one on ranks of `tp`, one on more of `cp`."""
@@ -117,7 +121,7 @@ def test_in_one_layout_of_long_contexts_after_another(
             assert row == pytest.approx(other, rel=1e-5)
 
 
-def test_a_damaged_one_is_told_and_passed_over(
+def test_a_damaged_checkpoint_is_reported_and_an_older_one_resumed(
     thread_ranks: RankPool, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = copied(whole, 3, tmp_path / "run")
@@ -159,7 +163,7 @@ def test_a_damaged_one_is_told_and_passed_over(
         run(thread_ranks, make(tmp_path / "other", resume=str(path), parallel={"pp": 2}))
 
 
-def test_where_all_are_damaged_nothing_starts_anew(whole: Path, tmp_path: Path) -> None:
+def test_with_only_damaged_checkpoints_a_run_does_not_start_over(whole: Path, tmp_path: Path) -> None:
     folder = copied(whole, 3, tmp_path / "run")
     (folder / "checkpoints" / "step-00000003" / "manifest.json").write_text("{}")
     before = (folder / "metrics.jsonl").read_text()
@@ -168,13 +172,17 @@ def test_where_all_are_damaged_nothing_starts_anew(whole: Path, tmp_path: Path) 
     assert (folder / "metrics.jsonl").read_text() == before
 
 
-def test_what_was_being_written_when_the_loss_overflowed(thread_ranks: RankPool, tmp_path: Path) -> None:
+def test_a_checkpoint_in_progress_when_the_loss_overflows_is_completed(
+    thread_ranks: RankPool, tmp_path: Path
+) -> None:
     with pytest.raises(NonFiniteError, match="step 2"):
         run(thread_ranks, make(tmp_path, lr=1e38, warmup=0, save_every=1, parallel={"pp": 2}))
     assert kept(tmp_path) == ["step-00000001"]
 
 
-def test_which_are_kept(thread_ranks: RankPool, tmp_path: Path) -> None:
+def test_keep_last_and_keep_every_decide_which_checkpoints_are_kept(
+    thread_ranks: RankPool, tmp_path: Path
+) -> None:
     run(thread_ranks, make(tmp_path, save_every=1, keep_last=2, keep_every=3))
     assert kept(tmp_path) == ["step-00000003", "step-00000005", "step-00000006"]
     run(thread_ranks, make(tmp_path, steps=2))
@@ -205,7 +213,7 @@ def test_a_corpus_that_has_grown_is_refused(tmp_path: Path) -> None:
         train(make(tmp_path / "run", source=source, resume="auto"))
 
 
-def test_the_best_is_kept_and_a_run_without_a_better_one_ends(
+def test_plait_train_keeps_the_best_checkpoint_and_stops_early(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of random tokens nothing is learnt: with such a rate the loss only grows. It is an end like others."""
@@ -228,7 +236,7 @@ def test_the_best_is_kept_and_a_run_without_a_better_one_ends(
     assert main(["checkpoint", "export", best, str(tmp_path / "exported"), "--format", "huggingface"]) == 0
 
 
-def test_training_goes_on_where_nothing_can_be_written(
+def test_training_continues_where_checkpoints_cannot_be_written(
     rank_pool: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "checkpoints").write_text("a file where a folder should be")
@@ -244,7 +252,9 @@ def loaded_of(step: object, *asked: object) -> Loaded:
     return Loaded({"step": step}, {})
 
 
-def test_a_step_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_with_an_invalid_step_number_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for step in [-5, 2.0, True, None, "3"]:
         monkeypatch.setattr(checkpoints, "load_checkpoint", partial(loaded_of, step))
         trainer: Any = SimpleNamespace(engine=None, optimizer=SimpleNamespace(param_groups=[]), tell=print)

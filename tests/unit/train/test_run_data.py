@@ -27,7 +27,7 @@ def make(source: object, *, train: dict[str, Any] | None = None, **fields: Any) 
     return Config.model_validate({"model": model, "data": data, "train": train or {}})
 
 
-def test_standard_library_in_bytes() -> None:
+def test_the_source_stdlib_in_bytes_has_256_classes_and_a_validation_part() -> None:
     data = load_data(make("stdlib", context=64))
     inputs, targets = data.training.batch(0, slice(4))
     assert inputs.shape == targets.shape == (4, 64)
@@ -84,13 +84,13 @@ def test_epochs_of_each_source_of_a_mixture_are_known(tmp_path: Path) -> None:
     assert row_total(data.training) == 4, "then those of the short one come again"
 
 
-def test_without_validation(tmp_path: Path) -> None:
+def test_with_validation_0_there_are_no_validation_data(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a" * 100)
     assert not load_data(make(tmp_path / "text.txt", validation=0)).validations
     assert not load_data(make("random", validation=0)).validations
 
 
-def test_random_needs_no_corpus() -> None:
+def test_the_source_random_needs_no_corpus() -> None:
     config = make("random", vocab=8192, context=256)
     check_data(config)
     data = load_data(config)
@@ -101,7 +101,7 @@ def test_random_needs_no_corpus() -> None:
     assert torch.equal(data.training.batch(3, ALL)[0], load_data(config).training.batch(3, ALL)[0])
 
 
-def test_token_array(tmp_path: Path) -> None:
+def test_a_token_array_with_tokens_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
     np.arange(1000, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
     data = load_data(make(tmp_path / "tokens.bin", vocab=1000))
     assert int(data.training.batch(0, ALL)[1].max()) > 255
@@ -112,7 +112,7 @@ def test_token_array(tmp_path: Path) -> None:
         check_data(make(tmp_path / "tokens.bin"))
 
 
-def test_tokenizer_file_and_padded_vocabulary(tmp_path: Path, word_tokenizer: Path) -> None:
+def test_the_vocabulary_of_a_tokenizer_file_may_be_padded(tmp_path: Path, word_tokenizer: Path) -> None:
     (tmp_path / "text.txt").write_text("a b c " * 100)
     config = make(tmp_path / "text.txt", tokenizer=str(word_tokenizer))
     check_data(config)
@@ -150,7 +150,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], type[PlaitError], str]] = {
 }
 
 
-def test_refused_before_the_ranks_start(tmp_path: Path) -> None:
+def test_unusable_data_are_refused_before_the_ranks_start(tmp_path: Path) -> None:
     for case in REFUSED:
         text, fields, kind, match = REFUSED[case]
         path = tmp_path / "text.txt"
@@ -227,7 +227,7 @@ def test_a_text_begins_and_ends_as_its_tokenizer_says(tmp_path: Path, word_token
     assert encode_prompt(config, data.tokenizer, is_question=False).tokens == [0, 2, 3]
 
 
-def test_just_long_enough(tmp_path: Path) -> None:
+def test_a_corpus_of_exactly_one_sequence_for_each_part_is_accepted(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text("a" * 18)
     config = make(path, validation=0.5)
@@ -239,7 +239,7 @@ def test_just_long_enough(tmp_path: Path) -> None:
     assert held_out.summary == "the only sequence"
 
 
-def test_checking_needs_no_torch() -> None:
+def test_checking_data_does_not_import_torch() -> None:
     program = (
         "import sys; from plait.train.config import Config; from plait.train.run_data import check_data; "
         "check_data(Config()); sys.exit('torch' in sys.modules)"

@@ -58,7 +58,9 @@ def told(config: Config, costs: Costs | None = None) -> tuple[list[str], list[An
 
 
 @pytest.mark.full
-def test_the_order_is_searched_after_a_step_and_kept(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_with_reordering_the_schedule_is_searched_after_a_step_and_saved(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
     results = rank_pool.run(told, make(tmp_path, reorder=2), SLOW, ranks=2)
     lines, orders, matches = results[0]
     assert matches
@@ -71,7 +73,7 @@ def test_the_order_is_searched_after_a_step_and_kept(rank_pool: RankPool, tmp_pa
     assert kept["costs"] == {"F": [1, 1], "I": [1, 1], "W": [1, 1], "comm": 0.1}
 
 
-def test_what_a_run_says_and_keeps_of_a_search(tmp_path: Path) -> None:
+def test_a_searched_schedule_is_reported_and_saved_with_its_costs(tmp_path: Path) -> None:
     before, after = (plait.schedule(policy, ranks=2, microbatches=4) for policy in ("1f1b", "zb-h1"))
     recording: Any = SimpleNamespace(costs=lambda: SLOW)
     mesh: Any = SimpleNamespace(rank=0)
@@ -88,14 +90,14 @@ def test_what_a_run_says_and_keeps_of_a_search(tmp_path: Path) -> None:
         assert kept["costs"] == {"F": [1, 1], "I": [1, 1], "W": [1, 1], "comm": 0.1}
 
 
-def test_without_it_the_order_is_kept_as_it_is(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_without_reordering_the_schedule_is_saved_unchanged(rank_pool: RankPool, tmp_path: Path) -> None:
     _, orders, _ = rank_pool.run(told, make(tmp_path, schedule="zb-h1"), ranks=2)[0]
     kept = json.loads((tmp_path / balance_reorder_trace.SCHEDULE_FILE).read_text())
     assert kept["policy"] == "zb-h1"
     assert [tuple(row) for row in kept["order"]] == list(orders[0]) == list(orders[-1])
 
 
-def test_stages_are_cut_by_what_layers_take(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_with_balance_stages_are_cut_by_measured_layer_times(rank_pool: RankPool, tmp_path: Path) -> None:
     assert sum(rank_pool.run(balanced, make(tmp_path, balance="measured"), ranks=2)) == 2
 
 

@@ -49,7 +49,7 @@ def told(config: Config) -> list[str]:
     return lines
 
 
-def test_a_step_is_drawn_and_told(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_a_traced_step_is_drawn_and_its_file_named(rank_pool: RankPool, tmp_path: Path) -> None:
     lines = rank_pool.run(told, make(tmp_path, trace=2), ranks=4)[0]
     (line,) = [line for line in lines if line.startswith("Trace")]
     match = LINE.fullmatch(line)
@@ -74,7 +74,7 @@ def test_nothing_is_recorded_unless_it_is_asked_for(rank_pool: RankPool, tmp_pat
     assert sorted(path.name for path in tmp_path.glob("trace*")) == []
 
 
-def test_the_field() -> None:
+def test_the_field_trace_is_read_and_checked() -> None:
     assert config_from_arguments(["--run.trace", "10"]).run.trace == 10
     assert Config().run.trace == 0
     told = r"run.trace = 9 is more than train.steps = 3: set run.trace to at most 3\."

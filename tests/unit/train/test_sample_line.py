@@ -8,7 +8,7 @@ from typing import Any, cast
 from plait.train.trainer import Trainer
 
 
-def test_why_there_is_no_sample() -> None:
+def test_a_run_without_a_sample_says_why() -> None:
     told: list[str] = []
     run: Any = SimpleNamespace(
         _config=SimpleNamespace(train=SimpleNamespace(sample="abc")),

@@ -54,7 +54,7 @@ def test_a_rank_of_cp_has_its_positions(kind: ContextLayout, positions: list[lis
         assert found.tolist() == own
 
 
-def test_a_rank_of_tp_has_its_piece_of_them() -> None:
+def test_a_rank_of_tp_has_its_part_of_cps_positions() -> None:
     plan = Plan(cp=2, tp=2)
     for rank, own in enumerate([[0, 1], [6, 7], [2, 3], [4, 5]]):
         assert torch.equal(of_rank(plan, rank, dim=1), WHOLE[:, own])
@@ -64,7 +64,7 @@ def test_a_rank_of_tp_has_its_piece_of_them() -> None:
             assert not pieces.is_partitioned(other)
 
 
-def test_or_its_classes() -> None:
+def test_with_sharded_logits_a_rank_of_tp_has_its_classes() -> None:
     plan = Plan(cp=2, tp=2)
     for rank, (positions, classes) in enumerate([((0, 1, 6, 7), (0, 1)), ((0, 1, 6, 7), (2,))]):
         expected = WHOLE[:, list(positions)][..., list(classes)]
@@ -72,7 +72,7 @@ def test_or_its_classes() -> None:
 
 
 @pytest.mark.parametrize(("plan", "shape"), [(Plan(), (2, 8, 3)), (Plan(cp=2), (2,)), (Plan(tp=2), (2, 8))])
-def test_what_every_rank_has_whole(plan: Plan, shape: tuple[int, ...]) -> None:
+def test_activations_without_a_split_dim_are_whole_on_every_rank(plan: Plan, shape: tuple[int, ...]) -> None:
     pieces = pieces_of(plan, 0)
     assert pieces.piece(OUTPUT, shape) is None
     assert not pieces.is_partitioned(OUTPUT)
@@ -133,14 +133,14 @@ def test_a_loss_of_whole_sequences_is_that_of_one_rank() -> None:
         assert (float(own), own.dtype, tolerance) == (float(expected), TOTAL.dtype, bound)
 
 
-def test_a_loss_in_whole_numbers_has_no_tolerance() -> None:
+def test_a_loss_in_exact_mode_has_no_tolerance() -> None:
     pieces = pieces_of(Plan(cp=2), 0)
     _, tolerance = pieces.total(cross_entropy, LOGITS, TARGETS, TOTAL, NO_TOLERANCE)
     assert tolerance == NO_TOLERANCE
     assert pieces_of(Plan(), 0).total(cross_entropy, LOGITS, TARGETS, TOTAL, NO_TOLERANCE)[0] is TOTAL
 
 
-def test_labels_that_are_shifted_after_the_cut() -> None:
+def test_labels_shifted_after_cutting_the_sequence_are_recognised() -> None:
     tokens = torch.arange(10).view(1, 10)
     (named,) = pieces_of(Plan(cp=2), 0).targets_shifted_late(tokens[:, 1:9])
     assert named[1][:, :-1].tolist() == [[1, 6, 7]]  # next tokens of 0, 1, 6 in 0 1 6 7

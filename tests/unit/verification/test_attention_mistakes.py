@@ -37,7 +37,7 @@ def of_sums(output: Tensor) -> Tensor:
     return (output * weights_for(4, X.device)).sum(-1, keepdim=True)
 
 
-def test_windows_that_are_off_by_one() -> None:
+def test_windows_that_are_off_by_one_are_recognised() -> None:
     book = Definitions()
 
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,7 +54,7 @@ def test_windows_that_are_off_by_one() -> None:
         torch.testing.assert_close(sums, of_sums(attended(X, window)), rtol=0, atol=1e-13)
 
 
-def test_documents_of_others_in_the_mask_the_positions_or_both() -> None:
+def test_another_ranks_document_ids_in_mask_or_positions_are_recognised() -> None:
     book = Definitions()
 
     def run(x: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def test_documents_of_others_in_the_mask_the_positions_or_both() -> None:
         torch.testing.assert_close(sums, of_sums(output), rtol=0, atol=1e-13)
 
 
-def test_documents_that_a_micro_batch_may_have_by_mistake() -> None:
+def test_document_ids_of_another_micro_batch_are_recognised() -> None:
     ids = {
         RecordScope(step, number, evaluated): torch.tensor([step, number])
         for step, number, evaluated in (

@@ -33,14 +33,16 @@ MIXED = Plan(precision="bf16", master_precision="fp32")
         ),
     ],
 )
-def test_each_precision_is_that_before_it_unless_told(plan: Plan, dtypes: tuple[torch.dtype, ...]) -> None:
+def test_each_expected_precision_defaults_to_the_one_before(
+    plan: Plan, dtypes: tuple[torch.dtype, ...]
+) -> None:
     formats = formats_of(plan)
     kinds = (formats.compute_of, formats.master_of, formats.gradient_of, formats.reduce_of)
     assert tuple(kind(WEIGHT) for kind in kinds) == dtypes
     assert formats.epsilon_of_gradient(WEIGHT) == max(torch.finfo(dtype).eps for dtype in dtypes[1:])
 
 
-def test_what_is_frozen_has_no_master() -> None:
+def test_a_frozen_parameter_has_no_master_dtype() -> None:
     assert formats_of(MIXED).master_of(FROZEN) == BF16
 
 

@@ -41,7 +41,7 @@ def changed(*indices: tuple[int, int], by: float = 1.0) -> Tensor:
     return tensor
 
 
-def test_what_rounding_explains_is_equal(findings: Findings) -> None:
+def test_a_difference_within_the_tolerance_counts_as_equal(findings: Findings) -> None:
     assert findings.compare(FORWARD, changed((1, 2), by=2.5e-4), EXPECTED, BOUND)
     assert findings.compare(FORWARD, EXPECTED, EXPECTED, BOUND)
     assert findings.differences == []
@@ -54,7 +54,7 @@ def test_what_rounding_explains_is_equal(findings: Findings) -> None:
     assert not findings.empty
 
 
-def test_where_it_differs(findings: Findings) -> None:
+def test_a_difference_is_recorded_with_its_box_and_worst_element(findings: Findings) -> None:
     actual = changed((1, 2), (2, 4))
     actual[2, 3] -= 5
     assert not findings.compare(FORWARD, actual, EXPECTED, BOUND)
@@ -79,13 +79,13 @@ def interval_of(box: Piece) -> Piece:
     return Piece(box.shape, lambda whole: box.of(whole).reshape(1, -1)[:, 9:18])
 
 
-def test_places_are_those_of_the_global_tensor(findings: Findings) -> None:
+def test_boxes_of_differences_are_those_of_the_global_tensor(findings: Findings) -> None:
     findings.compare(FORWARD, changed((1, 2)), EXPECTED, BOUND, piece=box_at(10, 100))
     assert findings.differences[0].box == ((11, 12), (102, 103))
     assert findings.differences[0].worst == (11, 102)
 
 
-def test_all_of_it_may_differ_without_each_element(findings: Findings) -> None:
+def test_a_difference_spanning_the_whole_box_is_recorded_as_whole(findings: Findings) -> None:
     findings.compare(FORWARD, changed((0, 0), (3, 5)), EXPECTED, BOUND, piece=box_at(4, 0))
     assert findings.differences[0].whole_box
     assert findings.differences[0].box == ((4, 8), (0, 6))
@@ -100,7 +100,7 @@ def flat(shape: tuple[int, ...], *tolerances: int, rows_over_tp: bool = False, b
     return Layout(shape, AXES, {"shard": Flat(tolerances)} | over_tp)
 
 
-def test_places_of_a_flat_piece_are_those_of_the_global_tensor(findings: Findings) -> None:
+def test_boxes_of_differences_in_flat_shards_are_those_of_the_global_tensor(findings: Findings) -> None:
     """Elements 9 to 18 of `EXPECTED`, from the middle of a row to the end of another, in rows 10 to 13."""
     actual, piece = changed((1, 5), (2, 3)).view(1, -1)[:, 9:18], EXPECTED.view(1, -1)[:, 9:18]
     findings.compare(FORWARD, actual, piece, BOUND, piece=interval_of(box_at(10, 100)))
@@ -110,14 +110,14 @@ def test_places_of_a_flat_piece_are_those_of_the_global_tensor(findings: Finding
     assert (difference.shape, difference.share, difference.whole_box) == ((1, 9), 2 / 9, False)
 
 
-def test_all_of_a_flat_piece_may_differ(findings: Findings) -> None:
+def test_a_difference_spanning_a_whole_flat_shard_is_recorded_as_whole(findings: Findings) -> None:
     piece = EXPECTED.view(1, -1)[:, 9:18]
     findings.compare(FORWARD, piece + 1, piece, BOUND, piece=interval_of(box_at(0, 0)))
     assert findings.differences[0].whole_box
     assert findings.differences[0].box == ((1, 3), (0, 6))
 
 
-def test_a_piece_without_elements_is_equal(findings: Findings) -> None:
+def test_an_empty_shard_is_equal(findings: Findings) -> None:
     """As where there are more ranks than elements."""
     layout = flat((2,), 0, 1, 2, 2)
     nothing = shard(torch.ones(2), layout, {"shard": 2, "tp": 0})
@@ -128,14 +128,14 @@ def test_a_piece_without_elements_is_equal(findings: Findings) -> None:
     assert findings.empty == {FORWARD}
 
 
-def test_a_scalar(findings: Findings) -> None:
+def test_a_scalar_difference_is_recorded_with_both_values(findings: Findings) -> None:
     location = Location(0, StepPhase.LOSS, None, 0)
     assert not findings.compare(location, torch.tensor(2.0), torch.tensor(1.0), BOUND)
     difference = findings.differences[0]
     assert (difference.largest, difference.values, difference.shape) == (1.0, (2.0, 1.0), ())
 
 
-def test_masks_and_whole_numbers(findings: Findings) -> None:
+def test_boolean_and_integer_tensors_are_compared_exactly(findings: Findings) -> None:
     exact = Tolerance(1.0, 0.0)
     mask = torch.tensor([True, True, False])
     assert findings.compare(FORWARD, mask, mask.clone(), exact)
@@ -153,7 +153,7 @@ def test_masks_and_whole_numbers(findings: Findings) -> None:
         (torch.empty(0, 6, dtype=torch.float64), "its shape is [0, 6] instead of [4, 6]"),
     ],
 )
-def test_another_shape_or_dtype_differs_whatever_the_values(
+def test_a_tensor_of_another_shape_or_dtype_differs_whatever_its_values(
     findings: Findings, actual: Tensor, hint: str
 ) -> None:
     assert not findings.compare(FORWARD, actual, EXPECTED, Tolerance(8.0, 1e9))
@@ -170,7 +170,7 @@ def test_empty_tensors_are_equal(findings: Findings) -> None:
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
-def test_what_is_no_number_differs_infinitely(findings: Findings, broken: float) -> None:
+def test_nan_or_infinity_on_one_side_is_an_infinite_difference(findings: Findings, broken: float) -> None:
     actual = EXPECTED.clone()
     actual[3, 1] = broken
     assert not findings.compare(FORWARD, actual, EXPECTED, BOUND)
@@ -179,7 +179,7 @@ def test_what_is_no_number_differs_infinitely(findings: Findings, broken: float)
 
 
 @pytest.mark.parametrize("same", [math.nan, math.inf, -math.inf])
-def test_what_is_no_number_on_both_sides_does_not_differ(findings: Findings, same: float) -> None:
+def test_equal_nan_or_infinity_on_both_sides_is_no_difference(findings: Findings, same: float) -> None:
     expected, actual = EXPECTED.clone(), changed((1, 2))
     expected[3, 1] = actual[3, 1] = same
     findings.compare(FORWARD, actual, expected, BOUND)
@@ -187,7 +187,7 @@ def test_what_is_no_number_on_both_sides_does_not_differ(findings: Findings, sam
     assert (difference.largest, difference.worst, difference.box) == (1.0, (1, 2), ((1, 2), (2, 3)))
 
 
-def test_a_tensor_of_no_size_may_still_have_a_bound(findings: Findings) -> None:
+def test_a_reference_of_zero_may_have_a_tolerance(findings: Findings) -> None:
     """The reference's is zero, and that of a shaken run is not."""
     location = Location(0, StepPhase.LOSS, None, 0)
     assert findings.compare(location, torch.tensor(1e-14), torch.tensor(0.0), Tolerance(0.0, 1e-13))
@@ -230,7 +230,7 @@ def test_evidence_has_what_flowed_into_the_layer_where_it_can_be_part_of_it(find
         assert other.evidence.base is None
 
 
-def test_long_evidence_is_shortened(findings: Findings) -> None:
+def test_evidence_of_large_tensors_is_shortened(findings: Findings) -> None:
     findings.compare(FORWARD, torch.ones(EVIDENCE_ELEMENTS + 8), torch.zeros(EVIDENCE_ELEMENTS + 8), BOUND)
     assert findings.evidence is not None
     assert findings.evidence.actual.shape == findings.evidence.expected.shape == (EVIDENCE_ELEMENTS,)
@@ -250,7 +250,7 @@ def test_the_number_of_listed_differences_is_limited(findings: Findings) -> None
     assert len(findings.differences) == MAX_LISTED
 
 
-def test_what_it_is_instead(findings: Findings) -> None:
+def test_a_difference_names_the_first_alternative_that_equals_the_tensor(findings: Findings) -> None:
     def alternatives() -> Iterator[tuple[str, Tensor]]:
         yield "it is twice as much", 2 * EXPECTED
         yield "it is that of another", changed((0, 0))
@@ -260,7 +260,7 @@ def test_what_it_is_instead(findings: Findings) -> None:
     assert findings.differences[0].hint == "it is that of another"
 
 
-def test_alternatives_are_not_made_where_all_is_equal(findings: Findings) -> None:
+def test_alternatives_are_not_computed_for_equal_tensors(findings: Findings) -> None:
     def alternatives() -> Iterator[tuple[str, Tensor]]:
         raise AssertionError("nobody asks")
 

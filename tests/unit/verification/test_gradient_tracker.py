@@ -81,14 +81,14 @@ def right(*microbatches: int) -> list[tuple[ParameterUse, bool]]:
     return [((LAYER, number), True) for number in microbatches]
 
 
-def test_added_by_the_full_backward(books: Books) -> None:
+def test_a_contribution_added_by_the_full_backward_is_right(books: Books) -> None:
     for number in (0, 1, 2):
         books.both(number)
     assert books.found == right(0, 1, 2)
     assert books.left() == []
 
 
-def test_added_by_the_input_gradient(books: Books) -> None:
+def test_a_contribution_added_by_the_input_gradient_is_right(books: Books) -> None:
     """As a norm's, whose weight gradient comes with its backward; `W` has nothing to add."""
     for number in (0, 1):
         books.input(number, 1.0)
@@ -97,7 +97,7 @@ def test_added_by_the_input_gradient(books: Books) -> None:
     assert books.left() == []
 
 
-def test_added_by_the_weight_gradient(books: Books) -> None:
+def test_a_contribution_added_by_the_weight_gradient_is_right(books: Books) -> None:
     for number in (0, 1):
         books.input(number)
         books.weight(number)
@@ -105,7 +105,7 @@ def test_added_by_the_weight_gradient(books: Books) -> None:
     assert books.left() == []
 
 
-def test_added_in_part_by_each(books: Books) -> None:
+def test_a_contribution_added_partly_by_input_and_weight_gradient_is_right(books: Books) -> None:
     for number in (0, 1):
         books.input(number, 0.25)
         books.weight(number, 0.75)
@@ -124,7 +124,7 @@ def test_several_input_gradients_before_their_weight_gradients(books: Books) -> 
     assert books.left() == []
 
 
-def test_several_begun_before_any_is_done(books: Books) -> None:
+def test_several_backwards_begun_before_any_is_finished_are_right(books: Books) -> None:
     """Nothing is certain between; in the end all is."""
     for number in (0, 1, 2):
         books.input(number, 0.25)
@@ -134,7 +134,7 @@ def test_several_begun_before_any_is_done(books: Books) -> None:
     assert books.left() == []
 
 
-def test_what_one_has_added_is_uncertain_while_a_part_of_another_is_there(books: Books) -> None:
+def test_a_contribution_is_undecided_while_part_of_another_is_added(books: Books) -> None:
     books.input(0, 1.0)
     books.input(1, 0.25)
     books.weight(0, 0.0)
@@ -153,7 +153,7 @@ def test_a_wrong_weight_gradient_is_named_with_its_micro_batch(books: Books, fac
     assert books.found == [*right(0), ((LAYER, 1), False)]
 
 
-def test_after_a_wrong_one_was_accepted_the_others_are_right(books: Books) -> None:
+def test_after_a_wrong_contribution_later_ones_are_right(books: Books) -> None:
     for number in (0, 1, 2):
         books.input(number)
     books.weight(0)
@@ -183,7 +183,7 @@ def test_a_weight_gradient_that_the_input_gradient_had_added_is_not_added_again(
     assert books.found == [*right(0), ((LAYER, 0), False)]
 
 
-def test_what_was_begun_and_never_was_right_is_left(books: Books) -> None:
+def test_a_contribution_that_never_was_right_remains_open(books: Books) -> None:
     books.input(0, 0.25)
     books.input(1, 0.25)
     books.weight(0, 0.75)
@@ -200,7 +200,7 @@ def test_a_weight_gradient_that_never_comes_is_left(books: Books) -> None:
     assert books.left() == [((LAYER, 1), False)]
 
 
-def test_layers_that_share_a_parameter(books: Books) -> None:
+def test_layers_that_share_a_parameter_are_tracked_by_use(books: Books) -> None:
     books.input(0, layer=5)
     books.input(0, layer=2)
     books.weight(0, layer=5)
@@ -234,7 +234,7 @@ def test_a_gradient_that_is_not_zero_again_is_wrong(books: Books) -> None:
     assert books.found == [*right(0), ((LAYER, 1), False)]
 
 
-def test_what_is_to_come_after_a_scatter_stays_open(books: Books) -> None:
+def test_a_contribution_due_after_a_scatter_stays_open(books: Books) -> None:
     """As where a schedule runs `I` of the next micro-batch before `W` of this one."""
     books.input(0)
     books.input(1)
@@ -245,13 +245,13 @@ def test_what_is_to_come_after_a_scatter_stays_open(books: Books) -> None:
     assert books.left() == []
 
 
-def test_what_is_left_is_told_once(books: Books) -> None:
+def test_an_open_contribution_is_reported_once(books: Books) -> None:
     books.input(0, 0.25)
     assert books.left() == [((LAYER, 0), False)]
     assert books.left() == []
 
 
-def test_others_stay_when_some_are_scattered() -> None:
+def test_scattering_one_gradient_leaves_the_others_tracked() -> None:
     one, other = (torch.zeros(3, 2, dtype=torch.float64) for _ in range(2))
     tracker = GradientTracker({("one", 0): one, ("other", 0): other}, 8 * 2.0**-52)
     for number in (0, 1):
@@ -266,7 +266,7 @@ def test_others_stay_when_some_are_scattered() -> None:
         one.zero_()
 
 
-def test_only_of_what_is_asked_for_something_is_left(books: Books) -> None:
+def test_only_the_asked_gradients_report_open_contributions(books: Books) -> None:
     books.input(0)
     assert list(books.tracker.open_gradients([("weight", 1)])) == []
     assert books.left() == [((LAYER, 0), False)]
@@ -281,7 +281,7 @@ def test_a_contribution_of_zero_is_right_whoever_adds_it() -> None:
     assert tracked.equal
 
 
-def test_what_is_allowed_grows_with_what_is_added(books: Books) -> None:
+def test_the_tolerance_grows_with_each_added_contribution(books: Books) -> None:
     allowed = []
     for number in range(4):
         use = (LAYER, number)
@@ -308,7 +308,7 @@ def orders(draw: st.DrawFn) -> list[tuple[str, int]]:
 
 
 @given(orders(), st.sampled_from([0.0, 0.5, 1.0]))
-def test_a_right_run_is_right_in_every_order(order: list[tuple[str, int]], by_input: float) -> None:
+def test_right_contributions_are_right_in_every_order(order: list[tuple[str, int]], by_input: float) -> None:
     books = Books()
     for kind, number in order:
         act: Callable[..., None] = books.input if kind == "I" else books.weight
@@ -319,7 +319,7 @@ def test_a_right_run_is_right_in_every_order(order: list[tuple[str, int]], by_in
 
 
 @given(orders(), st.sampled_from([0.0, 0.5]), st.data())
-def test_a_wrong_run_is_wrong_in_every_order(
+def test_a_wrong_contribution_is_found_in_every_order(
     order: list[tuple[str, int]], by_input: float, data: st.DataObject
 ) -> None:
     wrong = data.draw(st.integers(0, max(number for _, number in order)))

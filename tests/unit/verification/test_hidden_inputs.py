@@ -82,7 +82,7 @@ def test_a_loss_that_can_be_called_once_for_an_output_is_named() -> None:
         verified(keep, Summed(lambda: KEPT.pop()))
 
 
-def test_what_a_trial_run_left_is_named() -> None:
+def test_a_meta_tensor_left_by_a_trial_run_is_named() -> None:
     KEPT.clear()
     keep(torch.ones((), device="meta"))  # as the first run of a layer with these sizes does
     with pytest.raises(ModelError, match=r"meta device, left by a trial run of a layer"):

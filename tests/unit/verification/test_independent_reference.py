@@ -135,7 +135,9 @@ BEFORE = "on one rank model.layers.0.self_attn.o_proj is given something else, w
         ),
     ],
 )
-def test_another_model_than_transformers_is_seen(make: Any, mistake: Callable[[], Any], place: str) -> None:
+def test_a_model_that_differs_from_transformers_is_found(
+    make: Any, mistake: Callable[[], Any], place: str
+) -> None:
     model = make()
     with mistake():
         report = beside(plait.models.from_huggingface(model), model, batch=contexts())
@@ -267,7 +269,7 @@ def test_a_model_on_meta_gives_its_values_to_the_reference() -> None:
     assert beside(layers, cases.qwen2(), batch=contexts(2))
 
 
-def test_what_a_user_can_mend_is_said_on_every_rank(thread_ranks: RankPool) -> None:
+def test_an_unusable_reference_is_refused_on_every_rank(thread_ranks: RankPool) -> None:
     with pytest.raises(ModelError, match="the reference fails on a single device, ValueError: no"):
         beside(mlp(), failing, Plan(dp=2), thread_ranks=thread_ranks)
     with pytest.raises(
@@ -300,7 +302,7 @@ def failing(inputs: Tensor) -> Tensor:
     raise ValueError("no")
 
 
-def test_by_verify_itself() -> None:
+def test_verify_compares_with_a_given_reference() -> None:
     report = plait.verify(mlp(), ONE, *rows_and_classes(), reference=mlp(), ranks_as="threads", threads=1)
     assert report.equal
     assert report.as_json()["compared"] == 9
@@ -331,7 +333,9 @@ NAN = float("nan")
         (2.0, -1.0, 0.0, (3.0, 1.0, (), (2.0, -1.0))),
     ],
 )
-def test_what_is_known_of_two_tensors(actual: Any, expected: Any, size: float, found: Any) -> None:
+def test_comparing_two_tensors_gives_the_largest_difference_and_its_place(
+    actual: Any, expected: Any, size: float, found: Any
+) -> None:
     one = compare(1, "output", "a", torch.tensor(actual), torch.tensor(expected), 0.25, size)
     largest, known, index, values = found
     if actual == expected == [1.0, NAN]:
@@ -361,7 +365,7 @@ def test_a_tensor_of_the_reference_may_differ_by_a_multiple_of_its_deviation() -
     assert expected.smallest_size() == PART_OF_LARGEST * 8.0
 
 
-def test_the_report_on_all_ranks() -> None:
+def test_the_report_combines_the_comparisons_of_all_ranks() -> None:
     def one(batch: int, what: str, name: str = "", off: float = 0.0) -> Compared:
         return Compared(batch, what, name, off, 2.0, 0.25, (3,), (1.0 + off, 1.0))
 

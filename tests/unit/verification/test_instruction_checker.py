@@ -158,7 +158,9 @@ PLACES = [
     ("scope", "key", "location", "schedule"),
     [(*place, schedule) for place, schedule in zip(PLACES, cycle(["1f1b", "zb-h1"]))],
 )
-def test_the_place_is_found(scope: RecordScope, key: RecordKey, location: Location, schedule: str) -> None:
+def test_a_changed_recording_is_found_at_its_place(
+    scope: RecordScope, key: RecordKey, location: Location, schedule: str
+) -> None:
     findings = found(damaged(scope, key), plan=replace(PLAN, schedule=schedule))
     assert findings.differences[0].location == location
     # The recording is wrong in one place, so that nothing follows from it.
@@ -182,7 +184,7 @@ def test_a_wrong_contribution_says_what_was_added_instead() -> None:
     assert difference.hint == "what was added is that of micro-batch 1"
 
 
-def test_a_contribution_that_is_left_out_says_so() -> None:
+def test_a_contribution_missing_or_added_twice_is_named_so() -> None:
     recording = recorded()
     key = RecordKey("contribution", 3, "3.weight")
     recording.values[RecordScope(0, 1)][key] = recording.values[RecordScope(0, 1)][key] * 0.5
@@ -392,7 +394,7 @@ def test_pieces_are_compared_with_pieces(thread_ranks: RankPool) -> None:
     assert two == [(StepPhase.FORWARD, layers - 1, ((0, 2), (0, 8), (36, 37)))]
 
 
-def test_what_a_user_sees_of_the_phases() -> None:
+def test_a_verified_run_has_all_phases_but_loading_and_messages() -> None:
     outcome = verify_rank(mlp_case(steps=1), PLAN)
     absent = {StepPhase.LOAD, StepPhase.PARAMETERS, StepPhase.MESSAGE, StepPhase.GRADIENT_MESSAGE}
     assert phases_of([outcome]) == set(StepPhase) - absent

@@ -88,7 +88,7 @@ ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def test_an_elementwise_stand_in_keeps_whole_numbers_and_each_element_by_itself() -> None:
+def test_an_elementwise_integer_replacement_gives_integers_element_by_element() -> None:
     """Its gradient is whole, too."""
     for name, function in ELEMENTWISE.items():
         x = whole(4, 6).requires_grad_()
@@ -119,7 +119,7 @@ def backward_of_all(results: Sequence[Tensor]) -> None:
 
 @pytest.mark.parametrize("backward", [backward_of_one, backward_of_all])
 @pytest.mark.parametrize("function", [functional.silu, lambda x: functional.layer_norm(x, (6,))])
-def test_what_a_backward_computes_again_has_stand_ins_too(
+def test_recomputed_functions_have_integer_replacements_in_the_backward(
     backward: Callable[[Sequence[Tensor]], None], function: Callable[[Tensor], Tensor]
 ) -> None:
     weight = whole(6, 6, seed=1, largest=2)
@@ -196,7 +196,7 @@ def test_a_mask_of_either_kind_is_what_may_be_seen() -> None:
     assert torch.equal(attention(q, k, v, attn_mask=added), expected)
 
 
-def test_query_heads_that_share_a_key_head() -> None:
+def test_integer_attention_handles_query_heads_that_share_a_key_head() -> None:
     q, k, v = heads(1), heads(2, 2), heads(3, 2)
     copied = (k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))
     assert torch.equal(attention(q, k, v, enable_gqa=True), attention(q, *copied))
@@ -251,7 +251,7 @@ def test_blocks_of_attention_add_up_to_all_of_it(mask: Any) -> None:
         assert torch.equal(one, tensor.grad)
 
 
-def test_stand_ins_hold_only_while_entered() -> None:
+def test_integer_replacements_hold_only_within_their_context() -> None:
     x = torch.tensor([0.3])
     with IntegerMode():
         assert float(torch.tanh(torch.tensor([100.0]))) == 4.0
@@ -317,14 +317,14 @@ def pieces(logits: Tensor, targets: Tensor) -> tuple[float, float, Tensor, Tenso
     return float(one), float(two), all_of_it.grad[..., own], piece.grad
 
 
-def test_the_loss_of_pieces_is_that_of_the_whole(rank_pool: RankPool) -> None:
+def test_the_exact_loss_of_sharded_logits_is_that_of_whole_ones(rank_pool: RankPool) -> None:
     targets = torch.tensor([2, 1, 5])
     for one, two, whole_gradient, piece_gradient in rank_pool.run(pieces, whole(3, 4, 11), targets, ranks=2):
         assert one == two
         assert torch.equal(whole_gradient, piece_gradient)
 
 
-def test_the_loss_of_pieces_of_numbers_per_row(rank_pool: RankPool) -> None:
+def test_the_exact_loss_of_sharded_numbers_per_row_is_that_of_whole_ones(rank_pool: RankPool) -> None:
     """As many classes as positions: the weights are those of the last dim either way."""
     for one, two, *gradients in rank_pool.run(pieces, whole(3, 5), whole(3, 5, seed=1), ranks=2):
         assert one == two
@@ -359,13 +359,13 @@ def test_the_loss_looks_at_all_floating_point_tensors() -> None:
 
 
 @pytest.mark.parametrize("value", [0.1, 2.0**-17, LARGEST * 2, torch.nan, torch.inf])
-def test_what_is_not_exact_is_refused(value: float) -> None:
+def test_a_tensor_with_inexact_values_is_refused_in_exact_mode(value: float) -> None:
     tensor = torch.tensor([1.0, value], dtype=torch.float64)
     with pytest.raises(ModelError, match=r"^the output holds .*, and exact mode needs multiples of 2\^-16"):
         require_integers(tensor, "the output")
 
 
-def test_what_is_exact_is_taken() -> None:
+def test_a_tensor_with_exact_values_is_accepted_in_exact_mode() -> None:
     for tensor in (
         torch.tensor([1.0, -(2.0**-16), LARGEST]),
         torch.tensor([2**60]),
@@ -382,7 +382,7 @@ class Exponential(nn.Module):
         return x.exp()
 
 
-def test_a_model_without_stand_ins_is_refused_and_the_layer_named() -> None:
+def test_a_layer_without_integer_replacements_is_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), Exponential(), nn.Linear(4, CLASSES))
     case = Case(model, WeightedSum(), [rows_and_classes()], VerifyOptions(mode="exact", steps=1))
     with pytest.raises(ModelError, match="the reference's output of layer 2 holds "):
@@ -424,7 +424,9 @@ def test_gpt2_and_llama_are_equal_bit_by_bit(case: ParityCase, plan: Plan, threa
     [gpt2(layers=3, heads=4), llama(layers=3, heads=4, kv_heads=2)],
     ids=lambda case: case.name,
 )
-def test_every_layout_of_four_ranks_bit_by_bit(case: ParityCase, plan: Plan, thread_ranks: RankPool) -> None:
+def test_every_layout_of_four_ranks_in_exact_mode_is_equal_bit_by_bit(
+    case: ParityCase, plan: Plan, thread_ranks: RankPool
+) -> None:
     assert outcomes(case, plan, thread_ranks).startswith("EQUAL to one rank, bit by bit: ")
 
 
@@ -441,12 +443,12 @@ WITH_STAND_INS = (
 
 
 @pytest.mark.parametrize("name", WITH_STAND_INS)
-def test_users_models_bit_by_bit(name: str) -> None:
+def test_users_models_in_exact_mode_are_equal_bit_by_bit(name: str) -> None:
     (case,) = (case for case in USER_CASES if case.name == name)
     assert verify_here(case_of(case, mode="exact", steps=1))
 
 
-def test_dropout_by_halves_bit_by_bit_and_no_other() -> None:
+def test_only_dropout_with_p_one_half_is_equal_bit_by_bit() -> None:
     halves, tenths = (replace(DROPPING, build=with_values(partial(dropping, p))) for p in (0.5, 0.1))
     assert verify_here(case_of(halves, mode="exact", steps=1))
     with pytest.raises(ModelError, match="exact mode needs multiples"):

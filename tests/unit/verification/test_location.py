@@ -64,7 +64,7 @@ def test_a_cause_stands_before_its_consequences(drawn: tuple[int, int, int, int]
 
 
 @given(sizes(), st.integers(0, 5))
-def test_within_a_phase_micro_batches_come_in_their_order(
+def test_within_a_phase_micro_batches_are_ordered_by_number(
     drawn: tuple[int, int, int, int], other: int
 ) -> None:
     step, layers, layer, microbatch = drawn
@@ -79,7 +79,7 @@ def test_the_forward_of_another_micro_batch_comes_before_a_later_layer() -> None
     assert Location(0, P.INPUT_GRADIENT, 2, 7).order(3) < Location(0, P.INPUT_GRADIENT, 1, 0).order(3)
 
 
-def test_a_step_of_two_layers_over_two_stages() -> None:
+def test_locations_in_a_step_of_two_stages_are_ordered_as_executed() -> None:
     in_order = [
         Location(0, P.BATCH),
         Location(0, P.INPUT, -1, 0),

@@ -57,7 +57,7 @@ def case_of(steps: int = 2) -> Case:
     return Case(build(), SINGLE.loss, batches, options, device="cpu", timeout=60.0)
 
 
-def test_parts_of_a_sequence_are_equal(thread_ranks: Any) -> None:
+def test_parts_of_a_sequence_with_narrowing_casts_are_equal(thread_ranks: Any) -> None:
     """A sum over positions in float32, which each rank has a part of, has other digits."""
     case = case_of()
     report = build_report(thread_ranks.run(verify_rank, case, RING, ranks=2), RING, case.options)
@@ -85,7 +85,7 @@ def report_with(layer: int, error: float) -> VerificationReport:
 
 
 @pytest.mark.parametrize(("layer", "error"), [(0, 1e-12), (1, 1e-12), (2, 1e-5), (3, 1e-12)])
-def test_mistakes_before_between_and_in_such_layers_are_seen(layer: int, error: float) -> None:
+def test_mistakes_around_and_in_layers_with_narrowing_casts_are_found(layer: int, error: float) -> None:
     report = report_with(layer, error)
     assert report.first is not None
     assert report.first.difference.location.layer == layer
@@ -112,7 +112,7 @@ def test_a_cast_to_less_digits_than_the_layers_have_is_noted() -> None:
     assert not noted(None, WIDE.float)[0]
 
 
-def test_it_is_noted_in_a_backward() -> None:
+def test_a_narrowing_cast_in_a_backward_is_noted() -> None:
     x = WIDE.float().requires_grad_()
     loss = (x.double() * WIDE).sum()
     assert noted(torch.float64, lambda: loss.backward() or x.grad)[0]

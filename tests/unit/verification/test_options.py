@@ -33,19 +33,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_verify_options_are_refused() -> None:
     for changes, told in REFUSED:
         with pytest.raises(PlanError) as caught:
             VerifyOptions(**changes)
         assert str(caught.value) == told
 
 
-def test_what_can_be() -> None:
+def test_default_and_exact_verify_options_are_accepted() -> None:
     assert VerifyOptions() == VerifyOptions(mode="float64", steps=2, clip=None, optimizer=adamw)
     assert VerifyOptions(mode="exact", steps=1, clip=float("inf"), seed=0).steps == 1
 
 
-def test_two_steps_unless_told_and_one_of_whole_numbers() -> None:
+def test_verify_runs_two_steps_by_default_and_one_in_exact_mode() -> None:
     assert [usual_steps(mode) for mode in ("float64", "native", "exact")] == [2, 2, 1]
 
 
@@ -66,7 +66,7 @@ def test_only_mode_native_keeps_the_precision_of_the_plan() -> None:
     assert VerifyOptions(mode="native").applied_to(Plan()) == Plan()
 
 
-def test_all_else_of_the_plan_is_verified() -> None:
+def test_verification_keeps_every_field_of_the_plan_but_its_precisions() -> None:
     plan = Plan(dp=4, replicate=2, strategy="full", reduce="each", offload="full", microbatches=3)
     assert VerifyOptions().applied_to(plan) == replace(plan, precision="fp64")
     assert VerifyOptions(mode="native").applied_to(plan) == plan

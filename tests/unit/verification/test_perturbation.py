@@ -12,12 +12,12 @@ from plait.verification.perturbation import Perturbation
 WIDE = torch.linspace(-3, 5, 4096, dtype=torch.float64)
 
 
-def test_number_0_changes_nothing() -> None:
+def test_perturbation_number_0_changes_nothing() -> None:
     assert Perturbation(0).perturb(WIDE) is WIDE
 
 
 @pytest.mark.parametrize("tensor", [torch.arange(5), torch.ones(3, dtype=torch.bool), torch.empty(0, 4)])
-def test_what_has_no_rounding_is_left_alone(tensor: torch.Tensor) -> None:
+def test_integer_boolean_and_empty_tensors_are_not_perturbed(tensor: torch.Tensor) -> None:
     assert torch.equal(Perturbation(1).perturb(tensor), tensor)
 
 
@@ -33,7 +33,7 @@ def test_an_error_is_at_most_a_rounding_of_the_element_and_of_the_usual_size(dty
     assert error.median() > largest.median() / 8
 
 
-def test_by_element_an_error_is_at_most_a_rounding_of_it() -> None:
+def test_an_elementwise_perturbation_is_at_most_a_rounding_of_the_element() -> None:
     tensor = torch.cat([WIDE, torch.zeros(4, dtype=torch.float64)])
     for epsilon, largest in ((None, 2.0**-52), (2.0**-10, 2.0**-10)):
         shaken = Perturbation(1).perturb_elementwise(tensor, epsilon)
@@ -57,7 +57,7 @@ def test_small_numbers_of_float16_are_off_by_their_last_digit() -> None:
     assert not Perturbation(1).perturb(torch.zeros(256, dtype=torch.float16)).any()
 
 
-def test_a_zero_among_others_is_shaken_for_it_may_be_a_sum_that_cancels() -> None:
+def test_a_zero_among_nonzero_elements_is_perturbed() -> None:
     tensor = torch.zeros(64, dtype=torch.float64)
     assert torch.equal(Perturbation(1).perturb(tensor), tensor)
     tensor[24:] = 1.0
@@ -66,7 +66,7 @@ def test_a_zero_among_others_is_shaken_for_it_may_be_a_sum_that_cancels() -> Non
     assert errors.max() <= 2.0**-52
 
 
-def test_a_few_large_elements_do_not_drown_the_others() -> None:
+def test_a_few_large_elements_do_not_enlarge_the_perturbation_of_others() -> None:
     """As the -1e9 of a mask."""
     tensor = torch.ones(9, dtype=torch.float64)
     tensor[3] = -1e9
@@ -75,7 +75,7 @@ def test_a_few_large_elements_do_not_drown_the_others() -> None:
 
 
 @given(st.integers(1, 50))
-def test_the_same_number_makes_the_same_errors(number: int) -> None:
+def test_the_same_perturbation_number_makes_the_same_errors(number: int) -> None:
     one, two, other = Perturbation(number), Perturbation(number), Perturbation(number + 1)
     first = one.perturb(WIDE)
     assert torch.equal(first, two.perturb(WIDE))
@@ -83,13 +83,13 @@ def test_the_same_number_makes_the_same_errors(number: int) -> None:
     assert not torch.equal(first, other.perturb(WIDE))
 
 
-def test_the_generator_of_the_process_is_not_touched() -> None:
+def test_a_perturbation_does_not_advance_torchs_generator() -> None:
     before = torch.random.get_rng_state()
     Perturbation(3).perturb(WIDE)
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_the_gradient_goes_through() -> None:
+def test_the_gradient_passes_through_a_perturbation_unchanged() -> None:
     tensor = WIDE.clone().requires_grad_()
     Perturbation(1).perturb(tensor).sum().backward()
     assert tensor.grad is not None

@@ -43,7 +43,7 @@ def degrees(plans: tuple[Plan, ...]) -> list[tuple[int, int, int]]:
     return list(dict.fromkeys((plan.pp, plan.dp, plan.tp) for plan in plans))
 
 
-def test_four_ranks_in_their_order() -> None:
+def test_the_plans_on_four_ranks_are_listed_in_order() -> None:
     plans = plans_on(4, Plan(microbatches=4), 8)
     assert degrees(plans) == [(4, 1, 1), (2, 1, 2), (2, 2, 1), (1, 1, 4), (1, 2, 2), (1, 4, 1)]
     whole = [plan for plan in plans if plan.strategy == "none"]
@@ -95,14 +95,16 @@ def test_a_strategy_of_the_plans_own_is_not_given_twice() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full", ("none", "full")], ids=str)
-def test_what_the_plan_recomputes_is_kept(recompute: Recompute | tuple[Recompute, ...]) -> None:
+def test_verify_all_keeps_the_plans_recomputation(recompute: Recompute | tuple[Recompute, ...]) -> None:
     plans = plans_on(2, Plan(microbatches=4, recompute=recompute), 8)
     assert {one.recompute for one in plans} == {recompute}
     assert len(plans) == 3 * len(POLICY_NAMES) + len(WAYS_TO_SHARD)
 
 
 @given(RANKS, PLANS, st.integers(1, 48))
-def test_each_has_all_ranks_and_cuts_the_rows(ranks: int, plan: Plan, rows: int) -> None:
+def test_each_plan_of_verify_all_uses_all_ranks_and_divides_the_rows(
+    ranks: int, plan: Plan, rows: int
+) -> None:
     plans = plans_on(ranks, plan, rows)
     assert len(plans) == len(set(plans))
     for one in plans:
@@ -112,7 +114,9 @@ def test_each_has_all_ranks_and_cuts_the_rows(ranks: int, plan: Plan, rows: int)
 
 
 @given(RANKS, PLANS, st.integers(1, 48))
-def test_none_is_left_out_but_for_rows_that_do_not_divide(ranks: int, plan: Plan, rows: int) -> None:
+def test_verify_all_has_every_layout_and_schedule_whose_rows_divide(
+    ranks: int, plan: Plan, rows: int
+) -> None:
     expected = {
         (pp, dp, tp, schedule)
         for pp, dp, tp in product(range(1, ranks + 1), repeat=3)
@@ -204,7 +208,7 @@ def test_layouts_of_positions_meet_schedules_ways_to_shard_and_pieces() -> None:
     assert kinds == set(product(("zigzag", "striped", "contiguous"), MODES))
 
 
-def test_what_the_plan_says_of_attention_is_kept() -> None:
+def test_verify_all_keeps_the_plans_attention_method_and_sequence_parallelism() -> None:
     plan = Plan(cp=2, context_parallel="ulysses", sequence_parallel="keep", recompute="full")
     plans = with_cp(plans_on(4, plan, 8, in_pieces=True))
     assert {(one.context_parallel, one.sequence_parallel, one.recompute) for one in plans} == {

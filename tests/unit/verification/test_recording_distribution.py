@@ -65,7 +65,7 @@ def shared(own: dict[int, list[str]], tensors: dict[str, Tensor]) -> dict[Record
     }
 
 
-def test_each_rank_gets_what_it_wants_and_nothing_else(thread_ranks: RankPool) -> None:
+def test_each_rank_gets_the_recorded_tensors_it_asks_for(thread_ranks: RankPool) -> None:
     own = {0: [], 1: list(TENSORS), 2: ["narrow", "scalar"], 3: []}
     with patch.object(collectives, "require_same_text") as checks:
         results = thread_ranks.run(shared, own, TENSORS, ranks=4)
@@ -83,13 +83,13 @@ def test_each_rank_gets_what_it_wants_and_nothing_else(thread_ranks: RankPool) -
             assert entries == {name: whole[scope][name] for name in TENSORS if name in names}
 
 
-def test_masks_are_shared_too(thread_ranks: RankPool) -> None:
+def test_boolean_masks_of_a_recording_are_distributed(thread_ranks: RankPool) -> None:
     mask = {"mask": torch.tensor([True, False, True])}
     _, got, *_ = thread_ranks.run(shared, {rank: ["mask"] for rank in range(4)}, mask, ranks=4)
     assert got[RecordScope(0, 1)]["mask"][:3] == (bits_of(mask["mask"]), torch.bool, (3,))
 
 
-def test_alone_the_recording_stays_what_it_is() -> None:
+def test_on_one_rank_the_recording_is_not_distributed() -> None:
     recording = recording_of(TENSORS, 2)
     assert distribute_recording(recording, Mesh(), lambda scope, key: False) is recording
     assert broadcast_object("anything", Mesh()) == "anything"
@@ -128,7 +128,7 @@ class Shy(nn.Module):
         return x
 
 
-def test_what_fails_on_one_rank_already_is_a_sentence(thread_ranks: RankPool) -> None:
+def test_a_model_that_fails_on_one_rank_is_reported_in_one_sentence(thread_ranks: RankPool) -> None:
     model = nn.Sequential(nn.Linear(6, CLASSES), Shy())
     case = Case(model, cross_entropy, [rows_and_classes()], VerifyOptions(steps=1))
     with pytest.raises(PlaitError, match="1 fails on a single device, ValueError: no such rows"):

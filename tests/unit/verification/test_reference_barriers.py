@@ -93,7 +93,7 @@ def test_plans_with_the_same_micro_batches_share_a_recording(monkeypatch: pytest
         (ModelError("is one sentence"), "is one sentence"),
     ],
 )
-def test_what_fails_on_one_device_is_named(error: Exception, told: str) -> None:
+def test_an_exception_of_the_reference_names_the_layer(error: Exception, told: str) -> None:
     with pytest.raises(ModelError) as caught, failure_named("3"):
         raise error
     assert told in str(caught.value)

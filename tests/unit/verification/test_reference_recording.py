@@ -41,12 +41,12 @@ def recorded(**tensors: Tensor) -> ReferenceRecording:
     return recording
 
 
-def test_at_first_nothing_may_be_missed() -> None:
+def test_a_recording_without_perturbed_runs_has_zero_tolerance() -> None:
     recording = recorded(a=torch.tensor([1.0, -4.0]))
     assert recording.tolerances[MOMENT] == {OUTPUT: (4.0, 0.0)}
 
 
-def test_what_is_small_among_its_kind_is_measured_against_the_largest() -> None:
+def test_small_tensors_are_measured_against_the_largest_of_their_kind() -> None:
     recording = ReferenceRecording()
     tensors = {
         RecordKey("final", name="big"): torch.tensor([8.0]),
@@ -60,7 +60,7 @@ def test_what_is_small_among_its_kind_is_measured_against_the_largest() -> None:
 
 
 @given(st.lists(st.floats(0, 1e-3), min_size=1, max_size=5))
-def test_bounds_only_grow(errors: list[float]) -> None:
+def test_tolerances_only_grow_with_perturbed_runs(errors: list[float]) -> None:
     tensor = torch.tensor([1.0], dtype=torch.float64)
     recording, allowed = recorded(a=tensor), 0.0
     for error in errors:
@@ -70,7 +70,7 @@ def test_bounds_only_grow(errors: list[float]) -> None:
     assert allowed >= MARGIN * max(float(tensor + error - tensor) for error in errors)
 
 
-def test_what_is_made_of_the_loss_keeps_the_epsilon_of_the_loss() -> None:
+def test_tolerances_of_loss_values_use_the_epsilon_of_the_loss() -> None:
     one = {RecordKey(kind): torch.tensor(1.0, dtype=torch.float64) for kind in ("total", "mean", "norm")}
     recording = ReferenceRecording()
     recording.add(MOMENT, one)
@@ -110,7 +110,7 @@ def test_how_much_is_allowed_of_each_kind_and_dtype(
         assert recording.tolerances[MOMENT][key] == (4.0, margin * 2.0)
 
 
-def test_whole_numbers_may_not_be_missed() -> None:
+def test_integer_tensors_have_no_tolerance() -> None:
     tokens = torch.tensor([1, 5])
     recording = recorded(tokens=tokens)
     recording.widen(MOMENT, {OUTPUT: tokens})
@@ -124,14 +124,14 @@ def test_a_mask_may_flow_between_layers() -> None:
     assert recording.tolerances[MOMENT][OUTPUT] == (1.0, 0.0)
 
 
-def test_an_infinity_that_is_meant_does_not_allow_everything() -> None:
+def test_an_infinite_mask_value_does_not_make_the_tolerance_infinite() -> None:
     mask = torch.tensor([0.0, -torch.inf, 2.0], dtype=torch.float64)
     recording = recorded(mask=mask)
     recording.widen(MOMENT, {OUTPUT: mask})
     assert recording.tolerances[MOMENT][OUTPUT] == (2.0, LEAST_EPSILONS * 2.0**-52 * 2.0)
 
 
-def test_a_shaken_run_without_numbers_does_not_allow_everything() -> None:
+def test_a_perturbed_run_with_nan_or_infinity_leaves_the_tolerance_finite() -> None:
     """It overflowed, or divided by zero: that says nothing about what rounding explains."""
     tensor = torch.tensor([1.0], dtype=torch.float64)
     recording = recorded(a=tensor)
@@ -201,7 +201,7 @@ def test_complex_numbers_differ_by_their_parts() -> None:
     assert largest_magnitude(other) == 3.0
 
 
-def test_exact_means_whole_numbers_but_for_the_norm() -> None:
+def test_exact_mode_requires_exact_values_of_all_but_the_norm() -> None:
     recording, whole = ReferenceRecording(), RecordScope(0, WHOLE_STEP)
     odd = {RecordKey(kind): torch.tensor(0.1) for kind in ("clip", "scale", "evaluation")}
     fine = {RecordKey(kind, name="a"): torch.tensor(GRAIN / 8) for kind in ("clipped", "value", "state")}
@@ -228,7 +228,7 @@ def test_exact_means_whole_numbers_but_for_the_norm() -> None:
         (RecordKey("total"), "the reference's total holds 0.1"),
     ],
 )
-def test_what_is_not_whole_is_named(key: RecordKey, named: str) -> None:
+def test_a_recorded_tensor_with_inexact_values_is_named_in_exact_mode(key: RecordKey, named: str) -> None:
     recording = ReferenceRecording()
     recording.add(MOMENT, {key: torch.tensor([1.0, 0.1])})
     with pytest.raises(ModelError) as caught:
@@ -276,7 +276,7 @@ DIFFERENCES: list[tuple[object, object, float]] = [
 ]
 
 
-def test_the_largest_difference() -> None:
+def test_the_largest_difference_of_two_tensors_is_the_listed_one() -> None:
     for actual, expected, difference in DIFFERENCES:
         assert largest_difference(torch.tensor(actual), torch.tensor(expected)) == difference, (
             actual,

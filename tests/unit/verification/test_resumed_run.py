@@ -49,7 +49,7 @@ def test_the_other_plan_has_as_many_ranks_and_the_same_precisions(plan: Plan, ex
 @pytest.mark.parametrize(
     "plan", [Plan(pp=2, microbatches=2), Plan(dp=2, microbatches=2, strategy="full")], ids=str
 )
-def test_it_is_compared_after_loading_and_after_one_more_step(
+def test_a_resumed_run_is_compared_after_loading_and_after_one_more_step(
     thread_ranks: Any, plan: Plan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -62,7 +62,7 @@ def test_it_is_compared_after_loading_and_after_one_more_step(
     assert not list(tmp_path.iterdir()), "the checkpoint stayed"
 
 
-def test_what_no_checkpoint_holds_is_said() -> None:
+def test_optimizer_state_that_no_checkpoint_holds_is_reported_as_left_out() -> None:
     class Odd(torch.optim.SGD):
         def step(self, closure: Callable[[], float] | None = None) -> Any:
             for group in self.param_groups:
@@ -97,7 +97,7 @@ def test_nothing_is_written_where_the_disk_has_no_room() -> None:
         ("state", {f"0.weight/{entry}" for entry in ("step", "exp_avg", "exp_avg_sq")}, "has no such state"),
     ],
 )
-def test_what_is_wrong_under_another_plan_only_is_named(
+def test_an_error_that_occurs_only_after_loading_under_another_plan_is_named(
     thread_ranks: Any, wrong: str, names: set[str], cause: str
 ) -> None:
     plan = Plan(dp=2, microbatches=2)
@@ -122,11 +122,11 @@ def test_what_is_wrong_under_another_plan_only_is_named(
     assert cause in report.first.cause
 
 
-def test_mode_exact_does_not_go_on() -> None:
+def test_exact_mode_does_not_resume_from_a_checkpoint() -> None:
     assert VerifyOptions(mode="exact", steps=1, resumes=True).resumed_steps == 0
 
 
-def test_what_a_tensor_may_be_after_loading_by_mistake() -> None:
+def test_a_wrongly_loaded_tensor_is_matched_with_other_saved_tensors() -> None:
     def found(name: str) -> dict[str, float]:
         first = {"weight": torch.zeros(2), "bias": torch.ones(2)}
         loaded = {"weight": torch.zeros(2), "bias": torch.ones(2), "step": torch.tensor(3.0)}
@@ -145,7 +145,7 @@ def test_what_a_tensor_may_be_after_loading_by_mistake() -> None:
     ("field", "cause"),
     [("parameters", "it is what a new engine starts with"), ("buffers", ""), ("passes", ""), ("state", "")],
 )
-def test_what_was_not_loaded_is_named(field: str, cause: str) -> None:
+def test_a_tensor_that_was_not_loaded_is_named(field: str, cause: str) -> None:
     """A bit of a buffer, too; and nothing is compared with itself."""
 
     def forgetful(engine: Any, optimizer: Any, path: Any, *more: Any) -> None:

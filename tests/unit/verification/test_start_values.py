@@ -38,7 +38,7 @@ def test_moves_depend_on_the_name_and_the_seed_alone() -> None:
     assert not torch.equal(first, add_offsets(1)("a", value))
 
 
-def test_shape_and_dtype_stay() -> None:
+def test_start_values_keep_shape_and_dtype() -> None:
     for value in (torch.ones(2, 3).bfloat16(), torch.tensor(0.5), torch.empty(0, 2), torch.ones(3).double()):
         changed = add_offsets(0)("a", value)
         assert (changed.shape, changed.dtype) == (value.shape, value.dtype)
@@ -62,7 +62,7 @@ def test_the_model_given_is_not_altered(change: ValueChange) -> None:
     assert {name: bits_of(value) for name, value in model.state_dict().items()} == before
 
 
-def test_nothing_is_at_zero_or_one_any_more() -> None:
+def test_start_values_of_norms_are_neither_zero_nor_one() -> None:
     start = made(nn.Sequential(nn.LayerNorm(64)))
     assert not any(((parameter == 0) | (parameter == 1)).any() for parameter in start.parameters())
 
@@ -75,7 +75,7 @@ def test_a_model_on_the_meta_device_gets_values() -> None:
     assert torch.equal(start[0].weight, made(on_meta())[0].weight)  # type: ignore[index]
 
 
-def test_what_is_shared_stays_shared() -> None:
+def test_start_values_keep_tied_parameters_tied() -> None:
     shared = made(repeated())
     assert shared[0] is shared[2] is shared[4]  # type: ignore[index]
     tied = made(tied_table())
@@ -83,7 +83,7 @@ def test_what_is_shared_stays_shared() -> None:
     assert len(list(tied.parameters())) == len(list(tied_table().parameters()))
 
 
-def test_what_is_frozen_stays_frozen() -> None:
+def test_start_values_keep_frozen_parameters_frozen() -> None:
     model = tied_table()
     assert [p.requires_grad for p in made(model).parameters()] == [
         p.requires_grad for p in model.parameters()
@@ -108,7 +108,7 @@ def test_buffers_change_as_told_unless_they_are_whole_numbers() -> None:
     assert "0.factor" not in start.state_dict()  # it is still one that is not saved
 
 
-def test_it_draws_nothing_from_the_generator_of_the_process() -> None:
+def test_start_values_do_not_advance_torchs_generator() -> None:
     model = repeated()
     before = torch.random.get_rng_state()
     made(model)
@@ -116,7 +116,7 @@ def test_it_draws_nothing_from_the_generator_of_the_process() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_whole_numbers_and_nothing_do_not_move() -> None:
+def test_integer_and_empty_tensors_keep_their_start_values() -> None:
     change = add_offsets(0)
     for value in (torch.arange(5), torch.ones(2, dtype=torch.bool)):
         assert change("any", value) is value

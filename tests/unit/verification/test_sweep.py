@@ -44,7 +44,7 @@ def used(report: VerificationReport, share: float) -> VerificationReport:
     return replace(report, tallies={StepPhase.FORWARD: Tally(10, 0, share, share * 1e-15)})
 
 
-def test_all_are_equal(equal: VerificationReport) -> None:
+def test_a_sweep_of_equal_plans_is_equal(equal: VerificationReport) -> None:
     survey = Sweep(2, ((ONE, used(equal, 0.1)), (TWO, used(equal, 0.25))))
     assert survey
     assert survey.headline() == ("EQUAL to one rank: all 2 plans on 2 ranks, 25% of what rounding explains.")
@@ -53,7 +53,7 @@ def test_all_are_equal(equal: VerificationReport) -> None:
     assert second.startswith("  pp 2 · dp 1 · tp 1  zb-h1        m 4   equal  2.5e-16   25%")
 
 
-def test_what_is_refused_does_not_count(equal: VerificationReport) -> None:
+def test_plans_that_are_refused_do_not_make_a_sweep_unequal(equal: VerificationReport) -> None:
     survey = Sweep(2, ((ONE, used(equal, 0.1)), (TWO, NO)))
     assert survey
     assert survey.reports == (used(equal, 0.1),)
@@ -74,7 +74,9 @@ def test_each_row_names_its_schedule_and_what_is_recomputed(equal: VerificationR
     ]
 
 
-def test_one_is_different(equal: VerificationReport, different: VerificationReport) -> None:
+def test_a_sweep_with_a_different_plan_is_not_equal(
+    equal: VerificationReport, different: VerificationReport
+) -> None:
     survey = Sweep(2, ((ONE, equal), (TWO, different), (TWO, NO)))
     assert not survey
     assert not survey.equal
@@ -84,27 +86,27 @@ def test_one_is_different(equal: VerificationReport, different: VerificationRepo
     assert str(survey).splitlines()[3].endswith("m 4   DIFFERENT  step 1, the forward of 2")
 
 
-def test_nothing_that_can_be_run_is_not_equal() -> None:
+def test_a_sweep_without_a_plan_that_can_run_is_not_equal() -> None:
     survey = Sweep(1, ((ONE, NO),))
     assert not survey
     assert survey.headline() == "NOTHING to compare: this model runs by none of 1 plans on 1 rank."
     assert "not possible" in str(survey)
 
 
-def test_nothing_at_all_is_not_equal() -> None:
+def test_an_empty_sweep_is_not_equal() -> None:
     """Rows that no degree of dp divides leave no plan."""
     survey = Sweep(2, ())
     assert not survey
     assert str(survey).startswith("NOTHING to compare")
 
 
-def test_in_whole_numbers() -> None:
+def test_a_sweep_in_exact_mode_is_equal_bit_by_bit() -> None:
     survey = Sweep(1, ((Plan(microbatches=2), verify_here(mlp_case(mode="exact", steps=1))),))
     assert survey.headline() == "EQUAL to one rank: all 1 plans on 1 rank, bit by bit."
     assert "%" not in str(survey)
 
 
-def test_json(equal: VerificationReport, different: VerificationReport) -> None:
+def test_a_sweep_is_written_as_json(equal: VerificationReport, different: VerificationReport) -> None:
     survey = Sweep(2, ((ONE, equal), (TWO, different), (TWO, NO)))
     read: dict[str, Any] = json.loads(json.dumps(survey.as_json(), allow_nan=False))
     assert (read["equal"], read["ranks"]) == (False, 2)

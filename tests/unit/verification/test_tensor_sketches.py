@@ -65,12 +65,12 @@ def test_modules_stand_in_the_order_in_which_they_run() -> None:
     assert sides == [f"{path}|{side}" for path in ("norm", "up", "down") for side in ("given", "gives")]
 
 
-def test_a_module_that_gives_something_else() -> None:
+def test_a_module_whose_output_differs_is_named() -> None:
     told = said(lambda made: setattr(made.norm, "eps", 1e-3))
     assert told == "inside, what norm gives is the first to differ, and what it is given is equal"
 
 
-def test_what_is_computed_between_modules() -> None:
+def test_a_difference_computed_between_modules_is_located() -> None:
     told = said(lambda made: setattr(made, "between", torch.tanh))
     assert told == (
         "inside, what down is given is the first to differ: what norm and up give is equal, so it is what is "
@@ -78,12 +78,12 @@ def test_what_is_computed_between_modules() -> None:
     )
 
 
-def test_what_is_computed_behind_them() -> None:
+def test_a_difference_computed_after_the_last_module_is_located() -> None:
     told = said(lambda made: setattr(made, "behind", 2.0))
     assert told == "inside, what norm, up and down give is equal, so it is what the layer computes with that"
 
 
-def test_rounding_is_no_difference() -> None:
+def test_rounding_is_no_difference_between_sketches() -> None:
     expected = sketches_of(layer())
     assert first({name: one * (1 + 1e-15) for name, one in expected.items()}, expected) == first(
         expected, expected
@@ -91,7 +91,7 @@ def test_rounding_is_no_difference() -> None:
 
 
 @pytest.mark.parametrize("swap", [False, True])
-def test_a_piece_of_the_features_is_found_among_all(swap: bool) -> None:
+def test_the_sketch_of_sharded_features_is_found_within_the_whole_one(swap: bool) -> None:
     expected = sketches_of(layer())
     found = dict(expected)
     piece = expected["up|gives|0|15"][3:]
@@ -113,7 +113,7 @@ def test_more_features_than_all_are_another_tensor() -> None:
     assert told.order == list(expected).index("up|gives|0|15")
 
 
-def test_what_has_other_rows_is_not_compared_and_that_is_said() -> None:
+def test_sketches_with_other_rows_are_not_compared_and_that_is_said() -> None:
     expected = sketches_of(layer())
     found = {name.replace("norm|gives|0|15", "norm|gives|0|8"): one for name, one in expected.items()}
     found["up|gives|0|15"] = expected["up|gives|0|15"] + 1
@@ -126,7 +126,7 @@ def test_a_layer_without_modules_shows_nothing() -> None:
     assert first(sketches_of(nn.Linear(4, 2).double()), {}) is None
 
 
-def test_the_earliest_comes_first() -> None:
+def test_sketches_are_ordered_by_their_place_in_the_forward() -> None:
     expected = sketches_of(layer())
     orders = []
     for name in expected:
@@ -141,7 +141,7 @@ def test_a_sketch_sees_exchanged_rows_and_features() -> None:
         assert not torch.allclose(sketch_of(changed), sketch_of(X))
 
 
-def test_what_is_no_tensor_of_rows_is_left_out() -> None:
+def test_outputs_that_are_no_tensor_of_rows_have_no_sketch() -> None:
     made = nn.Sequential(nn.Embedding(4, 3), nn.Flatten(0))
     assert list(sketches_of(made, torch.tensor([[0, 1]]))) == ["0|gives|0|2", "1|given|0|2"]
 

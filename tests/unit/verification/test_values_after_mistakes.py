@@ -23,7 +23,7 @@ def total(targets: Tensor) -> Tensor:
     return functional.cross_entropy(OUTPUT.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
-def test_parameters_that_are_left_out_or_added_again() -> None:
+def test_outputs_without_a_parameter_or_with_it_added_twice_are_recognised() -> None:
     bias, table = torch.arange(5.0).double(), torch.ones(4, 5).double()
     given = {"bias": bias, "table": table, "weight": torch.ones(7, 2), "short": torch.ones(2, 5)}
     found = dict(with_other_parameters(OUTPUT, given, tp=4))
@@ -37,7 +37,7 @@ def test_parameters_that_are_left_out_or_added_again() -> None:
     assert torch.equal(found["bias is added 4 times, once on each rank of tp"], OUTPUT + 3 * bias)
 
 
-def test_positions_that_are_counted_from_the_start_of_a_part() -> None:
+def test_positions_counted_from_the_start_of_a_sequence_part_are_recognised() -> None:
     table, positions = torch.arange(40.0).view(8, 5).double(), torch.tensor([0, 6, 7])
     given = {"table": table, "bias": table[0], "narrow": table[:, :2], "short": table[:2]}
     found = dict(with_local_positions(OUTPUT, given, positions))
@@ -60,7 +60,7 @@ def test_targets_on_which_the_loss_does_not_depend_explain_nothing() -> None:
     assert torch.equal(named["it is the loss for some targets"], total(TARGETS[1]))
 
 
-def test_losses_of_other_targets() -> None:
+def test_losses_of_another_ranks_or_micro_batchs_targets_are_recognised() -> None:
     found = dict(with_another_loss(cross_entropy, OUTPUT, TARGETS, 0, total(TARGETS[0])))
     mean, later, earlier, other = found
     assert "its weight, 6," in mean
@@ -83,5 +83,5 @@ class _Refusing:
         return torch.tensor(1)
 
 
-def test_a_loss_that_fails_says_nothing() -> None:
+def test_a_loss_that_raises_on_other_targets_explains_nothing() -> None:
     assert list(with_another_loss(_Refusing(), OUTPUT, TARGETS, 0, total(TARGETS[0]))) == []

@@ -45,7 +45,7 @@ def over(thread_ranks: RankPool, case: Case, plan: Plan) -> VerificationReport:
     return build_report(thread_ranks.run(verify_rank, case, plan, ranks=plan.world), plan, case.options)
 
 
-def test_a_users_own_model_over_two_ranks_which_is_not_altered() -> None:
+def test_verify_over_two_ranks_does_not_alter_the_users_model() -> None:
     model = mlp()
     before = {name: bits_of(value) for name, value in model.state_dict().items()}
     modes = [module.training for module in model.modules()]
@@ -64,7 +64,7 @@ def test_a_users_own_model_over_two_ranks_which_is_not_altered() -> None:
 
 
 @pytest.mark.full
-def test_a_function_that_builds_the_model_on_ranks_of_its_own() -> None:
+def test_verify_builds_a_model_from_a_function_on_ranks_it_starts() -> None:
     assert plait.verify(lambda: mlp(), Plan(dp=2, microbatches=2), *rows_and_classes(), threads=1)
 
 
@@ -77,20 +77,20 @@ def test_a_function_that_builds_the_model_on_ranks_of_its_own() -> None:
     ],
     ids=label,
 )
-def test_a_function_that_builds_the_model(plan: Plan, thread_ranks: RankPool) -> None:
+def test_verify_takes_a_function_that_builds_the_model(plan: Plan, thread_ranks: RankPool) -> None:
     case = Case(lambda: mlp(), cross_entropy, [rows_and_classes(8)] * 2, VerifyOptions(), device="cpu")
     report = over(thread_ranks, case, plan)
     assert report, report
 
 
-def test_gpt2_and_llama_over_tensor_parallel_ranks(thread_ranks: RankPool) -> None:
+def test_gpt2_and_llama_over_tensor_parallel_ranks_are_equal(thread_ranks: RankPool) -> None:
     for case, plan in ((gpt2(), Plan(tp=2, microbatches=2)), (llama(), Plan(pp=2, tp=2, microbatches=2))):
         report = over(thread_ranks, case_of(case), plan)
         assert report, report
 
 
 @pytest.mark.parametrize("name", in_quick(BY_NAME, *QUICK))
-def test_users_models_on_one_rank(name: str) -> None:
+def test_verify_finds_users_models_on_one_rank_equal(name: str) -> None:
     report = verify_here(case_of(BY_NAME[name]))
     assert report, report
     assert report.used < 0.5
@@ -99,7 +99,9 @@ def test_users_models_on_one_rank(name: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("case", USER_CASES, ids=lambda case: case.name)
-def test_users_models_over_four_ranks(case: Any, schedule: str, thread_ranks: RankPool) -> None:
+def test_verify_finds_users_models_over_four_ranks_equal(
+    case: Any, schedule: str, thread_ranks: RankPool
+) -> None:
     plan = Plan(pp=2, dp=2, microbatches=2, schedule=schedule)
     report = over(thread_ranks, case_of(case, rows=8), plan)
     assert report, report
@@ -152,7 +154,7 @@ def masked(kind: torch.dtype) -> Case:
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.float64])
-def test_masks_that_flow_between_layers(kind: torch.dtype) -> None:
+def test_verify_finds_a_model_whose_layers_pass_masks_equal(kind: torch.dtype) -> None:
     assert verify_here(masked(kind))
 
 
@@ -168,7 +170,7 @@ def another_layer(model: nn.Sequential) -> nn.Sequential:
 
 
 @pytest.mark.parametrize("mode", ["float64", "exact"])
-def test_a_weight_that_is_a_little_off_is_seen(broken: Callable[..., None], mode: str) -> None:
+def test_a_weight_that_is_slightly_wrong_is_found(broken: Callable[..., None], mode: str) -> None:
     broken(moved_weight)
     report = verify_here(mlp_case(mode=mode, steps=1))
     assert report.first is not None
@@ -177,7 +179,7 @@ def test_a_weight_that_is_a_little_off_is_seen(broken: Callable[..., None], mode
 
 
 @pytest.mark.parametrize("mode", ["float64", "exact"])
-def test_a_layer_that_computes_something_else_is_seen(broken: Callable[..., None], mode: str) -> None:
+def test_a_layer_that_computes_something_else_is_found(broken: Callable[..., None], mode: str) -> None:
     broken(replace=another_layer)
     report = verify_here(mlp_case(mode=mode, steps=1))
     assert not report
@@ -186,14 +188,16 @@ def test_a_layer_that_computes_something_else_is_seen(broken: Callable[..., None
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.float64])
-def test_it_is_seen_where_masks_flow_too(broken: Callable[..., None], kind: torch.dtype) -> None:
+def test_a_wrong_layer_is_found_where_masks_flow_between_layers(
+    broken: Callable[..., None], kind: torch.dtype
+) -> None:
     broken(replace=another_layer)
     report = verify_here(masked(kind))
     assert report.first is not None
     assert (report.first.difference.location.phase, report.first.layer) == (StepPhase.FORWARD, "2")
 
 
-def test_gradients_that_are_not_clipped_are_seen(broken: Callable[..., None]) -> None:
+def test_unclipped_gradients_are_found(broken: Callable[..., None]) -> None:
     def damage(engine: Engine) -> None:
         clip = engine.clip_grad_norm_
         engine.clip_grad_norm_ = lambda *_: clip(float("inf"))  # type: ignore[method-assign]
@@ -231,14 +235,14 @@ def test_a_loss_that_does_not_add_up_is_seen_on_the_reference_alone() -> None:
     assert "depends on how the batch is cut" in report.first.cause
 
 
-def test_precision_of_the_plan_in_mode_native() -> None:
+def test_mode_native_verifies_in_the_plans_precision() -> None:
     plan = replace(PLAN, precision="bf16")
     report = verify_here(mlp_case(mode="native"), plan)
     assert report, report
     assert verify_here(mlp_case(), plan)
 
 
-def test_other_optimizers_and_settings() -> None:
+def test_verify_takes_other_optimizers_and_settings() -> None:
     def momentum(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
 
@@ -249,7 +253,7 @@ def test_other_optimizers_and_settings() -> None:
     assert (report.clip, report.tallies[StepPhase.NORM].compared) == (1e9, 3 + 2 + 3)
 
 
-def test_a_model_that_is_not_trained() -> None:
+def test_verify_finds_a_frozen_model_equal() -> None:
     case = mlp_case()
     frozen = mlp().requires_grad_(False)
     report = verify_here(replace(case, model=frozen))
@@ -290,7 +294,9 @@ def test_a_plan_that_cannot_be_raises_as_parallelize_does(thread_ranks: RankPool
     ],
     ids=["no model", "no model built", "three rows", "no rows", "no tensor"],
 )
-def test_what_cannot_be_run_is_a_sentence(model: Any, inputs: Any, error: type, mode: Any) -> None:
+def test_models_and_batches_that_verify_cannot_run_are_refused(
+    model: Any, inputs: Any, error: type, mode: Any
+) -> None:
     rows = len(inputs) if isinstance(inputs, Tensor) and inputs.dim() else 2
     targets = torch.zeros(rows, dtype=torch.int64)
     case = Case(model, cross_entropy, [(inputs, targets)], VerifyOptions(mode=mode, steps=1))

@@ -78,14 +78,16 @@ def test_each_attention_on_each_layout_is_equal(
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("way", PLANS)
 @pytest.mark.parametrize("name", CASES)
-def test_in_every_mode(thread_ranks: Any, name: str, way: str, mode: str) -> None:
+def test_context_parallel_models_are_equal_in_every_mode(
+    thread_ranks: Any, name: str, way: str, mode: str
+) -> None:
     plan = PLANS[way]
     plan = replace(plan, tp=1, sequence_parallel="none") if name in WITHOUT_RULES else plan
     assert report_of(thread_ranks, CASES[name], plan, mode)
 
 
 @pytest.mark.parametrize("mode", ["float64", "exact"])
-def test_packed_documents_on_one_rank(mode: str) -> None:
+def test_verify_finds_packed_documents_on_one_rank_equal(mode: str) -> None:
     case = case_of(CASES["packed"], mode=mode, steps=1)
     report = verify_here(case, Plan(microbatches=2))
     assert report
@@ -168,7 +170,7 @@ def test_a_loss_that_is_no_sum_over_positions_is_named(thread_ranks: Any) -> Non
     assert "the loss is no sum over positions" in report.first.cause
 
 
-def test_what_cannot_run_is_refused_on_every_rank(thread_ranks: Any) -> None:
+def test_a_model_that_mixes_positions_is_refused_on_every_rank(thread_ranks: Any) -> None:
     """Its attention does not go through `plait.attention`."""
     model = torch.nn.Sequential(
         torch.nn.Embedding(37, 8),

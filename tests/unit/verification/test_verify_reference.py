@@ -85,7 +85,7 @@ def by_step(scopes: dict[RecordScope, Records]) -> Iterator[tuple[list[Records],
 @pytest.mark.parametrize(
     "name", ["in_place", "convolution", "dictionary", "tuples", "skips", "views", "gpt2"]
 )
-def test_what_flows_between_layers_and_its_gradient(name: str) -> None:
+def test_recorded_activations_and_their_gradients_equal_each_layer_called_by_itself(name: str) -> None:
     """Against each layer called by itself: nothing that was recorded is written over later."""
     case = CASES[name]
     model = plain.materialise(case.build(), torch.float64)
@@ -163,7 +163,7 @@ def test_gradients_are_clipped_to_a_third_of_the_first_norm_unless_told() -> Non
     assert_equal(clipped, expected, TOLERANCE, "the clipped gradient")
 
 
-def test_the_last_moment_is_an_evaluation() -> None:
+def test_the_last_recorded_moment_is_an_evaluation() -> None:
     case = CASES["moody"]
     model = plain.materialise(case.build(), torch.float64)
     *_, (scope, records) = reference_of(model, case).run(case.batches(ROWS, 1, torch.float64), 1)
@@ -172,7 +172,7 @@ def test_the_last_moment_is_an_evaluation() -> None:
     assert model.training
 
 
-def test_a_loss_that_nothing_trains_for() -> None:
+def test_a_loss_without_trained_parameters_is_recorded() -> None:
     """All is frozen: there are no gradients, and the parameters stay."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 5)).requires_grad_(False)
     case = Case("frozen", lambda: model, CASES["in_place"].draw)
@@ -197,7 +197,7 @@ def test_the_model_given_is_not_altered() -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_a_layer_that_draws_is_refused() -> None:
+def test_a_layer_that_draws_random_numbers_is_refused() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.AlphaDropout(0.5), nn.Linear(8, 5))
     case = Case("dropping", lambda: model, CASES["in_place"].draw)
     with pytest.raises(ModelError, match="1 draws random numbers, which depend on the layout"):
@@ -214,7 +214,7 @@ def test_the_batch_given_is_not_altered() -> None:
     assert [bits_of(inputs) for inputs, _ in batches] == before
 
 
-def test_a_shaken_run_is_near_and_not_the_same() -> None:
+def test_a_perturbed_run_is_close_to_the_reference_and_not_equal() -> None:
     plainly, shaken = (recorded(CASES["gpt2"], perturbation=number) for number in (0, 1))
     assert shaken.keys() == plainly.keys()
     for scope, records in plainly.items():

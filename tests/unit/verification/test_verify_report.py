@@ -77,7 +77,7 @@ def as_json(report: VerificationReport) -> dict[str, Any]:
     return read
 
 
-def test_equal() -> None:
+def test_a_report_without_differences_is_equal() -> None:
     report = report_of()
     assert report
     assert report.equal
@@ -88,7 +88,7 @@ def test_equal() -> None:
     assert report.seconds == 4.25
 
 
-def test_how_closely() -> None:
+def test_a_report_states_how_much_of_the_tolerance_was_used() -> None:
     findings = outcomes({0: {FORWARD: RIGHT + 2.5e-14}, 1: {REDUCTION: RIGHT + 5e-14}})
     report = build_report(findings, PLAN, VerifyOptions())
     assert report
@@ -97,13 +97,13 @@ def test_how_closely() -> None:
     assert report.tallies[StepPhase.FORWARD].used == pytest.approx(0.25, rel=0.01)
 
 
-def test_equal_in_whole_numbers() -> None:
+def test_a_report_in_exact_mode_says_bit_by_bit() -> None:
     assert (
         report_of(mode="exact", steps=1).headline() == "EQUAL to one rank, bit by bit: 60 tensors compared."
     )
 
 
-def test_different() -> None:
+def test_a_report_with_differences_is_not_equal_and_names_the_first() -> None:
     report = report_of({2: {FORWARD: 2 * RIGHT}, 3: {FORWARD: 2 * RIGHT, REDUCTION: 0 * RIGHT}})
     assert not report
     assert not report.equal
@@ -183,7 +183,7 @@ def test_ranks_that_did_not_compare_are_not_told_to_be_equal() -> None:
         (Location(0, StepPhase.NORM), "the norm"),
     ],
 )
-def test_a_place_in_words(location: Location, words: str) -> None:
+def test_a_location_is_described_in_words(location: Location, words: str) -> None:
     assert report_of().what(location) == words
 
 
@@ -207,7 +207,7 @@ def test_a_place_in_words(location: Location, words: str) -> None:
         ),
     ],
 )
-def test_a_layout_in_words(plan: Plan, words: str) -> None:
+def test_the_plan_of_a_report_is_described_in_words(plan: Plan, words: str) -> None:
     assert layout_of(plan) == words
 
 
@@ -230,7 +230,7 @@ def test_formats_in_words_which_mode_native_names(plan: Plan, words: str) -> Non
     assert "float64, 1" in " ".join(str(report_of(plan=plan)).split())
 
 
-def test_the_text_of_a_number_that_differs() -> None:
+def test_the_text_of_a_scalar_difference_has_both_values() -> None:
     findings = Findings(len(PATHS))
     findings.compare(Location(0, StepPhase.MEAN_LOSS), torch.tensor(2.0), torch.tensor(1.5), BOUND)
     report = build_report(
@@ -239,7 +239,7 @@ def test_the_text_of_a_number_that_differs() -> None:
     assert "  where    2 instead of 1.5" in str(report).splitlines()
 
 
-def test_the_text_of_a_difference() -> None:
+def test_the_text_of_a_difference_names_place_size_and_cause() -> None:
     report = report_of({3: {Location(1, StepPhase.FORWARD, 2, 5): 2 * RIGHT}})
     lines = str(report).splitlines()
     assert lines[:2] == [report.headline(), ""]
@@ -253,7 +253,7 @@ def test_the_text_of_a_difference() -> None:
     assert any(line.startswith("  in all   1 of 61 tensors differ") for line in lines)
 
 
-def test_of_what_ranks_saw_inside_of_a_layer_the_earliest_counts() -> None:
+def test_the_earliest_place_inside_a_layer_of_all_ranks_is_reported() -> None:
     """What one of them gives is summed over all: behind that all differ."""
     made = outcomes({})
     for rank, order in ((0, 5), (1, 2)):
@@ -283,7 +283,7 @@ def test_a_model_of_one_layer_has_no_path() -> None:
     assert "  first    step 1, forward, micro-batch 0: layer 0\n" in text
 
 
-def test_with_isolate_others_are_listed_too() -> None:
+def test_with_isolate_further_differences_are_listed() -> None:
     many = dict.fromkeys(EVERYWHERE, 2 * RIGHT)
     text = str(report_of({0: many, 1: many}, isolate=True))
     assert text.count("  also     ") == LISTED + 1
@@ -294,7 +294,9 @@ def test_with_isolate_others_are_listed_too() -> None:
 
 @pytest.mark.parametrize(("places", "isolate"), [(EVERYWHERE[3:], False), (EVERYWHERE[7:10], True)])
 @pytest.mark.parametrize("ranks", [(3,), (0, 1, 2, 3)])
-def test_a_terminal_holds_it(ranks: tuple[int, ...], places: tuple[Location, ...], isolate: bool) -> None:
+def test_a_report_of_differences_fits_a_terminal(
+    ranks: tuple[int, ...], places: tuple[Location, ...], isolate: bool
+) -> None:
     """What a defect usually looks like: from one place on all is different, or a few by themselves."""
     perturbation = torch.randn(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     following = dict.fromkeys(places, perturbation)
@@ -303,13 +305,13 @@ def test_a_terminal_holds_it(ranks: tuple[int, ...], places: tuple[Location, ...
     assert max(map(len, lines)) <= 100
 
 
-def test_a_terminal_holds_what_is_equal() -> None:
+def test_an_equal_report_fits_a_terminal() -> None:
     lines = str(verify_here(mlp_case())).splitlines()
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 110
 
 
-def test_json_of_what_is_equal() -> None:
+def test_an_equal_report_is_written_as_json() -> None:
     read = as_json(report_of())
     assert {name: read[name] for name in ("equal", "mode", "steps", "clip", "compared", "different")} == {
         "equal": True,
@@ -330,7 +332,7 @@ def test_json_of_what_is_equal() -> None:
     }
 
 
-def test_json_of_a_difference() -> None:
+def test_a_difference_is_written_as_json() -> None:
     read = as_json(report_of({3: {Location(1, StepPhase.FORWARD, 2, 5): 2 * RIGHT}}))
     first = read["first"]
     cause = first.pop("cause")
@@ -358,25 +360,25 @@ def test_json_of_a_difference() -> None:
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
-def test_json_knows_no_nan(broken: float) -> None:
+def test_nan_in_a_difference_is_written_as_null_in_json(broken: float) -> None:
     first = as_json(report_of({0: {FORWARD: RIGHT * broken}}))["first"]
     assert (first["largest"], first["actual"]) == (None, None)
     assert first["expected"] == 1.0
 
 
-def test_json_of_another_shape() -> None:
+def test_a_difference_of_shapes_is_written_as_json() -> None:
     first = as_json(report_of({0: {FORWARD: RIGHT[:1]}}))["first"]
     assert (first["shape"], first["box"], first["largest"], first["actual"]) == ([1, 4], [], None, None)
     assert "its shape is [1, 4] instead of [2, 4]" in first["cause"]
 
 
-def test_the_text_of_another_shape() -> None:
+def test_the_text_of_a_report_names_a_difference_of_shapes() -> None:
     text = str(report_of({0: {FORWARD: RIGHT[:1]}}))
     assert "likely   its shape is [1, 4] instead of [2, 4]" in text
     assert "nan" not in text
 
 
-def test_json_where_the_reference_is_no_number() -> None:
+def test_a_non_finite_reference_value_is_written_as_json() -> None:
     findings = Findings(len(PATHS))
     findings.compare(FORWARD, RIGHT, RIGHT * math.nan, Tolerance(math.nan, 0.0))
     outcome = RankOutcome(0, coordinates_of(Plan())[0], PATHS, findings, math.nan, 1.0)

@@ -42,7 +42,7 @@ class Embedding(InitializedLayer):
 
 
 def is_scaled(table: nn.Module) -> bool:
-    """Return whether an embedding of transformers scales what it gives."""
+    """Return whether an embedding module of transformers multiplies its output by a factor."""
     return hasattr(table, "scalar_embed_scale")
 
 
@@ -105,7 +105,7 @@ class Head(InitializedLayer):
         self.lm_head = lm_head
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits, with a cap of c those of c · tanh(logits / c)."""
+        """Return the logits; with a cap c, c · tanh(logits / c)."""
         logits: Tensor = self.lm_head(self.get_submodule(self.name)(x))
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
@@ -148,7 +148,7 @@ class Rotary(nn.Module):
         return {one: Rotary(source, one) for one in types}
 
     def require_all_features(self, size: int) -> None:
-        """Raise ModelError unless there is an angle for each two features of heads of `size`."""
+        """Raise ModelError unless the rotary embedding has an angle for each pair of `size` head features."""
         if 2 * len(self.bits) != size:
             raise ModelError(
                 f"the model's rotary embedding rotates {2 * len(self.bits)} of a head's {size} features, "

@@ -1,4 +1,4 @@
-"""What sets one family of decoders of transformers apart from the others, as a short declaration.
+"""`Family`: a short declaration of how one family of transformers' decoders differs from the others.
 
     layers      embed_tokens → (attention → MLP) · n → norm and lm_head
     a branch    x + dropout(after(f(before(x)))), where f is attention or the MLP

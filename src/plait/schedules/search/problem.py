@@ -114,7 +114,7 @@ class Problem:
 
     @cached_property
     def head_starts(self) -> tuple[int, ...]:
-        """Per rank, the tick from which time counts: 0, or the rank's earliest start if `of_span`."""
+        """Per rank, the tick from which its time counts: 0, or its earliest start if `of_span`."""
         if not self.of_span:
             return (0,) * self.ranks
         return tuple(min(self.first_starts[stage] for stage in stages) for stages in self.stages_of)

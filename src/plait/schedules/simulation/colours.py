@@ -99,7 +99,7 @@ def rank_colour(rank: int) -> str:
 
 
 def page_colours(series: int = 0) -> str:
-    """Return the CSS variables of the HTML page, for light and dark; of so many series, at least four.
+    """Return the CSS variables of the HTML page, for light and dark, with colours of at least four series.
 
     Hues of further series are a golden angle apart, so that any number of them differ.
     """

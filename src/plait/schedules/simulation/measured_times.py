@@ -23,7 +23,7 @@ TICK = Fraction(1, 1_000_000)
 
 
 class MeasuredAction(NamedTuple):
-    """An action as run by one rank. Times are nanoseconds of a clock common to all ranks."""
+    """A measured action of one rank. Times are nanoseconds of a clock common to all ranks."""
 
     action: Action
     start: int

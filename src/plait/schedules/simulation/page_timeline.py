@@ -40,7 +40,7 @@ class TimelineRow:
 
 @dataclass(frozen=True)
 class TimeAxis:
-    """The ticks from `first` on, `length` of them, of `tick` units of time each."""
+    """The time axis of a timeline: `length` ticks from `first` on, of `tick` units of time each."""
 
     first: int
     length: int
@@ -49,11 +49,11 @@ class TimeAxis:
 
     @property
     def scale(self) -> int:
-        """The number of ticks that count as one in the page."""
+        """The number of ticks that are one tick of the page."""
         return max(1, -(-self.length // _LARGEST))
 
     def ticks(self, tick: int) -> int:
-        """Return the ticks of the page from the start until `tick`."""
+        """Return the number of the page's ticks from the start of the axis to `tick`."""
         return (tick - self.first) // self.scale
 
 

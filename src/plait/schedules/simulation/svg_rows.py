@@ -147,7 +147,7 @@ class Cells:
 
     @cached_property
     def written(self) -> Mapping[Kind, Callable[[Action], str]]:
-        """Mapping from a kind of action to a function that returns a cell's text, the longest that fits."""
+        """For each kind of action a function that returns the longest text that fits into its cells."""
         return {kind: self._fitting(kind) for kind in kinds_of(self.timeline)}
 
     def _fitting(self, kind: Kind) -> Callable[[Action], str]:

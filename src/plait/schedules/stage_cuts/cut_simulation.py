@@ -21,7 +21,7 @@ BITS = 40
 
 
 class _RankActions(NamedTuple):
-    """What a lower bound of the makespan reads of a rank's actions."""
+    """The numbers of a rank's actions from which a lower bound of the makespan is computed."""
 
     first: int
     """Stage of the first forward."""

@@ -1,4 +1,4 @@
-"""What the reference run computes by definition, where the candidate runs code of plait.
+"""Functions and layers written out from their definitions, for the reference run, in place of plait's code.
 
 documents      which positions are of one document, and the position in it
 attention      softmax attention, with a mask of all pairs

@@ -12,7 +12,7 @@ DOCUMENT_IDS = "document_ids"
 
 
 def separated(batch: Value) -> tuple[Value, Tensor | None]:
-    """Return the values that the first layer gets of a batch, and its document ids; None: it has none."""
+    """Return a batch's values for the first layer, and its document ids, or None if it has none."""
     if not isinstance(batch, dict) or DOCUMENT_IDS not in batch:
         return batch, None
     rest = {key: value for key, value in batch.items() if key != DOCUMENT_IDS}

@@ -68,7 +68,7 @@ class Definitions:
         positions: Tensor | None = None,
         windows: Mapping[int, int] | None = None,
     ) -> Iterator[None]:
-        """Within the context, masks or positions are those of other documents, windows are others."""
+        """Within the context, compute attention with given mistakes: other documents or another window."""
         self._mask_ids = self.ids if mask is None else mask
         self._position_ids = self.ids if positions is None else positions
         self._other_windows = windows or {}

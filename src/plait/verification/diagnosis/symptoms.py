@@ -111,7 +111,7 @@ def either(suspects: Sequence[str]) -> str:
 
 
 def of_the_optimizer(plan: Plan) -> str:
-    """Return the possible errors of an optimizer step whose gradients are right, as text."""
+    """Return the possible causes of a wrong optimizer step with right gradients, as text."""
     suspects = ["it has another setting (its rate, a decay, a beta, its epsilon)", "its state is another"]
     if plan.shards or plan.tp > 1:
         suspects.append("its update is not elementwise, and it sees only a piece")

@@ -25,7 +25,7 @@ def values(messages: list[ChannelMessage]) -> list[int]:
     return [message.value for message in messages]
 
 
-def test_messages_are_received_in_order_of_the_index():
+def test_messages_of_all_peers_are_received_in_order_of_their_index():
     channels = joined(3)
     for index, channel in enumerate(channels):
         channel.send(channel.next_sequence(), 10 + index)
@@ -109,7 +109,7 @@ def test_a_peer_that_closed_its_listener_before_connecting_is_an_error_at_once()
         assert time.monotonic() - began < 30
 
 
-def test_one_of_three_is_gone():
+def test_a_closed_peer_is_an_error_although_a_third_rank_is_silent():
     a, b, c = joined(3, timeout=60.0)
     b.close()
     with pytest.raises(ConnectionError, match="closed by peer"):
@@ -128,14 +128,14 @@ def test_a_timeout_closes_the_channels_for_all():
         b.receive(b.next_sequence(), OWN)
 
 
-def test_closed_channels_raise():
+def test_using_closed_channels_is_an_error():
     a, _ = joined(2)
     a.close()
     with pytest.raises(ConnectionError, match="the mesh is closed"):
         a.send(a.next_sequence())
 
 
-def test_more_messages_than_the_send_buffer_holds():
+def test_more_messages_than_the_send_buffer_holds_arrive_in_order():
     a, b = joined(2)
     count = 3000
 
@@ -217,7 +217,7 @@ def test_an_acknowledgement_is_sent_while_later_operations_are_pending():
     assert not a.is_acknowledged(third)
 
 
-def test_a_stranger_is_not_taken_for_a_peer():
+def test_a_listener_does_not_take_an_unnamed_connection_for_a_peer():
     listener = Listener()
     stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     stranger.connect(b"\0" + listener.name.encode())
@@ -226,7 +226,7 @@ def test_a_stranger_is_not_taken_for_a_peer():
     stranger.close()
 
 
-def test_descriptors_are_closed():
+def test_closed_channels_leave_no_open_file_descriptor():
     before = len(os.listdir("/proc/self/fd"))
     channels = joined(3)
     with open(os.devnull) as file:

@@ -65,14 +65,14 @@ def every_collective(ranks: int, members: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("ranks", "members"), [(2, 2), (4, 3)])
-def test_collectives_have_the_bits_of_processes(rank_pool: Any, ranks: int, members: int) -> None:
+def test_collectives_of_threads_have_the_bits_of_processes(rank_pool: Any, ranks: int, members: int) -> None:
     threads = on_threads(every_collective, ranks, members, ranks=ranks)
     processes = rank_pool.run(every_collective, ranks, members, ranks=ranks)
     for mine, others in zip(threads, processes, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(mine, others, strict=True))
 
 
-def test_messages_keep_their_order_and_their_tag() -> None:
+def test_messages_between_threads_keep_their_order_and_their_tag() -> None:
     def body() -> list[float]:
         group = Mesh(pp=2).group("pp")
         if group.index == 0:
@@ -87,7 +87,7 @@ def test_messages_keep_their_order_and_their_tag() -> None:
     assert on_threads(body, ranks=2)[1] == [1.0, 3.0, 5.0, 0.0, 2.0, 4.0]
 
 
-def test_prints_come_in_order_of_ranks() -> None:
+def test_ranks_as_threads_print_in_order_of_ranks() -> None:
     seen: list[str] = []
 
     def body() -> None:
@@ -100,7 +100,7 @@ def test_prints_come_in_order_of_ranks() -> None:
     assert seen == ["0 begins", "1 begins", "2 begins", "0 ends", "1 ends", "2 ends"]
 
 
-def test_random_numbers_are_those_of_processes(rank_pool: Any) -> None:
+def test_ranks_as_threads_draw_the_random_numbers_of_processes(rank_pool: Any) -> None:
     def body() -> list[tuple[float, float]]:
         group, drawn = Mesh(dp=2).group("dp"), []
         for _ in range(3):
@@ -129,7 +129,7 @@ def test_a_deadlock_is_reported_with_its_cycle() -> None:
     )
 
 
-def test_collectives_in_another_order_on_one_rank() -> None:
+def test_collectives_in_another_order_on_one_thread_are_an_error() -> None:
     def body() -> None:
         mesh = Mesh(tp=2, dp=2)
         groups = [mesh.group("tp"), mesh.group("world")]
@@ -143,7 +143,7 @@ def test_collectives_in_another_order_on_one_rank() -> None:
     )
 
 
-def test_different_calls_are_an_error_at_once() -> None:
+def test_different_collectives_on_two_threads_are_an_error_at_once() -> None:
     def body() -> None:
         group = Mesh(dp=2).group("dp")
         all_reduce(torch.ones(2 + group.index), group, checked=False).wait()
@@ -206,7 +206,7 @@ def test_a_result_is_written_by_the_thread_of_its_rank() -> None:
     assert on_threads(body, ranks=2) == [1, 1]
 
 
-def test_what_was_handed_in_may_change_once_it_is_abandoned() -> None:
+def test_the_input_of_an_abandoned_collective_may_change() -> None:
     def body() -> tuple[float, float]:
         group = Mesh(dp=2).group("dp")
         mine, out = torch.ones(4), torch.zeros(4)
@@ -229,12 +229,12 @@ def test_what_was_handed_in_may_change_once_it_is_abandoned() -> None:
         ({"ranks_as": "threads", "ranks": 0}, "ranks is 0: give a whole number"),
     ],
 )
-def test_refusals(options: Any, what: str) -> None:
+def test_launch_refuses_options_that_threads_cannot_have(options: Any, what: str) -> None:
     with pytest.raises(MeshError, match=what):
         plait.launch(Mesh, **{"ranks": 1, **options})
 
 
-def test_launch_inside_a_thread() -> None:
+def test_launch_of_other_ranks_inside_a_thread_is_refused() -> None:
     def body() -> None:
         plait.launch(Mesh, ranks=1)
 
@@ -242,6 +242,6 @@ def test_launch_inside_a_thread() -> None:
         on_threads(body, ranks=2)
 
 
-def test_torchs_tools_need_processes() -> None:
+def test_tools_of_torch_distributed_are_refused_on_threads() -> None:
     with pytest.raises(MeshError, match="no threads as ranks"):
         on_threads(lambda: Mesh(dp=2).device_mesh(["shard"]), ranks=2)

@@ -18,7 +18,7 @@ class Options:
         self.config, self._timeout = SimpleNamespace(max_ctas=None), None
 
 
-def test_blocks_of_kernels_are_bounded_where_there_is_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_blocks_of_nccl_kernels_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
     monkeypatch.setattr(torch_distributed, "backends_of", lambda group: "cpu:gloo,cuda:nccl")
     bounded = torch_distributed._nccl_options(8, timedelta(seconds=5))
@@ -28,7 +28,7 @@ def test_blocks_of_kernels_are_bounded_where_there_is_nccl(monkeypatch: pytest.M
     assert torch_distributed._nccl_options(8, timedelta(seconds=5)) is None
 
 
-def test_a_function_of_torch_is_called_by_its_newer_name_where_that_is(
+def test_a_renamed_torch_function_is_called_by_the_name_that_exists(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[tuple[str, Any]] = []
@@ -44,7 +44,9 @@ def test_a_function_of_torch_is_called_by_its_newer_name_where_that_is(
     assert torch_distributed._single("no_such_function", older) is older
 
 
-def test_only_channels_are_bounded(thread_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_point_to_point_communicators_have_bounded_thread_blocks(
+    thread_ranks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An all-reduce is never posted before its data is there: it may have all blocks."""
     asked: dict[str, set[int | None]] = {}
     connect = plait.Mesh._make_group

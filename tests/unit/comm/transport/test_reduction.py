@@ -31,7 +31,7 @@ def in_rank_order(pieces: list[Tensor], op: str) -> Tensor:
     return (total / len(pieces) if op == "mean" else total).to(pieces[0].dtype)
 
 
-def test_pieces_are_reduced_in_rank_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_of_ranks_are_reduced_in_rank_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reduction, "BLOCK", 4)  # elements: pieces of 10 are cut in three
     floats: Any = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     for dtype, op, ranks, length in product((*floats, torch.int64), get_args(Op), (2, 3, 4), (3, 4, 10)):
@@ -50,7 +50,7 @@ def test_pieces_are_reduced_in_rank_order(monkeypatch: pytest.MonkeyPatch) -> No
     assert [len(one) for (one,) in blocks((torch.ones(4),))] == [4]
 
 
-def test_what_cannot_be_reduced_is_said() -> None:
+def test_a_reduction_that_a_dtype_does_not_allow_is_named() -> None:
     assert reduction_error("sum", torch.int64) is None
     assert reduction_error("mean", torch.bfloat16) is None
     assert reduction_error("median", torch.int64) == (

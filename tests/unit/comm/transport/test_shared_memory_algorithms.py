@@ -50,7 +50,7 @@ def unfinished(group: Group) -> dict[int, bytes]:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_whole_and_in_pieces_are_the_same_bits(rank_pool, ranks):
+def test_all_reduce_of_whole_tensors_and_in_chunks_gives_the_same_bits(rank_pool, ranks):
     def body():
         group = Mesh(tp=ranks).group("tp")
         totals = []
@@ -108,7 +108,7 @@ def gathered(size: int, dtype: torch.dtype, inside: bool) -> tuple[bool, torch.T
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
 @pytest.mark.parametrize("size", [0, 1, 70_001])
-def test_pieces_are_gathered_in_order(rank_pool, size, dtype, inside):
+def test_tensors_are_gathered_in_order_of_ranks(rank_pool, size, dtype, inside):
     wanted = torch.cat([numbers(rank, size).to(dtype) for rank in range(3)])
     for is_out, whole, sent in rank_pool.run(gathered, size, dtype, inside, ranks=3):
         assert is_out
@@ -116,7 +116,7 @@ def test_pieces_are_gathered_in_order(rank_pool, size, dtype, inside):
         assert sent == size * dtype.itemsize
 
 
-def test_what_is_gathered_from_may_change_once_it_is_started(rank_pool):
+def test_the_input_of_a_started_all_gather_may_change(rank_pool):
     """As for reductions: what counts is what it was. In place its new value is written over."""
 
     def body():
@@ -133,7 +133,7 @@ def test_what_is_gathered_from_may_change_once_it_is_started(rank_pool):
     assert rank_pool.run(body, ranks=2) == [[[0.0, 0, 0, 1, 1, 1], [0.0, 1]]] * 2
 
 
-def test_too_large_pieces_are_sent(rank_pool):
+def test_tensors_above_the_staging_limit_are_sent_by_the_backend(rank_pool):
     def body():
         group = Mesh(dp=2).group("dp")
         limit, transport.STAGING_LIMIT = transport.STAGING_LIMIT, 2**10
@@ -155,7 +155,7 @@ def test_too_large_pieces_are_sent(rank_pool):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
 @pytest.mark.parametrize("size", [0, 1, 70_001])
-def test_pieces_are_exchanged_in_shared_memory_as_over_torch(rank_pool, size, dtype):
+def test_all_to_all_in_shared_memory_gives_what_torch_gives(rank_pool, size, dtype):
     def body():
         group = Mesh(dp=3).group("dp")
         mine = numbers(group.index, 3 * size).to(dtype).view(3, size)
@@ -206,7 +206,7 @@ def test_tensors_in_shared_memory_are_scattered_where_they_lie(rank_pool, dtype,
     assert all(is_out and rest_stayed for _, is_out, rest_stayed in results)
 
 
-def test_nobody_sees_a_sum_before_all_have_taken_their_pieces(rank_pool):
+def test_an_in_place_reduce_scatter_ends_only_when_all_ranks_have_read(rank_pool):
     """Several rounds in place: each rank may write to its tensor again as soon as it has waited."""
 
     def body():
@@ -223,7 +223,7 @@ def test_nobody_sees_a_sum_before_all_have_taken_their_pieces(rank_pool):
     assert rank_pool.run(body, ranks=4) == [{(number, 4.0 * number + 6) for number in range(5)}] * 4
 
 
-def test_what_is_abandoned_is_neither_read_nor_written(rank_pool):
+def test_an_abandoned_operation_neither_reads_nor_writes_its_tensors(rank_pool):
     """All ranks drop what they have started, and go on: later operations find what they need."""
 
     def body():
@@ -252,7 +252,7 @@ def test_what_is_abandoned_is_neither_read_nor_written(rank_pool):
     assert rank_pool.run(body, ranks=2) == [(True, True, 2.0, {})] * 2
 
 
-def test_what_is_handed_in_may_change_once_it_is_started(rank_pool):
+def test_the_input_of_a_started_all_reduce_may_change(rank_pool):
     def body():
         group = Mesh(tp=2).group("tp")
         tensor, out = torch.ones(1000), torch.empty(1000)
@@ -337,7 +337,7 @@ def test_any_failed_operation_of_a_group_ends_it_for_all(rank_pool):
     assert "connection closed by peer" in others
 
 
-def test_more_is_pending_than_the_staging_buffers_hold(rank_pool):
+def test_operations_beyond_the_capacity_of_the_staging_buffers_complete(rank_pool):
     def body():
         group = Mesh(tp=2, timeout=10).group("tp")
         capacity, shared_staging.CAPACITY = shared_staging.CAPACITY, 2**22
@@ -351,7 +351,7 @@ def test_more_is_pending_than_the_staging_buffers_hold(rank_pool):
     assert rank_pool.run(body, ranks=2) == [[{2.0 * number + 1} for number in range(10)]] * 2
 
 
-def test_a_mesh_gives_its_connections_back(rank_pool):
+def test_closing_a_mesh_closes_its_shared_memory_connections(rank_pool):
     def body(close):
         Mesh(dp=2)
         gc.collect()
@@ -374,7 +374,7 @@ def test_a_mesh_gives_its_connections_back(rank_pool):
         assert left >= 0
 
 
-def test_a_rank_without_room_does_not_wait_for_who_waits_for_it(rank_pool):
+def test_a_rank_with_full_staging_buffers_does_not_deadlock_with_a_waiting_peer(rank_pool):
     """The other has room, stages the second tensor, and waits for that first."""
 
     def body():
@@ -477,7 +477,7 @@ UNLIKE = {
     "staged",
     [pytest.param(True, id="staged"), pytest.param(False, id="sent by the backend", marks=pytest.mark.full)],
 )
-def test_unlike_calls_that_nobody_checks_are_refused_on_every_rank(rank_pool, staged):
+def test_mismatched_unchecked_calls_are_refused_on_every_rank(rank_pool, staged):
     def body():
         limit, transport.STAGING_LIMIT = transport.STAGING_LIMIT, 2**25 if staged else 0
         # What one rank may have begun in Gloo ends with the timeout, before the ranks leave.
@@ -499,7 +499,7 @@ def test_unlike_calls_that_nobody_checks_are_refused_on_every_rank(rank_pool, st
             assert re.search(rf"make different calls \({both}", sentence), f"{name}: {sentence}"
 
 
-def test_a_size_that_is_not_expected_is_refused(rank_pool):
+def test_a_staged_tensor_of_unexpected_size_is_refused(rank_pool):
     def body():
         group = Mesh(dp=3).group("dp")
         try:

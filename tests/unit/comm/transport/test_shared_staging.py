@@ -49,7 +49,7 @@ def test_all_ranks_read_all_staged_tensors_of_any_strides():
     assert [[tensor.tolist() for tensor in everyone] for everyone in seen] == [wanted] * 3
 
 
-def test_waited_for_in_any_order_and_more_than_once():
+def test_staged_reads_may_be_awaited_in_any_order_and_repeatedly():
     ranks = joined(2)
     seen: list[list[Tensor]] = []
     shown = [stage_all(ranks, [torch.full((5,), 2.0 * n + rank) for rank in (0, 1)], seen) for n in range(3)]
@@ -61,7 +61,7 @@ def test_waited_for_in_any_order_and_more_than_once():
     assert firsts == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]] * 2, "what was shown before is finished first"
 
 
-def test_two_blocks_are_enough_for_one_at_a_time():
+def test_staging_one_tensor_at_a_time_uses_two_blocks():
     ranks = joined(2)
     for n in range(20):
         for pending in stage_all(ranks, [torch.full((MIB // 4,), 1.0 + n)] * 2, []):
@@ -83,7 +83,7 @@ def test_a_block_is_not_reused_before_all_have_read_it():
     assert [everyone[0][0].item() for everyone in seen] == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_beyond_the_capacity_pending_reads_are_finished(monkeypatch: pytest.MonkeyPatch):
+def test_staging_beyond_the_capacity_finishes_pending_reads_first(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "CAPACITY", 4 * MIB)
     ranks = joined(2)
     seen: list[list[Tensor]] = []
@@ -99,7 +99,7 @@ def test_beyond_the_capacity_pending_reads_are_finished(monkeypatch: pytest.Monk
     assert [everyone[0][0].item() for everyone in seen] == [0.0, 1.0, 2.0, 3.0] * 2
 
 
-def test_blocks_are_reused_for_other_sizes(monkeypatch: pytest.MonkeyPatch):
+def test_staging_blocks_are_reused_for_other_sizes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "CAPACITY", 4 * MIB)
     ranks = joined(2)
     for nbytes in (MIB, 2 * MIB, MIB // 2, 4 * MIB, 1, 3 * MIB):
@@ -115,7 +115,7 @@ def test_blocks_are_reused_for_other_sizes(monkeypatch: pytest.MonkeyPatch):
             )
 
 
-def test_a_read_that_failed_fails_again():
+def test_a_failed_staged_read_fails_at_every_wait():
     ranks = joined(2)
     pending = ranks[0].stage(torch.ones(3), lambda everyone: None)
     ranks[1].channels.close()

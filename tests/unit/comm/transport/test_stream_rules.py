@@ -45,7 +45,7 @@ def swapped(mine: torch.Tensor, dp: Any, odd: int = 0, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("completion", COMPLETIONS)
-def test_results_are_those_without_the_rules(completion: Completion) -> None:
+def test_collectives_under_stream_rules_give_the_results_without_them(completion: Completion) -> None:
     def body() -> list[torch.Tensor]:
         dp = group()
         mine = own(dp.index)
@@ -74,7 +74,7 @@ def test_an_output_is_nan_until_it_is_awaited() -> None:
 
 
 @pytest.mark.parametrize("completion", COMPLETIONS)
-def test_an_input_that_is_written_to_is_told(completion: Completion) -> None:
+def test_writing_to_the_input_of_a_running_operation_is_an_error(completion: Completion) -> None:
     def body() -> None:
         dp = group()
         handle = all_gather(mine := own(dp.index), dp, checked=False)
@@ -104,7 +104,7 @@ def test_an_uneven_all_to_all_keeps_the_rules() -> None:
 
 
 @pytest.mark.parametrize("completion", COMPLETIONS)
-def test_sizes_that_do_not_match_are_told(completion: Completion) -> None:
+def test_messages_of_different_sizes_are_an_error_under_stream_rules(completion: Completion) -> None:
     def body() -> str:
         dp = group()
         with pytest.raises(CommunicationError) as caught:
@@ -116,7 +116,7 @@ def test_sizes_that_do_not_match_are_told(completion: Completion) -> None:
 
 
 @pytest.mark.parametrize("what", ["input", "output"])
-def test_memory_that_is_freed_is_told(what: str) -> None:
+def test_freeing_memory_of_a_running_operation_is_an_error(what: str) -> None:
     def body() -> None:
         dp = group()
         mine, whole = own(dp.index), torch.empty(8)
@@ -128,7 +128,7 @@ def test_memory_that_is_freed_is_told(what: str) -> None:
         run(body)
 
 
-def test_a_forgotten_wait_is_told() -> None:
+def test_an_operation_that_is_never_awaited_is_an_error() -> None:
     def body() -> None:
         dp = group()
         first, second = (all_reduce(own(dp.index), dp, checked=False) for _ in range(2))
@@ -139,7 +139,7 @@ def test_a_forgotten_wait_is_told() -> None:
         run(body)
 
 
-def test_other_calls_on_one_rank_are_told() -> None:
+def test_other_calls_on_one_rank_are_an_error_under_stream_rules() -> None:
     def body() -> None:
         dp = group()
         (all_reduce if dp.index else all_gather)(own(dp.index), dp, checked=False).wait()
@@ -157,7 +157,7 @@ def both_ways() -> list[float]:
     return received.wait().tolist()
 
 
-def test_both_ways_on_one_communicator_hang() -> None:
+def test_sends_in_both_directions_on_one_communicator_deadlock() -> None:
     """As torch makes one for a pair of ranks; without the rules nothing is wrong."""
     assert run_threads(both_ways, (), 2, 1) == [[10, 11, 12, 13], [0, 1, 2, 3]]
     with pytest.raises(CommunicationError) as caught:
@@ -189,7 +189,7 @@ def test_a_bound_device_makes_one_communicator_for_all_pairs() -> None:
         run(in_a_chain, ranks=3, device_bound=True)
 
 
-def test_collectives_of_two_groups_in_two_orders() -> None:
+def test_collectives_of_two_groups_deadlock_only_if_awaited_in_two_orders() -> None:
     """On a GPU each rank's streams are independent: only waits in two orders hang."""
 
     def body(waits_first: bool) -> None:
@@ -210,7 +210,7 @@ def test_collectives_of_two_groups_in_two_orders() -> None:
         run(lambda: body(waits_first=True))
 
 
-def test_an_error_is_a_communication_error() -> None:
+def test_a_breach_of_a_stream_rule_is_a_communication_error() -> None:
     def body() -> str:
         dp = group()
         handle = all_gather(mine := own(dp.index), dp, checked=False)
@@ -222,7 +222,7 @@ def test_an_error_is_a_communication_error() -> None:
     assert all("wrote to the input" in told for told in run(body))
 
 
-def test_a_seed_gives_the_same_order_again() -> None:
+def test_a_seed_completes_operations_in_the_same_order_again() -> None:
     def orders(seed: int) -> list[Any]:
         def body() -> list[bool]:
             dp = group()

@@ -106,14 +106,14 @@ def require_good(case: Case, found: Timeline) -> None:
 
 @settings(max_examples=40)
 @given(cases(ranks=4, microbatches=6))
-def test_what_is_found_is_legal_within_the_limit_and_behind_nothing(case: Case) -> None:
+def test_auto_finds_a_legal_schedule_within_the_limit_not_longer_than_any_policy(case: Case) -> None:
     require_good(case, case.search())
 
 
 @pytest.mark.full
 @settings(max_examples=300)
 @given(cases(ranks=5, microbatches=10))
-def test_the_same_of_many_larger_pipelines(case: Case) -> None:
+def test_auto_on_larger_pipelines_finds_legal_schedules_not_longer_than_any_policy(case: Case) -> None:
     require_good(case, case.search(budget=20_000))
 
 
@@ -125,7 +125,7 @@ def test_the_same_of_many_larger_pipelines(case: Case) -> None:
         ("zb-v", Case(2, 10, None, Costs(1, 0.5, 0.5, 0.5), "span", 2)),
     ],
 )
-def test_what_is_found_is_behind_no_pattern(policy: str, case: Case) -> None:
+def test_auto_finds_no_longer_schedule_than_a_v_pattern(policy: str, case: Case) -> None:
     pattern = case.play(policy)
     assert max(pattern.peak) <= case.limit
     assert case.value(case.search()) <= case.value(pattern)
@@ -145,7 +145,7 @@ def tiny(draw: st.DrawFn) -> Case:
 
 @settings(max_examples=40)
 @given(tiny())
-def test_of_tiny_pipelines_it_finds_the_best_and_its_bound_says_so(case: Case) -> None:
+def test_auto_finds_the_optimum_of_tiny_pipelines_and_a_bound_equal_to_it(case: Case) -> None:
     ranks, microbatches, chunks, costs, measure, limit = case
     best = []
     for layout in layouts(chunks):
@@ -158,19 +158,19 @@ def test_of_tiny_pipelines_it_finds_the_best_and_its_bound_says_so(case: Case) -
     assert case.value(found) == found.schedule.bound == float(min(best))
 
 
-def test_the_bound_is_what_is_found_where_that_is_proven() -> None:
+def test_the_bound_of_auto_equals_the_makespan_where_the_optimum_is_proven() -> None:
     assert searched(4, 8, chunks=1).schedule.bound == 27  # as zb-h1
     made = searched(2, 6, Costs(3, 4, 2, comm=1), 4, chunks=1)
     assert (made.makespan, made.schedule.bound) == (58, 58)
 
 
-def test_the_bound_is_of_all_that_it_could_choose_from() -> None:
+def test_the_bound_of_auto_is_over_all_numbers_of_chunks_it_may_choose() -> None:
     one, any_number = (searched(4, 8, chunks=chunks).schedule.bound for chunks in (1, None))
     assert one == 27
     assert any_number == 24.75
 
 
-def test_without_enough_nodes_nothing_is_proven() -> None:
+def test_auto_with_too_few_search_nodes_proves_no_bound() -> None:
     # 31 is the best there is, but no bound says so.
     case = Case(4, 8, 1, Costs(), "makespan", 3)
     found = [case.search(budget=50_000, nodes=nodes) for nodes in (0, 50, 20_000)]
@@ -178,7 +178,7 @@ def test_without_enough_nodes_nothing_is_proven() -> None:
     assert [timeline.schedule.bound for timeline in found] == [28, 28, 31]
 
 
-def test_its_policy_says_where_its_stages_live() -> None:
+def test_the_policy_name_of_auto_tells_the_placement_of_stages() -> None:
     assert searched(4, 8, chunks=1).schedule.policy == "auto (linear)"
     # A rank of a v has the first stage and the last: with a hop that costs, its way is shorter.
     v = searched(2, 4, Costs(comm=2), chunks=2)
@@ -217,24 +217,24 @@ def test_a_named_policy_wins_where_nothing_better_is_found(monkeypatch: pytest.M
     assert won(4, Costs(1, 1, 0)) == ("auto (1f1b)", 4)
 
 
-def test_of_equal_makespans_the_shorter_span_wins() -> None:
+def test_auto_prefers_the_shorter_span_of_equal_makespans() -> None:
     wide = searched(4, 8, chunks=1, limit=7, budget=50_000)
     assert (wide.makespan, wide.span) == (27, 24)
     assert searched(4, 8, chunks=1, limit=7, measure="span").span == 24
 
 
-def test_what_may_be_joined_is_joined() -> None:
+def test_auto_joins_input_and_weight_gradients_where_that_delays_nothing() -> None:
     made = searched(1, 3).schedule
     assert made.order == (("0F0", "0B0", "0F1", "0B1", "0F2", "0B2"),)
     assert made.bound == 9
 
 
 @pytest.mark.parametrize("limit", [inf, 1e30, 8, 100.5])
-def test_any_limit_that_is_large_enough_is_as_good_as_none(limit: float) -> None:
+def test_auto_with_a_large_memory_limit_finds_the_schedule_without_one(limit: float) -> None:
     assert searched(2, 4, limit=limit).schedule == searched(2, 4, limit=inf).schedule
 
 
-def test_the_default_limit_is_the_memory_of_1f1b() -> None:
+def test_autos_default_memory_limit_is_that_of_1f1b() -> None:
     assert searched(3, 6).schedule == searched(3, 6, limit=3).schedule
     assert max(searched(3, 6).peak) <= 3
 
@@ -246,13 +246,13 @@ def test_a_limit_in_decimals_admits_thirds_that_are_written_out(limit: float) ->
     assert peak == pytest.approx(10 / 3 if limit == 10 / 3 else 3)
 
 
-def test_chunks_are_as_many_as_costs_have_stages_for() -> None:
+def test_auto_takes_the_chunks_that_costs_per_stage_imply() -> None:
     assert searched(2, 3, Costs([1, 1, 1, 1])).schedule.stages == 4
     assert searched(2, 3, Costs(until_I=[0.5] * 4, until_W=[0.5] * 4)).schedule.stages == 4
     assert searched(2, 3, Costs([1] * 10, 1, 1)).schedule.stages == 10  # more chunks than are tried unasked
 
 
-def test_the_same_arguments_give_the_same_schedule() -> None:
+def test_auto_gives_the_same_schedule_for_the_same_arguments() -> None:
     case = Case(3, 7, None, Costs(1.1, 1.3, 0.8, 0.1), "makespan", 3.5)
     assert case.search(budget=20_000) == case.search(budget=20_000)
 
@@ -274,17 +274,17 @@ def require_good_at_the_edge(costs: Costs, ranks: int, microbatches: int, measur
 
 
 @pytest.mark.parametrize("row", COVERING)
-def test_costs_and_counts_at_the_edge(row: Row) -> None:
+def test_auto_handles_extreme_costs_and_counts(row: Row) -> None:
     require_good_at_the_edge(**row)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("row", [row for row in every_row(EDGES) if row not in COVERING])
-def test_all_other_costs_and_counts_at_the_edge(row: Row) -> None:
+def test_auto_handles_all_other_extreme_costs_and_counts(row: Row) -> None:
     require_good_at_the_edge(**row)
 
 
-def test_costs_as_they_are_measured() -> None:
+def test_auto_handles_measured_costs_with_many_digits() -> None:
     costs = Costs(0.01852212345678901, 0.01808698765432109, 0.009337123456789, 6.012345678901234e-07)
     case = Case(2, 64, None, costs, "makespan", 2)
     require_good(case, case.search())

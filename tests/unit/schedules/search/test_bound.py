@@ -26,7 +26,9 @@ WHOLE = Costs(2, 4, 6, comm=5)
         (LINEAR, 4, 8, Costs(1, 1, 0), 16 + 3 + 3),  # and there is nothing to do while it is drained
     ],
 )
-def test_the_bound(layout: StageLayout, ranks: int, microbatches: int, costs: Costs, bound: int) -> None:
+def test_the_lower_bound_of_known_pipelines_is_the_listed_one(
+    layout: StageLayout, ranks: int, microbatches: int, costs: Costs, bound: int
+) -> None:
     problem = problem_of(layout, ranks, microbatches, costs, limit=1000)
     assert problem.measure(lower_bound(problem)) == bound
 
@@ -40,16 +42,16 @@ def test_the_bound(layout: StageLayout, ranks: int, microbatches: int, costs: Co
         (1, 8 * 9),
     ],
 )
-def test_with_less_room_it_takes_longer(limit: int, bound: int) -> None:
+def test_the_lower_bound_grows_as_the_memory_limit_falls(limit: int, bound: int) -> None:
     assert lower_bound(problem_of(LINEAR, 4, 8, limit=limit)) == bound
 
 
-def test_of_a_span_the_start_of_a_rank_is_no_loss() -> None:
+def test_the_lower_bound_of_a_span_does_not_count_late_starts() -> None:
     problem = problem_of(LINEAR, 4, 8, limit=7, of_span=True)
     assert problem.measure(lower_bound(problem)) == 24
 
 
-def test_forwards_that_take_no_time_take_their_room_last() -> None:
+def test_the_lower_bound_with_instant_forwards_uses_their_memory_last() -> None:
     costs = Costs([0, 1], 0, 2, comm=1, until_I=[3, 3], until_W=[1, 1])
     problem = problem_of(V, 1, 2, costs, limit=7)
     assert shortest(problem) == lower_bound(problem) == 6
@@ -65,5 +67,5 @@ def test_no_schedule_is_shorter_than_the_bound(problem: Problem) -> None:
 
 @settings(max_examples=20)
 @given(problems())
-def test_nothing_that_is_found_is_shorter_than_the_bound(problem: Problem) -> None:
+def test_no_found_schedule_is_shorter_than_the_lower_bound(problem: Problem) -> None:
     assert all(candidate.timed.length >= lower_bound(problem) for candidate in local_search([problem], 1))

@@ -47,7 +47,7 @@ def length_of(problem: Problem, found: SearchResult) -> int | None:
         (LOOP, 2, 2, Costs(2, 2, 2), 4, 13),
     ],
 )
-def test_small_optima(
+def test_exact_search_finds_and_proves_the_optima_of_small_pipelines(
     layout: StageLayout, ranks: int, microbatches: int, costs: Costs, limit: int, best: int
 ) -> None:
     problem = problem_of(layout, ranks, microbatches, costs, limit)
@@ -56,7 +56,7 @@ def test_small_optima(
     assert length_of(problem, found) == shortest(problem) == best
 
 
-def test_the_only_order_there_is() -> None:
+def test_exact_search_returns_the_only_possible_order() -> None:
     problem = problem_of(LINEAR, 2, 1)
     orders = operations(problem, "F0 I0 W0", "F0 I0 W0")
     assert exact_search(problem, ROOMY, ENOUGH).orders == orders
@@ -70,7 +70,7 @@ def test_the_only_order_there_is() -> None:
         (LOOP, Costs(4, 6, 4, comm=2), 4, 58),
     ],
 )
-def test_a_forward_may_have_to_wait_though_it_could_end_before_anything_else(
+def test_exact_search_delays_a_forward_that_could_start_if_that_is_shorter(
     layout: StageLayout, costs: Costs, limit: int, best: int
 ) -> None:
     problem = problem_of(layout, 2, 3, costs, limit)
@@ -81,7 +81,7 @@ def test_a_forward_may_have_to_wait_though_it_could_end_before_anything_else(
 
 @settings(max_examples=100)
 @given(problems(TINY, growing=False))
-def test_it_finds_the_shortest_and_knows_it(problem: Problem) -> None:
+def test_exact_search_finds_the_shortest_schedule_and_proves_it(problem: Problem) -> None:
     found = exact_search(problem, ROOMY, ENOUGH)
     assert found.proven
     assert length_of(problem, found) == shortest(problem)
@@ -89,7 +89,7 @@ def test_it_finds_the_shortest_and_knows_it(problem: Problem) -> None:
 
 @settings(max_examples=100)
 @given(problems(TINY))
-def test_it_says_proven_only_of_what_is(problem: Problem) -> None:
+def test_exact_search_claims_proof_only_for_the_optimum(problem: Problem) -> None:
     best = shortest(problem)
     found = exact_search(problem, ROOMY, ENOUGH)
     length = length_of(problem, found)
@@ -105,7 +105,9 @@ def test_it_says_proven_only_of_what_is(problem: Problem) -> None:
         ([0, 2, 2, 0], [1, 1, 3, 1], 6),
     ],
 )
-def test_input_gradients_that_take_room(until_input: list[int], until_weight: list[int], limit: int) -> None:
+def test_exact_search_is_right_where_input_gradients_take_memory(
+    until_input: list[int], until_weight: list[int], limit: int
+) -> None:
     """A weight gradient may have to come before another input gradient then."""
     costs = Costs(4, 4, 2, until_I=until_input, until_W=until_weight)
     problem = problem_of(V, 2, 2, costs, limit)
@@ -115,7 +117,7 @@ def test_input_gradients_that_take_room(until_input: list[int], until_weight: li
 
 @settings(max_examples=30)
 @given(problems(TINY, growing=False))
-def test_nothing_is_found_where_the_best_is_known(problem: Problem) -> None:
+def test_exact_search_finds_nothing_shorter_than_the_known_optimum(problem: Problem) -> None:
     best = shortest(problem)
     assert best is not None
     known = best + max(problem.head_starts)
@@ -123,7 +125,7 @@ def test_nothing_is_found_where_the_best_is_known(problem: Problem) -> None:
     assert length_of(problem, exact_search(problem, known + 1, ENOUGH)) == best
 
 
-def test_what_is_known_saves_nodes() -> None:
+def test_a_known_length_saves_nodes_of_exact_search() -> None:
     problem = problem_of(LINEAR, 3, 4, limit=2)
     first = exact_search(problem, ROOMY, ENOUGH)
     assert length_of(problem, first) == 17
@@ -132,7 +134,7 @@ def test_what_is_known_saves_nodes() -> None:
     assert again.nodes < first.nodes
 
 
-def test_without_enough_nodes_nothing_is_proven() -> None:
+def test_exact_search_with_too_few_nodes_proves_nothing() -> None:
     problem = problem_of(LINEAR, 3, 4, limit=2)
     assert exact_search(problem, ROOMY, 5) == (None, False, 5)
     found = exact_search(problem, ROOMY, 60)  # enough for some schedule, not for all
@@ -143,7 +145,7 @@ def test_without_enough_nodes_nothing_is_proven() -> None:
     assert not exact_search(problem, ROOMY, needed - 1).proven
 
 
-def test_weight_gradients_come_where_they_delay_nobody() -> None:
+def test_exact_search_places_weight_gradients_where_they_delay_no_rank() -> None:
     problem = problem_of(LINEAR, 2, 2, limit=2)
     found = exact_search(problem, ROOMY, ENOUGH)
     assert found.orders is not None

@@ -28,7 +28,7 @@ COSTS = (Costs(), Costs(comm=0.5), Costs(1, 1.3, 0.7, comm=0.1), Costs(W=0))
     times=st.tuples(*(st.integers(1, 3) for _ in range(3)), st.integers(0, 2)),
     number=st.integers(0, 40),
 )
-def test_a_habit_that_is_left_out_settles_as_one_that_is_tried(
+def test_dispatch_rules_left_out_give_the_outcome_of_one_that_is_tried(
     ranks: int, microbatches: int, times: tuple[int, int, int, int], number: int
 ) -> None:
     problem = problem_of(LINEAR, ranks, microbatches, Costs(*times), limit=ranks)
@@ -45,7 +45,7 @@ def outcome(problem: Problem, orders: list[list[int]], rule: DispatchRule) -> st
 
 @pytest.mark.parametrize("costs", COSTS)
 @pytest.mark.parametrize("name", ["zb-v", "v-half", "v-min"])
-def test_a_pattern_settles_as_with_every_habit_and_no_bound(
+def test_fitting_a_pattern_gives_the_result_of_trying_every_dispatch_rule(
     name: str, costs: Costs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pattern, policy = policy_schedule(name, 4, 12), POLICIES[name]
@@ -56,7 +56,7 @@ def test_a_pattern_settles_as_with_every_habit_and_no_bound(
     assert fit_block_policy(pattern, policy, costs) == made
 
 
-def test_what_needs_no_try_is_not_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fit_block_policy_does_not_time_orders_that_cannot_win(monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[TimedOrders] = []
 
     def counted(*arguments: object) -> TimedOrders:

@@ -31,18 +31,18 @@ def rows_of(schedule: Schedule) -> list[str]:
     return [" ".join(row) for row in schedule.order]
 
 
-def test_at_the_end_of_the_way_nobody_minds() -> None:
+def test_backward_halves_of_the_first_stage_are_fused() -> None:
     alone = written("0F0 0I0 0W0 0F1 0I1 0W1", rank_of=(0,))
     assert rows_of(fuse_backward(alone, Costs())) == ["0F0 0B0 0F1 0B1"]
 
 
-def test_who_waits_for_a_gradient_minds() -> None:
+def test_backward_halves_are_not_fused_where_another_rank_waits_for_the_gradient() -> None:
     # rank 0  F0 F1  . I0 W0  . I1 W1
     # rank 1   . F0 I0 W0 F1 I1 W1
     assert rows_of(fuse_backward(BOTH, Costs())) == ["0F0 0F1 0B0 0B1", "1F0 1I0 1W0 1F1 1I1 1W1"]
 
 
-def test_who_is_busy_until_then_does_not() -> None:
+def test_backward_halves_are_fused_where_the_receiver_is_still_busy() -> None:
     # Rank 0 does F1 until 12, rank 1 turns micro-batch 0 until 8 and weighs it until 10, or comm later.
     costs = [Costs([6, 1], 1, 2, comm=comm) for comm in (0, 1, 1.5)]
     assert [rows_of(fuse_backward(BOTH, each))[1] for each in costs] == [
@@ -52,23 +52,23 @@ def test_who_is_busy_until_then_does_not() -> None:
     ]
 
 
-def test_on_the_same_rank_there_is_no_hop() -> None:
+def test_fusing_between_stages_of_one_rank_counts_no_hop() -> None:
     rows = "0F0 1F0 1I0 1W0 0I0 0W0 0F1 1F1 1I1 1W1 0I1 0W1"
     costs = Costs(comm=5)
     assert rows_of(fuse_backward(written(rows, rank_of=(0, 0)), costs)) == ["0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1"]
 
 
-def test_a_weight_gradient_that_comes_later_stays_there() -> None:
+def test_a_weight_gradient_that_comes_later_is_not_fused() -> None:
     rows = ("0F0 0F1 0I0 0I1 0W0 0W1", "1F0 1F1 1I0 1I1 1W0 1W1")
     assert rows_of(fuse_backward(written(*rows), Costs())) == list(rows)
 
 
-def test_full_backwards_stay() -> None:
+def test_fusing_leaves_a_schedule_of_full_backwards_unchanged() -> None:
     made = policy_schedule("1f1b", 3, 5)
     assert fuse_backward(made, Costs()) == made
 
 
-def test_everything_else_stays() -> None:
+def test_fusing_changes_only_the_actions_of_a_schedule() -> None:
     made = replace(policy_schedule("zb-h1", 3, 4), bound=1.5)
     assert replace(fuse_backward(made, Costs()), actions=made.actions) == made
 
@@ -86,7 +86,7 @@ def timed(draw: st.DrawFn) -> tuple[Schedule, Costs]:
 
 
 @given(timed())
-def test_nothing_else_moves(case: tuple[Schedule, Costs]) -> None:
+def test_fusing_changes_no_makespan_peak_or_start_of_other_actions(case: tuple[Schedule, Costs]) -> None:
     schedule, costs = case
     joined = fuse_backward(schedule, costs)
     check(joined)
@@ -108,7 +108,7 @@ def pairs(schedule: Schedule) -> Iterator[tuple[int, int]]:
 
 
 @given(timed())
-def test_what_is_left_would_delay_somebody(case: tuple[Schedule, Costs]) -> None:
+def test_fusing_any_remaining_pair_would_delay_an_action(case: tuple[Schedule, Costs]) -> None:
     schedule, costs = case
     left = fuse_backward(schedule, costs)
     starts_left = {cell.action: cell.start for row in simulate(left, costs).cells for cell in row}

@@ -39,7 +39,9 @@ def first_starts(problem: Problem, count: int) -> Iterator[InitialOrder]:
         ((Placement.LOOP, 3), ["interleaved"]),
     ],
 )
-def test_policies_that_have_the_stages_come_first(layout: StageLayout, names: list[str]) -> None:
+def test_initial_orders_begin_with_policies_that_have_the_stages(
+    layout: StageLayout, names: list[str]
+) -> None:
     found = list(first_starts(problem_of(layout), 60))
     named = [start.origin for start in found if isinstance(start.origin, str)]
     assert named == names * 4  # four tempers
@@ -48,13 +50,13 @@ def test_policies_that_have_the_stages_come_first(layout: StageLayout, names: li
     assert found[len(named)] == InitialOrder(BlockParameters(1, 0.0, (0, 0), (0,) * (2 * layout[1] - 1)))
 
 
-def test_starts_depend_on_chance_only_where_it_is_given() -> None:
+def test_initial_orders_are_random_only_with_a_given_generator() -> None:
     problem = problem_of(V)
     assert list(first_starts(problem, 200)) == list(first_starts(problem, 200))
     assert list(islice(initial_orders(problem, Random(1)), 200)) != list(first_starts(problem, 200))
 
 
-def test_a_policy_that_fits_is_taken_as_it_is() -> None:
+def test_an_initial_order_of_a_policy_within_the_limit_is_unchanged() -> None:
     problem = problem_of(LINEAR, 4, 8, limit=4)
     assert orders_from(problem, InitialOrder("1f1b")) == problem.orders_of(
         policy_schedule("1f1b", 4, 8).actions
@@ -65,7 +67,7 @@ def test_a_policy_that_fits_is_taken_as_it_is() -> None:
     )
 
 
-def test_a_policy_that_holds_too_much_is_mended() -> None:
+def test_an_initial_order_of_a_policy_above_the_limit_is_changed_to_keep_it() -> None:
     problem = problem_of(LINEAR, 2, 3, limit=2)
     assert words(problem, orders_from(problem, InitialOrder("gpipe"))) == [
         "F0 F1 I0 W0 F2 I1 W1 I2 W2",
@@ -96,19 +98,19 @@ def test_a_pattern_has_the_period_of_the_most_loaded_rank() -> None:
     assert stretched.period == 8  # 6 and a quarter, in whole cells
 
 
-def test_with_more_cells_a_pattern_knows_what_operations_cost() -> None:
+def test_a_pattern_with_more_cells_has_lengths_in_proportion_to_costs() -> None:
     problem = problem_of(LINEAR, 2, 4, Costs(1, 2, 3))
     assert block_for(problem, BlockParameters(1, 0.0, (0, 0), (0,))).lengths == ((1, 1), (1, 1), (1, 1))
     assert block_for(problem, BlockParameters(2, 0.0, (0, 0), (0,))).lengths == ((1, 1), (2, 2), (3, 3))
 
 
-def test_what_costs_nothing_takes_a_cell_too() -> None:
+def test_an_operation_without_cost_takes_one_cell_of_a_pattern() -> None:
     for costs in (Costs(0, 0, 0), Costs(0, 1, 1000)):
         pattern = block_for(problem_of(V, 2, 4, costs), BlockParameters(2, 0.0, (1, 1), (1, 1, 1)))
         assert min(map(min, pattern.lengths)) == 1
 
 
-def test_what_is_admitted_goes_by_keys() -> None:
+def test_operations_are_admitted_in_the_order_of_their_keys_within_the_limit() -> None:
     problem = problem_of(LINEAR, 2, 2, limit=2)
     kinds = [lane % 3 for lane in problem.tables.lane]
     assert admit_in_order(problem, kinds) == operations(problem, "F0 F1 I0 I1 W0 W1", "F0 F1 I0 I1 W0 W1")
@@ -128,7 +130,7 @@ def test_ranks_with_room_for_different_numbers_of_forwards_do_not_wait_for_each_
 
 @settings(max_examples=100)
 @given(problems(), st.integers(0, 70))
-def test_every_start_can_be_run_within_the_limit(problem: Problem, number: int) -> None:
+def test_every_initial_order_can_run_within_the_memory_limit(problem: Problem, number: int) -> None:
     start = next(islice(initial_orders(problem, Random(0)), number, None))
     orders = orders_from(problem, start)
     require_legal(problem, orders)
@@ -136,5 +138,5 @@ def test_every_start_can_be_run_within_the_limit(problem: Problem, number: int) 
 
 
 @given(problems(), st.randoms(use_true_random=False))
-def test_any_keys_give_orders_that_can_be_run_within_the_limit(problem: Problem, rng: Random) -> None:
+def test_any_keys_give_orders_that_can_run_within_the_memory_limit(problem: Problem, rng: Random) -> None:
     require_legal(problem, admit_in_order(problem, [rng.randrange(100) for _ in range(problem.size)]))

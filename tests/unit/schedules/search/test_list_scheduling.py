@@ -40,12 +40,12 @@ def test_a_weight_gradient_fills_a_gap() -> None:
     assert timed(ROWS) == ["F0 F1 I0 W0 I1 W1", ROWS[1]]
 
 
-def test_an_order_in_which_nothing_can_come_forward_is_kept() -> None:
+def test_list_scheduling_keeps_an_order_without_usable_gaps() -> None:
     rows = ("F0 F1 I0 I1 W0 W1", "F0 F1 I0 I1 W0 W1")
     assert timed(rows) == timed(rows, Costs(1, 1, 1, comm=1)) == list(rows)
 
 
-def test_a_gap_is_filled_that_is_at_least_a_part_of_what_goes_into_it() -> None:
+def test_list_scheduling_fills_a_gap_of_at_least_a_fraction_of_the_operation() -> None:
     costs = Costs(1, 1, 2)  # the gap of rank 0 is 1
     assert timed(ROWS, costs, gap=0.5) == ["F0 F1 I0 W0 I1 W1", ROWS[1]]
     assert timed(ROWS, costs, gap=0.6) == list(ROWS)
@@ -66,7 +66,7 @@ def test_a_forward_stays_out_where_what_comes_before_it_needs_the_room() -> None
     assert words(problem, found.orders)[0] == rows[0]
 
 
-def test_what_somebody_waits_for_may_go_first() -> None:
+def test_the_rule_consumed_first_runs_awaited_operations_first() -> None:
     problem = problem_of(LINEAR, 2, 3, Costs(until_W=0), limit=2)
     orders = operations(problem, "F0 F1 I0 I1 W0 F2 W1 I2 W2", "F0 I0 F1 I1 W0 W1 F2 I2 W2")
 
@@ -77,7 +77,7 @@ def test_what_somebody_waits_for_may_go_first() -> None:
     assert first_rank(DispatchRule(consumed_first=True)) == "F0 F1 I0 F2 I1 W0 W1 I2 W2"
 
 
-def test_the_length_counts_to_the_last_end() -> None:
+def test_the_length_of_a_list_schedule_is_its_last_end() -> None:
     problem = problem_of(LINEAR, 2, 2)
     found = list_schedule(problem.tables, operations(problem, *ROWS), 9, DispatchRule())
     assert found.length == max(found.ends) == 7
@@ -85,7 +85,7 @@ def test_the_length_counts_to_the_last_end() -> None:
     assert found.reversed() == [order[::-1] for order in found.orders]
 
 
-def test_of_a_span_the_length_counts_from_each_ranks_own_start() -> None:
+def test_the_span_of_a_list_schedule_counts_from_each_ranks_own_start() -> None:
     problem = problem_of(LINEAR, 2, 2, of_span=True)
     found = list_schedule(problem.tables, operations(problem, *ROWS), 9, DispatchRule())
     assert found.ends[5] == found.ends[11] == 7
@@ -93,7 +93,7 @@ def test_of_a_span_the_length_counts_from_each_ranks_own_start() -> None:
     assert problem.measure(found.length) == 7
 
 
-def test_orders_that_cannot_be_run_are_no_schedule() -> None:
+def test_list_scheduling_refuses_orders_that_deadlock() -> None:
     problem = problem_of()
     stuck = operations(problem, "F0 I0 W0 F1 I1 W1", "F1 I1 W1 F0 I0 W0")
     with pytest.raises(AssertionError, match="orders that cannot be run"):
@@ -110,13 +110,15 @@ def test_times_may_be_as_fine_as_floats_are() -> None:
 
 
 @given(problems(ALONE), st.sampled_from(DISPATCH_RULES))
-def test_one_rank_has_nothing_to_wait_for(problem: Problem, rule: DispatchRule) -> None:
+def test_list_scheduling_keeps_the_order_of_one_rank(problem: Problem, rule: DispatchRule) -> None:
     orders = orders_from(problem, next(initial_orders(problem, Random(0))))
     assert list_schedule(problem.tables, orders, problem.limit, rule).orders == orders
 
 
 @given(started(), st.sampled_from(DISPATCH_RULES))
-def test_what_is_settled_is_legal(case: tuple[Problem, Orders], rule: DispatchRule) -> None:
+def test_list_scheduling_gives_legal_orders_within_the_limit(
+    case: tuple[Problem, Orders], rule: DispatchRule
+) -> None:
     problem, orders = case
     found = list_schedule(problem.tables, orders, problem.limit, rule)
     require_legal(problem, found.orders)
@@ -124,7 +126,7 @@ def test_what_is_settled_is_legal(case: tuple[Problem, Orders], rule: DispatchRu
 
 
 @given(started(), st.sampled_from(DISPATCH_RULES))
-def test_what_is_settled_from_the_back_is_legal_from_the_front(
+def test_list_scheduling_of_the_mirrored_problem_gives_legal_orders(
     case: tuple[Problem, Orders], rule: DispatchRule
 ) -> None:
     problem, orders = case
@@ -149,7 +151,7 @@ def require_ends(problem: Problem, found: TimedOrders) -> None:
 
 
 @given(started(), st.integers(0, 9), st.sampled_from((0.0, 0.1, 0.5, 1.0)))
-def test_restless_ranks_stay_within_the_rules(
+def test_list_scheduling_with_random_swaps_gives_legal_orders(
     case: tuple[Problem, Orders], seed: int, swap_chance: float
 ) -> None:
     problem, orders = case
@@ -161,7 +163,7 @@ def test_restless_ranks_stay_within_the_rules(
     require_legal(problem, late.reversed())
 
 
-def test_unrest_changes_orders() -> None:
+def test_random_swaps_change_the_orders_by_seed() -> None:
     problem = problem_of(LINEAR, 4, 8, limit=4)
     orders = problem.orders_of(policy_schedule("zb-h1", 4, 8).actions)
     calm = list_schedule(problem.tables, orders, 4, DispatchRule(), Random(0))
@@ -175,7 +177,9 @@ def test_unrest_changes_orders() -> None:
 
 @settings(max_examples=50)
 @given(started(), st.sampled_from(DISPATCH_RULES), st.integers(0, 4))
-def test_justified_is_never_longer(case: tuple[Problem, Orders], rule: DispatchRule, rounds: int) -> None:
+def test_justification_never_lengthens_a_schedule(
+    case: tuple[Problem, Orders], rule: DispatchRule, rounds: int
+) -> None:
     problem, orders = case
     start = list_schedule(problem.tables, orders, problem.limit, rule)
     best = justify(problem, start, rule, rounds)
@@ -184,7 +188,7 @@ def test_justified_is_never_longer(case: tuple[Problem, Orders], rule: DispatchR
     assert rounds or best is start
 
 
-def test_justified_gpipe_is_shorter() -> None:
+def test_justification_shortens_gpipe() -> None:
     problem = problem_of(LINEAR, 4, 8, limit=8)
     start = list_schedule(
         problem.tables, problem.orders_of(policy_schedule("gpipe", 4, 8).actions), 8, DispatchRule()
@@ -192,7 +196,7 @@ def test_justified_gpipe_is_shorter() -> None:
     assert (start.length, justify(problem, start, DispatchRule(), 6).length) == (30, 27)
 
 
-def test_the_best_of_all_rounds_is_kept() -> None:
+def test_justification_keeps_the_best_of_all_rounds() -> None:
     problem = problem_of(LINEAR, 4, 4, Costs(1, 2, 3, comm=1), limit=3)
     start = list_schedule(problem.tables, orders_from(problem, InitialOrder("zb-h1")), 3, DispatchRule())
     late = list_schedule(problem.mirrored_tables, start.reversed(), 3, DispatchRule())

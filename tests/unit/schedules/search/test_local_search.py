@@ -27,14 +27,14 @@ def entrants(of_span: bool = False) -> list[Problem]:
     return [problem_of(layout, 2, 4, COSTS, 2 * layout[1], of_span) for layout in LAYOUTS]
 
 
-def test_the_same_race_ends_the_same() -> None:
+def test_local_search_is_deterministic() -> None:
     assert local_search(entrants(), BUDGET) == local_search(entrants(), BUDGET)
     # Of these no policy has the stages, so that shapes are drawn sooner.
     drawn = problem_of((Placement.V, 3), 2, 4, COSTS, 6)
     assert local_search([drawn], BUDGET) == local_search([drawn], BUDGET)
 
 
-def test_the_shortest_come_in_first() -> None:
+def test_local_search_returns_legal_candidates_shortest_first() -> None:
     for of_span in [False, True]:
         candidates = local_search(entrants(of_span), BUDGET)
         lengths = [candidate.length for candidate in candidates]
@@ -44,7 +44,7 @@ def test_the_shortest_come_in_first() -> None:
             require_legal(candidate.problem, candidate.timed.orders)
 
 
-def test_lengths_of_layouts_are_in_one_unit() -> None:
+def test_lengths_of_different_layouts_are_in_one_unit() -> None:
     fine, coarse = (problem_of(layout, 2, 2, Costs(2, 2, 2)) for layout in (V, LINEAR))
     lengths = [
         Candidate(problem, InitialOrder("any"), DispatchRule(), TimedOrders(ticks, [], [])).length
@@ -53,13 +53,13 @@ def test_lengths_of_layouts_are_in_one_unit() -> None:
     assert lengths == [26, 26]
 
 
-def test_it_finds_the_best_of_what_is_known_to_be_best() -> None:
+def test_local_search_reaches_the_lower_bound_of_zb_h1() -> None:
     # Within the memory of 1f1b, one chunk a rank: the makespan of zb-h1, which the bound shows to be best.
     problem = problem_of(LINEAR, 4, 8, limit=4)
     assert local_search([problem], 1)[0].timed.length == lower_bound(problem) == 27
 
 
-def test_a_short_run() -> None:
+def test_local_search_shortens_long_pipelines_to_few_micro_batches() -> None:
     for layout, ranks, microbatches, limit, short in [
         (LINEAR, 4, 100, 4, 8),
         (LINEAR, 4, 100, 7, 11),  # more of them are under way at once
@@ -72,12 +72,12 @@ def test_a_short_run() -> None:
         assert shortened_problem(problem) == problem.shortened(short)
 
 
-def test_a_short_run_where_nothing_is_held() -> None:
+def test_local_search_shortens_pipelines_that_hold_no_memory() -> None:
     problem = problem_of(LINEAR, 4, 100, Costs(until_I=0, until_W=0), limit=0)
     assert shortened_problem(problem) == problem.shortened(8)
 
 
-def test_a_long_pipeline_is_run_at_full_length() -> None:
+def test_the_result_of_local_search_has_all_micro_batches() -> None:
     problem = problem_of(LINEAR, 2, 40, limit=2)
     (best, *_) = local_search([problem], 1)
     assert best.problem == problem
@@ -108,7 +108,7 @@ def test_the_operations_that_are_scheduled_are_those_of_the_budget(
 
 @settings(max_examples=30)
 @given(problems())
-def test_there_is_always_a_winner(problem: Problem) -> None:
+def test_local_search_without_budget_returns_a_legal_candidate(problem: Problem) -> None:
     candidates = local_search([problem], 0)
     assert 1 <= len(candidates) <= LEAST
     require_legal(problem, candidates[0].timed.orders)

@@ -39,7 +39,7 @@ def admitted_after(problem: Problem, *done: tuple[int, int, int]) -> list[tuple[
     return [(operation // count // 3, operation // count % 3, operation % count) for operation in admitted]
 
 
-def test_a_forward_waits_where_the_limit_is_reached() -> None:
+def test_the_guard_delays_a_forward_at_the_memory_limit() -> None:
     problem = problem_of(LINEAR, 1, 3, limit=2)
     assert admitted_after(problem) == [(0, 0, 0)]
     assert admitted_after(problem, (0, 0, 0)) == [(0, 0, 1), (0, 1, 0)]
@@ -48,7 +48,7 @@ def test_a_forward_waits_where_the_limit_is_reached() -> None:
     assert admitted_after(problem, (0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 2, 0)) == [(0, 0, 2), (0, 1, 1)]
 
 
-def test_a_forward_stays_out_where_an_older_microbatch_could_not_be_finished() -> None:
+def test_the_guard_refuses_a_forward_that_would_block_an_older_micro_batch() -> None:
     # Two chunks on one rank, each holds one unit, and there is room for two: with both for chunk 0, no
     # micro-batch would ever get through chunk 1.
     problem = problem_of(LOOP, 1, 3, limit=2)
@@ -59,13 +59,13 @@ def test_a_forward_stays_out_where_an_older_microbatch_could_not_be_finished() -
     assert admitted_after(problem, (0, 0, 0), (1, 0, 0)) == [(0, 0, 1), (1, 1, 0)]
 
 
-def test_an_input_gradient_stays_out_where_it_takes_more_than_there_is() -> None:
+def test_the_guard_refuses_an_input_gradient_that_exceeds_the_memory_limit() -> None:
     problem = problem_of(LINEAR, 1, 2, Costs(until_I=1, until_W=2), limit=3)
     assert admitted_after(problem, (0, 0, 0), (0, 0, 1)) == [(0, 1, 0)]
     assert admitted_after(problem, (0, 0, 0), (0, 0, 1), (0, 1, 0)) == [(0, 2, 0)]
 
 
-def test_what_is_held_is_counted_and_given_back() -> None:
+def test_the_guard_counts_held_memory_and_undo_restores_it() -> None:
     problem = problem_of(LINEAR, 2, 2, Costs(until_I=3, until_W=1))
     room = MemoryGuard(problem)
     held = []
@@ -88,14 +88,14 @@ def test_what_is_held_is_counted_and_given_back() -> None:
         (LOOP, [2, 0, 2, 0], [2, 0, 3, 1], (5, 1)),
     ],
 )
-def test_the_least_room(
+def test_least_memory_of_small_pipelines_is_the_listed_one(
     layout: StageLayout, until_input: list[int], until_weight: list[int], least: tuple[int, int]
 ) -> None:
     problem = problem_of(layout, 2, 2, Costs(until_I=until_input, until_W=until_weight))
     assert (least_memory(problem, 0), least_memory(problem, 1)) == least
 
 
-def test_the_least_room_is_enough_where_a_chunk_grows_when_the_others_are_gone() -> None:
+def test_least_memory_is_enough_where_one_chunks_memory_grows_late() -> None:
     problem = problem_of(LOOP, 1, 2, Costs(until_I=[1, 1], until_W=[2, 1]), limit=2)
     assert least_memory(problem, 0) == 2
     assert admitted_after(problem) == [(0, 0, 0)]
@@ -104,7 +104,7 @@ def test_the_least_room_is_enough_where_a_chunk_grows_when_the_others_are_gone()
 
 @settings(max_examples=150)
 @given(problems(), st.randoms(use_true_random=False))
-def test_whatever_is_let_in_everything_can_be_done(problem: Problem, rng: Random) -> None:
+def test_whatever_order_the_guard_admits_all_operations_can_finish(problem: Problem, rng: Random) -> None:
     room = MemoryGuard(problem)
     for _ in range(problem.size):
         choices = [operation for operation in in_turn(problem, room) if room.admits(operation)]
@@ -115,7 +115,7 @@ def test_whatever_is_let_in_everything_can_be_done(problem: Problem, rng: Random
 
 @settings(max_examples=30)
 @given(problems(ALONE, growing=False))
-def test_nothing_is_kept_out_that_could_be_let_in(problem: Problem) -> None:
+def test_the_guard_refuses_only_operations_after_which_not_all_can_finish(problem: Problem) -> None:
     room = MemoryGuard(problem)
 
     @cache
@@ -139,7 +139,7 @@ def test_nothing_is_kept_out_that_could_be_let_in(problem: Problem) -> None:
 
 @settings(max_examples=50)
 @given(problems(ALONE))
-def test_the_least_room_is_what_any_way_through_needs(problem: Problem) -> None:
+def test_least_memory_is_the_smallest_limit_with_a_complete_order(problem: Problem) -> None:
     least = least_memory(problem, 0)
     assert can_end(replace(problem, limit=least))
     assert least == 0 or not can_end(replace(problem, limit=least - 1))

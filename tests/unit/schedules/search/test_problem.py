@@ -17,7 +17,7 @@ ONE = problem_of(V, 2, 1, Costs(2, 4, 6, comm=5, until_I=4, until_W=2))
 NONE = -1
 
 
-def test_operations_of_a_v_need_each_other() -> None:
+def test_the_tables_of_a_v_list_dependencies_and_memory_of_each_operation() -> None:
     assert ONE.rank_of == (0, 1, 1, 0)
     assert ONE.stages_of == ((0, 3), (1, 2))
     tables = ONE.tables
@@ -32,7 +32,7 @@ def test_operations_of_a_v_need_each_other() -> None:
     assert tables.is_last == [False, False, True] * 4
 
 
-def test_the_mirror_image_of_a_v() -> None:
+def test_the_mirrored_tables_of_a_v_swap_needs_and_feeds() -> None:
     tables = ONE.mirrored_tables
     assert tables.needs == ONE.tables.feeds
     assert tables.feeds == ONE.tables.needs
@@ -47,7 +47,7 @@ def test_the_mirror_image_of_a_v() -> None:
     )
 
 
-def test_microbatches_of_a_lane_stand_side_by_side() -> None:
+def test_operations_of_one_stage_and_kind_are_numbered_consecutively() -> None:
     tables = problem_of(LINEAR, 2, 3).tables
     assert tables.lane == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4, 5, 5, 5]
     assert tables.needs == [NONE] * 3 + [12, 13, 14] + [NONE] * 3 + [0, 1, 2] + [9, 10, 11] + [NONE] * 3
@@ -55,14 +55,14 @@ def test_microbatches_of_a_lane_stand_side_by_side() -> None:
     assert list(problem_of(LINEAR, 2, 3).mirrored_tables.microbatches) == [2, 1, 0]
 
 
-def test_of_a_makespan_all_ends_count_alike() -> None:
+def test_for_a_makespan_all_ranks_have_end_offset_0() -> None:
     problem = problem_of(LINEAR, 3, 2, Costs(2, 1, 1, comm=0.5))
     assert problem.first_starts == (0, 5, 10)
     assert problem.head_starts == (0, 0, 0)
     assert problem.tables.end_offsets == problem.mirrored_tables.start_offsets == [0, 0, 0]
 
 
-def test_of_a_span_a_rank_that_starts_later_may_end_later() -> None:
+def test_for_a_span_a_rank_that_starts_later_may_end_later() -> None:
     problem = problem_of(V, 3, 2, Costs(2, 2, 2, comm=0.5), of_span=True)
     assert problem.ticks.tick == Fraction(1, 2)
     assert problem.first_starts == (0, 3, 6, 8, 11, 14)  # no hop between the stages in the middle
@@ -72,26 +72,26 @@ def test_of_a_span_a_rank_that_starts_later_may_end_later() -> None:
     assert problem.measure(46) == 20
 
 
-def test_one_stage_a_rank_is_the_same_in_every_placement() -> None:
+def test_with_one_stage_a_rank_all_placements_give_the_same_problem() -> None:
     v, loop, line = (problem_of((layout[0], 1), 3) for layout in (V, LOOP, LINEAR))
     assert v.tables == loop.tables == line.tables
 
 
-def test_fewer_microbatches() -> None:
+def test_a_shortened_problem_has_fewer_micro_batches_and_the_same_layout() -> None:
     problem = problem_of(V, 2, 8, limit=6)
     assert problem.size == 3 * 4 * 8
     assert problem.shortened(3) == problem_of(V, 2, 3, limit=6)
     assert problem.shortened(3).layout == problem.layout == V
 
 
-def test_a_full_backward_is_two_operations() -> None:
+def test_a_full_backward_becomes_input_and_weight_gradient_operations() -> None:
     problem = problem_of(LINEAR, 1, 2)
     (order,) = problem.orders_of([[Action(0, Kind.F, 0), Action(0, Kind.B, 0)]])
     assert order == [0, 2, 4]
     assert problem.actions_of([order]) == (tuple(Action(0, kind, 0) for kind in (Kind.F, Kind.I, Kind.W)),)
 
 
-def test_actions_are_operations() -> None:
+def test_actions_of_a_schedule_are_converted_to_operations_and_back() -> None:
     problem = problem_of(LINEAR, 2, 4)
     made = policy_schedule("zb-h1", 2, 4)
     orders = problem.orders_of(made.actions)
@@ -102,7 +102,7 @@ def test_actions_are_operations() -> None:
 
 
 @given(problems(), st.randoms(use_true_random=False))
-def test_operations_are_actions_and_back(problem: Problem, rng: Random) -> None:
+def test_operations_survive_conversion_to_actions_and_back(problem: Problem, rng: Random) -> None:
     orders = [
         [operation for operation in range(problem.size) if problem.tables.rank[operation] == rank]
         for rank in range(problem.ranks)
@@ -113,7 +113,7 @@ def test_operations_are_actions_and_back(problem: Problem, rng: Random) -> None:
 
 
 @given(problems())
-def test_the_mirror_image_swaps_what_comes_before_and_behind(problem: Problem) -> None:
+def test_mirroring_a_problem_swaps_predecessors_and_successors(problem: Problem) -> None:
     ahead, mirrored_tables = problem.tables, problem.mirrored_tables
     for operation, follower in enumerate(ahead.feeds):
         assert mirrored_tables.needs[operation] == follower
@@ -129,7 +129,7 @@ def test_the_mirror_image_swaps_what_comes_before_and_behind(problem: Problem) -
 
 
 @given(problems(), st.integers(0, 1000))
-def test_a_length_is_measured_and_back(problem: Problem, length: int) -> None:
+def test_a_length_in_ticks_survives_conversion_to_time_and_back(problem: Problem, length: int) -> None:
     assert problem.length(problem.measure(length)) == length
     assert problem.length(problem.measure(length) - problem.ticks.tick / 3) == length
     assert problem.length(problem.measure(length) + problem.ticks.tick / 3) == length + 1

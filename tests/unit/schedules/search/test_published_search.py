@@ -111,7 +111,7 @@ def found(
 
 
 @pytest.mark.parametrize(("layout", "ranks", "microbatches", "times", "limit", "best"), EXACT_OPTIMA)
-def test_exact_optima(
+def test_exact_search_and_auto_reach_the_listed_optima(
     layout: StageLayout, ranks: int, microbatches: int, times: tuple[float, ...], limit: int, best: float
 ) -> None:
     chunks = layout[1]
@@ -130,13 +130,15 @@ def test_exact_optima(
 
 
 @pytest.mark.parametrize(("costs", "limit", "best"), BEST_KNOWN)
-def test_best_known(costs: Costs, limit: float, best: float) -> None:
+def test_auto_reaches_the_best_known_makespans(costs: Costs, limit: float, best: float) -> None:
     assert found(4, 8, costs, limit).makespan <= best
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("costs", "limit", "best"), MORE_BEST_KNOWN)
-def test_best_known_with_other_limits(costs: Costs, limit: float, best: float) -> None:
+def test_auto_reaches_the_best_known_makespans_under_other_limits(
+    costs: Costs, limit: float, best: float
+) -> None:
     assert found(4, 8, costs, limit).makespan <= best
 
 
@@ -149,7 +151,9 @@ def test_best_known_with_other_limits(costs: Costs, limit: float, best: float) -
         pytest.param(64, 10, 192.4 - 0.01, marks=pytest.mark.full),  # less than with the memory of 1f1b
     ],
 )
-def test_pytorchs_best_of_eight_ranks(microbatches: int, limit: float, best: float) -> None:
+def test_auto_is_not_longer_than_pytorchs_best_schedule_on_eight_ranks(
+    microbatches: int, limit: float, best: float
+) -> None:
     assert found(8, microbatches, NEARLY_EQUAL, limit).makespan <= best
 
 
@@ -161,12 +165,14 @@ def bubble(row: Row, multiple: int) -> float:
 
 
 @pytest.mark.parametrize("multiple", [1, 2])
-def test_the_zero_bubble_paper(multiple: int) -> None:
+def test_auto_has_no_larger_bubble_than_the_zero_bubble_paper(multiple: int) -> None:
     assert bubble(ZERO_BUBBLE, multiple) <= ZERO_BUBBLE.bubbles[multiple - 1]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("multiple", [1, 2])
 @pytest.mark.parametrize("row", MORE_ZERO_BUBBLE)
-def test_larger_pipelines_of_the_zero_bubble_paper(row: Row, multiple: int) -> None:
+def test_auto_has_no_larger_bubble_than_the_zero_bubble_paper_on_larger_pipelines(
+    row: Row, multiple: int
+) -> None:
     assert bubble(row, multiple) <= row.bubbles[multiple - 1]

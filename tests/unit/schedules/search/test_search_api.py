@@ -20,7 +20,7 @@ IN_PATTERN = {"zb-v": 4, "v-half": 3, "v-min": 2}
 """And how much a rank of four holds at most."""
 
 
-def test_the_names() -> None:
+def test_the_policy_names_are_the_listed_ones() -> None:
     assert POLICY_NAMES == (
         "gpipe",
         "1f1b",
@@ -36,20 +36,20 @@ def test_the_names() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
-def test_chunks_where_nobody_says(policy: str) -> None:
+def test_each_policy_has_a_default_number_of_chunks(policy: str) -> None:
     made = schedule(policy, ranks=2, microbatches=2)
     if policy != "auto":
         assert default_chunks(policy, ranks=2, stages=6) == made.stages // 2
 
 
-def test_auto_has_the_chunks_that_make_the_stages() -> None:
+def test_auto_takes_the_chunks_that_make_the_given_number_of_stages() -> None:
     assert [default_chunks("auto", ranks=2, stages=stages) for stages in (1, 2, 3, 6)] == [1, 1, 1, 3]
     with pytest.raises(ScheduleError, match="there is no schedule policy '1f1a': did you mean 1f1b"):
         default_chunks("1f1a", ranks=2, stages=2)
 
 
 @pytest.mark.parametrize("policy", IN_TURNS)
-def test_an_order_is_the_same_for_any_costs(policy: str) -> None:
+def test_orders_of_policies_without_patterns_do_not_depend_on_costs(policy: str) -> None:
     made = schedule(policy, ranks=3, microbatches=6, costs=Costs(1, 5, 0, comm=3))
     assert made == schedule(policy, ranks=3, microbatches=6) == policy_schedule(policy, 3, 6)
     assert (made.policy, made.bound) == (policy, None)
@@ -66,12 +66,14 @@ def test_an_order_is_the_same_for_any_costs(policy: str) -> None:
         ("v-min", 2, (0, 1, 1, 0)),
     ],
 )
-def test_chunks(policy: str, chunks: int | None, rank_of: tuple[int, ...]) -> None:
+def test_the_number_of_chunks_decides_the_rank_of_each_stage(
+    policy: str, chunks: int | None, rank_of: tuple[int, ...]
+) -> None:
     assert schedule(policy, ranks=2, microbatches=4, chunks=chunks).rank_of == rank_of
 
 
 @pytest.mark.parametrize("policy", IN_PATTERN)
-def test_a_pattern_in_unit_costs_holds_what_its_authors_say(policy: str) -> None:
+def test_v_patterns_in_unit_costs_have_the_published_memory_and_span(policy: str) -> None:
     timeline = simulate(schedule(policy, ranks=4, microbatches=8))
     assert max(timeline.peak) <= IN_PATTERN[policy]
     # Its authors measure the span; zb-v has no bubble in it.
@@ -109,7 +111,7 @@ def test_a_pattern_depends_on_costs(policy: str, span: float, of_unit_costs: flo
 
 @pytest.mark.parametrize("limit", [inf, 8, 1e30])
 @pytest.mark.parametrize("policy", [name for name in POLICY_NAMES if name != "auto"])
-def test_a_limit_that_is_kept_changes_nothing(policy: str, limit: float) -> None:
+def test_a_memory_limit_that_a_policy_keeps_changes_nothing(policy: str, limit: float) -> None:
     assert schedule(policy, ranks=3, microbatches=8, limit=limit) == schedule(policy, ranks=3, microbatches=8)
 
 
@@ -128,16 +130,16 @@ def refusal(**arguments: object) -> str:
         ("zebra", "choose one of gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, v-half, v-min, auto."),
     ],
 )
-def test_refuses_an_unknown_policy(policy: str, rest: str) -> None:
+def test_schedule_refuses_an_unknown_policy(policy: str, rest: str) -> None:
     assert refusal(policy=policy) == f"there is no schedule policy {policy!r}: {rest}"
 
 
 @pytest.mark.parametrize("policy", ["1f1b", "zb-v", "auto"])
-def test_refuses_an_unknown_measure(policy: str) -> None:
+def test_schedule_refuses_an_unknown_measure(policy: str) -> None:
     assert refusal(policy=policy, measure="time") == "measure is 'time': choose one of makespan, span."
 
 
-def test_refuses_costs_that_are_none() -> None:
+def test_schedule_refuses_costs_that_are_no_costs_object() -> None:
     told = refusal(costs=1.5)
     assert told == "costs is 1.5: give plait.Costs(F=…, I=…, W=…, comm=…), or None."
 
@@ -167,7 +169,7 @@ def test_refuses_chunks_that_the_policy_cannot_have(policy: str, chunks: int, on
 
 @pytest.mark.parametrize("policy", ["1f1b", "zb-v", "auto"])
 @pytest.mark.parametrize("limit", [-1, -0.5, -inf, nan])
-def test_refuses_a_limit_that_is_none(policy: str, limit: float) -> None:
+def test_schedule_refuses_a_negative_or_nan_limit(policy: str, limit: float) -> None:
     told = refusal(policy=policy, limit=limit)
     assert told == f"limit is {limit}: give the most that a rank may hold, in micro-batches."
 
@@ -197,7 +199,7 @@ def test_refuses_costs_for_another_number_of_stages(policy: str, stages: int) ->
     assert told.startswith(f"costs.F has 3 values, but the schedule has {stages} stages: ")
 
 
-def test_auto_measures_what_it_is_told_to() -> None:
+def test_auto_minimises_the_measure_that_is_given() -> None:
     by_makespan = searched(4, 8, limit=7, chunks=1, budget=50_000).schedule
     by_span = searched(4, 8, limit=7, chunks=1, measure="span", budget=50_000).schedule
     assert (by_makespan.bound, by_span.bound) == (27, 24)

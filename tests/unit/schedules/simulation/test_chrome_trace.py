@@ -162,7 +162,7 @@ def test_names_of_counters_sort_as_the_ranks_do() -> None:
     assert names == sorted(names)
 
 
-def test_names_are_escaped() -> None:
+def test_names_in_a_chrome_trace_are_escaped() -> None:
     made = policy_schedule("gpipe", 1, 1)
     named = Schedule('"\\\n<é>', 1, made.rank_of, made.actions)
     assert events(simulate(named), "M")[0]["args"] == {"name": '"\\\n<é>: 1 rank, 1 micro-batch'}

@@ -26,7 +26,7 @@ PER_STAGE = ("F", "I", "W", "until_I", "until_W")
 
 @pytest.mark.parametrize("name", [*PER_STAGE, "comm"])
 @pytest.mark.parametrize("wrong", [-1, -0.001, nan, inf, -inf, True, False, None, 1j, Decimal(1)])
-def test_refuses_what_is_no_cost(name: str, wrong: Any) -> None:
+def test_negative_infinite_or_non_numeric_costs_are_refused(name: str, wrong: Any) -> None:
     with pytest.raises(ScheduleError) as caught:
         Costs(**{name: wrong})
     assert str(caught.value) == f"costs.{name} is {wrong!r}: give a finite number of at least 0."
@@ -34,7 +34,7 @@ def test_refuses_what_is_no_cost(name: str, wrong: Any) -> None:
 
 @pytest.mark.parametrize("name", PER_STAGE)
 @pytest.mark.parametrize("wrong", [-2, nan, inf, True, None, "1", (1,)])
-def test_refuses_what_is_no_cost_in_a_sequence(name: str, wrong: Any) -> None:
+def test_invalid_costs_within_a_sequence_are_refused(name: str, wrong: Any) -> None:
     with pytest.raises(ScheduleError) as caught:
         Costs(**{name: (1, wrong)})
     assert str(caught.value) == f"costs.{name}[1] is {wrong!r}: give a finite number of at least 0."
@@ -56,14 +56,14 @@ def test_a_cost_is_none_or_within_the_range_of_exact_times() -> None:
         assert getattr(Costs(**{name: right}), name) == right  # type: ignore[arg-type]
 
 
-def test_a_hop_has_one_cost() -> None:
+def test_the_cost_of_a_hop_is_one_number_for_all() -> None:
     with pytest.raises(ScheduleError, match=r"costs.comm is \(1, 2\): "):
         Costs(comm=(1, 2))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("values", [(), (1, 2, 3), (1, 2, 3, 4, 5)])
 @pytest.mark.parametrize("name", PER_STAGE)
-def test_a_sequence_has_one_value_per_stage(name: str, values: tuple[float, ...]) -> None:
+def test_a_sequence_of_costs_has_one_value_per_stage(name: str, values: tuple[float, ...]) -> None:
     costs = Costs(**{name: values})  # type: ignore[arg-type]
     measure = costs.memory if name.startswith("until") else costs.ticks
     with pytest.raises(ScheduleError) as caught:
@@ -86,7 +86,7 @@ def test_by_default_all_work_costs_one_and_hops_nothing() -> None:
     assert Costs() == Costs(F=1, I=1, W=1, comm=0, until_I=1, until_W=1)
 
 
-def test_ticks_divide_every_cost() -> None:
+def test_the_tick_divides_every_cost() -> None:
     ticks = Costs(F=0.9, I=(0.3, 0.6, 1.2, 0.3), W=1.5, comm=0.1).ticks(FOUR.ranks, FOUR.stages)
     assert ticks == Ticks(
         Fraction(1, 10),
@@ -95,7 +95,7 @@ def test_ticks_divide_every_cost() -> None:
     )
 
 
-def test_a_tick_is_as_long_as_it_can_be() -> None:
+def test_the_tick_is_the_largest_common_divisor_of_the_costs() -> None:
     assert Costs(F=0.6, I=0.9, W=1.5).ticks(FOUR.ranks, FOUR.stages).tick == Fraction(3, 10)
     assert Costs(F=30, I=60, W=90, comm=15).ticks(FOUR.ranks, FOUR.stages).tick == 15
     assert Costs(F=Fraction(1, 3), I=0, W=0.5).ticks(FOUR.ranks, FOUR.stages).tick == Fraction(1, 6)  # type: ignore[arg-type]
@@ -116,7 +116,7 @@ def test_a_chunk_holds_its_part_of_a_number_and_all_of_a_sequence() -> None:
     assert holds == MemoryCosts(Fraction(1, 6), (1,) * 6, (6, 0, 6, 0, 12, 0))
 
 
-def test_stages_that_ranks_do_not_divide_pay_alike() -> None:
+def test_stages_that_ranks_do_not_divide_evenly_have_equal_costs() -> None:
     uneven = Schedule("uneven", 1, (0, 1, 0), ((), ()))
     assert Costs(F=1, I=1, W=1).ticks(uneven.ranks, uneven.stages).tick == Fraction(2, 3)
     assert Costs().memory(uneven.ranks, uneven.stages) == MemoryCosts(Fraction(2, 3), (1,) * 3, (1,) * 3)
@@ -129,7 +129,7 @@ def test_hops_on_one_rank_are_free() -> None:
     assert ticks.timing((0, 1, 0, 1)) == Timing(ticks.durations, [0, 10, 10, 10], [10, 10, 10, 0])
 
 
-def test_nothing_may_cost_nothing() -> None:
+def test_all_costs_and_all_held_memory_may_be_zero() -> None:
     ticks = Costs(0, 0, 0).ticks(FOUR.ranks, FOUR.stages)
     assert {*ticks.durations.values()} == {(0,) * 4}
     assert Costs(until_I=0, until_W=0).memory(FOUR.ranks, FOUR.stages) == MemoryCosts(
@@ -147,7 +147,7 @@ def test_nothing_may_cost_nothing() -> None:
         (Costs(until_I=0, until_W=1), 2, 1),
     ],
 )
-def test_what_is_held_may_shrink_or_grow_with_an_input_gradient(
+def test_held_memory_may_shrink_or_grow_with_an_input_gradient(
     costs: Costs, split: float, whole: float
 ) -> None:
     assert peak("0F0 0I0 0F1 0I1 0W0 0W1", costs) == split

@@ -93,7 +93,7 @@ def test_times_finer_than_the_page_counts_keep_their_proportions() -> None:
     assert [row[9] * data["tick"] for row in data["cells"]] == pytest.approx([3, 3])
 
 
-def test_figures_and_legend_are_text() -> None:
+def test_figures_and_legend_of_a_timeline_page_are_text() -> None:
     made = policy_schedule("zb-h1", 2, 4)
     read = Reader(draw_html(simulate(Schedule("zb-h1", 4, made.rank_of, made.actions, bound=12.5))))
     assert dict(zip(read.texts["dt"], read.texts["dd"], strict=True)) == {
@@ -122,7 +122,7 @@ def test_peaks_of_many_ranks_are_given_as_a_range() -> None:
     assert read.texts["h1"] == ["wide"]
 
 
-def test_names_cannot_break_out() -> None:
+def test_names_in_a_timeline_page_are_escaped() -> None:
     made = policy_schedule("gpipe", 1, 1)
     name = "</script><script>alert(\"1\")</script> & '$name'"
     timeline = simulate(Schedule(name, 1, made.rank_of, made.actions))
@@ -135,7 +135,7 @@ def test_names_cannot_break_out() -> None:
     )
 
 
-def test_is_self_contained_and_may_load_nothing() -> None:
+def test_a_timeline_page_is_self_contained_and_may_load_nothing() -> None:
     page = draw_html(simulate(policy_schedule("1f1b", 2, 2)))
     read = Reader(page)
     assert not {name for name, _ in read.attributes} & {"src", "href", "srcset", "action"}

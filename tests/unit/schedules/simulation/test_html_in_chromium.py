@@ -26,7 +26,7 @@ const row = (rank) => rowTop(rank) + layout.rowHeight / 2, strip = (rank) => str
 """
 
 
-def test_pointing_wheel_and_keys(tmp_path: Path) -> None:
+def test_pointer_wheel_and_keys_select_and_zoom_actions_of_the_timeline(tmp_path: Path) -> None:
     script = """
     const colours = (context, places) => places.map(([time, rank]) => pixel(context, at(time), row(rank)));
     const told = {all: shown(), colours: colours(base, [[0.2, 0], [3, 1], [8.3, 0]])};
@@ -101,7 +101,7 @@ def test_each_stage_of_a_rank_has_a_lane(tmp_path: Path) -> None:
     assert [cell == shade(Kind.F, 0) for cell in told["cells"]] == [True, False, False, True]
 
 
-def test_the_address_says_what_is_shown(tmp_path: Path) -> None:
+def test_the_pages_address_holds_the_shown_time_range(tmp_path: Path) -> None:
     script = """
     const told = {shown: [shown()]};
     await press('ArrowRight');

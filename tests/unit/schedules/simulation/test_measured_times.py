@@ -64,7 +64,7 @@ def rows_of(timeline: Timeline) -> list[tuple[MeasuredAction, ...]]:
     return rows
 
 
-def test_a_timeline_of_what_was_done() -> None:
+def test_measured_times_give_a_timeline_of_the_recorded_actions() -> None:
     timeline = measured_timeline(TWO_RANKS, ROWS)
     assert timeline.schedule.order == (
         ("0F0", "0F1", "0B0", "0B1"),
@@ -80,7 +80,7 @@ def test_a_timeline_of_what_was_done() -> None:
     assert timeline.bubble == pytest.approx(1 - sum(busy) / (2 * 1020))
 
 
-def test_costs_are_medians_and_waits_are_sums() -> None:
+def test_measured_costs_are_medians_of_actions_and_waits_are_sums() -> None:
     costs = measured_costs(TWO_RANKS, ROWS)
     assert costs.F == (110e-6, 115e-6)
     assert costs.I == (105e-6, 160e-6)  # half of B on the first stage
@@ -90,7 +90,7 @@ def test_costs_are_medians_and_waits_are_sums() -> None:
     assert measured_waits(ROWS) == (350e-6, 230e-6)
 
 
-def test_where_nobody_waits_a_hop_is_free() -> None:
+def test_the_measured_cost_of_a_hop_is_0_where_no_rank_waits() -> None:
     alone = (row("0F0 0-10, 0B0 10-30"),)
     order = Schedule("alone", 1, (0,), (tuple(done.action for done in alone[0]),))
     costs = measured_costs(order, alone)
@@ -98,7 +98,7 @@ def test_where_nobody_waits_a_hop_is_free() -> None:
     assert measured_timeline(order, alone).hop == 0
 
 
-def test_a_stage_that_did_nothing_is_told() -> None:
+def test_a_stage_without_recorded_actions_is_refused() -> None:
     with pytest.raises(ScheduleError, match="no F of stage 1 was measured"):
         measured_costs(TWO_RANKS, (ROWS[0], ()))
 
@@ -110,7 +110,7 @@ def test_a_stage_that_did_nothing_is_told() -> None:
     st.tuples(*[st.integers(1, 40)] * 3),
     st.integers(1, 30),
 )
-def test_what_was_simulated_comes_back(
+def test_costs_measured_from_a_simulated_timeline_are_those_simulated(
     policy: str, ranks: int, microbatches: int, times: tuple[int, ...], comm: int
 ) -> None:
     order = policy_schedule(policy, ranks, microbatches)

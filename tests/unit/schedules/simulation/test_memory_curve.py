@@ -65,18 +65,20 @@ def test_a_full_backward_counts_as_the_most_that_it_holds_within() -> None:
     assert memory_curve(simulate(made, Costs(until_I=1, until_W=2))) == (((0, 1), (1, 2), (3, 0)),)
 
 
-def test_a_chunk_holds_its_part() -> None:
+def test_a_chunk_holds_its_part_of_a_micro_batch_in_the_memory_curve() -> None:
     assert memory_curve(simulate(on_one_rank("0F0 1F0 1B0 0B0"))) == (((0, 0.5), (0.5, 1), (2, 0.5), (3, 0)),)
 
 
-def test_what_is_held_for_no_time_stands_before_what_stays() -> None:
+def test_the_memory_curve_shows_amounts_held_for_no_time_first() -> None:
     timeline = simulate(on_one_rank("0F0 0F1 0B0 0B1"), Costs(0, 0, 0))
     assert memory_curve(timeline) == (((0, 2), (0, 0)),)
 
 
 @pytest.mark.parametrize("policy", ["gpipe", "1f1b", "zb-h1", "zb-h2"])
 @given(st.integers(1, 4), st.integers(1, 6), costs)
-def test_the_highest_point_is_the_peak(policy: str, ranks: int, microbatches: int, costs: Costs) -> None:
+def test_the_highest_point_of_the_memory_curve_is_the_peak(
+    policy: str, ranks: int, microbatches: int, costs: Costs
+) -> None:
     timeline = simulate(policy_schedule(policy, ranks, microbatches), costs)
     for points, peak in zip(memory_curve(timeline), timeline.peak, strict=True):
         assert max((held for _, held in points), default=0.0) == peak

@@ -27,13 +27,13 @@ def test_each_format_is_written_where_it_is_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["svg", "html", "trace"])
-def test_a_name_stands_in_place_of_the_schedule(kind: str) -> None:
+def test_a_given_name_replaces_the_schedules_in_a_picture(kind: str) -> None:
     assert "a name" in picture(TIMELINE, kind, name="a name")
     assert "1f1b: 2 ranks, 2 micro-batches" in picture(TIMELINE, kind)
     assert "1f1b: 2 ranks, 2 micro-batches" not in picture(TIMELINE, kind, name="a name")
 
 
-def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_picture_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"file.x\.svg cannot be written .*: give another file"):
         list(write_pictures(TIMELINE, {"svg": tmp_path / "file" / "x.svg"}))

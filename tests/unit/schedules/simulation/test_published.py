@@ -53,7 +53,7 @@ QUARTERS_8 = (9.75, 9.25, 8.75, 8.25, 7.75, 7.25, 6.75, 6.25)
         ),
     ],
 )
-def test_equal_costs(
+def test_with_equal_costs_each_policy_has_the_published_makespan_bubble_and_peak(
     made: Schedule,
     makespan: float,
     span: float,
@@ -72,13 +72,17 @@ def test_equal_costs(
 
 
 @given(p=st.integers(1, 6), m=st.integers(1, 20), f=tenths, i=tenths, w=tenths, c=tenths)
-def test_gpipe(p: int, m: int, f: float, i: float, w: float, c: float) -> None:
+def test_the_makespan_of_gpipe_is_that_of_the_formula(
+    p: int, m: int, f: float, i: float, w: float, c: float
+) -> None:
     timeline = simulate(policy_schedule("gpipe", p, m), Costs(f, i, w, c))
     assert timeline.makespan == pytest.approx((m + p - 1) * (f + i + w) + 2 * (p - 1) * c)
 
 
 @given(p=st.integers(2, 6), rounds=st.integers(1, 4), f=tenths, i=tenths, w=tenths, part=st.integers(0, 10))
-def test_1f1b(p: int, rounds: int, f: float, i: float, w: float, part: int) -> None:
+def test_the_makespan_of_1f1b_is_that_of_the_formula(
+    p: int, rounds: int, f: float, i: float, w: float, part: int
+) -> None:
     """Where micro-batches fill the ranks, and a hop takes at most half of T."""
     m, total = p * rounds, f + i + w
     c = round(total / 2 * part / 10, 6)
@@ -88,7 +92,9 @@ def test_1f1b(p: int, rounds: int, f: float, i: float, w: float, part: int) -> N
 
 
 @given(p=st.integers(1, 6), rounds=st.integers(1, 4), v=st.integers(1, 4), f=tenths, i=tenths, w=tenths)
-def test_interleaved(p: int, rounds: int, v: int, f: float, i: float, w: float) -> None:
+def test_the_makespan_of_interleaved_is_that_of_the_formula(
+    p: int, rounds: int, v: int, f: float, i: float, w: float
+) -> None:
     """Where micro-batches fill the ranks and hops are free."""
     m, total = p * rounds, f + i + w
     timeline = simulate(policy_schedule("interleaved", p, m, v), Costs(f, i, w))
@@ -107,7 +113,7 @@ def zero_bubble_sizes(draw: st.DrawFn, most_comm: float) -> tuple[int, int, Cost
 
 
 @given(zero_bubble_sizes(most_comm=0.5))
-def test_zb_h1(sizes: tuple[int, int, Costs]) -> None:
+def test_the_makespan_of_zb_h1_is_that_of_the_formula(sizes: tuple[int, int, Costs]) -> None:
     p, m, costs = sizes
     f, i, w, c = costs.F, costs.I, costs.W, costs.comm
     timeline = simulate(policy_schedule("zb-h1", p, m), costs)
@@ -115,7 +121,7 @@ def test_zb_h1(sizes: tuple[int, int, Costs]) -> None:
 
 
 @given(zero_bubble_sizes(most_comm=1))
-def test_zb_h2(sizes: tuple[int, int, Costs]) -> None:
+def test_the_span_of_zb_h2_is_that_of_the_formula(sizes: tuple[int, int, Costs]) -> None:
     p, m, costs = sizes
     f, i, w, c = costs.F, costs.I, costs.W, costs.comm
     timeline = simulate(policy_schedule("zb-h2", p, m), costs)
@@ -146,7 +152,7 @@ def test_zb_h2_has_no_bubble_where_all_work_costs_the_same(p: int, more: int, f:
         (32, 96, Costs(18.916, 19.496, 14.576, 0.879), (0.2676, 0.1429, 0.0629)),
     ],
 )
-def test_bubbles_of_the_zero_bubble_paper(
+def test_simulated_bubbles_equal_those_of_the_zero_bubble_paper(
     ranks: int, microbatches: int, costs: Costs, bubbles: tuple[float, float, float]
 ) -> None:
     for policy, bubble in zip(("1f1b", "zb-h1", "zb-h2"), bubbles, strict=True):
@@ -167,7 +173,7 @@ def test_zb_v_is_as_short_as_published_or_shorter(ranks: int, costs: Costs, bubb
     assert round(simulate(made, costs).bubble_span, 4) <= bubble
 
 
-def test_a_whole_timeline() -> None:
+def test_the_timeline_of_zb_h1_with_unequal_costs_is_the_one_written_by_hand() -> None:
     timeline = simulate(policy_schedule("zb-h1", 2, 3), Costs(1, 2, 1, 0.5))
     rows = [" ".join(f"{action}:{start:g}-{end:g}" for action, start, end in row) for row in timeline.events]
     assert rows == [
@@ -178,7 +184,7 @@ def test_a_whole_timeline() -> None:
     assert (timeline.makespan, timeline.span) == (16.0, 16.0)
 
 
-def test_a_last_stage_of_twice_the_cost() -> None:
+def test_a_last_stage_of_twice_the_cost_gives_the_makespan_and_idle_times_by_hand() -> None:
     stages = (1, 1, 1, 2)
     timeline = simulate(policy_schedule("1f1b", 4, 8), Costs(stages, stages, stages))
     assert (timeline.makespan, timeline.span, round(timeline.bubble, 6)) == (57.0, 57.0, 0.473684)

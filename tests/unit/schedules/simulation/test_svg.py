@@ -49,7 +49,7 @@ def test_every_action_has_a_cell_and_none_overlap(costs: Costs, width: int) -> N
         assert row < next_row or right <= left + 0.011
 
 
-def test_cells_say_what_and_when() -> None:
+def test_cells_of_the_svg_name_their_action_and_times() -> None:
     svg = picture(simulate(policy_schedule("gpipe", 2, 2), Costs(1, 1, 0.5)))
     assert [tip for *_, tip in cells(svg)][:4] == [
         "0F0: 0 to 1",
@@ -59,7 +59,7 @@ def test_cells_say_what_and_when() -> None:
     ]
 
 
-def test_words_around_the_picture() -> None:
+def test_the_svg_has_a_title_measures_and_a_legend_of_used_kinds() -> None:
     shown = texts(picture(simulate(policy_schedule("1f1b", 2, 4))))
     assert shown[0] == "1f1b: 2 ranks, 4 micro-batches"
     assert shown[1] == "makespan 15 · bubble 20.0% · peak activations per rank: 2 1"
@@ -103,7 +103,7 @@ def test_colours_differ_by_kind_and_grow_lighter() -> None:
         assert first < last
 
 
-def test_other_rows_and_another_name() -> None:
+def test_the_svg_takes_given_rows_and_a_given_name() -> None:
     timeline = simulate(policy_schedule("gpipe", 2, 1))
     rows = [("pp 0, dp 0", 0), ("pp 0, dp 1", 0), ("pp 1 & more", 1)]
     svg = ElementTree.fromstring(draw_svg(timeline, name="a mesh", rows=rows))
@@ -113,13 +113,13 @@ def test_other_rows_and_another_name() -> None:
     assert [tip.partition(":")[0] for *_, tip in cells(svg)] == ["0F0", "0B0", "0F0", "0B0", "1F0", "1B0"]
 
 
-def test_names_are_escaped() -> None:
+def test_names_in_the_svg_are_escaped() -> None:
     made = policy_schedule("gpipe", 1, 1)
     named = Schedule("<a & b>", 1, made.rank_of, made.actions)
     assert texts(picture(simulate(named)))[0] == "<a & b>: 1 rank, 1 micro-batch"
 
 
-def test_is_self_contained() -> None:
+def test_the_svg_refers_to_nothing_outside() -> None:
     document = draw_svg(simulate(policy_schedule("1f1b", 2, 2)))
     assert "href" not in document
     assert "url(" not in document
@@ -129,7 +129,9 @@ def test_is_self_contained() -> None:
 @pytest.mark.parametrize("width", [300, 800])
 @pytest.mark.parametrize("policy", ["1f1b", "zb-h1", "v-half"])
 @pytest.mark.parametrize("name", ["short", "1f1b: 2 ranks, 4 micro-batches; step 5 as it was, " * 3])
-def test_no_word_stands_in_another_or_beyond_the_picture(policy: str, name: str, width: int) -> None:
+def test_no_text_of_the_svg_overlaps_another_or_leaves_the_picture(
+    policy: str, name: str, width: int
+) -> None:
     timeline = replace(simulate(policy_schedule(policy, 4, 8)), unit="ms")
     svg = ElementTree.fromstring(draw_svg(timeline, name=name, width=width))
     lines: dict[float, list[tuple[float, float]]] = defaultdict(list)
@@ -159,7 +161,7 @@ def test_each_stage_of_a_rank_has_a_lane() -> None:
     assert labels == ["stage", "0", "2", "4", "6", "1", "3", "5", "7"]
 
 
-def test_what_was_measured_says_in_which_unit() -> None:
+def test_the_svg_of_a_measured_timeline_names_its_unit() -> None:
     simulated = simulate(policy_schedule("1f1b", 2, 2))
     measured = replace(simulated, unit="ms")
     assert {"makespan 9 ms · bubble 33.3% · peak activations per rank: 2 1", "ms"} <= set(

@@ -27,7 +27,7 @@ def shown(timeline: Timeline) -> list[str]:
     return [" ".join(f"{action}:{start:g}-{end:g}" for action, start, end in row) for row in timeline.events]
 
 
-def test_split_backward_with_hops() -> None:
+def test_a_split_backward_with_hops_gives_the_timeline_by_hand() -> None:
     rows = "0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2", "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2"
     timeline = simulate(written(*rows, rank_of=(0, 1), microbatches=3), Costs(1, 2, 1, 0.5))
     assert shown(timeline) == [
@@ -65,7 +65,7 @@ def test_hops_are_between_different_ranks_only_and_chunks_count_their_part() -> 
     assert timeline.bubble_span == 9 / 15
 
 
-def test_each_measure_by_hand() -> None:
+def test_makespan_span_bubble_and_idle_times_are_those_computed_by_hand() -> None:
     """Rank 0 starts first, rank 1 has most to do, and rank 2 is there for the shortest time."""
     rows = "0F0 0B0", "1F0 1B0", "2F0 2B0"
     costs = Costs(F=(1, 4, 2), I=(1, 3, 1), W=(0, 2, 1))
@@ -87,7 +87,7 @@ def test_each_measure_by_hand() -> None:
         (2, 1, 6.0, 0.5, (1.0, 1.0)),
     ],
 )
-def test_few_microbatches_and_ranks(
+def test_1f1b_with_few_micro_batches_or_ranks_has_the_listed_measures(
     ranks: int, microbatches: int, makespan: float, bubble: float, peak: tuple[float, ...]
 ) -> None:
     timeline = simulate(policy_schedule("1f1b", ranks, microbatches))
@@ -120,7 +120,7 @@ def test_chunks_that_are_neighbours_on_a_rank_hand_over_for_nothing() -> None:
     ]
 
 
-def test_a_hop_blocks_neither_rank() -> None:
+def test_a_hop_occupies_neither_of_its_ranks() -> None:
     rows = "0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"
     timeline = simulate(written(*rows, rank_of=(0, 1), microbatches=2), Costs(comm=10))
     assert shown(timeline) == [
@@ -132,7 +132,7 @@ def test_a_hop_blocks_neither_rank() -> None:
 @given(
     st.sampled_from(sorted(POLICIES)), st.integers(1, 5), st.integers(1, 9), tenths, tenths, tenths, tenths
 )
-def test_measures_fit_together(
+def test_measures_of_a_timeline_are_consistent_with_each_other(
     policy: str, ranks: int, microbatches: int, f: float, i: float, w: float, comm: float
 ) -> None:
     timeline = simulate(policy_schedule(policy, ranks, microbatches), Costs(f, i, w, comm))
@@ -168,7 +168,7 @@ def test_decimal_costs_add_up_exactly() -> None:
     assert [end for _, _, end in timeline.events[0][::2]][:3] == [0.1, 0.2, 0.3]
 
 
-def test_no_cost_is_no_bubble() -> None:
+def test_a_schedule_without_costs_has_no_bubble() -> None:
     timeline = simulate(policy_schedule("gpipe", 2, 2), Costs(0, 0, 0))
     assert (timeline.makespan, timeline.bubble, timeline.bubble_span) == (0.0, 0.0, 0.0)
 
@@ -185,12 +185,14 @@ def test_no_cost_is_no_bubble() -> None:
         (("0B0 0F0", "1F0 1B0"), 1, "rank 0 waits at 0B0 for 0F0, which never runs, and 1 more wait; "),
     ],
 )
-def test_says_where_it_is_stuck(rows: tuple[str, str], microbatches: int, message: str) -> None:
+def test_a_deadlocked_schedule_is_refused_naming_where_each_rank_waits(
+    rows: tuple[str, str], microbatches: int, message: str
+) -> None:
     with pytest.raises(ScheduleError, match=message):
         simulate(written(*rows, rank_of=(0, 1), microbatches=microbatches))
 
 
-def test_a_stage_that_is_not_there_is_refused() -> None:
+def test_an_action_of_an_unknown_stage_is_refused() -> None:
     made = written("0F0 7F0", rank_of=(0,), microbatches=1)
     with pytest.raises(ScheduleError, match=r"rank 0 runs 7F0, but rank_of names stages 0 to 0 only"):
         simulate(made)

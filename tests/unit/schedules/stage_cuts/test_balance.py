@@ -30,7 +30,7 @@ def by_brute_force(costs: list[float], parts: int) -> tuple[int, ...]:
 
 
 @given(st.lists(COSTS, min_size=1, max_size=8), st.data())
-def test_equals_brute_force(costs: list[float], data: st.DataObject) -> None:
+def test_balance_finds_the_cut_of_brute_force(costs: list[float], data: st.DataObject) -> None:
     parts = data.draw(st.integers(1, len(costs)))
     assert balance(costs, parts) == by_brute_force(costs, parts)
 
@@ -49,22 +49,22 @@ def test_equals_brute_force(costs: list[float], data: st.DataObject) -> None:
         ([0.1, 0.2, 0.3], 2, (2, 1)),  # 0.1 + 0.2 is above 0.3, yet it is the best peak
     ],
 )
-def test_known_cuts(costs: list[float], parts: int, counts: tuple[int, ...]) -> None:
+def test_balance_finds_the_listed_cuts(costs: list[float], parts: int, counts: tuple[int, ...]) -> None:
     assert balance(costs, parts) == counts
 
 
 @pytest.mark.parametrize("parts", [0, -1])
-def test_refuses_no_stages(parts: int) -> None:
+def test_balance_refuses_fewer_than_one_stage(parts: int) -> None:
     with pytest.raises(PlanError, match=f"2 layers cannot be cut into {parts} stages"):
         balance([1, 1], parts)
 
 
-def test_refuses_more_stages_than_layers() -> None:
+def test_balance_refuses_more_stages_than_layers() -> None:
     with pytest.raises(PlanError, match=r"4 stages need at least 4 layers, but the model has 3: lower pp"):
         balance([1, 1, 1], 4)
 
 
 @pytest.mark.parametrize("cost", [-1.0, math.nan, math.inf])
-def test_refuses_costs_that_are_none(cost: float) -> None:
+def test_balance_refuses_negative_infinite_or_nan_costs(cost: float) -> None:
     with pytest.raises(PlanError, match="the cost of layer 1 is"):
         balance([1.0, cost], 1)

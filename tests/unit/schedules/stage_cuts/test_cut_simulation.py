@@ -68,7 +68,7 @@ def test_the_last_ends_are_those_of_the_event_simulation(policy, ranks, data) ->
     assert event_order(made.actions, made.stages).last_ends(timing) == expected
 
 
-def test_a_deadlock_is_refused() -> None:
+def test_a_deadlocked_order_is_refused_by_the_cut_simulation() -> None:
     rows = ((Action(0, Kind.I, 0), Action(0, Kind.F, 0)), (Action(1, Kind.F, 0), Action(1, Kind.I, 0)))
     with pytest.raises(ScheduleError, match="deadlock: rank 0 waits at 0I0"):
         event_order(rows, 2)

@@ -35,13 +35,13 @@ GPT = [0.0, *(1.3, 2.1) * 8, 4.2]
     ("policy", "microbatches", "cut"),
     [("1f1b", 8, (11, 7)), ("1f1b", 32, (10, 8)), ("gpipe", 8, (10, 8))],
 )
-def test_a_short_step_moves_the_cut(policy, microbatches, cut):
+def test_a_step_of_few_micro_batches_is_cut_unevenly(policy, microbatches, cut):
     order = schedule(policy, ranks=2, microbatches=microbatches)
     assert balance(GPT, 2) == (10, 8)
     assert fastest_cut(LayerCosts.evenly(GPT), order) == cut
 
 
-def test_many_micro_batches_want_even_stages():
+def test_with_many_micro_batches_the_fastest_cut_is_even():
     order = schedule("1f1b", ranks=2, microbatches=64)
     assert fastest_cut(LayerCosts.evenly([1.0] * 8), order) == (4, 4)
 
@@ -63,7 +63,7 @@ def test_two_stages_are_never_worse_than_even(costs, policy, microbatches):
     costs=st.lists(st.sampled_from(range(3, 30, 3)).map(float), min_size=4, max_size=7),
     microbatches=st.integers(1, 6),
 )
-def test_no_single_move_helps(costs, microbatches):
+def test_moving_a_single_layer_never_shortens_the_fastest_cut(costs, microbatches):
     order = schedule("1f1b", ranks=3, microbatches=microbatches)
     found = fastest_cut(LayerCosts.evenly(costs), order)
     for cut in every_cut(len(costs), 3):

@@ -52,7 +52,7 @@ def test_a_number_of_chunks_that_does_not_keep_the_limit_is_passed_over(
     assert (len(cut), sum(cut)) == (made.stages, 8)
 
 
-def test_it_is_refused_where_no_number_of_chunks_keeps_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_refused_where_no_number_of_chunks_keeps_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ScheduleError, match=r"^a limit of 0\.5 is below .* hold at least 1\.$"):
         schedule_and_cut("auto", COSTS, ranks=2, microbatches=2, limit=0.5)
     refuse_chunks({1, 2, 3, 4}, monkeypatch)

@@ -31,7 +31,7 @@ def drawn(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def test_a_document_is_a_run_of_equal_ids() -> None:
+def test_a_document_is_a_sequence_of_equal_consecutive_ids() -> None:
     assert numbers_of(IDS).tolist() == [[0, 0, 0, 1, 1, 2], [0, 1, 1, 1, 1, 1]]
     assert positions_in(IDS).tolist() == [[0, 1, 2, 0, 1, 0], [0, 0, 1, 2, 3, 4]]
     tokens = torch.zeros(2, 6)
@@ -50,7 +50,7 @@ def test_a_document_is_a_run_of_equal_ids() -> None:
         (Visibility(True, None, torch.tensor([[0, 0, 1, 1]])), ["x...", "xx..", "..x.", "..xx"]),
     ],
 )
-def test_masks(sees: Visibility, expected: list[str]) -> None:
+def test_each_visibility_has_the_listed_mask(sees: Visibility, expected: list[str]) -> None:
     mask = sees.mask(range(4), 4, torch.device("cpu"))
     assert mask.shape == (1, 1, 4, 4)
     assert ["".join("x" if seen else "." for seen in row) for row in mask[0, 0].tolist()] == expected

@@ -1,4 +1,4 @@
-"""`LocalTransport` of a group of threads, and `LocalRank`, both as seen by one rank."""
+"""`LocalTransport`: transport of a group of threads; `LocalRank`: one thread's access to all ranks."""
 
 from __future__ import annotations
 

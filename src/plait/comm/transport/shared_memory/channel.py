@@ -187,7 +187,7 @@ class PeerChannel:
         return True
 
     def connect(self) -> bool:
-        """Connect to the peer, unless that was done; return False while its backlog is full."""
+        """Connect to the peer unless connected; return False while the peer's listening backlog is full."""
         if not self.connected:
             with suppress(BlockingIOError):
                 self._outgoing = connect(self._peer, self._here)
@@ -196,7 +196,7 @@ class PeerChannel:
 
     @property
     def connected(self) -> bool:
-        """Whether this rank has connected to the peer, or the peer is known to have closed."""
+        """Whether this rank has connected to the peer process, or that is known to have closed."""
         return self._outgoing is not None or self._hung_up
 
     @property
@@ -205,7 +205,7 @@ class PeerChannel:
         return self._incoming is not None and self._outgoing is not None
 
     def receive_pending(self) -> None:
-        """Receive without blocking.
+        """Read the messages that have arrived from the peer into `received`, without blocking.
 
         Until `established` is True, call `connect` and `Listener.accept_pending` first.
         """

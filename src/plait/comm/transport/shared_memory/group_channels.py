@@ -1,4 +1,4 @@
-"""Messages between all ranks of one group on one host: fast, and without processor time while waiting.
+"""Short messages between all ranks of one group on one host; a waiting rank uses no processor time.
 
 A message is a number, maybe with a file descriptor, sent to all others under a *sequence number*. Ranks make
 the same calls in the same order, so their sequence numbers agree, and the messages of several operations may

@@ -234,7 +234,9 @@ USUAL = Run({"config": SimpleNamespace(base=1e4, inner={"window": [1, 2]}), "mas
 
 @pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("plan", PLANS)
-def test_another_model_loss_or_plan_is_found_at_parallelize(thread_ranks: Any, plan: str) -> None:
+def test_ranks_with_different_models_losses_or_plans_are_found_at_parallelize(
+    thread_ranks: Any, plan: str
+) -> None:
     cases = {
         name: replace(case, odd=replace(case.odd, layer={**USUAL.layer, **case.odd.layer}))
         for name, case in (MODELS | LOSSES_AND_PLANS).items()
@@ -332,7 +334,9 @@ BATCHES = {
 @pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("plan", PLANS)
-def test_another_step_is_found_in_the_first_two(thread_ranks: Any, plan: str, by_hand: bool) -> None:
+def test_ranks_that_take_different_steps_are_found_in_the_first_two(
+    thread_ranks: Any, plan: str, by_hand: bool
+) -> None:
     cases = dict(EVERYWHERE)
     cases |= BATCHES if plan in ("pp", "tp", "cp") else {}
     cases = {name: replace(case, odd=replace(case.odd, by_hand=by_hand)) for name, case in cases.items()}
@@ -425,7 +429,7 @@ def keep(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
     """Keeps the gradients."""
 
 
-def test_what_comes_later_is_found_by_check_replicas(thread_ranks: Any) -> None:
+def test_replicas_that_drift_in_a_later_step_are_found_by_check_replicas(thread_ranks: Any) -> None:
     """In the third step, which compares nothing by itself."""
     name = r"0\.\w+\.\w+"
     cases = {

@@ -49,7 +49,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.full
 @pytest.mark.transformers
 @pytest.mark.parametrize("steps", [(4, 6), pytest.param((40, 60), marks=pytest.mark.full)], ids=str)
-def test_pretraining(
+def test_pretraining_from_texts_resumes_on_other_ranks_and_exports_to_transformers(
     stand_ins: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -79,7 +79,7 @@ def test_pretraining(
 
 @pytest.mark.full
 @pytest.mark.transformers
-def test_fine_tuning(
+def test_fine_tuning_on_conversations_learns_the_answers_and_exports_a_peft_adapter(
     stand_ins: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """From conversations and a model to one that knows the answers, and to an adapter that peft loads."""
@@ -109,7 +109,7 @@ def test_fine_tuning(
 
 
 @pytest.mark.full
-def test_research() -> None:
+def test_a_research_script_of_25_lines_trains_a_model_of_its_own() -> None:
     """Layers, dataset and loop of one's own, in 25 lines."""
     found = runpy.run_path(str(ROADS / "research.py"))
     losses = plait.launch(found["train"], 30, ranks=found["PLAN"].world, ranks_as="threads")

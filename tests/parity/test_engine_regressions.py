@@ -95,13 +95,13 @@ def train_and_evaluate() -> tuple[float, float]:
     return trained, engine.evaluate(rows(2, 3), rows(2, 3)).item()
 
 
-def test_evaluation_may_send_something_else(thread_ranks):
+def test_evaluation_may_send_other_tensors_between_stages_than_training(thread_ranks):
     (trained, evaluated), other = thread_ranks.run(train_and_evaluate, ranks=2)
     assert (trained, evaluated) == other
     assert trained != evaluated
 
 
-def test_refreezing_is_refused():
+def test_changing_requires_grad_after_parallelize_is_refused():
     model = nn.Sequential(*linears(3, 3, 3))
     model[0].requires_grad_(False)
     engine = weave(model)
@@ -136,7 +136,7 @@ def test_writing_to_a_tensor_that_stands_twice_is_refused():
         weave(nn.Sequential(*linears(3, 3), Twice(), WritesFirst())).forward_backward(rows(2, 3), rows(2, 3))
 
 
-def test_autocast_is_refused():
+def test_a_step_under_autocast_is_refused():
     engine = weave(nn.Sequential(*linears(3, 3)))
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(PlanError, match="autocast is active"):
         engine.forward_backward(rows(2, 3), rows(2, 3))
@@ -152,7 +152,7 @@ def test_a_weight_that_is_computed_is_trained(norm):
 
 
 @pytest.mark.parametrize("choice", [{"tokens": -1}, {"temperature": -1.0}, {"top_k": 0}])
-def test_what_cannot_be_generated_is_refused(choice):
+def test_generate_refuses_invalid_token_counts_and_temperatures(choice):
     plan = plait.Plan()
     model = plait.models.gpt2(layers=1, hidden=8, heads=2, vocab=7, context=8)
     engine = plait.parallelize(model, plan, plait.Mesh(plan), loss=plait.cross_entropy)
@@ -160,7 +160,7 @@ def test_what_cannot_be_generated_is_refused(choice):
         engine.generate(torch.tensor([[1, 2]]), **{"tokens": 2, **choice})
 
 
-def test_losses_outlast_other_calls():
+def test_losses_of_micro_batches_survive_other_engine_calls():
     plan = plait.Plan(microbatches=2)
     model = plait.models.gpt2(layers=1, hidden=8, heads=2, vocab=7, context=8)
     engine = plait.parallelize(model, plan, plait.Mesh(plan), loss=plait.cross_entropy)

@@ -124,7 +124,9 @@ CHAIN = {
 @pytest.mark.parametrize(
     "kind", ["adamw", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("asgd", "nadam", "counting"))]
 )
-def test_a_chain_through_ways_to_shard(rank_pool: RankPool, tmp_path: Path, kind: str) -> None:
+def test_scalar_parameters_survive_checkpoints_through_every_way_to_shard(
+    rank_pool: RankPool, tmp_path: Path, kind: str
+) -> None:
     source = None
     for number, (name, plan) in enumerate(CHAIN.items()):
         steps = (number, number + 1)
@@ -150,7 +152,9 @@ RUNS = [(name, "float64") for name in PLANS] + [("full", "native"), ("full", "ex
 
 
 @pytest.mark.parametrize(("name", "mode"), RUNS)
-def test_verified(thread_ranks: RankPool, name: str, mode: Any) -> None:
+def test_verify_finds_a_model_with_scalar_parameters_equal(
+    thread_ranks: RankPool, name: str, mode: Any
+) -> None:
     plan, options = PLANS[name], VerifyOptions(mode=mode, steps=1 if mode == "exact" else 2)
     case = Case(
         model(), LOSS, [batch(0), batch(1)][: options.steps], options, RULES, device="cpu", timeout=60.0
@@ -159,7 +163,7 @@ def test_verified(thread_ranks: RankPool, name: str, mode: Any) -> None:
     assert report, str(report)
 
 
-def test_pieces_are_those_of_the_layouts(thread_ranks: RankPool) -> None:
+def test_shards_of_scalar_parameters_are_those_of_the_engines_layouts(thread_ranks: RankPool) -> None:
     plan = Plan(dp=2, strategy="full")
 
     def body() -> dict[str, Any]:

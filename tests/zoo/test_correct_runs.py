@@ -69,7 +69,7 @@ def verified(thread_ranks, model, plans, ranks):
         pytest.param("llama", 2, 75, marks=pytest.mark.full),
     ],
 )
-def test_plans_in_turns_are_equal(thread_ranks, name, ranks, number):
+def test_correct_runs_of_selected_plans_are_equal(thread_ranks, name, ranks, number):
     plans = plans_of(ranks)
     assert len(plans) == number
     for report in verified(thread_ranks, model_of(name, ranks), plans[IN_TURNS[name]], ranks):
@@ -77,7 +77,7 @@ def test_plans_in_turns_are_equal(thread_ranks, name, ranks, number):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_in_turns_each_layout_has_each_schedule(ranks):
+def test_the_selected_plans_cover_each_layout_with_each_schedule(ranks):
     plans = plans_of(ranks)
     chosen = [plan for turns in IN_TURNS.values() for plan in plans[turns]]
     assert len(set(chosen)) == len(chosen)

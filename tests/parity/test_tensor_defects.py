@@ -19,14 +19,14 @@ SHARING = llama(kv_heads=1)
 
 
 @pytest.mark.parametrize("case", [BIASED, SHARING], ids=lambda case: case.name)
-def test_without_a_defect_all_is_equal(rank_pool, case):
+def test_tensor_parallel_parity_passes_without_a_defect(rank_pool, case):
     check_parity(rank_pool, case, PLAN, RECIPE, nullcontext)
 
 
 @pytest.mark.parametrize(
     ("defect", "finding"), TENSOR_DEFECTS.items(), ids=[defect.__name__ for defect in TENSOR_DEFECTS]
 )
-def test_a_defect_is_found(rank_pool, defect, finding):
+def test_tensor_parallel_parity_finds_each_defect(rank_pool, defect, finding):
     case = SHARING if defect is copies_not_summed else BIASED
     with pytest.raises(AssertionError, match=finding):
         check_parity(rank_pool, case, PLAN, RECIPE, defect)
@@ -54,7 +54,7 @@ def test_every_rank_of_every_layout_samples_the_same(rank_pool):
         assert sampled(**degrees) == single
 
 
-def test_ranks_that_draw_apart_are_seen(rank_pool):
+def test_ranks_that_sample_different_tokens_are_noticed(rank_pool):
     plan = Plan(tp=2, precision="fp64")
     first, second = rank_pool.run(tokens_in_a_rank, plan, each_rank_takes_its_own_best, {}, ranks=2)
     assert first != second

@@ -82,7 +82,7 @@ def draw(rows, generator):
 
 @pytest.mark.parametrize("build", [softcapped, frozen_region, biased_head], ids=lambda build: build.__name__)
 @pytest.mark.parametrize("degrees", [{"tp": 2}, {"pp": 2, "tp": 2}], ids=str)
-def test_users_models(thread_ranks, build, degrees):
+def test_users_models_with_rules_over_tp_equal_one_rank(thread_ranks, build, degrees):
     check_parity(
         thread_ranks, Case(build.__name__, build, draw), Plan(microbatches=2, precision="fp64", **degrees)
     )
@@ -95,7 +95,7 @@ class Doubled(CrossEntropy):
         return 2 * super().total(output, targets)
 
 
-def test_a_loss_that_changes_total_alone(thread_ranks):
+def test_a_loss_that_overrides_only_total_equals_one_rank(thread_ranks):
     def mean(output, targets):
         return 2 * functional.cross_entropy(output.flatten(0, -2), targets.flatten())
 
@@ -110,7 +110,7 @@ def losses_of_microbatches(degrees):
     return loss.item(), engine.microbatch_losses().tolist()
 
 
-def test_losses_of_microbatches_are_there_on_every_rank(thread_ranks):
+def test_losses_of_micro_batches_are_available_on_every_rank(thread_ranks):
     ((loss, losses),) = thread_ranks.run(losses_of_microbatches, {}, ranks=1)
     for degrees in ({"tp": 2}, {"pp": 2, "tp": 2}):
         ranks = thread_ranks.run(losses_of_microbatches, degrees, ranks=Plan(**degrees).world)
@@ -190,7 +190,7 @@ def test_rules_that_do_not_fit_are_refused(thread_ranks, build, rules, told):
         ),
     ],
 )
-def test_a_rule_says_what_its_kind_can_say(kind, options, told):
+def test_a_rule_with_an_unknown_kind_or_option_is_refused(kind, options, told):
     with pytest.raises(PlanError, match=told):
         Rule(kind, **options)
 

@@ -26,11 +26,11 @@ CASE = replace(PLAIN, draw=draw_uneven)
 RECIPE = Recipe(steps=2)
 
 
-def test_without_a_defect_all_is_equal(rank_pool):
+def test_check_parity_passes_without_a_defect(rank_pool):
     check_parity(rank_pool, CASE, PLAN, RECIPE, nullcontext)
 
 
 @pytest.mark.parametrize(("defect", "finding"), DEFECTS.items(), ids=[d.__name__ for d in DEFECTS])
-def test_a_defect_is_found(rank_pool, defect, finding):
+def test_check_parity_finds_each_defect(rank_pool, defect, finding):
     with pytest.raises(AssertionError, match=finding):
         check_parity(rank_pool, CASE, PLAN, RECIPE, defect)

@@ -58,7 +58,7 @@ def test_a_full_backlog_that_nobody_empties_is_an_error_after_the_timeout():
             channels.send(channels.next_sequence())
 
 
-def test_no_name_of_a_connection_can_be_taken_first():
+def test_another_user_cannot_take_the_name_of_a_connection_first():
     """Names made of those that another user can see are taken before the ranks connect."""
     listeners = [Listener(), Listener()]
     own = {listener.name for listener in listeners}
