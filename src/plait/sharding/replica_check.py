@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from plait.axes import index_along
 from plait.comm.collectives import all_gather, all_reduce
 from plait.comm.contiguous_buffers import describe
-from plait.comm.coordinates import index_along, replica_ranks
 from plait.comm.group import Group
 from plait.comm.mesh import Mesh
 from plait.comm.tensor_hash import as_hex, tensor_hash
@@ -29,6 +29,7 @@ from plait.comm.text_collectives import all_gather_text
 from plait.device import moved_later
 from plait.errors import ReplicaError
 from plait.layout import Layout
+from plait.layout.shard_plan import replica_ranks
 from plait.sharding.owners import Owners
 
 _PLAIN = (bool, int, float, complex, str, type(None))
