@@ -108,6 +108,12 @@ class UnitSpec:
     """The layers of the model that use it, by number."""
     timing: UnitTiming
 
+    def __post_init__(self) -> None:
+        sharded = [kind for kind in self.kinds.values() if kind.sharded]
+        assert not sharded or self.timing.gathers != "never", "shards would never be gathered"
+        trains = any(kind.trains for kind in sharded)
+        assert not trains or self.timing.scatters != "never", "gradients would never be scattered"
+
 
 def resolve_units(
     plan: Plan,
