@@ -19,6 +19,10 @@ DATA_AXES = ("replicate", "shard", "cp")
 """The axes whose ranks compute gradients from other tokens."""
 STATE_AXES = ("shard", "cp")
 """The axes over which a strategy shards state."""
+PLAN_AXES = ("pp", "dp", "cp", "tp")
+"""The axes by which a plan is written: `dp` for `replicate` × `shard`."""
+STAGE_AXES = ("dp_cp", "tp")
+"""The axes that reach, one after the other, all ranks of a stage."""
 COMBINED = {
     "dp": ("replicate", "shard"),
     "shard_cp": STATE_AXES,

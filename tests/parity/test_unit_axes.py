@@ -1,4 +1,4 @@
-"""A unit that is sharded over other axes than its neighbours: `resolve_units` says so, and all else follows."""
+"""A unit that is sharded over other axes than its neighbours: `resolve_units` says so, all else follows."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from plait.arguments import require_flag, require_instance, require_number
 from plait.axes import (
+    PLAN_AXES,
     axes_of,
     combined_axes,
     coordinate_of,
@@ -372,7 +373,7 @@ class Mesh(GridMesh):
         return same.get(axis, axis)
 
     def _described_sizes(self) -> dict[str, int]:
-        return {axis: self.size(axis) for axis in ("pp", "dp", "cp", "tp")}
+        return {axis: self.size(axis) for axis in PLAN_AXES}
 
     def check_plan(self, plan: Plan) -> None:
         """Raise `MeshError` unless the plan has this mesh's degrees; the error names the first to differ."""
