@@ -33,8 +33,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("schedules.search",),
     ("schedules.simulation",),
     ("schedules",),
-    ("layout",),
-    ("device",),
+    ("layout", "parameter_units"),
+    ("axes", "device"),
     ("plan", "rules", "attention_heads", "huggingface_files", "data"),
     ("arguments",),
     ("file_lock", "toml_files"),
@@ -48,6 +48,8 @@ WITHOUT_TORCH = {
     "schedules.simulation",
     "schedules",
     "prediction",
+    "parameter_units",
+    "axes",
     "plan",
     "rules",
     "attention_heads",
@@ -287,6 +289,36 @@ FROZEN_VALUES = {
 """Lower-case names of values at module level that cannot change."""
 IMMUTABLE_MAKERS = {"TypeVar", "ParamSpec", "NewType", "frozenset", "tuple"}
 MUTATORS = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "remove", "clear"}
+AXIS_NAMES = {"pp", "dp", "replicate", "shard", "cp", "tp", "dp_cp", "shard_cp"}
+DECIDED_ONCE = {"strategy", "reduce", "master_precision", "gradient_precision", "reduce_precision"}
+"""Fields of a plan that `parameter_units` turns into the description of each unit, which all else reads."""
+READS_THE_PLAN = {
+    "plan.py": "checks the fields",
+    "parameter_units.py": "decides",
+    "axes.py": "names the axes",
+    "cli/plan_html.py": "prints a plan",
+    "cli/plan_output.py": "prints a plan",
+    "footprint/fit_plan.py": "chooses among plans",
+    "footprint/memory_report.py": "prints a plan",
+    "loop/run_description.py": "prints a plan",
+    "prediction/plan_changes.py": "chooses among plans",
+    "prediction/plan_search.py": "chooses among plans",
+    "prediction/plan_space.py": "chooses among plans",
+    "prediction/collective_times.py": "places of ranks on hosts, by stride",
+    "prediction/operations.py": "the type of an axis",
+    "prediction/state_memory.py": "memory of the search, before it reads traces",
+    "report/description.py": "the format of a run's files, which may be older than the mesh",
+    "report/tensor_picture.py": "draws a run's files",
+    "report/timelines.py": "draws a run's files",
+    "train/memory_limit.py": "prints a plan",
+    "train/reference_steps.py": "the plan of one rank, and its tolerance",
+    "verification/diagnosis/across_ranks.py": "the order in which causes are suspected",
+    "verification/diagnosis/symptoms.py": "the order in which causes are suspected",
+    "verification/expected_dtypes.py": "independent of what it checks",
+    "verification/report.py": "prints a plan",
+    "verification/report_from_ranks.py": "prints a rank's place",
+}
+"""Files that read these fields of a plan, or spell out several axes, and why."""
 MOST_LINES, MOST_FUNCTION_LINES = 400, 60
 UNFINISHED = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X)\b")
 ABSOLUTE_PATH = re.compile(r"(?<![\w.~*])/(home|root|tmp|usr|var|etc|opt|mnt|srv|Users|work)/|\b[A-Z]:\\\\")
@@ -571,6 +603,23 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
+def units_are_decided_once(source: Source, house: House) -> Iterator[str]:
+    """No module but those listed reads how a plan shards and casts, or spells out several axes."""
+    if source.path in READS_THE_PLAN:
+        return
+    for node in ast.walk(source.tree):
+        decided = isinstance(node, ast.Attribute) and node.attr in DECIDED_ONCE
+        if decided and ast.unparse(node.value).rpartition(".")[2] == "plan":
+            yield source.breach(node.lineno, f"reads plan.{node.attr}: read the unit's `UnitSpec` instead")
+        parts = node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else ()
+        named = [one.value for one in parts if isinstance(one, ast.Constant)]
+        if len(named) > 1 and AXIS_NAMES.issuperset(named):
+            yield source.breach(
+                getattr(node, "lineno", 1),
+                f"spells out the axes {named}: take them from the unit, or plait.axes",
+            )
+
+
 def tidy(source: Source, house: House) -> Iterator[str]:
     for number, line in enumerate(source.text.splitlines(), start=1):
         if UNFINISHED.search(line):
@@ -588,5 +637,6 @@ RULES: tuple[Rule, ...] = (
     shallow,
     no_state,
     private_names_are_listed,
+    units_are_decided_once,
     tidy,
 )

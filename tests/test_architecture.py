@@ -29,6 +29,7 @@ from house_rules import (
     small,
     tidy,
     torch_stays_in_its_rooms,
+    units_are_decided_once,
 )
 
 MOST_PUBLIC_NAMES = 27
@@ -163,6 +164,9 @@ BROKEN: tuple[tuple[Rule, str, str, str], ...] = (
     (private_names_are_listed, "comm/x.py", "from torch._utils import f", "private name torch._utils.f"),
     (private_names_are_listed, "comm/x.py", "import torch._dynamo", "private name torch._dynamo"),
     (private_names_are_listed, "comm/x.py", "load('torch._dynamo')", "private name torch._dynamo"),
+    (units_are_decided_once, "engine/x.py", "x = runner.plan.strategy == 'full'", "reads plan.strategy"),
+    (units_are_decided_once, "engine/x.py", "x = plan.master_precision", "reads plan.master_precision"),
+    (units_are_decided_once, "engine/x.py", "x = ('shard', 'cp')", "spells out the axes"),
     (tidy, "comm/x.py", "x = 1  # TO" + "DO: more", "unfinished work"),
     (tidy, "comm/x.py", "x = '/" + "home/me/data'", "an absolute path"),
 )

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, cast
 
-import torch
 from torch import nn
 
+from plait.axes import layout_degrees, sizes_of_plan
 from plait.comm.group import Group
 from plait.errors import PlanError
 from plait.layers.layer_sequence import (
@@ -21,20 +21,21 @@ from plait.layers.layer_sequence import (
     sequence_of,
     without_values,
 )
-from plait.layers.precision import DTYPES
+from plait.layers.precision import DTYPES, named_dtype
 from plait.layers.structure_key import structure_of
 from plait.layers.validation import refuse_compiled_modules, refuse_layout_dependence
 from plait.layout import Layout
 from plait.layout.shard_plan import ShardPlan
+from plait.parameter_units import FLOAT16, BufferKind, ModelParameter, UnitSpec, resolve_units
 from plait.plan import Plan, Recompute
 from plait.rules import Rule, Rules
-from plait.schedules.lowering_spec import LayerIndex, LoweringSpec, sharding_of
+from plait.schedules.lowering_spec import LayerIndex, LoweringSpec
 from plait.schedules.schedule import Schedule
 from plait.schedules.stage_cuts.layer_costs import LayerCosts
 from plait.schedules.stage_cuts.schedule_and_cut import StageCut, schedule_and_cut
 from plait.schedules.step_programs import StepPrograms
-from plait.sharding.buffer_specs import BufferSpecs, StoragePolicy, build_buffer_specs, piece_layouts
-from plait.sharding.owners import Owners, pp_owners
+from plait.sharding.buffer_specs import BufferSpecs, build_buffer_specs, piece_layouts
+from plait.sharding.owners import Owners
 from plait.tensor.apply_rules import layouts_of, match_modules
 from plait.tensor.meta_device_runs import MetaLayers
 from plait.tensor.output_linear import output_linear_name
@@ -56,14 +57,19 @@ class Blueprint:
     """The number of neighbours along `tp` over which the gradient of each parameter is summed."""
     sequence_dims: tuple[SequenceDims, ...]
     """The sequence dims of each layer."""
-    buffer_specs: BufferSpecs
-    """The flat buffers of each unit."""
+    units: Mapping[str, UnitSpec]
+    """How each unit of parameters is stored, gathered and reduced, by its name."""
     schedule: Schedule
     layers_per_stage: tuple[int, ...]
     recompute: tuple[Recompute, ...]
     """How much of its forward each layer runs again in its backward."""
     output_linear: str | None
     """The name, within the last layer, of the linear whose logits the loss computes in chunks; None: none."""
+
+    @cached_property
+    def buffer_specs(self) -> BufferSpecs:
+        """The flat buffers of each unit."""
+        return build_buffer_specs(self.units, self.whole_layouts)
 
     @cached_property
     def layouts(self) -> Mapping[str, Layout]:
@@ -78,13 +84,14 @@ class Blueprint:
 
     @cached_property
     def lowering_spec(self) -> LoweringSpec:
-        """Input of `lower` besides the schedule: layers per stage and parameter unit, sharding, overlap."""
-        users = unit_users(self.sequence, self.layers_per_stage)
+        """Input of `lower` besides the schedule: layers per stage and parameter unit, timing, overlap."""
+        counts = enumerate(self.layers_per_stage)
+        places = [LayerIndex(stage, layer) for stage, count in counts for layer in range(count)]
         return LoweringSpec(
             self.layers_per_stage,
-            users,
+            {name: tuple(places[layer] for layer in unit.users) for name, unit in self.units.items()},
             self.plan.overlap,
-            sharding_of(self.plan),
+            {name: unit.timing for name, unit in self.units.items()},
             replicated=self.plan.world > self.plan.pp,
             loss_computes_logits=self.output_linear is not None,
         )
@@ -108,9 +115,24 @@ class Blueprint:
 
     @cached_property
     def owners(self) -> Owners:
-        """The ranks of `pp` that hold each parameter."""
-        units = {name: self.sequence.unit_of(name) for name in self.sequence.parameters}
-        return pp_owners(units, self.lowering_spec.units, self.schedule.rank_of)
+        """The ranks of `pp` that hold each parameter: those that run a layer which uses it."""
+        rank_of = self.schedule.rank_of
+        ranks = {
+            unit: tuple(sorted({rank_of[place.stage] for place in places}))
+            for unit, places in self.lowering_spec.units.items()
+        }
+        return {name: ranks[self.sequence.unit_of(name)] for name in self.sequence.parameters}
+
+    @cached_property
+    def kinds(self) -> Mapping[str, BufferKind]:
+        """How each parameter is stored, gathered and reduced."""
+        return {name: kind for unit in self.units.values() for name, kind in unit.kinds.items()}
+
+    @cached_property
+    def norm_axis(self) -> str:
+        """The axis over which the gradient norm is summed: all ranks, or those of a whole model."""
+        sharded = any(kind.trains and kind.sharded for kind in self.kinds.values())
+        return "world" if sharded else "model"
 
     @cached_property
     def shard_plan(self) -> ShardPlan:
@@ -138,8 +160,8 @@ class Blueprint:
     @property
     def trains_in_fp16(self) -> bool:
         """Whether gradients may overflow: a trainable parameter is computed or reduced in fp16."""
-        kinds = (spec.kind for specs in self.buffer_specs.values() for spec in specs)
-        return any(torch.float16 in (kind.dtype, kind.gradient, kind.reduce) for kind in kinds if kind.trains)
+        kinds = (kind for kind in self.kinds.values() if kind.trains)
+        return any(FLOAT16 in (kind.compute, kind.gradient, kind.reduce) for kind in kinds)
 
     def tensor_parallel(self, group: Group) -> TensorParallelism:
         """Return the tensor-parallel rules, ready to be applied to the layers of a rank of `group`."""
@@ -210,10 +232,7 @@ def build_blueprint(
     module_rules = rules_of_partitioned_modules(model, rules, plan, sequence)
     whole_layouts, summed = parameter_layouts(sequence, module_rules, plan)
     dims = sequence_dims(named(sequence.layers), module_rules)
-    specs = build_buffer_specs(
-        sequence.units, sequence.parameters, whole_layouts, summed, storage_policy(plan), plan.state_ranks
-    )
-    check_accumulation_dtype(plan, specs)
+    units = units_of(sequence, summed, plan)
     output_linear = None
     if plan.loss_rows is not None:
         last, in_pieces = sequence.layers[-1], dims[-1].output is not None
@@ -234,7 +253,7 @@ def build_blueprint(
         whole_layouts,
         summed,
         dims,
-        specs,
+        units,
         schedule,
         counts,
         recompute,
@@ -263,27 +282,15 @@ def recompute_per_layer(plan: Plan, layers: int) -> tuple[Recompute, ...]:
     return plan.recompute
 
 
-def check_accumulation_dtype(plan: Plan, specs: BufferSpecs) -> None:
-    """Raise PlanError where sharded gradients would be accumulated in less precision than the plan asks."""
-    if sharding_of(plan).scatters != "each":
-        return
-    for unit, buffers in specs.items():
-        for kind in (spec.kind for spec in buffers):
-            if kind.trains and kind.sharded and kind.gradient.itemsize > kind.master.itemsize:
-                raise PlanError(
-                    f"plan.gradient_precision asks for sums in {kind.gradient}, but with plan.reduce 'each' "
-                    f"the pieces of {unit or 'the model'} add up in the {kind.master} of its parameters: "
-                    "choose reduce 'last', or set plan.master_precision to the same."
-                )
-
-
-def unit_users(sequence: LayerSequence, counts: Sequence[int]) -> dict[str, tuple[LayerIndex, ...]]:
-    """Return for each unit (parameters that are gathered together) the layers that use it."""
-    places = [LayerIndex(stage, layer) for stage, count in enumerate(counts) for layer in range(count)]
-    return {
-        sequence.unit_of(name): tuple(places[layer] for layer in layers)
-        for name, layers in sequence.users.items()
+def units_of(sequence: LayerSequence, summed: Mapping[str, int], plan: Plan) -> dict[str, UnitSpec]:
+    """Return how each unit of the model's parameters is stored, gathered and reduced under `plan`."""
+    parameters = {
+        name: ModelParameter(named_dtype(one.dtype), one.is_floating_point(), one.requires_grad, summed[name])
+        for name, one in sequence.parameters.items()
     }
+    members = sequence.units
+    users = {unit: sequence.users[names[0]] for unit, names in members.items()}
+    return resolve_units(plan, parameters, members, users)
 
 
 def rules_of_partitioned_modules(
@@ -320,27 +327,11 @@ def parameter_layouts(
     sequence: LayerSequence, module_rules: Mapping[str, Rule], plan: Plan
 ) -> tuple[dict[str, Layout], dict[str, int]]:
     """Return each parameter's layout over `tp`, and over how many `tp` ranks its gradient is summed."""
-    degrees = {"replicate": plan.replicate, "shard": plan.shard, "cp": plan.cp, "tp": plan.tp}
     layers = named(sequence.layers)
-    layouts = layouts_of(layers, module_rules, degrees)
+    layouts = layouts_of(layers, module_rules, layout_degrees(sizes_of_plan(plan)))
     summed = summed_over_tp(layers, module_rules, layouts)
     names = {name: id(parameter) for name, parameter in sequence.parameters.items()}
     return (
         {name: layouts[parameter] for name, parameter in names.items()},
         {name: summed[parameter] for name, parameter in names.items()},
-    )
-
-
-def storage_policy(plan: Plan) -> StoragePolicy:
-    """Return how the ranks of a plan store parameters and gradients."""
-    return StoragePolicy(
-        compute=DTYPES[plan.precision],
-        master=DTYPES[plan.master_precision],
-        gradient=DTYPES[plan.gradient_precision],
-        reduce=DTYPES[plan.reduce_precision],
-        shards=plan.shards,
-        keeps_parameters=not plan.shards or plan.strategy != "full",
-        keeps_gradients=not plan.shards or plan.strategy == "optimizer",
-        offloads_parameters=plan.offload != "none",
-        offloads_gradients=plan.offload == "full",
     )

@@ -42,9 +42,8 @@ from plait.pipeline.pipeline_rank import PipelineRank
 from plait.pipeline.stage import Stage
 from plait.plan import Plan
 from plait.rules import Rules
-from plait.schedules.lowering_spec import sharding_of
 from plait.schedules.messages import channels_of
-from plait.sharding.owners import counted_parameters, reduction_axis, reduction_groups
+from plait.sharding.owners import counted_parameters, reduction_groups
 from plait.sharding.unit import Unit, UnitFactory
 from plait.tensor.feature_partition import is_sharded
 from plait.tensor.losses import Loss
@@ -106,7 +105,7 @@ def parallelize(
         queue=queue,
         context_parallelism=ContextParallelism.of(plan, mesh.group("cp"), queue.overlap),
         dropout=dropout,
-        counted=counted_parameters(blueprint.owners, blueprint.layouts, mesh),
+        counted=counted_parameters(blueprint.owners, blueprint.layouts, mesh, blueprint.norm_axis),
         vocabulary=vocabulary,
         meta_layers=meta_layers,
         late_hooks=LateHooks(model),
@@ -211,18 +210,18 @@ def build_units(
     blueprint: Blueprint, spans: Mapping[int, range], mesh: Mesh, source: TensorSource
 ) -> dict[str, Unit]:
     """Return by name this rank's `Unit`s (parameters gathered together); `source` may broadcast values."""
-    plan = blueprint.plan
 
     def value_of(name: str) -> Tensor:
         whole, layout = source.read(name), blueprint.whole_layouts[name]
         return shard(whole, layout, mesh.coordinate) if is_sharded(layout) else whole
 
+    kinds = blueprint.kinds.values()  # in one order on all ranks, as new groups require
     factory = UnitFactory(
         device=mesh.device,
         layouts=blueprint.layouts,
         coordinate=mesh.coordinate,
-        shard_group=mesh.group("shard_cp"),
-        replica_groups=reduction_groups(blueprint.owners, blueprint.summed, mesh, reduction_axis(plan)),
+        shard_groups={kind.sharded_over: mesh.group(kind.sharded_over) for kind in kinds if kind.sharded},
+        replica_groups=reduction_groups(blueprint.owners, blueprint.kinds, mesh),
         value_of=value_of,
     )
     units = {}
@@ -253,7 +252,7 @@ def build_stages(
     plan = blueprint.plan
     mine = {number: [sequence.layers[layer] for layer in layers] for number, layers in spans.items()}
     buffers = read_buffers(sequence, chain.from_iterable(mine.values()), source, plan, mesh)
-    adds_late = sharding_of(plan).scatters == "each"
+    adds_late = blueprint.lowering_spec.adds_late
     stages = {}
     for number, layers in mine.items():
         # One copy of all layers of a stage, so that modules that they share stay shared.

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from plait.comm import coordinates
+from plait import axes
+from plait.parameter_units import UnitTiming
 from plait.schedules.action import Kind
 from plait.schedules.check_programs import stream_calls, tied_units
-from plait.schedules.lowering_spec import WHOLE, LayerIndex, LoweringSpec, Sharding
+from plait.schedules.lowering_spec import LayerIndex, LoweringSpec
 from plait.schedules.messages import Channel
 from plait.schedules.program import (
     AwaitParameters,
@@ -47,9 +48,9 @@ WORDS = {
 }
 """Over `tp`, of a layer's forward, input gradient and weight gradient."""
 SHARDINGS = {
-    "full": Sharding("each use", "each", allocates=True),
-    "gradients": Sharding("once", "last", allocates=True),
-    "optimizer": Sharding("once", "last"),
+    "full": UnitTiming("each use", "each", allocates=True),
+    "gradients": UnitTiming("once", "last", allocates=True),
+    "optimizer": UnitTiming("once", "last"),
 }
 
 
@@ -86,10 +87,10 @@ class Grid(NamedTuple):
     sizes: Mapping[str, int]
 
     def size(self, axis: str) -> int:
-        return coordinates.size_along(axis, self.sizes)
+        return axes.size_along(axis, self.sizes)
 
     def rank_at(self, **coordinate: int) -> int:
-        return coordinates.rank_at(coordinates.split_dp(coordinate, self.sizes), self.sizes)
+        return axes.rank_at(axes.split_dp(coordinate, self.sizes), self.sizes)
 
 
 class Communicators:
@@ -99,8 +100,8 @@ class Communicators:
         self.device_bound = device_bound
         self._groups: dict[str, tuple[Hashable, dict[int, tuple[int, ...]]]] = {}
         owners: dict[tuple[tuple[int, ...], ...], str] = {}
-        for axis in (*sizes, *coordinates.combined_axes(sizes)):
-            groups = tuple(coordinates.groups_along(axis, sizes))
+        for axis in (*sizes, *axes.combined_axes(sizes)):
+            groups = tuple(axes.groups_along(axis, sizes))
             owner = owners.setdefault(groups, axis)  # axes with the same ranks share one
             self._groups[axis] = owner, {rank: ranks for ranks in groups for rank in ranks}
 
@@ -145,12 +146,12 @@ class MeshCalls:
     def __post_init__(self) -> None:
         self.calls = [[] for _ in range(prod(self.sizes.values()))]
         self._communicators = Communicators(self.sizes, device_bound=self.device_bound)
-        self._lines = coordinates.groups_along("pp", self.sizes)
+        self._lines = axes.groups_along("pp", self.sizes)
         self._counts: Counter[tuple[int, Hashable, str]] = Counter()
         self._whole: dict[int, set[str]] = defaultdict(set)
         """By rank, the units whose parameters are whole."""
         self._steps = 0
-        self._coordinates = [coordinates.coordinate_of(rank, self.sizes) for rank in range(len(self.calls))]
+        self._coordinates = [axes.coordinate_of(rank, self.sizes) for rank in range(len(self.calls))]
         self._known_replicas: dict[tuple[tuple[int, ...], int, str], list[tuple[int, ...]]] = {}
 
     @property
@@ -308,7 +309,8 @@ def mesh_of_schedule(
     sharded, stages = shard > 1, made.stages
     units: dict[str, tuple[LayerIndex, ...]] = {f"layer {n}": (LayerIndex(n, 0),) for n in range(stages)}
     units["tie"] = LayerIndex(0, 0), LayerIndex(stages - 1, 0)
-    spec = LoweringSpec((1,) * stages, units, sharding=SHARDINGS[sharding] if sharded else WHOLE)
+    timing = SHARDINGS[sharding] if sharded else UnitTiming()
+    spec = LoweringSpec((1,) * stages, units, timings=dict.fromkeys(units, timing))
     forward, backward, weight = WORDS[words]
     of_layer = {Kind.F: forward, Kind.I: backward, Kind.W: weight, Kind.B: f"{backward} {weight}"}
     buffers = Buffer(sharded), Buffer(sharded, summands=tp)
@@ -319,7 +321,7 @@ def mesh_of_schedule(
         sampling="all_gather",
         norm="world" if sharded else "model",
     )
-    sizes = coordinates.sizes_of(pp=made.ranks, dp=shard * replicate, tp=tp, replicate=replicate)
+    sizes = axes.sizes_of(pp=made.ranks, dp=shard * replicate, tp=tp, replicate=replicate)
     mesh = MeshCalls(sizes, StepPrograms(made, spec).posting_late(), workload, **options)
     for mode in MODES:
         mesh.add(mode)

@@ -147,8 +147,8 @@ def whole_parameters_counted_by_every_rank() -> Iterator[None]:
     """The norm counts what every rank of `tp` holds alike once for each of them."""
     original = composer.counted_parameters
 
-    def counted(owners: Any, layouts: Any, mesh: Any) -> frozenset[str]:
-        own = original(owners, layouts, mesh)
+    def counted(owners: Any, layouts: Any, mesh: Any, axis: str) -> frozenset[str]:
+        own = original(owners, layouts, mesh, axis)
         return own | {name for name in owners if "norm" in name and owners[name][0] == mesh.index("pp")}
 
     with patch.object(composer, "counted_parameters", counted):

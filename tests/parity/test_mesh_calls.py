@@ -29,8 +29,8 @@ from parity.mesh_calls import (
 )
 from parity.pairs import covering_rows, in_quick
 from parity.rows import name_of
+from plait import axes
 from plait.blueprint import Blueprint
-from plait.comm import coordinates
 from plait.comm.transport.local.stream_rules import StreamRules
 from plait.engine import Engine
 from plait.plan import Plan
@@ -133,7 +133,7 @@ def test_engines_queue_the_communication_that_mesh_calls_lists(
         return engine
 
     engine, *_ = thread_ranks.under_rules("late", lambda: rules).run(body, ranks=plan.world)
-    sizes = coordinates.sizes_of(pp=plan.pp, dp=plan.dp, tp=plan.tp, replicate=plan.replicate)
+    sizes = axes.sizes_of(pp=plan.pp, dp=plan.dp, tp=plan.tp, replicate=plan.replicate)
     blueprint = engine._runtime.blueprint
     told = MeshCalls(sizes, engine._runner.steps, workload_of(blueprint), device_bound=rules.device_bound)
     for mode in MODES:

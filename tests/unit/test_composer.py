@@ -13,15 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parity.cases import ONE_STAGE
-from plait.blueprint import build_blueprint, unit_users
+from plait.blueprint import build_blueprint
 from plait.comm.mesh import Mesh
 from plait.composer import parallelize
 from plait.engine import Engine
 from plait.errors import MeshError, ModelError, PlanError, ScheduleError
-from plait.layers.layer_sequence import sequence_of
 from plait.plan import Plan
 from plait.schedules.lowering_spec import LayerIndex
-from plait.sharding.owners import pp_owners
 from plait.tensor.losses import cross_entropy
 
 
@@ -85,17 +83,13 @@ def test_more_stages_than_layers_are_refused() -> None:
 def test_units_users_and_owners_of_a_tied_model() -> None:
     model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 4))
     model[2].weight = model[0].weight
-    sequence = sequence_of(model)
-    users = unit_users(sequence, counts=(2, 1))
-    assert users == {
+    blueprint = build_blueprint(model, Plan(pp=2, microbatches=2, layers_per_stage=(2, 1)))
+    assert blueprint.lowering_spec.units == {
         "0.weight": (LayerIndex(0, 0), LayerIndex(1, 0)),
         "1": (LayerIndex(0, 1),),
         "2": (LayerIndex(1, 0),),
     }
-    owners = {"0.weight": (0, 1), "1.weight": (0,), "2.bias": (1,)}
-    units = {name: sequence.unit_of(name) for name in sequence.parameters}
-    assert pp_owners(units, users, rank_of=(0, 1)) == owners
-    assert pp_owners(units, users, rank_of=(1, 0)) == {**owners, "1.weight": (1,), "2.bias": (0,)}
+    assert blueprint.owners == {"0.weight": (0, 1), "1.weight": (0,), "2.bias": (1,)}
 
 
 def test_layers_of_each_stage() -> None:

@@ -269,8 +269,8 @@ def gradients_not_summed_over_cp() -> Any:
     """Gradients are summed over dp alone."""
     original = composer.reduction_groups
 
-    def groups(owners: Any, summed: Any, mesh: Any, *axis: str) -> dict[str, Any]:
-        found = original(owners, summed, mesh, *axis)
+    def groups(owners: Any, kinds: Any, mesh: Any) -> dict[str, Any]:
+        found = original(owners, kinds, mesh)
         return {name: mesh.group("dp") if one.name == "dp_cp" else one for name, one in found.items()}
 
     return patch.object(composer, "reduction_groups", groups)

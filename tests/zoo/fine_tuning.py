@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -34,8 +35,8 @@ def _not_summed() -> Any:
     """Gradients are summed over dp and cp, and not over the ranks of tp that have a summand of them."""
     original = composer.reduction_groups
 
-    def groups(owners: Any, summed: Any, mesh: Any, *axis: str) -> dict[str, Any]:
-        return original(owners, dict.fromkeys(summed, 1), mesh, *axis)
+    def groups(owners: Any, kinds: Any, mesh: Any) -> dict[str, Any]:
+        return original(owners, {name: replace(kind, summands=1) for name, kind in kinds.items()}, mesh)
 
     return patch.object(composer, "reduction_groups", groups)
 

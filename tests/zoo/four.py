@@ -31,8 +31,8 @@ def reduced_over_the_wrong_axis() -> Any:
     """Gradients are summed over tp where dp is meant."""
     original = composer.reduction_groups
 
-    def groups(owners: Any, summed: Any, mesh: Any, axis: str) -> dict[str, Any]:
-        found = original(owners, summed, mesh, axis)
+    def groups(owners: Any, kinds: Any, mesh: Any) -> dict[str, Any]:
+        found = original(owners, kinds, mesh)
         return {name: mesh.group("tp") if group.name == "dp" else group for name, group in found.items()}
 
     return patch.object(composer, "reduction_groups", groups)

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from parity.case import Case
+from plait import blueprint
 from plait.comm.handle import Handle
 from plait.engine import Engine
+from plait.parameter_units import PRECISIONS, UnitSpec, resolve_units
 from plait.pipeline.stage import Stage
-from plait.plan import Plan
+from plait.plan import Plan, Precision
 from plait.sharding import gatherer, reducer
-from plait.sharding.buffer_specs import StoragePolicy
 from plait.sharding.flat_buffer import FlatBuffer
 from plait.sharding.unit import UnitFactory
 from plait.tensor import norm
@@ -63,25 +64,32 @@ def in_16_bits(tensor: Tensor) -> Tensor:
     return tensor.bfloat16().to(tensor.dtype)
 
 
-def _policy(**dtypes: torch.dtype) -> Any:
-    """A policy gives other dtypes."""
-    patches = {name: lambda self, parameter, dtype=dtype: dtype for name, dtype in dtypes.items()}
-    return patch.multiple(StoragePolicy, **patches)
+def _kinds(**dtypes: Precision) -> Any:
+    """The engine's blueprint gives parameters other dtypes; the plan, and so the verifier, says others."""
+    changed = {name: PRECISIONS[precision] for name, precision in dtypes.items()}
+
+    def resolved(*given: Any) -> dict[str, UnitSpec]:
+        return {
+            name: replace(unit, kinds={key: replace(kind, **changed) for key, kind in unit.kinds.items()})
+            for name, unit in resolve_units(*given).items()
+        }
+
+    return patch.object(blueprint, "resolve_units", resolved)
 
 
 def travels_in_16_bits() -> Any:
     """Gradients are reduced in bfloat16."""
-    return _policy(reduce_of=torch.bfloat16)
+    return _kinds(reduce="bf16")
 
 
 def masters_in_16_bits() -> Any:
     """The optimizer updates what layers use; gradients are added up in float32 still."""
-    return _policy(master_of=torch.bfloat16, gradient_of=torch.float32)
+    return _kinds(master="bf16", gradient="fp32")
 
 
 def gradients_in_16_bits() -> Any:
     """The gradients' own memory is bfloat16; they travel in float32."""
-    return _policy(gradient_of=torch.bfloat16, reduce_of=torch.float32)
+    return _kinds(gradient="bf16", reduce="fp32")
 
 
 @contextmanager

@@ -170,7 +170,7 @@ def copies_of_pieces_not_summed() -> Any:
 def pieces_summed_over_shard() -> Any:
     """Pieces are summed over the ranks that hold other ones."""
 
-    def groups(owners: Any, summed: Any, mesh: Any, axis: str) -> dict[str, Any]:
+    def groups(owners: Any, kinds: Any, mesh: Any) -> dict[str, Any]:
         return dict.fromkeys(owners, mesh.group("shard"))
 
     return patch.object(composer, "reduction_groups", groups)
@@ -188,7 +188,7 @@ def norm_of_own_pieces_only() -> Any:
 
 def copies_of_pieces_counted() -> Any:
     """The norm counts a piece on each rank of replicate."""
-    return patch.object(composer, "counted_parameters", lambda owners, layouts, mesh: frozenset(owners))
+    return patch.object(composer, "counted_parameters", lambda owners, *_: frozenset(owners))
 
 
 @contextmanager

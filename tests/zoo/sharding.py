@@ -35,10 +35,12 @@ def initial_pieces_exchanged() -> Iterator[None]:
 
     def fill(self: UnitFactory, buffer: FlatBuffer) -> None:
         original(self, buffer)
-        whole = torch.zeros(buffer.spec.offsets.size, dtype=buffer.spec.kind.dtype)
+        whole = torch.zeros(buffer.spec.offsets.size, dtype=buffer.whole.dtype)
         for slot in buffer.spec.offsets.slots:
             slot.view_of(whole).copy_(self.value_of(slot.name))
-        buffer.piece.copy_(whole.chunk(self.shard_group.size)[1 - self.shard_group.index])
+        group = buffer.shard_group
+        assert group is not None
+        buffer.piece.copy_(whole.chunk(group.size)[1 - group.index])
 
     with patch.object(UnitFactory, "_fill", fill):
         yield

@@ -27,8 +27,8 @@ def tie_counted_by_both_stages() -> Any:
     """The norm counts a parameter of two stages on each of them."""
     original = composer.counted_parameters
 
-    def counted(owners: Any, layouts: Any, mesh: Any) -> frozenset[str]:
-        own = original(owners, layouts, mesh)
+    def counted(owners: Any, layouts: Any, mesh: Any, axis: str) -> frozenset[str]:
+        own = original(owners, layouts, mesh, axis)
         return own | {name for name, stages in owners.items() if mesh.index("pp") in stages}
 
     return patch.object(composer, "counted_parameters", counted)

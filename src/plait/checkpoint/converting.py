@@ -8,6 +8,7 @@ from functools import partial
 from math import prod
 from pathlib import Path
 
+from plait.axes import sizes_of_plan
 from plait.checkpoint.box_reader import FullTensors
 from plait.checkpoint.compatibility import applicable_run_state, require_model
 from plait.checkpoint.disk import Disk
@@ -17,10 +18,9 @@ from plait.checkpoint.optimizer_state import is_number
 from plait.checkpoint.rank_contents import WriterAssignment, parameter_key, state_key, state_keys
 from plait.checkpoint.save_task import file_name
 from plait.checkpoint.tensor_file import BoxToWrite, write_file, write_files
-from plait.comm.coordinates import replica_ranks, sizes_of_plan
 from plait.layout import Layout
 from plait.layout.boxes import piece_boxes
-from plait.layout.shard_plan import ShardPlan
+from plait.layout.shard_plan import ShardPlan, replica_ranks
 
 
 def convert(

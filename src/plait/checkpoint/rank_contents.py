@@ -9,13 +9,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from plait.axes import layout_degrees
 from plait.checkpoint.optimizer_set import OptimizerSet
 from plait.checkpoint.optimizer_state import state_of
-from plait.comm.coordinates import replica_ranks
 from plait.comm.mesh import Mesh
 from plait.errors import CheckpointError
 from plait.layout import Layout
-from plait.layout.shard_plan import ShardPlan
+from plait.layout.shard_plan import ShardPlan, replica_ranks
 
 
 class Checkpointable(Protocol):
@@ -93,8 +93,7 @@ def rank_contents(engine: Checkpointable, optimizers: OptimizerSet | None) -> It
                 state_layout = layout if shape is None else Layout(shape, layout.axis_degrees)
                 yield held(state_key(name, key), state_layout, tensor.detach(), stages)
     for name, buffer in engine.named_buffers():
-        axes = {axis: mesh.size(axis) for axis in ("replicate", "shard", "cp", "tp")}
-        layout = Layout(tuple(buffer.shape), axes)
+        layout = Layout(tuple(buffer.shape), layout_degrees(mesh.sizes))
         yield held(parameter_key(name), layout, buffer.detach().contiguous(), shard_plan.owners[name])
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from plait.axes import PLAN_AXES
 from plait.errors import ConfigError
 from plait.plan import Plan
 
@@ -105,7 +106,7 @@ def end_rank(code: int) -> None:
 
 def degrees(plan: Plan) -> str:
     """Return the degrees of a plan as text for errors: "parallel.pp = 2 times parallel.dp = 1 times …"."""
-    shown = [name for name in ("pp", "dp", "cp", "tp") if name != "cp" or plan.cp > 1]
+    shown = [name for name in PLAN_AXES if name != "cp" or plan.cp > 1]
     return " times ".join(f"parallel.{name} = {getattr(plan, name)}" for name in shown)
 
 

@@ -13,7 +13,21 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from plait.arguments import require_flag, require_instance, require_number
-from plait.comm import coordinates
+from plait.axes import (
+    PLAN_AXES,
+    axes_of,
+    combined_axes,
+    coordinate_of,
+    groups_along,
+    index_along,
+    name_of,
+    rank_at,
+    require_degrees,
+    size_along,
+    sizes_of,
+    sizes_of_plan,
+    split_dp,
+)
 from plait.comm.collectives import all_reduce, all_to_all
 from plait.comm.group import Group
 from plait.comm.handle import Handle
@@ -67,7 +81,7 @@ class GridMesh:
         of them; results stay the same bits. Messages between stages are not checked: the programs that send
         and receive them are proved to do so in one order, and each step checks their shapes.
         """
-        coordinates.require_degrees(sizes)
+        require_degrees(sizes)
         if not sizes or "world" in sizes:
             raise MeshError(
                 f"the mesh's axes are {', '.join(sizes) or 'none'}: give at least one, and none of the name "
@@ -95,7 +109,7 @@ class GridMesh:
         self._discover()
         self._operation_watch = self._watch_operations()
         self._groups: dict[str, Group] = {}
-        for axis in (*self.sizes, *coordinates.combined_axes(self.sizes)):  # in one order on all ranks
+        for axis in (*self.sizes, *combined_axes(self.sizes)):  # in one order on all ranks
             self._groups[axis] = self._group_along(axis)
 
     @property
@@ -105,24 +119,30 @@ class GridMesh:
 
     def size(self, axis: str) -> int:
         """Return the number of ranks along an axis or a combined axis."""
-        return coordinates.size_along(axis, self.sizes)
+        return size_along(axis, self.sizes)
 
     def index(self, axis: str) -> int:
         """Return this rank's index along an axis; in a combined axis, the first of its axes is outermost."""
-        return coordinates.index_along(axis, self.coordinate, self.sizes)
+        return index_along(axis, self.coordinate, self.sizes)
 
-    def group(self, axis: str) -> Group:
-        """Return this rank's group along an axis. Raises `MeshError` for an unknown axis."""
-        self.axes_of(axis)
-        return self._groups[axis]
+    def group(self, axis: str | Collection[str]) -> Group:
+        """Return this rank's group along an axis, or along several axes together.
+
+        Where no combined axis has them, the group is made at the first call, by all ranks in one order.
+        Raises `MeshError` for an unknown axis.
+        """
+        name = name_of(axis, self.sizes)
+        if name not in self._groups:
+            self._groups[name] = self._make_groups(groups_along(axis, self.sizes), name)
+        return self._groups[name]
 
     def coordinate_of(self, rank: int) -> dict[str, int]:
         """Return the index of a global rank along each axis. Raises `MeshError` for an unknown rank."""
-        return coordinates.coordinate_of(rank, self.sizes)
+        return coordinate_of(rank, self.sizes)
 
     def axes_of(self, axis: str) -> tuple[str, ...]:
         """Return the axes that `axis` combines, or `axis` itself. Raises `MeshError` for an unknown axis."""
-        return coordinates.axes_of(axis, self.sizes)
+        return axes_of(axis, self.sizes)
 
     def rank_at(self, **coordinate: int) -> int:
         """Return the global rank at a coordinate; axes that are not given default to this rank's own index.
@@ -130,8 +150,8 @@ class GridMesh:
         On a plan's mesh `dp` may be given. Raises `MeshError` for an unknown axis or an index outside the
         mesh.
         """
-        given = coordinates.split_dp(coordinate, self.sizes)
-        return coordinates.rank_at({**self.coordinate, **given}, self.sizes)
+        given = split_dp(coordinate, self.sizes)
+        return rank_at({**self.coordinate, **given}, self.sizes)
 
     def new_group(self, ranks_per_group: Sequence[Sequence[int]], name: str) -> Group | None:
         """Make disjoint groups of ranks, whose traffic is counted as `name`; return this rank's, or None.
@@ -178,12 +198,12 @@ class GridMesh:
         `MeshError` unless `size` divides the ranks along the axis.
         """
         along = self.size(axis)
-        coordinates.require_degrees({f"number of neighbours along {axis}": size})
+        require_degrees({f"number of neighbours along {axis}": size})
         if along % size:
             raise MeshError(
                 f"{along} ranks along {axis} do not divide into groups of {size}: give a divisor."
             )
-        groups = coordinates.groups_along(axis, self.sizes)
+        groups = groups_along(axis, self.sizes)
         parts = [ranks[first : first + size] for ranks in groups for first in range(0, along, size)]
         return self._make_groups(parts, name)
 
@@ -245,9 +265,9 @@ class GridMesh:
         same = self._axis_of_group(axis)
         if same != axis:
             return self._groups[same]
-        groups = coordinates.groups_along(axis, self.sizes)
+        groups = groups_along(axis, self.sizes)
         for other, group in self._groups.items() if self.uses_nccl else ():
-            if coordinates.groups_along(other, self.sizes) == groups:
+            if groups_along(other, self.sizes) == groups:
                 return replace(group, name=axis)
         return self._make_groups(groups, axis)
 
@@ -323,9 +343,9 @@ class Mesh(GridMesh):
             require_instance(
                 "the mesh's plan", plan, Plan, "give a plait.Plan, or degrees by name", MeshError
             )
-            sizes = coordinates.sizes_of_plan(plan)
+            sizes = sizes_of_plan(plan)
         else:
-            sizes = coordinates.sizes_of(pp=pp, dp=dp, cp=cp, tp=tp, replicate=replicate)
+            sizes = sizes_of(pp=pp, dp=dp, cp=cp, tp=tp, replicate=replicate)
         super().__init__(device=device, timeout=timeout, alone=alone, guarded=guarded, **sizes)
         self._channels: dict[Channel, Group | None] = {}
 
@@ -336,7 +356,7 @@ class Mesh(GridMesh):
         on all ranks, and count as `pp`. On NCCL each then sends a first message, which connects its ranks:
         so no connection is made within a step, where the ranks would come to it in different orders.
         """
-        lines = coordinates.groups_along("pp", self.sizes)
+        lines = groups_along("pp", self.sizes)
         for channel in channels:
             if channel not in self._channels:
                 sender, receiver, _ = channel
@@ -353,7 +373,7 @@ class Mesh(GridMesh):
         return same.get(axis, axis)
 
     def _described_sizes(self) -> dict[str, int]:
-        return {axis: self.size(axis) for axis in ("pp", "dp", "cp", "tp")}
+        return {axis: self.size(axis) for axis in PLAN_AXES}
 
     def check_plan(self, plan: Plan) -> None:
         """Raise `MeshError` unless the plan has this mesh's degrees; the error names the first to differ."""

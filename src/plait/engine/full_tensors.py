@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from plait.autograd.redistribution import full_tensor
+from plait.axes import STAGE_AXES
 from plait.comm.collectives import broadcast
 from plait.comm.consistency_check import require_same_text
 from plait.comm.text_collectives import all_gather_text, first_nonempty_text
@@ -111,11 +112,11 @@ def _full(
     mesh = runtime.mesh
     mine = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in held.items()}
     text = json.dumps(mine)
-    for axis in ("dp_cp", "tp"):  # all ranks of a stage have the same names
+    for axis in STAGE_AXES:  # all ranks of a stage have the same names
         require_same_text(f"{what} of {text}", mesh.group(axis), mesh.device)
     group = mesh.group("pp")
     dtypes = [json.loads(one) for one in all_gather_text(text, group, mesh.device)]
-    receives = everywhere or all(mesh.index(axis) == 0 for axis in ("dp_cp", "tp"))
+    receives = everywhere or all(mesh.index(axis) == 0 for axis in STAGE_AXES)
     for name, place in _places(runtime).items():
         owners = [rank for rank, names in enumerate(dtypes) if name in names]
         if not owners:

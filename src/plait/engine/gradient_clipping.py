@@ -13,7 +13,7 @@ def clip_gradients(runner: Runner, max_norm: float, norm_type: float, *, error_i
     """Scale all gradients of the model to a norm of at most `max_norm`, and return the norm before."""
     runtime, scale = runner.runtime, runner.scale
     units = runtime.units.values()
-    group = runner.mesh.group("world" if runner.plan.shards else "model")
+    group = runner.mesh.group(runtime.blueprint.norm_axis)
     norm = start_norm(units, runtime.counted, group, runner.mesh.device, norm_type)()
     scale_to(units, norm, max_norm)
     if scale.guards or error_if_nonfinite:

@@ -7,7 +7,6 @@ from plait.blueprint import Blueprint
 from plait.layers.nested import NamedLayer
 from plait.pipeline.chunked_loss_stage import ChunkedLossStage
 from plait.pipeline.loss_stage import LossStage
-from plait.schedules.lowering_spec import sharding_of
 from plait.tensor.chunked_cross_entropy import ChunkedCrossEntropy, require_cross_entropy
 from plait.tensor.losses import Loss, loss_of_pieces
 from plait.tensor.output_linear import return_features
@@ -37,5 +36,5 @@ def build_loss_stage(
     linear = return_features(last.module, name)
     if vocabulary is None:
         vocabulary = Vocabulary.of_one_rank(linear.out_features)
-    adds_late = sharding_of(blueprint.plan).scatters == "each"
+    adds_late = blueprint.lowering_spec.adds_late
     return ChunkedLossStage(ChunkedCrossEntropy(terms, linear, vocabulary, rows, queue, adds_late))

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 from torch.optim.optimizer import Optimizer
 
+from plait.axes import STAGE_AXES
 from plait.comm.consistency_check import all_numbers, different_texts, shown
 from plait.engine.runtime_objects import Runtime
 from plait.errors import CommunicationError, PlaitError
@@ -98,7 +99,7 @@ class StepAgreement:
         single = max(all_numbers(len(optimizers), world, self._mesh.device, call)) == 1
         lines = self._of_optimizers(optimizers, single=single)
         self._require("world", lines, call, error_type, optional=True)
-        for axis in ("dp_cp", "tp"):
+        for axis in STAGE_AXES:
             self._require(axis, self._of_parameters(optimizers), call, error_type, optional=True)
         self._steps.clear()
 

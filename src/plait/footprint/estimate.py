@@ -144,13 +144,14 @@ class MemoryEstimator:
         if batch is None:
             return None
         microbatch = split(batch, plan.microbatches, "inputs")[0]
-        precisions = plan.precision, plan.master_precision, plan.gradient_precision
-        late = blueprint.lowering_spec.sharding.scatters == "each"
+        gradients = tuple(kind.gradient for kind in blueprint.kinds.values())
+        late = blueprint.lowering_spec.adds_late
         degrees = plan.tp, plan.sequence_parallel, plan.cp, plan.context_parallel, plan.context_layout
         key = (
             degrees,
             signature(microbatch),
-            precisions,
+            plan.precision,
+            gradients,
             late,
             blueprint.recompute,
             plan.loss_rows,

@@ -8,9 +8,8 @@ from itertools import product
 from typing import Any, NamedTuple, get_args
 
 from plait.footprint.estimate import MemoryEstimator
+from plait.parameter_units import timing_of
 from plait.plan import Offload, Plan, Strategy
-
-CUT_GRADIENTS = ("gradients", "full")
 
 
 class Change(NamedTuple):
@@ -79,9 +78,9 @@ def _changes(plan: Plan, rows: int | None, *, offloads: bool) -> list[Change]:
 def _makes_sense(plan: Plan, changed: dict[str, Any]) -> bool:
     """Return whether every changed field has an effect in the changed plan."""
     strategy, offload = changed.get("strategy", plan.strategy), changed.get("offload", plan.offload)
-    if "reduce" in changed and strategy not in CUT_GRADIENTS:
-        return False
     if "offload" in changed and strategy == "none":
+        return False
+    if "reduce" in changed and not timing_of(replace(plan, **changed)).allocates:
         return False
     alone = plan.state_ranks == 1 and offload == "none"
     return not (alone and ("strategy" in changed or "reduce" in changed))

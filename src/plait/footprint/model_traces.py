@@ -12,7 +12,8 @@ from torch import Tensor
 from plait.autograd.deferred_weight_gradients import defer_weight_gradients
 from plait.autograd.running_sequence import LocalSequence, running
 from plait.autograd.weight_gradient_queue import WeightGradientQueue
-from plait.blueprint import Blueprint, storage_policy
+from plait.axes import AXES, layout_degrees
+from plait.blueprint import Blueprint
 from plait.comm.group import Group
 from plait.comm.traffic import Traffic
 from plait.compilation.compiled_layer import CompiledLayer, LayerCompiler
@@ -30,7 +31,7 @@ from plait.footprint.context_share import (
 from plait.footprint.traces import Trace, meta_leaf, trace_chunked_loss, trace_layer, trace_loss
 from plait.layers.layer_sequence import on_meta, private_copy
 from plait.layers.nested import NamedLayer, Value, map_tensors, tensors_of
-from plait.layers.precision import DTYPES
+from plait.layers.precision import DTYPES, torch_dtype
 from plait.layers.result_cache import result_caches
 from plait.layers.shape_inference import LayerInfo, LayerInput, MetaRun, run_on_meta
 from plait.pipeline.chunked_loss_stage import ChunkedLossStage
@@ -38,7 +39,7 @@ from plait.pipeline.stage import Stage
 from plait.tensor.losses import Loss
 from plait.tensor.tensor_parallelism import TensorParallelism
 
-FIRST = {"replicate": 0, "shard": 0, "cp": 0, "tp": 0}
+FIRST = dict.fromkeys(layout_degrees(dict.fromkeys(AXES, 1)), 0)
 """The coordinate of the rank that is traced."""
 
 
@@ -132,7 +133,7 @@ def _trace_layers(
 ) -> list[_LayerTrace]:
     """Return the trace of each layer, given the layer before's output; those that run alike share a trace."""
     structures = blueprint.meta_layers(tensor_parallel, FIRST, {}).structures
-    adds_late = blueprint.lowering_spec.sharding.scatters == "each"
+    adds_late = blueprint.lowering_spec.adds_late
     compiled = _compiled_layers(blueprint, structures, layers, queue)
     given, value = LayerInput.of_batch(share.inputs, input_gradients=False), share.inputs
     known: dict[Hashable, _LayerTrace] = {}
@@ -213,12 +214,11 @@ def _layers_on_meta(
     shapes = {name: layout.local_shape(FIRST) for name, layout in blueprint.whole_layouts.items()}
     empty = on_meta(blueprint.sequence, DTYPES[blueprint.plan.precision], shapes)
     layers = tensor_parallel.apply(private_copy(blueprint.sequence.layers, empty), queue)
-    policy = storage_policy(blueprint.plan)
     for layer in layers:
         defer_weight_gradients(layer.module, queue)
-    for parameter in blueprint.sequence.parameters.values():
+    for name, parameter in blueprint.sequence.parameters.items():
         if parameter.requires_grad:
-            meta, dtype = empty[id(parameter)], policy.gradient_of(parameter)
+            meta, dtype = empty[id(parameter)], torch_dtype(blueprint.kinds[name].gradient)
             meta.grad_dtype = None
             meta.grad = torch.empty_like(meta, dtype=dtype)
     return layers

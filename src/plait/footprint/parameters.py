@@ -11,6 +11,7 @@ import torch
 from plait.blueprint import Blueprint
 from plait.comm.transport.shared_memory.transport import STAGING_LIMIT
 from plait.footprint.memory_ledger import Category, MemoryBlock, MemoryLedger
+from plait.parameter_units import replicas_of
 from plait.schedules.program import (
     AllocateGradient,
     AwaitScatter,
@@ -21,7 +22,6 @@ from plait.schedules.program import (
     ScatterGradient,
 )
 from plait.sharding.buffer_specs import BufferSpec, FlatSpec
-from plait.sharding.owners import replica_count
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class RankBuffer:
 
     @property
     def moment(self) -> int:
-        """Bytes of one optimizer-state tensor of this buffer, on the rank of `shard_cp` with the most."""
+        """Bytes of one optimizer-state tensor of this buffer, on the rank with the largest shard."""
         if not self.spec.kind.trains:
             return 0
         offsets = self.spec.offsets
@@ -85,7 +85,7 @@ class RankBuffer:
         yield self._kept(spec.piece, Category.PARAMETERS)
         yield self._kept(spec.gradient, Category.GRADIENTS, self.stages)
         yield self._kept(spec.piece_gradient, Category.GRADIENTS)
-        offloaded = spec.policy.offloads_gradients and self.device.type != "cpu"
+        offloaded = spec.kind.offloads_gradients and self.device.type != "cpu"
         yield MemoryBlock(moments * self.moment, Category.STATE, offloaded)
 
     def _kept(self, flat: FlatSpec | None, category: Category, count: int = 1) -> MemoryBlock:
@@ -100,12 +100,13 @@ def rank_buffers(
 ) -> dict[str, list[RankBuffer]]:
     """Return by unit (parameters gathered together) the flat buffers of a rank that runs `stages`."""
     buffers = {}
-    decided = blueprint.owners, blueprint.summed, blueprint.plan
     for unit, specs in blueprint.buffer_specs.items():
         users = len(blueprint.stages_with(unit, stages)) if specs else 0
         if users:
+            ranks = len(blueprint.owners[specs[0].names[0]])
             buffers[unit] = [
-                RankBuffer(spec, device, users, replica_count(spec.names[0], *decided)) for spec in specs
+                RankBuffer(spec, device, users, ranks * replicas_of(spec.kind, blueprint.plan))
+                for spec in specs
             ]
     return buffers
 

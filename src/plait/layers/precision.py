@@ -1,20 +1,29 @@
-"""The dtypes of a plan's precisions, and the conversion of tensors to them."""
+"""The torch dtypes of a plan's precisions, and the conversion of tensors to them."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from plait.parameter_units import PRECISIONS, Dtype
 from plait.plan import Precision
 
 DTYPES: dict[Precision | None, torch.dtype | None] = {
     None: None,
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
+    **{precision: getattr(torch, dtype.name) for precision, dtype in PRECISIONS.items()},
 }
 """None: the dtype of the model's own tensor."""
+
+
+def torch_dtype(dtype: Dtype) -> torch.dtype:
+    """Return the dtype that a resolved plan names."""
+    found: torch.dtype = getattr(torch, dtype.name)
+    return found
+
+
+def named_dtype(dtype: torch.dtype) -> Dtype:
+    """Return the name and the element size of a dtype: inverse of `torch_dtype`."""
+    return Dtype(str(dtype).removeprefix("torch."), dtype.itemsize)
 
 
 def convert(value: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from plait.axes import rank_at
 from plait.layout.layout import Layout
 from plait.plan import Plan
 
@@ -27,3 +28,11 @@ class ShardPlan:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The global shape of each parameter and buffer."""
         return {name: layout.shape for name, layout in self.layouts.items()} | dict(self.buffer_shapes)
+
+
+def replica_ranks(
+    layout: Layout, coordinate: Mapping[str, int], stages: Iterable[int], sizes: Mapping[str, int]
+) -> tuple[int, ...]:
+    """Return the ranks in pipeline `stages` that hold the same piece of a `layout` tensor as `coordinate`."""
+    alike = [dict(zip(layout.axes, there, strict=True)) for there in layout.replicas(coordinate)]
+    return tuple(sorted(rank_at({"pp": stage, **there}, sizes) for stage in stages for there in alike))

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from plait.arguments import whole
+from plait.axes import index_along
 from plait.comm.collectives import broadcast, scatter
-from plait.comm.coordinates import index_along
 from plait.comm.mesh import Mesh
 from plait.comm.plain_values import NotPlainError, decode, encode
 from plait.comm.text_collectives import broadcast_result

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from plait.attention_heads import sending_less, vectors_sent
+from plait.parameter_units import BufferKind, UnitTiming, kind_of, timing_of
 from plait.plan import Plan
 from plait.prediction.decoder import Decoder, LayerKind
 from plait.prediction.operations import AxisTransfer, DeviceOperation, Elementwise, FusedAttention, Product
@@ -60,6 +61,16 @@ class StepShape:
     in fp32."""
 
     @cached_property
+    def kind(self) -> BufferKind:
+        """How parameters are stored, gathered and reduced."""
+        return kind_of(self.plan)
+
+    @cached_property
+    def timing(self) -> UnitTiming:
+        """When parameters are gathered and reduced."""
+        return timing_of(self.plan)
+
+    @cached_property
     def tokens(self) -> float:
         """Tokens of a micro-batch that a rank of `cp` holds."""
         return self.rows * self.decoder.context / self.plan.cp
@@ -67,18 +78,12 @@ class StepShape:
     @property
     def item(self) -> int:
         """Bytes of an element of an activation."""
-        return ITEM[self.plan.precision or "fp32"]
+        return self.kind.compute.itemsize
 
     @property
     def gradient_item(self) -> int:
         """Bytes of an element in which gradients are accumulated."""
-        return ITEM[self.gradient_precision]
-
-    @property
-    def gradient_precision(self) -> str:
-        """The precision in which gradients are accumulated."""
-        plan = self.plan
-        return plan.gradient_precision or plan.master_precision or plan.precision or "fp32"
+        return self.kind.gradient.itemsize
 
     @property
     def activation(self) -> float:

@@ -12,7 +12,7 @@ from plait.plan import Recompute
 from plait.prediction.collective_times import Network
 from plait.prediction.decoder import LayerKind
 from plait.prediction.hardware import Hardware
-from plait.prediction.layer_operations import ITEM, LayerWork, Recomputation, StepShape, layer_work
+from plait.prediction.layer_operations import LayerWork, Recomputation, StepShape, layer_work
 from plait.prediction.operations import AxisTransfer, DeviceOperation, Elementwise, Product
 from plait.prediction.roofline import operation_seconds
 
@@ -245,15 +245,15 @@ class LayerTimer:
         Sharded parameters of the next layer are gathered while a layer runs; with `reduce` `each` the
         gradients of the one before are summed during a backward.
         """
-        plan = self.shape.plan
-        if plan.strategy not in ("gradients", "full") or plan.state_ranks == 1:
+        plan, timing = self.shape.plan, self.shape.timing
+        if not timing.allocates or plan.state_ranks == 1:
             return 0.0
         count, seconds = self.shape.decoder.parameters(kind, plan.tp), 0.0
-        if plan.strategy == "full":
+        if timing.gathers == "each use":
             seconds += self.gather_seconds(count, backward=backward)
-        if backward and plan.reduce == "each":
-            item = ITEM[plan.reduce_precision or self.shape.gradient_precision]
-            seconds += self.network.seconds(AxisTransfer("reduce-scatter", "shard", count * item))
+        if backward and timing.scatters == "each":
+            nbytes = count * self.shape.kind.reduce.itemsize
+            seconds += self.network.seconds(AxisTransfer("reduce-scatter", "shard", nbytes))
         return max(seconds - computed, 0.0) if self.hardware.overlaps else seconds
 
     def gather_seconds(self, count: float, *, backward: bool) -> float:

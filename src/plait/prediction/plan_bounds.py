@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from plait.parameter_units import timing_of
 from plait.plan import Plan
 from plait.prediction.decoder import Decoder, LayerKind
 from plait.prediction.hardware import Hardware
@@ -66,8 +67,8 @@ class Bounds:
 
     def _key(self, plan: Plan) -> tuple[object, ...]:
         """Return a cache key of the times of a plan's layers, without their recomputation."""
-        sharded = plan.strategy in ("gradients", "full")
-        state = (plan.strategy, plan.reduce, plan.state_ranks) if sharded else ()
+        timing = timing_of(plan)
+        state = (timing, plan.state_ranks) if timing.allocates else ()
         rows = self.batch / plan.dp / plan.microbatches
         return plan.tp, plan.cp, rows, plan.sequence_parallel, state
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from plait.prediction.layer_operations import ITEM
 from plait.prediction.layer_times import LayerTimer
 from plait.prediction.operations import AxisTransfer
 
@@ -41,10 +40,10 @@ def gradient_transfers(timer: LayerTimer, count: float, layers: int = 1) -> floa
     and for the fixed cost of a collective of each of `layers` layers.
     """
     shape, plan, network = timer.shape, timer.shape.plan, timer.network
-    if plan.reduce == "each" and plan.strategy in ("gradients", "full"):
+    if shape.timing.scatters == "each":
         return 0.0
-    nbytes = count * ITEM[plan.reduce_precision or shape.gradient_precision]
-    if plan.strategy == "none":
+    nbytes = count * shape.kind.reduce.itemsize
+    if not shape.kind.sharded:
         kinds = [AxisTransfer("all-reduce", "shard", nbytes), AxisTransfer("all-reduce", "replicate", nbytes)]
     else:
         kinds = [AxisTransfer("reduce-scatter", "shard", nbytes)]
@@ -65,14 +64,13 @@ def optimizer_seconds(timer: LayerTimer, count: float, layers: int = 1) -> tuple
     """Return the seconds of the optimizer's step on `count` parameters of a rank before sharding, and of the
     gathers of parameters that follow, one for each of `layers` layers. Neither falls as `count` grows."""
     shape, plan, hardware = timer.shape, timer.shape.plan, timer.hardware
-    ranks = plan.state_ranks if plan.strategy != "none" else 1
-    master = ITEM[plan.master_precision or plan.precision or "fp32"]
+    ranks, master = plan.state_ranks if shape.kind.sharded else 1, shape.kind.master.itemsize
     # Gradients are read for the norm and for the step; master and two moments read and written.
     nbytes = 2 * shape.gradient_item + 2 * (master + 2 * master) + (shape.item if plan.has_master else 0)
     part = hardware.efficiency
     bandwidth = hardware.memory_bandwidth * part.memory * part.optimizer
     seconds = count / ranks * nbytes / bandwidth
-    if plan.strategy not in ("optimizer", "gradients"):
+    if not shape.kind.sharded or shape.timing.gathers != "once":
         return seconds, 0.0
     gather = AxisTransfer("all-gather", "shard", count * shape.item)
     return seconds, timer.network.seconds_of_layers(gather, layers)

@@ -94,7 +94,7 @@ class ReleaseBuffers(ActionInstruction):
 
 
 class GatherParameters(UnitInstruction):
-    """Start the all-gather of a unit's parameters over `shard_cp`."""
+    """Start the all-gather of a unit's parameters over the axes of its shards."""
 
     verb = "gather"
 
@@ -118,7 +118,7 @@ class AllocateGradient(UnitInstruction):
 
 
 class ScatterGradient(UnitInstruction):
-    """Start the reduce-scatter of a unit's whole gradient over `shard_cp`."""
+    """Start the reduce-scatter of a unit's whole gradient over the axes of its shards."""
 
     verb = "scatter"
 

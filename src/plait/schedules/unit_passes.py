@@ -3,16 +3,16 @@
     Gather(0)  Await(0) Gather(1) Run(0) Release(0)  Await(1) Gather(2) Run(1) Release(1) …
 
 The gather of a layer's parameters starts before the previous layer runs, so at most two layers' parameters
-are whole at once. `W` needs no parameters: only `F`, `I` and `B` use them. All ranks along `shard_cp` run the
-same program, so they gather in the same order and cannot deadlock.
+are whole at once. `W` needs no parameters: only `F`, `I` and `B` use them. All ranks of a
+stage run the same program, so they gather in the same order and cannot deadlock.
 
 Reductions come directly after the last weight gradient of a unit:
 
     whole gradients    … Run(W) Reduce …
     sharded            … Allocate(1) Run(W) Scatter(1) AwaitScatter(2) Reduce(2)  Allocate(0) Run(W) …
 
-A scatter sums over `shard_cp` and leaves each rank its shard; a reduction sums what is then left to sum, over
-`replicate` and over other ranks with the same parameter. A scatter overlaps with the next layer, so at most
+A scatter sums over the axes that a unit is sharded over and leaves each rank its shard; a reduction sums what
+is then left to sum, over other ranks with the same shard. A scatter overlaps with the next layer, so at most
 two layers' whole gradients exist at once, and those of units that several stages of the rank use. The latter
 are reduced after the last micro-batch in any case, because the order in which their gradients accumulate
 depends on the schedule. Tied units, which several ranks of the `pp` axis use, are reduced at the end, in one
@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from plait.schedules.action import Action, Kind
-from plait.schedules.lowering_spec import LayerIndex, LoweringSpec, Sharding
+from plait.schedules.lowering_spec import LayerIndex, LoweringSpec
 from plait.schedules.program import (
     AllocateGradient,
     AwaitParameters,
@@ -46,8 +46,8 @@ from plait.schedules.program import (
 
 
 def insert_gathers(program: Program, spec: LoweringSpec) -> Program:
-    """Return `program` with inserted gathers and releases of parameters, as `spec.sharding` asks for."""
-    uses = {} if spec.sharding.gathers == "never" else _uses(program, spec)
+    """Return `program` with inserted gathers and releases of parameters, as `spec.timings` ask for."""
+    uses = _uses(program, spec)
     if not uses:
         return program
     following, ahead = _later_uses(uses)
@@ -65,11 +65,14 @@ def insert_gathers(program: Program, spec: LoweringSpec) -> Program:
         awaited.update(units)
         gather(ahead.get(position, ()))
         gathered.append(instruction)
-        if spec.sharding.gathers == "each use":
-            released = [unit for unit in units if unit not in following[position]]
-            gathered += (ReleaseParameters(unit) for unit in released)
-            whole.difference_update(released)
-            awaited.difference_update(released)
+        released = [
+            unit
+            for unit in units
+            if unit not in following[position] and spec.timing_of(unit).gathers == "each use"
+        ]
+        gathered += (ReleaseParameters(unit) for unit in released)
+        whole.difference_update(released)
+        awaited.difference_update(released)
     return tuple(gathered)
 
 
@@ -82,13 +85,17 @@ class _Use(NamedTuple):
 
 
 def _uses(program: Program, spec: LoweringSpec) -> dict[int, _Use]:
-    """Return the uses of parameters in a program, by the position of the instruction."""
-    units = spec.units_of_layers()
+    """Return the uses of gathered parameters in a program, by the position of the instruction."""
+    gathered = {
+        layer: used
+        for layer, units in spec.units_of_layers().items()
+        if (used := tuple(unit for unit in units if spec.timing_of(unit).gathers != "never"))
+    }
     uses: dict[int, _Use] = {}
     for position, instruction in enumerate(program):
         layer, action = _layer_of(instruction, spec)
-        if layer in units and action is not None and action.kind is not Kind.W:
-            uses[position] = _Use(units[layer], layer, action.message_key)
+        if layer in gathered and action is not None and action.kind is not Kind.W:
+            uses[position] = _Use(gathered[layer], layer, action.message_key)
     return uses
 
 
@@ -124,11 +131,11 @@ def insert_reductions(program: Program, spec: LoweringSpec, tied: Collection[str
     `tied` are the units of this rank that other ranks of the `pp` axis use too.
     """
     units = spec.units_of_layers()
-    ends = _ends(program, units, each=spec.sharding.scatters == "each")
-    builder = _ReductionBuilder(spec.sharding, tied, spec.replicated)
+    ends = _ends(program, spec)
+    builder = _ReductionBuilder(spec, tied)
     for position, instruction in enumerate(program):
         layer, action = _layer_of(instruction, spec)
-        if layer in units and action is not None and _accumulates(action.kind, spec.sharding):
+        if layer in units and action is not None and _accumulates(action.kind, spec):
             builder.allocate(units[layer])
         builder.program.append(instruction)
         for unit, final in ends.get(position, ()):
@@ -140,9 +147,8 @@ def insert_reductions(program: Program, spec: LoweringSpec, tied: Collection[str
 
 @dataclass
 class _ReductionBuilder:
-    sharding: Sharding
+    spec: LoweringSpec
     tied: Collection[str]
-    replicated: bool
     program: list[Instruction] = field(default_factory=list)
     allocated: set[str] = field(default_factory=set)
     in_flight: dict[str, bool] = field(default_factory=dict)
@@ -152,10 +158,8 @@ class _ReductionBuilder:
 
     def allocate(self, units: Collection[str]) -> None:
         """Append allocations of the gradients of `units` that are not allocated yet."""
-        if not self.sharding.allocates:
-            return
         for unit in units:
-            if unit not in self.allocated:
+            if self.spec.timing_of(unit).allocates and unit not in self.allocated:
                 if unit in self.in_flight:
                     self.await_scatters()
                 self.program.append(AllocateGradient(unit))
@@ -163,8 +167,8 @@ class _ReductionBuilder:
 
     def end(self, unit: str, *, final: bool) -> None:
         """Append the reduction of a unit's gradient, complete for a micro-batch or (`final`) for the step."""
-        if self.sharding.scatters == "never":
-            if not self.replicated and unit not in self.tied:
+        if self.spec.timing_of(unit).scatters == "never":
+            if not self.spec.replicated and unit not in self.tied:
                 self.late.append(unit)
             elif unit not in self.tied:
                 self.program.append(ReduceGradient(unit))
@@ -183,18 +187,14 @@ class _ReductionBuilder:
         self.in_flight = {}
 
 
-def _accumulates(kind: Kind, sharding: Sharding) -> bool:
-    """Return whether `kind` adds weight gradients: `W` and `B` do; `I` too, unless it leaves all to `W`.
-
-    Where each micro-batch is reduced by itself it leaves all to `W`: sums are then the same in any schedule.
-    """
-    return kind in (Kind.W, Kind.B) or (kind is Kind.I and sharding.scatters != "each")
+def _accumulates(kind: Kind, spec: LoweringSpec) -> bool:
+    """Return whether `kind` adds weight gradients: `W` and `B` do; `I` too, unless it leaves all to `W`."""
+    return kind in (Kind.W, Kind.B) or (kind is Kind.I and not spec.adds_late)
 
 
-def _ends(
-    program: Program, units: Mapping[LayerIndex, tuple[str, ...]], *, each: bool
-) -> dict[int, list[tuple[str, bool]]]:
+def _ends(program: Program, spec: LoweringSpec) -> dict[int, list[tuple[str, bool]]]:
     """Return the units to reduce after each instruction, by position; True: for the last time in the step."""
+    units = spec.units_of_layers()
     last: dict[str, dict[int, int]] = defaultdict(dict)
     stages: dict[str, set[int]] = defaultdict(set)
     for position, instruction in enumerate(program):
@@ -205,6 +205,7 @@ def _ends(
     ends: dict[int, list[tuple[str, bool]]] = defaultdict(list)
     for unit, positions in last.items():
         final = max(positions.values())
-        for position in sorted(set(positions.values())) if each and len(stages[unit]) == 1 else [final]:
+        each = spec.timing_of(unit).scatters == "each" and len(stages[unit]) == 1
+        for position in sorted(set(positions.values())) if each else [final]:
             ends[position].append((unit, position == final))
     return ends

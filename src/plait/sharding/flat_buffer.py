@@ -39,6 +39,7 @@ from plait.comm.gradient_hooks import first_gradient_hook
 from plait.comm.group import Group
 from plait.device import copy_later, is_accelerator, moved_later
 from plait.errors import PlanError
+from plait.layers.precision import torch_dtype
 from plait.sharding.buffer_specs import BufferSpec
 from plait.sharding.offsets import Slot
 
@@ -108,6 +109,11 @@ class FlatBuffer:
     def whole_gradients(self) -> list[Tensor]:
         """The gradients that layers add to, one per stage of this rank."""
         return [view.gradient for view in self.stage_views if view.gradient is not None]
+
+    @cached_property
+    def reduce_dtype(self) -> torch.dtype:
+        """The dtype in which gradients are reduced."""
+        return torch_dtype(self.spec.kind.reduce)
 
     @property
     def is_read_by_device(self) -> bool:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from plait.errors import PlanError
+from plait.parameter_units import kind_of, shards_of
 from plait.plan import Plan
 from plait.sharding.optimizer_probe import Reach, probe
 
@@ -51,7 +52,7 @@ class Partitioning:
     @staticmethod
     def of(plan: Plan) -> Partitioning:
         """Return the partitioning under `plan`; offload without sharding divides no parameter."""
-        return Partitioning(plan.pp, plan.tp > 1 or (plan.strategy != "none" and plan.state_ranks > 1))
+        return Partitioning(plan.pp, plan.tp > 1 or shards_of(kind_of(plan), plan) > 1)
 
 
 def require_elementwise(optimizer: Optimizer, partitioning: Partitioning) -> None:

@@ -11,55 +11,33 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import TypeAlias
 
-from plait.comm.coordinates import COMBINED, axes_of
+from plait.axes import DATA_AXES, axes_of
 from plait.comm.group import Group
 from plait.comm.mesh import Mesh
-from plait.layout import Flat, Layout
-from plait.plan import Plan
-from plait.schedules.lowering_spec import LayerIndex
+from plait.layout import Layout
+from plait.parameter_units import BufferKind
 
 Owners: TypeAlias = Mapping[str, tuple[int, ...]]
 """For each parameter the ranks of `pp` that hold it, in order; the first adds it to the gradient norm."""
 
 
-def pp_owners(
-    units: Mapping[str, str], users: Mapping[str, Iterable[LayerIndex]], rank_of: Sequence[int]
-) -> Owners:
-    """Return the ranks of `pp` that hold each parameter: those that run a layer which uses it."""
-    ranks = {unit: tuple(sorted({rank_of[at.stage] for at in places})) for unit, places in users.items()}
-    return {name: ranks[unit] for name, unit in units.items()}
-
-
-def reduction_axis(plan: Plan) -> str:
-    """Return the mesh axis of the gradients' all-reduce: `replicate` after a reduce-scatter, else `dp_cp`."""
-    return "replicate" if plan.shards else "dp_cp"
-
-
-def replica_count(name: str, owners: Owners, summed: Mapping[str, int], plan: Plan) -> int:
-    """Return the number of ranks over which the gradient of parameter `name` is all-reduced."""
-    alike = plan.replicate if reduction_axis(plan) == "replicate" else plan.dp * plan.cp
-    return len(owners[name]) * alike * summed[name]
-
-
-def reduction_groups(
-    owners: Owners, summed: Mapping[str, int], mesh: Mesh, axis: str = "dp_cp"
-) -> dict[str, Group]:
+def reduction_groups(owners: Owners, kinds: Mapping[str, BufferKind], mesh: Mesh) -> dict[str, Group]:
     """Return for each parameter of this rank the process group over which its gradient is all-reduced.
 
-    The ranks along `axis` (see `reduction_axis`); for a parameter tied across stages also those of each rank
-    of `pp` that holds it; and along `tp` as many neighbours as `summed` gives.
+    The ranks along its kind's `reduced_over`; for a parameter tied across stages also those of each rank of
+    `pp` that holds it; and along `tp` as many neighbours as its kind's `summands`.
     """
     groups: dict[str, Group] = {}
-    known: dict[tuple[tuple[int, ...], int], Group | None] = {}
+    known: dict[tuple[tuple[int, ...], tuple[str, ...], int], Group | None] = {}
     for name, stages in owners.items():
-        summands = summed[name]
+        axes, summands = kinds[name].reduced_over, kinds[name].summands
         tied = len(stages) > 1
-        key = (stages if tied else (), summands)
-        if key == ((), 1):
-            known[key] = mesh.group(axis)
+        key = (stages if tied else (), axes, summands)
+        if not tied and summands == 1:
+            known[key] = mesh.group(axes)
         elif key not in known:
             together = [stages] if tied else [(stage,) for stage in range(mesh.size("pp"))]
-            ranks = reduction_ranks(together, summands, mesh, axis)
+            ranks = reduction_ranks(together, summands, mesh, axes)
             known[key] = mesh.new_group(ranks, "tie" if tied else "copies")
         group = known[key]
         if group is not None:
@@ -68,15 +46,15 @@ def reduction_groups(
 
 
 def reduction_ranks(
-    together: Iterable[Sequence[int]], summands: int, mesh: Mesh, axis: str = "dp_cp"
+    together: Iterable[Sequence[int]], summands: int, mesh: Mesh, axis: str | Sequence[str] = "dp_cp"
 ) -> list[list[int]]:
     """Return each all-reduce group's global ranks; `together`: sets of `pp` ranks that are in one group.
 
-    One group for each set of ranks of `pp` and each `summands` neighbours along `tp`; and, where `axis` is
-    `replicate`, for each index along `shard` and `cp`.
+    One group for each set of ranks of `pp`, each `summands` neighbours along `tp`, and each index along the
+    axes of `dp_cp` that `axis` does not have.
     """
     along = axes_of(axis)
-    apart = [other for other in COMBINED["dp_cp"] if other not in along]
+    apart = [other for other in DATA_AXES if other not in along]
     return [
         [
             mesh.rank_at(pp=pp, tp=tp, **place, **fixed)
@@ -96,20 +74,20 @@ def _places(axes: Sequence[str], mesh: Mesh) -> Iterator[dict[str, int]]:
         yield dict(zip(axes, indexes, strict=True))
 
 
-def counted_parameters(owners: Owners, layouts: Mapping[str, Layout], mesh: Mesh) -> frozenset[str]:
+def counted_parameters(
+    owners: Owners, layouts: Mapping[str, Layout], mesh: Mesh, axis: str = "world"
+) -> frozenset[str]:
     """Return the parameters whose gradients this rank adds to the gradient norm: each piece is added once.
 
-    Those that are whole along `dp` count for all of its ranks: a sum over them is one over `model`.
+    Once among the ranks along `axis`, over which the norm is summed: `world`, or `model`, whose ranks have
+    all parameters among them where none is sharded.
     """
+    along = mesh.axes_of(axis)
 
     def counts(name: str) -> bool:
         layout = layouts[name]
-        is_cut = any(isinstance(placement, Flat) for placement in layout.placements)
-        if owners[name][0] != mesh.index("pp"):
-            return False
         owner = dict(zip(layout.axes, layout.owner(mesh.coordinate), strict=True))
-        return all(
-            owner[axis] == mesh.index(axis) for axis in layout.axes if is_cut or axis not in COMBINED["dp"]
-        )
+        is_first = owners[name][0] == mesh.index("pp")
+        return is_first and all(owner[one] == mesh.index(one) for one in layout.axes if one in along)
 
     return frozenset(name for name in owners if counts(name))

@@ -131,7 +131,7 @@ class Reducer:
             unwritten.difference_update(first)
 
     def scatter(self, name: str) -> None:
-        """Start the reduce-scatter of a unit's whole gradient over `shard_cp`."""
+        """Start the reduce-scatter of a unit's whole gradient over the axes of its shards."""
         assert self.states[name] is GradientState.ACCUMULATING
         self.states[name] = GradientState.REDUCING
         self._complete(name)
@@ -238,9 +238,7 @@ def _scatter(buffer: FlatBuffer) -> Handle[Tensor]:
     assert buffer.shard_group is not None
     assert buffer.gradient is not None
     out = buffer.piece_gradient if buffer.spec.scatters_in_place else None
-    return reduce_scatter(
-        buffer.gradient.to(buffer.spec.kind.reduce), buffer.shard_group, out=out, checked=False
-    )
+    return reduce_scatter(buffer.gradient.to(buffer.reduce_dtype), buffer.shard_group, out=out, checked=False)
 
 
 def _reduce(buffer: FlatBuffer) -> Handle[Tensor]:
@@ -248,7 +246,7 @@ def _reduce(buffer: FlatBuffer) -> Handle[Tensor]:
     assert buffer.replica_group is not None
     assert buffer.gradient is not None
     # An offloaded gradient is in pinned memory, and is next written when this all-reduce has ended.
-    reduced = moved_later(_accumulated(buffer).to(buffer.spec.kind.reduce), buffer.gradient.device)
+    reduced = moved_later(_accumulated(buffer).to(buffer.reduce_dtype), buffer.gradient.device)
     return all_reduce(reduced, buffer.replica_group, checked=False)
 
 

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from plait.axes import PLAN_AXES, STAGE_AXES, index_along
 from plait.comm.collectives import all_gather, all_reduce
 from plait.comm.contiguous_buffers import describe
-from plait.comm.coordinates import index_along, replica_ranks
 from plait.comm.group import Group
 from plait.comm.mesh import Mesh
 from plait.comm.tensor_hash import as_hex, tensor_hash
@@ -29,6 +29,7 @@ from plait.comm.text_collectives import all_gather_text
 from plait.device import moved_later
 from plait.errors import ReplicaError
 from plait.layout import Layout
+from plait.layout.shard_plan import replica_ranks
 from plait.sharding.owners import Owners
 
 _PLAIN = (bool, int, float, complex, str, type(None))
@@ -73,7 +74,7 @@ def check_replicas(
     }
     numbers = _numbers(prints, list(layouts), mesh.device)
     tied = any(len(stages) > 1 for stages in owners.values())
-    groups = [mesh.group(axis) for axis in ("dp_cp", "tp", *(["pp"] if tied else []))]
+    groups = [mesh.group(axis) for axis in (*STAGE_AXES, *(["pp"] if tied else []))]
     pending = [all_gather(numbers, group, checked=False) for group in groups]
     shared, differ = torch.zeros(2, len(layouts), dtype=torch.bool)
     for group, gathered in zip(groups, pending, strict=True):
@@ -193,7 +194,7 @@ def _differences(
 
 def _listed(ranks: Sequence[int], mesh: Mesh) -> str:
     """Return ranks as text: `ranks 0 (dp 0, tp 0), 2 (dp 1, tp 0) and 9 more`."""
-    axes = [axis for axis in ("pp", "dp", "cp", "tp") if mesh.size(axis) > 1]
+    axes = [axis for axis in PLAN_AXES if mesh.size(axis) > 1]
     listed = []
     for rank in ranks[:_MOST_RANKS]:
         coordinate = mesh.coordinate_of(rank)

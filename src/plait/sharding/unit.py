@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from plait.comm.collectives import shared_zeros
 from plait.comm.group import Group
 from plait.device import host_zeros
+from plait.layers.precision import torch_dtype
 from plait.layout import Layout
 from plait.sharding.buffer_specs import BufferSpec, FlatSpec
 from plait.sharding.flat_buffer import FlatBuffer, StageView, free_storage
@@ -80,8 +81,8 @@ class UnitFactory:
     layouts: Mapping[str, Layout]
     """The layouts of the pieces that the optimizer updates."""
     coordinate: Mapping[str, int]
-    shard_group: Group
-    """The ranks between which buffers are sharded."""
+    shard_groups: Mapping[tuple[str, ...], Group]
+    """By the axes over which a buffer is sharded, the ranks between which it is."""
     replica_groups: Mapping[str, Group]
     """By parameter, the ranks over which its gradient, or its piece's gradient, is all-reduced."""
     value_of: Callable[[str], Tensor]
@@ -101,7 +102,7 @@ class UnitFactory:
 
     def _buffer(self, spec: BufferSpec, stages: int) -> FlatBuffer:
         kind, offsets = spec.kind, spec.offsets
-        shard_group = self.shard_group if kind.sharded else None
+        shard_group = self.shard_groups[kind.sharded_over] if kind.sharded else None
         replica_group = self.replica_groups.get(spec.names[0]) if kind.trains else None
         whole = self._allocate(spec.whole)
         views = [_stage_view(spec, whole, self._gradient(spec, shard_group or replica_group))]
@@ -110,7 +111,7 @@ class UnitFactory:
         gradient = views[0].gradient
         first = 0 if shard_group is None else shard_group.index * offsets.piece
         own = slice(first, first + offsets.piece)
-        slots = self._piece_slots(spec)
+        slots = self._piece_slots(spec, first)
         piece, pieces = whole, views[0].parameters
         piece_gradient, piece_gradients = gradient, views[0].gradients
         if spec.has_pieces:
@@ -142,18 +143,18 @@ class UnitFactory:
         """Return a flat gradient of zeros, None if frozen; where possible in memory that `group` shares."""
         if spec.gradient is None or group is None or not spec.gradient.kept:
             return None if spec.gradient is None else self._allocate(spec.gradient)
-        return shared_zeros(spec.gradient.elements, spec.gradient.dtype, self.device, group)
+        return shared_zeros(spec.gradient.elements, torch_dtype(spec.gradient.dtype), self.device, group)
 
     def _allocate(self, flat: FlatSpec) -> Tensor:
         """Return a flat tensor of zeros; in pinned memory if offloaded, so that copies do not block."""
+        dtype = torch_dtype(flat.dtype)
         if flat.offloaded:
-            return host_zeros(flat.elements, flat.dtype, beside=self.device)
-        return torch.zeros(flat.elements, dtype=flat.dtype, device=self.device)
+            return host_zeros(flat.elements, dtype, beside=self.device)
+        return torch.zeros(flat.elements, dtype=dtype, device=self.device)
 
-    def _piece_slots(self, spec: BufferSpec) -> dict[str, Slot]:
-        """Return the position of each parameter's elements in this rank's flat piece."""
+    def _piece_slots(self, spec: BufferSpec, first: int) -> dict[str, Slot]:
+        """Return the position of each parameter's elements in the flat piece that starts at `first`."""
         offsets = spec.offsets
-        first = self.shard_group.index * offsets.piece if offsets.pieces > 1 else 0
         slots = {}
         for slot in offsets.slots:
             start = min(max(slot.start + self._interval(slot).start - first, 0), offsets.piece)

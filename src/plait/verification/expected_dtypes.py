@@ -1,4 +1,7 @@
-"""The dtypes and loss scale that a plan implies, derived independently of the engine to check it."""
+"""The dtypes and loss scale that a plan implies, derived from the documentation of `Plan` alone.
+
+Of purpose nothing is shared with `plait.parameter_units`, whose mistakes the verification is to find.
+"""
 
 from __future__ import annotations
 

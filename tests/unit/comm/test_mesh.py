@@ -4,14 +4,15 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as some
 
-from plait.comm import Mesh, all_reduce, coordinates
+from plait import axes
+from plait.comm import Mesh, all_reduce
 from plait.errors import CommunicationError, MeshError
 from plait.plan import Plan
 from plait.schedules.action import Kind
 
 degrees = some.integers(1, 3)
 all_sizes = some.builds(
-    lambda pp, replicate, shard, cp, tp: coordinates.sizes_of(
+    lambda pp, replicate, shard, cp, tp: axes.sizes_of(
         pp=pp, dp=replicate * shard, cp=cp, tp=tp, replicate=replicate
     ),
     degrees,
@@ -23,52 +24,50 @@ all_sizes = some.builds(
 
 
 def world_of(sizes: dict[str, int]) -> int:
-    return coordinates.size_along("world", sizes)
+    return axes.size_along("world", sizes)
 
 
 @given(all_sizes)
 def test_the_rank_of_a_coordinate_and_the_coordinate_of_a_rank_are_inverses(sizes):
-    places = [coordinates.coordinate_of(rank, sizes) for rank in range(world_of(sizes))]
-    assert [coordinates.rank_at(place, sizes) for place in places] == list(range(world_of(sizes)))
+    places = [axes.coordinate_of(rank, sizes) for rank in range(world_of(sizes))]
+    assert [axes.rank_at(place, sizes) for place in places] == list(range(world_of(sizes)))
     assert [tuple(place.values()) for place in places] == sorted(tuple(place.values()) for place in places)
-    assert all(tuple(place) == coordinates.AXES for place in places)
+    assert all(tuple(place) == axes.AXES for place in places)
 
 
-@given(all_sizes, some.sampled_from([*coordinates.AXES, *coordinates.COMBINED]))
+@given(all_sizes, some.sampled_from([*axes.AXES, *axes.COMBINED]))
 def test_groups_cut_the_world_into_equal_parts(sizes, axis):
-    groups = coordinates.groups_along(axis, sizes)
+    groups = axes.groups_along(axis, sizes)
     assert sorted(rank for ranks in groups for rank in ranks) == list(range(world_of(sizes)))
-    assert {len(ranks) for ranks in groups} == {coordinates.size_along(axis, sizes)}
+    assert {len(ranks) for ranks in groups} == {axes.size_along(axis, sizes)}
     for ranks in groups:
-        places = [coordinates.coordinate_of(rank, sizes) for rank in ranks]
-        assert [coordinates.index_along(axis, place, sizes) for place in places] == list(range(len(ranks)))
-        fixed = [
-            {name: place[name] for name in set(place) - set(coordinates.axes_of(axis))} for place in places
-        ]
+        places = [axes.coordinate_of(rank, sizes) for rank in ranks]
+        assert [axes.index_along(axis, place, sizes) for place in places] == list(range(len(ranks)))
+        fixed = [{name: place[name] for name in set(place) - set(axes.axes_of(axis))} for place in places]
         assert all(held == fixed[0] for held in fixed)
 
 
 @given(all_sizes, some.data())
 def test_dp_combines_replicate_and_shard(sizes, data):
-    dp = data.draw(some.integers(0, coordinates.size_along("dp", sizes) - 1))
-    place = coordinates.split_dp({"dp": dp}, sizes)
-    assert coordinates.index_along("dp", {"pp": 0, "cp": 0, "tp": 0, **place}, sizes) == dp
+    dp = data.draw(some.integers(0, axes.size_along("dp", sizes) - 1))
+    place = axes.split_dp({"dp": dp}, sizes)
+    assert axes.index_along("dp", {"pp": 0, "cp": 0, "tp": 0, **place}, sizes) == dp
 
 
 def test_tp_is_innermost_and_pp_outermost():
-    sizes = coordinates.sizes_of(pp=2, dp=4, tp=2, replicate=2)
-    assert coordinates.groups_along("tp", sizes)[:2] == [(0, 1), (2, 3)]
-    assert coordinates.groups_along("shard", sizes)[:2] == [(0, 2), (1, 3)]
-    assert coordinates.groups_along("replicate", sizes)[:2] == [(0, 4), (1, 5)]
-    assert coordinates.groups_along("dp", sizes)[:2] == [(0, 2, 4, 6), (1, 3, 5, 7)]
-    assert coordinates.groups_along("pp", sizes)[:2] == [(0, 8), (1, 9)]
+    sizes = axes.sizes_of(pp=2, dp=4, tp=2, replicate=2)
+    assert axes.groups_along("tp", sizes)[:2] == [(0, 1), (2, 3)]
+    assert axes.groups_along("shard", sizes)[:2] == [(0, 2), (1, 3)]
+    assert axes.groups_along("replicate", sizes)[:2] == [(0, 4), (1, 5)]
+    assert axes.groups_along("dp", sizes)[:2] == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    assert axes.groups_along("pp", sizes)[:2] == [(0, 8), (1, 9)]
 
 
 def test_context_parallelism_lies_between_shard_and_tp():
-    sizes = coordinates.sizes_of(dp=4, cp=2, tp=2, replicate=2)
-    assert coordinates.groups_along("cp", sizes)[:2] == [(0, 2), (1, 3)]
-    assert coordinates.groups_along("shard_cp", sizes)[:2] == [(0, 2, 4, 6), (1, 3, 5, 7)]
-    assert coordinates.groups_along("dp_cp", sizes)[0] == tuple(range(0, 16, 2))
+    sizes = axes.sizes_of(dp=4, cp=2, tp=2, replicate=2)
+    assert axes.groups_along("cp", sizes)[:2] == [(0, 2), (1, 3)]
+    assert axes.groups_along("shard_cp", sizes)[:2] == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    assert axes.groups_along("dp_cp", sizes)[0] == tuple(range(0, 16, 2))
 
 
 def test_groups_over_tokens_are_those_over_sequences_without_context_parallelism(thread_ranks):
@@ -82,8 +81,8 @@ def test_groups_over_tokens_are_those_over_sequences_without_context_parallelism
 def test_a_mesh_of_one_needs_no_backend():
     mesh = Mesh()
     assert (mesh.rank, mesh.world, mesh.device) == (0, 1, torch.device("cpu"))
-    assert mesh.sizes == dict.fromkeys(coordinates.AXES, 1)
-    assert mesh.coordinate == dict.fromkeys(coordinates.AXES, 0)
+    assert mesh.sizes == dict.fromkeys(axes.AXES, 1)
+    assert mesh.coordinate == dict.fromkeys(axes.AXES, 0)
     for group in (mesh.group("dp"), mesh.group("world")):
         assert (group.ranks, group.index, group.transport) == ((0,), 0, None)
     assert repr(mesh) == "Mesh(pp=1, replicate=1, shard=1, cp=1, tp=1; rank 0)"
@@ -125,7 +124,7 @@ def test_a_mesh_of_eight_ranks_has_groups_along_every_axis(rank_pool):
     def body():
         mesh = Mesh(Plan(pp=2, dp=4, replicate=2))
         channels = mesh.channel_groups([(0, 1, Kind.F), (1, 0, Kind.I)])
-        groups = [*(mesh.group(axis) for axis in (*coordinates.AXES, "dp", "world")), *channels.values()]
+        groups = [*(mesh.group(axis) for axis in (*axes.AXES, "dp", "world")), *channels.values()]
         made = [group.transport.process_group for group in groups if group.transport is not None]
         default = torch.distributed.group.WORLD
         return {

@@ -5,7 +5,8 @@ import pytest
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: F401 (registers the backend fake)
 
-from plait.comm import coordinates, launcher_process
+from plait import axes
+from plait.comm import launcher_process
 from plait.comm.launcher_process import parents_up_to_launcher
 from plait.comm.mesh import Mesh
 from plait.comm.transport import world_ranks
@@ -215,9 +216,9 @@ def test_a_mesh_makes_each_rank_only_the_groups_it_belongs_to(
     monkeypatch.setattr(world_ranks, "backends_of", lambda group: "gloo")
     monkeypatch.setattr(dist, "get_rank", lambda: 5)
     monkeypatch.setattr(dist, "get_world_size", lambda: pp * dp * tp)
-    ranks, sizes = world_ranks.Processes(), coordinates.sizes_of(pp=pp, dp=dp, tp=tp, replicate=1)
+    ranks, sizes = world_ranks.Processes(), axes.sizes_of(pp=pp, dp=dp, tp=tp, replicate=1)
     for axis in (*sizes, "dp", "model", "world"):  # the others are the same groups without `cp`
-        ranks.connect(list(coordinates.groups_along(axis, sizes)), axis, 1.0)
+        ranks.connect(list(axes.groups_along(axis, sizes)), axis, 1.0)
     everyone = pp * dp + pp * tp + dp * tp  # tp, shard, pp
     assert len(made) == (groups or everyone + pp * tp + dp + 1)  # dp, model, world
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,16 +14,17 @@ import pytest
 from plait.device import CPU
 from plait.engine.recorder import Recorder, Recording
 from plait.errors import DataError
+from plait.parameter_units import UnitTiming
 from plait.pipeline.executor import Executor
 from plait.schedules.action import Action
 from plait.schedules.lower import lower
-from plait.schedules.lowering_spec import LayerIndex, LoweringSpec, Sharding
+from plait.schedules.lowering_spec import LayerIndex, LoweringSpec
 from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.program import Finish, Program
 from plait.schedules.simulation.measured_times import MeasuredAction
 
 SHAPE = LoweringSpec((2, 2), {"a": (LayerIndex(0, 0),), "b": (LayerIndex(0, 1),), "c": (LayerIndex(1, 0),)})
-EVERYTHING = Sharding("each use", "each", True)
+EVERYTHING = UnitTiming("each use", "each", True)
 
 
 @dataclass
@@ -100,7 +101,7 @@ def test_the_gradient_of_the_loss_is_part_of_its_recorded_backward() -> None:
 
 
 def test_a_recorded_action_of_several_segments_lasts_from_the_first_to_the_last() -> None:
-    sharded = program("zb-h1", 0, LoweringSpec(SHAPE.layers, SHAPE.units, sharding=EVERYTHING))
+    sharded = program("zb-h1", 0, replace(SHAPE, timings=dict.fromkeys(SHAPE.units, EVERYTHING)))
     # gather, receive, take, await, gather, 1051 0F0 1062, release, await, 1083 0F0 1094, send, 1105 await …
     assert row(recorded(sharded)) == [
         ("0F0", 1051, 1094, None),

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from plait.axes import sizes_of_plan
 from plait.blueprint import build_blueprint
-from plait.comm.coordinates import sizes_of_plan
 from plait.loop.run_description import describe
 from plait.models import llama
 from plait.report.description import write_description

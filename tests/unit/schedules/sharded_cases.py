@@ -9,8 +9,9 @@ from typing import Literal
 import schedule_cases
 from hypothesis import strategies as st
 
+from plait.parameter_units import UnitTiming
 from plait.schedules.action import Kind
-from plait.schedules.lowering_spec import LayerIndex, LoweringSpec, Sharding
+from plait.schedules.lowering_spec import LayerIndex, LoweringSpec
 from plait.schedules.program import (
     AllocateGradient,
     AwaitParameters,
@@ -33,7 +34,7 @@ UNIT_WORDS: dict[type, str] = {
     AwaitScatter: "collect",
     ReduceGradient: "reduce",
 }
-GATHERS = Sharding(gathers="each use")
+GATHERS = UnitTiming(gathers="each use")
 WAYS_TO_SCATTER: tuple[tuple[Literal["never", "last", "each"], bool], ...] = (
     ("never", False),
     ("last", False),
@@ -43,10 +44,10 @@ WAYS_TO_SCATTER: tuple[tuple[Literal["never", "last", "each"], bool], ...] = (
 """When, and whether gradients are opened. Those that stay open are scattered at the end."""
 
 
-def shardings(*, scatters: bool = False) -> st.SearchStrategy[Sharding]:
+def shardings(*, scatters: bool = False) -> st.SearchStrategy[UnitTiming]:
     """Each way to gather with each way to scatter; or only what `scatters`."""
     return st.builds(
-        lambda gathers, way: Sharding(gathers, *way),
+        lambda gathers, way: UnitTiming(gathers, *way),
         st.sampled_from(["never", "once", "each use"]),
         st.sampled_from(WAYS_TO_SCATTER[scatters:]),
     )
@@ -71,14 +72,17 @@ EVERY_WAY, SCATTERED = shardings(), shardings(scatters=True)
 
 
 @st.composite
-def shapes(draw: st.DrawFn, stages: int, ways: st.SearchStrategy[Sharding] = EVERY_WAY) -> LoweringSpec:
+def shapes(draw: st.DrawFn, stages: int, ways: st.SearchStrategy[UnitTiming] = EVERY_WAY) -> LoweringSpec:
     """Up to three layers a stage, some without parameters, and parameters that several layers share."""
     layers = tuple(draw(st.lists(st.integers(1, 3), min_size=stages, max_size=stages)))
     places = [LayerIndex(stage, layer) for stage, count in enumerate(layers) for layer in range(count)]
     units = {f"{place.stage}.{place.layer}": (place,) for place in places if draw(st.integers(0, 4))}
     users = st.lists(st.sampled_from(places), min_size=1, max_size=4, unique=True)
     units |= {f"tie {number}": tuple(users) for number, users in enumerate(draw(st.lists(users, max_size=3)))}
-    return LoweringSpec(layers, units, draw(st.sampled_from([None, True, False])), draw(ways))
+    timings = (
+        {unit: draw(ways) for unit in units} if draw(st.booleans()) else dict.fromkeys(units, draw(ways))
+    )
+    return LoweringSpec(layers, units, draw(st.sampled_from([None, True, False])), timings)
 
 
 def is_use(instruction: Instruction) -> bool:
@@ -164,12 +168,11 @@ class Gradients:
 
     def _add(self, instruction: RunLayer, unit: str, sum: Sum) -> None:
         """`I` may add too, where that need not wait for `W`: it counts with `W`."""
-        sharding = self.shape.sharding
-        if instruction.action.kind is Kind.I and sharding.scatters == "each":
+        if instruction.action.kind is Kind.I and self.shape.adds_late:
             return
         assert unit not in self.reduced, f"{unit} was final"
         assert unit not in self.under_way, f"{unit} is on its way"
-        assert unit in self.open or not sharding.allocates, f"{unit} is not open"
+        assert unit in self.open or not self.shape.timing_of(unit).allocates, f"{unit} is not open"
         if instruction.action.kind is not Kind.I:
             self.added.setdefault(unit, []).append(sum)
 

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sharded_cases import shapes
 
+from plait.parameter_units import UnitTiming
 from plait.schedules.action import Action, Kind
 from plait.schedules.lower import lower
-from plait.schedules.lowering_spec import LayerIndex, LoweringSpec, Sharding
+from plait.schedules.lowering_spec import LayerIndex, LoweringSpec
 from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.program import INSTRUCTION_TYPES, AwaitReceive, ReduceGradient, RunLayer
 from plait.schedules.program_segments import segments_of
@@ -54,7 +55,7 @@ def test_gathers_between_the_parts_of_an_action_are_segments_of_their_own() -> N
     shape = LoweringSpec(
         (2, 1),
         {"a": (LayerIndex(0, 0),), "b": (LayerIndex(0, 1),)},
-        sharding=Sharding("each use", "each", True),
+        timings=dict.fromkeys("ab", UnitTiming("each use", "each", True)),
     )
     assert names(0, shape)[:10] == [
         "gather a",

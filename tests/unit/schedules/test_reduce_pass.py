@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from schedule_cases import BRIEF, legal_schedules, listed, written
 from sharded_cases import SCATTERED, Gradients, every_sum, shapes, units_used, words
 
+from plait.parameter_units import UnitTiming
 from plait.schedules.action import Kind
 from plait.schedules.check_programs import check_programs
 from plait.schedules.lower import lower
-from plait.schedules.lowering_spec import LayerIndex, LoweringSpec, Sharding
+from plait.schedules.lowering_spec import LayerIndex, LoweringSpec
 from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.program import (
     AllocateGradient,
@@ -25,9 +26,9 @@ from plait.schedules.program import (
 from plait.schedules.schedule import Schedule
 
 AB = {"a": (LayerIndex(0, 0),), "b": (LayerIndex(0, 1),)}
-OPTIMIZER = Sharding(scatters="last")
-LAST = Sharding(scatters="last", allocates=True)
-EACH = Sharding(scatters="each", allocates=True)
+OPTIMIZER = UnitTiming(scatters="last")
+LAST = UnitTiming(scatters="last", allocates=True)
+EACH = UnitTiming(scatters="each", allocates=True)
 
 
 def backwards(program: Program) -> list[str]:
@@ -37,7 +38,9 @@ def backwards(program: Program) -> list[str]:
 
 
 def test_whole_gradients_are_scattered_when_they_are_final() -> None:
-    (program,) = lower(policy_schedule("gpipe", 1, 2), LoweringSpec((2,), AB, sharding=OPTIMIZER))
+    (program,) = lower(
+        policy_schedule("gpipe", 1, 2), LoweringSpec((2,), AB, timings=dict.fromkeys(AB, OPTIMIZER))
+    )
     assert backwards(program) == listed("""
         seed 0I0; 0B0.1; 0B0.0; release 0B0
         seed 0I1; 0B1.1; scatter b; 0B1.0; scatter a; collect b; reduce b; release 0B1
@@ -46,7 +49,9 @@ def test_whole_gradients_are_scattered_when_they_are_final() -> None:
 
 
 def test_gradients_are_opened_before_the_first_adds_to_them() -> None:
-    (program,) = lower(policy_schedule("gpipe", 1, 2), LoweringSpec((2,), AB, sharding=LAST))
+    (program,) = lower(
+        policy_schedule("gpipe", 1, 2), LoweringSpec((2,), AB, timings=dict.fromkeys(AB, LAST))
+    )
     assert backwards(program) == listed("""
         seed 0I0; open b; 0B0.1; open a; 0B0.0; release 0B0
         seed 0I1; 0B1.1; scatter b; 0B1.0; scatter a; collect b; reduce b; release 0B1
@@ -55,7 +60,9 @@ def test_gradients_are_opened_before_the_first_adds_to_them() -> None:
 
 
 def test_gradients_are_opened_and_scattered_for_each_microbatch() -> None:
-    (program,) = lower(policy_schedule("gpipe", 1, 2), LoweringSpec((2,), AB, sharding=EACH))
+    (program,) = lower(
+        policy_schedule("gpipe", 1, 2), LoweringSpec((2,), AB, timings=dict.fromkeys(AB, EACH))
+    )
     assert backwards(program) == listed("""
         seed 0I0; open b; 0B0.1; scatter b; open a; 0B0.0; scatter a; collect b; release 0B0
         seed 0I1; open b; 0B1.1; scatter b; collect a; open a; 0B1.0; scatter a; collect b; reduce b
@@ -66,13 +73,13 @@ def test_gradients_are_opened_and_scattered_for_each_microbatch() -> None:
 def test_input_work_adds_what_it_need_not_leave() -> None:
     """Where each micro-batch is scattered it leaves all to the weight work, so nothing is open for it."""
     by_hand = written(["0F0 0I0 0W0"], rank_of=(0,), microbatches=1)
-    (last,) = lower(by_hand, LoweringSpec((2,), AB, sharding=LAST))
+    (last,) = lower(by_hand, LoweringSpec((2,), AB, timings=dict.fromkeys(AB, LAST)))
     assert backwards(last) == listed("""
         seed 0I0; open b; 0I0.1; open a; 0I0.0
         0W0.1; scatter b; 0W0.0; scatter a; collect b; reduce b; release 0W0
         collect a; reduce a; finish
     """)
-    (each,) = lower(by_hand, LoweringSpec((2,), AB, sharding=EACH))
+    (each,) = lower(by_hand, LoweringSpec((2,), AB, timings=dict.fromkeys(AB, EACH)))
     assert backwards(each) == listed("""
         seed 0I0; 0I0.1; 0I0.0
         open b; 0W0.1; scatter b; open a; 0W0.0; scatter a; collect b; reduce b; release 0W0
@@ -82,7 +89,10 @@ def test_input_work_adds_what_it_need_not_leave() -> None:
 
 def test_a_unit_that_is_on_its_way_is_awaited_before_it_is_opened_again() -> None:
     (program,) = lower(
-        policy_schedule("gpipe", 1, 2), LoweringSpec((1,), {"a": (LayerIndex(0, 0),)}, sharding=EACH)
+        policy_schedule("gpipe", 1, 2),
+        LoweringSpec(
+            (1,), {"a": (LayerIndex(0, 0),)}, timings=dict.fromkeys({"a": (LayerIndex(0, 0),)}, EACH)
+        ),
     )
     assert backwards(program) == listed("""
         seed 0I0; open a; 0B0.0; scatter a; release 0B0
@@ -93,7 +103,9 @@ def test_a_unit_that_is_on_its_way_is_awaited_before_it_is_opened_again() -> Non
 
 def test_a_unit_that_layers_share_waits_for_the_last_of_them() -> None:
     units = {"tie": (LayerIndex(0, 0), LayerIndex(0, 1)), **AB}
-    (program,) = lower(policy_schedule("gpipe", 1, 1), LoweringSpec((2,), units, sharding=EACH))
+    (program,) = lower(
+        policy_schedule("gpipe", 1, 1), LoweringSpec((2,), units, timings=dict.fromkeys(units, EACH))
+    )
     assert backwards(program) == listed("""
         seed 0I0; open tie; open b; 0B0.1; scatter b
         open a; 0B0.0; scatter tie; collect b; reduce b; scatter a; collect tie; reduce tie; release 0B0
@@ -103,7 +115,9 @@ def test_a_unit_that_layers_share_waits_for_the_last_of_them() -> None:
 
 def test_a_unit_shared_by_stages_is_reduced_at_the_end() -> None:
     units = {"tie": (LayerIndex(0, 0), LayerIndex(1, 0)), "a": (LayerIndex(0, 0),), "b": (LayerIndex(1, 0),)}
-    first, last = lower(policy_schedule("1f1b", 2, 1), LoweringSpec((1, 1), units, sharding=EACH))
+    first, last = lower(
+        policy_schedule("1f1b", 2, 1), LoweringSpec((1, 1), units, timings=dict.fromkeys(units, EACH))
+    )
     assert (
         words(first)[-8:]
         == listed("""
@@ -126,7 +140,9 @@ def test_ranks_reduce_shared_units_in_one_order() -> None:
         "y": (LayerIndex(0, 0), LayerIndex(1, 0), LayerIndex(2, 0)),
         "own": (LayerIndex(1, 0),),
     }
-    programs = lower(policy_schedule("1f1b", 3, 2), LoweringSpec((1, 1, 1), units, sharding=LAST))
+    programs = lower(
+        policy_schedule("1f1b", 3, 2), LoweringSpec((1, 1, 1), units, timings=dict.fromkeys(units, LAST))
+    )
     assert [words(program)[-6:] for program in programs] == [
         listed("collect x; release 0B1; collect y; reduce x; reduce y; finish"),
         listed("collect y; release 1B1; collect own; reduce own; reduce y; finish"),
@@ -139,7 +155,7 @@ def test_a_unit_used_by_two_stages_of_a_rank_is_scattered_at_the_end() -> None:
     rows = "0F0 3F0 3B0 0B0 0F1 3F1 3B1 0B1", "1F0 2F0 2B0 1B0 1F1 2F1 2B1 1B1"
     in_a_v = written(rows, rank_of=[0, 1, 1, 0], microbatches=2)
     units = {"tied": (LayerIndex(0, 0), LayerIndex(3, 0)), "own": (LayerIndex(0, 0),)}
-    program = lower(in_a_v, LoweringSpec((1, 1, 1, 1), units, sharding=EACH))[0]
+    program = lower(in_a_v, LoweringSpec((1, 1, 1, 1), units, timings=dict.fromkeys(units, EACH)))[0]
     assert [one.unit for one in program if isinstance(one, AllocateGradient)] == ["tied", "own", "own"]
     assert [one.unit for one in program if isinstance(one, ScatterGradient)] == ["own", "tied", "own"]
 
@@ -186,7 +202,7 @@ def test_a_scatter_carries_all_microbatches_or_one(made: Schedule, data: st.Data
     for rank, program in enumerate(lower(made, shape)):
         for unit, scatters in followed(program, shape).scatters.items():
             users = {place.stage for place in shape.units[unit] if made.rank_of[place.stage] == rank}
-            each = shape.sharding.scatters == "each" and len(users) == 1
+            each = shape.timing_of(unit).scatters == "each" and len(users) == 1
             assert len(scatters) == (made.microbatches if each else 1)
             if len(shape.units[unit]) == 1:
                 assert [len(sums) for sums in scatters] == (

@@ -16,9 +16,10 @@ from sharded_cases import (
     words,
 )
 
+from plait.parameter_units import UnitTiming
 from plait.schedules.check_programs import check_programs
 from plait.schedules.lower import lower
-from plait.schedules.lowering_spec import LayerIndex, LoweringSpec, Sharding
+from plait.schedules.lowering_spec import LayerIndex, LoweringSpec
 from plait.schedules.named_schedules import forward_only, policy_schedule
 from plait.schedules.program import (
     ComputeLoss,
@@ -35,7 +36,9 @@ EACH_USE = st.just(GATHERS)
 
 
 def test_parameters_are_gathered_while_the_layer_before_runs() -> None:
-    (program,) = lower(policy_schedule("gpipe", 1, 2), LoweringSpec((2,), AB, sharding=GATHERS))
+    (program,) = lower(
+        policy_schedule("gpipe", 1, 2), LoweringSpec((2,), AB, timings=dict.fromkeys(AB, GATHERS))
+    )
     assert words(program) == listed("""
         gather a
         take 0F0; await a; gather b; 0F0.0; release a;  await b; gather a; 0F0.1; release b; loss 0F0
@@ -48,7 +51,8 @@ def test_parameters_are_gathered_while_the_layer_before_runs() -> None:
 
 def test_units_gathered_once_a_step_are_gathered_before_their_first_use() -> None:
     (program,) = lower(
-        policy_schedule("gpipe", 1, 2), LoweringSpec((2,), AB, sharding=Sharding(gathers="once"))
+        policy_schedule("gpipe", 1, 2),
+        LoweringSpec((2,), AB, timings=dict.fromkeys(AB, UnitTiming(gathers="once"))),
     )
     assert words(program) == listed("""
         gather a
@@ -61,7 +65,9 @@ def test_units_gathered_once_a_step_are_gathered_before_their_first_use() -> Non
 
 def test_a_loss_that_computes_logits_uses_the_last_layers_parameters() -> None:
     """They stay until it has them, and the next ones are on their way while it computes."""
-    shape = LoweringSpec((2,), AB, sharding=Sharding("each use", "last", True), loss_computes_logits=True)
+    shape = LoweringSpec(
+        (2,), AB, timings=dict.fromkeys(AB, UnitTiming("each use", "last", True)), loss_computes_logits=True
+    )
     (program,) = lower(policy_schedule("gpipe", 1, 1), shape)
     assert words(program) == listed("""
         gather a
@@ -80,7 +86,7 @@ def test_a_loss_that_computes_logits_uses_the_last_layers_parameters() -> None:
 
 def test_evaluation_gathers_and_releases_each_unit() -> None:
     forwards = forward_only((0,), ranks=1, microbatches=1)
-    (program,) = lower(forwards, LoweringSpec((2,), AB, sharding=GATHERS))
+    (program,) = lower(forwards, LoweringSpec((2,), AB, timings=dict.fromkeys(AB, GATHERS)))
     assert words(program) == listed("""
         gather a
         take 0F0; await a; gather b; 0F0.0; release a;  await b; 0F0.1; release b; loss 0F0
@@ -90,7 +96,7 @@ def test_evaluation_gathers_and_releases_each_unit() -> None:
 
 def test_weight_work_needs_no_parameters() -> None:
     by_hand = written(["0F0 0I0 0W0"], rank_of=(0,), microbatches=1)
-    (program,) = lower(by_hand, LoweringSpec((2,), AB, sharding=GATHERS))
+    (program,) = lower(by_hand, LoweringSpec((2,), AB, timings=dict.fromkeys(AB, GATHERS)))
     assert words(program) == listed("""
         gather a
         take 0F0; await a; gather b; 0F0.0; release a;  await b; 0F0.1; loss 0F0
@@ -106,7 +112,7 @@ def test_a_unit_that_the_next_layer_shares_stays() -> None:
         "d": (LayerIndex(0, 3),),
     }
     forwards = forward_only((0,), ranks=1, microbatches=1)
-    (program,) = lower(forwards, LoweringSpec((4,), units, sharding=GATHERS))
+    (program,) = lower(forwards, LoweringSpec((4,), units, timings=dict.fromkeys(units, GATHERS)))
     assert words(program) == listed("""
         gather tie
         take 0F0; await tie; 0F0.0
@@ -120,7 +126,7 @@ def test_a_unit_that_the_next_layer_shares_stays() -> None:
 def test_layers_without_parameters_are_no_reason_to_wait() -> None:
     units = {"a": (LayerIndex(0, 0),), "d": (LayerIndex(0, 3),)}
     forwards = forward_only((0,), ranks=1, microbatches=1)
-    (program,) = lower(forwards, LoweringSpec((4,), units, sharding=GATHERS))
+    (program,) = lower(forwards, LoweringSpec((4,), units, timings=dict.fromkeys(units, GATHERS)))
     assert words(program) == listed("""
         gather a
         take 0F0; await a; gather d; 0F0.0; release a;  0F0.1; 0F0.2
@@ -130,7 +136,11 @@ def test_layers_without_parameters_are_no_reason_to_wait() -> None:
 
 def test_a_rank_gathers_before_it_waits_for_another_stage() -> None:
     """The parameters are on their way while the message is."""
-    shape = LoweringSpec((1, 1), {"a": (LayerIndex(0, 0),), "b": (LayerIndex(1, 0),)}, sharding=GATHERS)
+    shape = LoweringSpec(
+        (1, 1),
+        {"a": (LayerIndex(0, 0),), "b": (LayerIndex(1, 0),)},
+        timings=dict.fromkeys({"a": (LayerIndex(0, 0),), "b": (LayerIndex(1, 0),)}, GATHERS),
+    )
     first, last = lower(policy_schedule("1f1b", 2, 1), shape)
     assert words(first) == listed("""
         gather a; post 0I0<1
@@ -146,8 +156,8 @@ def test_a_rank_gathers_before_it_waits_for_another_stage() -> None:
 
 def test_without_units_or_instructions_inserting_gathers_changes_nothing() -> None:
     (program,) = lower(policy_schedule("gpipe", 1, 1), LoweringSpec((2,), {}))
-    assert insert_gathers(program, LoweringSpec((2,), {}, sharding=GATHERS)) == program
-    assert insert_gathers((), LoweringSpec((2,), AB, sharding=GATHERS)) == ()
+    assert insert_gathers(program, LoweringSpec((2,), {}, timings=dict.fromkeys({}, GATHERS))) == program
+    assert insert_gathers((), LoweringSpec((2,), AB, timings=dict.fromkeys(AB, GATHERS))) == ()
 
 
 def followed(program: Program, shape: LoweringSpec) -> Parameters:
@@ -166,15 +176,18 @@ def test_every_units_parameters_are_gathered_when_a_layer_uses_them(
     made: Schedule, data: st.DataObject
 ) -> None:
     shape = data.draw(shapes(made.stages))
-    if shape.sharding.gathers == "never":
-        shape = replace(shape, sharding=replace(shape.sharding, gathers="once"))
+    timings = {
+        unit: replace(one, gathers="once") if one.gathers == "never" else one
+        for unit, one in shape.timings.items()
+    }
+    shape = replace(shape, timings=timings)
     programs = lower(made, shape)
     check_programs(programs)
     for program in programs:
         end = followed(program, shape)
         used = {unit for units in units_used(program, shape) for unit in units}
         assert not end.under_way
-        assert end.there == (set() if shape.sharding.gathers == "each use" else used)
+        assert end.there == {unit for unit in used if shape.timing_of(unit).gathers == "once"}
 
 
 @BRIEF
@@ -224,7 +237,7 @@ def test_weight_work_changes_no_gather(made: Schedule, data: st.DataObject) -> N
     def without_weight_work(program: Program) -> Program:
         return tuple(instruction for instruction in program if not is_weight_work(instruction))
 
-    for program in lower(made, replace(shape, sharding=Sharding())):
+    for program in lower(made, replace(shape, timings={})):
         gathered = insert_gathers(program, shape)
         assert without_weight_work(gathered) == insert_gathers(without_weight_work(program), shape)
 
@@ -235,5 +248,5 @@ def test_inserting_gathers_and_reductions_keeps_the_rest_of_the_program(
     made: Schedule, data: st.DataObject
 ) -> None:
     shape = data.draw(shapes(made.stages))
-    plain = lower(made, replace(shape, sharding=Sharding()))
+    plain = lower(made, replace(shape, timings={}))
     assert [*map(without_units, lower(made, shape))] == [*map(without_units, plain)]

@@ -10,15 +10,15 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from plait.blueprint import storage_policy
 from plait.comm.group import Group
 from plait.comm.mesh import Mesh
 from plait.comm.traffic import Traffic
+from plait.layers.precision import named_dtype
 from plait.layout import Layout, Shard, shard
+from plait.parameter_units import ModelParameter, kind_of, resolve_units
 from plait.plan import Plan
 from plait.sharding.buffer_specs import BufferSpecs, build_buffer_specs, piece_layouts
 from plait.sharding.flat_buffer import FlatBuffer
-from plait.sharding.owners import reduction_axis
 from plait.sharding.unit import Unit, UnitFactory
 
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ class Case:
             device=CPU,
             layouts=self.layouts,
             coordinate=at,
-            shard_group=shard_group,
+            shard_groups={kind_of(Plan(dp=2, strategy="full")).sharded_over: shard_group},
             replica_groups=dict.fromkeys(parameters, rest),
             value_of=value_of,
         )
@@ -72,8 +72,7 @@ class Case:
 
     def make_on(self, mesh: Mesh, *, messages: bool = False) -> dict[str, Unit]:
         """Those of this rank of a mesh; with `messages` as if its ranks were on several hosts."""
-        axes = ("shard", reduction_axis(self.plan))
-        groups = [mesh.group(axis) for axis in axes]
+        groups = [mesh.group("shard"), mesh.group(kind_of(self.plan).reduced_over)]
         return self.make(mesh.coordinate, *(map(over_messages, groups) if messages else groups))
 
 
@@ -96,9 +95,11 @@ def case_of(model: nn.Module, plan: Plan, cut: Iterable[str] = ()) -> Case:
         child: [f"{child}.{name}" for name, _ in module.named_parameters()]
         for child, module in model.named_children()
     }
-    specs = build_buffer_specs(
-        units, parameters, whole, dict.fromkeys(parameters, 1), storage_policy(plan), plan.shard
-    )
+    known = {
+        name: ModelParameter(named_dtype(one.dtype), one.is_floating_point(), one.requires_grad)
+        for name, one in parameters.items()
+    }
+    specs = build_buffer_specs(resolve_units(plan, known, units, dict.fromkeys(units, (0,))), whole)
     return Case(model, plan, whole, specs, piece_layouts(specs, whole))
 
 

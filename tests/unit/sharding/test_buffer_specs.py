@@ -10,8 +10,9 @@ from sharding_cases import SHAPES, case_of, layer_with
 from torch import nn
 
 from plait.layout import Flat, Layout, Replicate, Shard
+from plait.parameter_units import BufferKind, ModelParameter, resolve_units
 from plait.plan import Plan
-from plait.sharding.buffer_specs import BufferKind, BufferSpecs, StoragePolicy, build_buffer_specs
+from plait.sharding.buffer_specs import BufferSpecs, build_buffer_specs
 
 
 class Mixed(nn.Module):
@@ -51,15 +52,7 @@ def test_a_precision_is_for_floating_point_numbers() -> None:
         ("0.frozen",),
         ("0.count",),
     ]
-    assert [kind.dtype for kind in kinds(plan)] == [torch.bfloat16, torch.bfloat16, torch.int64]
-
-
-def test_buffer_kinds_give_the_precision_of_each_buffer() -> None:
-    plan = Plan(precision="bf16", master_precision="fp32", reduce_precision="bf16")
-    trains, frozen, _ = kinds(plan)
-    half, single = torch.bfloat16, torch.float32
-    assert (trains.dtype, trains.master, trains.gradient, trains.reduce) == (half, single, single, half)
-    assert (frozen.dtype, frozen.master) == (half, half)
+    assert [kind.compute.name for kind in kinds(plan)] == ["bfloat16", "bfloat16", "int64"]
 
 
 def test_frozen_parameters_are_sharded_only_with_strategy_full() -> None:
@@ -132,20 +125,13 @@ def test_offsets_in_a_buffer_are_those_of_the_largest_tp_shard() -> None:
 
 def test_shards_replicated_over_tp_have_a_buffer_of_their_own() -> None:
     """Their gradients are summed over other ranks."""
-    model = nn.Linear(4, 8)
     axes = {"replicate": 1, "shard": 1, "tp": 4}
     layouts = {
         "weight": Layout((8, 4), axes, {"tp": Shard(0, copies=2)}),
         "bias": Layout((8,), axes, {"tp": Shard(0)}),
     }
-    specs = build_buffer_specs(
-        {"0": list(layouts)},
-        dict(model.named_parameters()),
-        layouts,
-        {"weight": 2, "bias": 1},
-        StoragePolicy(),
-        1,
-    )
+    parameters = {"weight": ModelParameter(summands=2), "bias": ModelParameter()}
+    specs = build_buffer_specs(resolve_units(Plan(), parameters, {"0": [*layouts]}, {"0": (0,)}), layouts)
     assert {spec.names: spec.kind.summands for spec in specs["0"]} == {
         ("weight",): 2,
         ("bias",): 1,

@@ -15,6 +15,7 @@ from plait.comm import Mesh, all_reduce
 from plait.layout import Flat, Layout, Shard
 from plait.models.gpt2 import gpt2
 from plait.models.llama import llama
+from plait.parameter_units import ModelParameter, kind_of
 from plait.plan import Plan
 from plait.sharding.owners import counted_parameters, reduction_groups, reduction_ranks
 
@@ -29,7 +30,10 @@ HOLDERS = {
     "tied.copied": (0, 1),
     "tied.whole": (0, 1),
 }
-SUMMED = {name: 2 if name.endswith("copied") else 1 for name in HOLDERS}
+KINDS = {
+    name: kind_of(Plan(dp=2), ModelParameter(summands=2 if name.endswith("copied") else 1))
+    for name in HOLDERS
+}
 LAYOUTS = {name: {"whole": WHOLE, "cut": CUT, "copied": COPIED}[name.partition(".")[2]] for name in HOLDERS}
 FAMILIES = {
     "gpt2": partial(gpt2, vocab=37, context=8, layers=2, hidden=24, heads=4),
@@ -59,7 +63,7 @@ def test_the_ranks_that_hold_the_same_shard_are_listed(thread_ranks):
 
 def test_gradients_are_summed_over_holders_of_a_shard_with_other_data(thread_ranks):
     def body(mesh: Mesh) -> dict[str, Any]:
-        groups = reduction_groups(HOLDERS, SUMMED, mesh)
+        groups = reduction_groups(HOLDERS, KINDS, mesh)
         mine = [name for name, stages in HOLDERS.items() if mesh.index("pp") in stages]
         return {name: (groups[name].name, groups[name].ranks) for name in mine}
 
@@ -79,7 +83,7 @@ def test_reduction_groups_sum_over_exactly_their_ranks(thread_ranks):
     """Each rank gives its number: what comes is the sum over the group, on all of it."""
 
     def body(mesh: Mesh) -> dict[str, float]:
-        groups = reduction_groups(HOLDERS, SUMMED, mesh)
+        groups = reduction_groups(HOLDERS, KINDS, mesh)
         own = torch.tensor(float(mesh.rank))
         mine = [name for name, stages in HOLDERS.items() if mesh.index("pp") in stages]
         return {name: all_reduce(own.clone(), groups[name]).wait().item() for name in mine}
@@ -94,14 +98,14 @@ def test_reduction_groups_sum_over_exactly_their_ranks(thread_ranks):
 
 def test_parameters_held_by_the_same_ranks_share_a_group(thread_ranks):
     def body(mesh: Mesh) -> Any:
-        groups = reduction_groups(HOLDERS, SUMMED, mesh)
+        groups = reduction_groups(HOLDERS, KINDS, mesh)
         return groups["tied.cut"] is groups["tied.whole"], groups["first.cut"] is mesh.group("dp")
 
     assert over_cube(thread_ranks, body) == [(True, True)] * 8
 
 
 def test_each_parameter_counts_on_exactly_one_rank_that_holds_it(thread_ranks):
-    counted = over_cube(thread_ranks, lambda mesh: counted_parameters(HOLDERS, LAYOUTS, mesh))
+    counted = over_cube(thread_ranks, lambda mesh: counted_parameters(HOLDERS, LAYOUTS, mesh, "model"))
     first = {"first.cut", "tied.cut"}
     for dp in range(2):
         assert counted[2 * dp] == first | {"first.whole", "tied.whole", "tied.copied"}
@@ -130,9 +134,10 @@ def test_shards_are_summed_over_the_ranks_that_hold_the_same(thread_ranks):
     axes = {"replicate": 2, "shard": 2, "tp": 1}
     piece = Layout((4,), axes, {"shard": Flat((0, 2, 4))})
     owners = {"first": (0,), "last": (1,), "tied": (0, 1)}
+    kind = kind_of(Plan(dp=4, replicate=2, strategy="full"))
 
     def body(mesh: Mesh) -> Any:
-        groups = reduction_groups(owners, dict.fromkeys(owners, 1), mesh, "replicate")
+        groups = reduction_groups(owners, dict.fromkeys(owners, kind), mesh)
         counted = counted_parameters(owners, dict.fromkeys(owners, piece), mesh)
         return {name: (groups[name].name, groups[name].ranks) for name in ("first", "tied")}, counted
 
@@ -155,7 +160,7 @@ def counted_of_models(plan: Plan, blueprints: dict[Model, Blueprint]) -> tuple[i
     """This rank's place along `dp`, and how many elements of each model count as its."""
     mesh, elements = Mesh(plan), {}
     for model, blueprint in blueprints.items():
-        counted = counted_parameters(blueprint.owners, blueprint.layouts, mesh)
+        counted = counted_parameters(blueprint.owners, blueprint.layouts, mesh, blueprint.norm_axis)
         elements[model] = sum(prod(blueprint.layouts[name].local_shape(mesh.coordinate)) for name in counted)
     return mesh.index("dp"), elements
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.comm.coordinates import coordinate_of, sizes_of_plan
+from plait.axes import coordinate_of, sizes_of_plan
 from plait.plan import ContextLayout, Plan
 from plait.tensor.losses import SequenceLoss, cross_entropy
 from plait.verification.activation_pieces import ActivationPieces

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from parity.case import Case as ParityCase
-from plait.comm import coordinates
+from plait import axes
 from plait.plan import Plan
 from plait.tensor.losses import Loss, cross_entropy
 from plait.verification.case import Case
@@ -58,8 +58,8 @@ def verify_here(case: Case, plan: Plan = Plan(microbatches=2)) -> VerificationRe
 
 def coordinates_of(plan: Plan) -> list[dict[str, int]]:
     """Where each rank of a plan stands."""
-    sizes = coordinates.sizes_of_plan(plan)
-    return [coordinates.coordinate_of(rank, sizes) for rank in range(plan.world)]
+    sizes = axes.sizes_of_plan(plan)
+    return [axes.coordinate_of(rank, sizes) for rank in range(plan.world)]
 
 
 def difference_at(location: Location, expected: Tensor, actual: Tensor, **changes: Any) -> Difference:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.comm.coordinates import axes_of, index_along, sizes_of_plan
+from plait.axes import axes_of, index_along, sizes_of_plan
 from plait.plan import Plan
 from plait.verification.findings import Difference, Evidence
 from plait.verification.location import StepPhase

@@ -1,4 +1,4 @@
-"""Ranks and coordinates of a mesh: pure arithmetic.
+"""The axes of a mesh: their names, order and degrees, and the ranks and coordinates along them.
 
 `sizes` maps each axis to its number of ranks, outermost first: row-major, so that consecutive ranks are
 neighbours along the last axis. The axes may be those of a plan, or any others; `world` combines all of them.
@@ -6,20 +6,27 @@ neighbours along the last axis. The axes may be those of a plan, or any others; 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from math import prod
 
 from plait.arguments import require_whole
 from plait.errors import MeshError
-from plait.layout import Layout
 from plait.plan import Plan
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")
 """The axes of a plan."""
+DATA_AXES = ("replicate", "shard", "cp")
+"""The axes whose ranks compute gradients from other tokens."""
+STATE_AXES = ("shard", "cp")
+"""The axes over which a strategy shards state."""
+PLAN_AXES = ("pp", "dp", "cp", "tp")
+"""The axes by which a plan is written: `dp` for `replicate` × `shard`."""
+STAGE_AXES = ("dp_cp", "tp")
+"""The axes that reach, one after the other, all ranks of a stage."""
 COMBINED = {
     "dp": ("replicate", "shard"),
-    "shard_cp": ("shard", "cp"),
-    "dp_cp": ("replicate", "shard", "cp"),
+    "shard_cp": STATE_AXES,
+    "dp_cp": DATA_AXES,
     "model": ("pp", "cp", "tp"),
     "world": AXES,
 }
@@ -42,6 +49,11 @@ def sizes_of_plan(plan: Plan) -> dict[str, int]:
     return sizes_of(pp=plan.pp, dp=plan.dp, cp=plan.cp, tp=plan.tp, replicate=plan.replicate)
 
 
+def layout_degrees(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the axes of the layouts of a stage's tensors, with their degrees: all of `sizes` but `pp`."""
+    return {axis: size for axis, size in sizes.items() if axis != "pp"}
+
+
 def require_degrees(degrees: Mapping[str, int]) -> None:
     """Raise `MeshError` unless every degree is a whole number of at least 1."""
     for name, degree in degrees.items():
@@ -53,8 +65,14 @@ def combined_axes(axes: Collection[str] = AXES) -> dict[str, tuple[str, ...]]:
     return COMBINED if tuple(axes) == AXES else {"world": tuple(axes)}
 
 
-def axes_of(axis: str, axes: Collection[str] = AXES) -> tuple[str, ...]:
-    """Return the axes that `axis` combines, or `axis` itself. Raises `MeshError` for an unknown axis."""
+def axes_of(axis: str | Collection[str], axes: Collection[str] = AXES) -> tuple[str, ...]:
+    """Return the axes that `axis` combines, or `axis` itself; several axes in the order of the mesh.
+
+    Raises `MeshError` for an unknown axis.
+    """
+    if not isinstance(axis, str):
+        wanted = {name for one in axis for name in axes_of(one, axes)}
+        return tuple(name for name in axes if name in wanted)
     if axis in axes:
         return (axis,)
     combined = combined_axes(axes)
@@ -63,13 +81,21 @@ def axes_of(axis: str, axes: Collection[str] = AXES) -> tuple[str, ...]:
     raise MeshError(f"the mesh has no axis {axis!r}: choose one of {', '.join((*axes, *combined))}.")
 
 
-def size_along(axis: str, sizes: Mapping[str, int]) -> int:
-    """Return the number of ranks along an axis or a combined axis."""
+def name_of(axis: str | Collection[str], axes: Collection[str] = AXES) -> str:
+    """Return the name of several axes together: that of `combined_axes`, or theirs, joined by `_`."""
+    if isinstance(axis, str):
+        return axis
+    along = axes_of(axis, axes)
+    return next((name for name, one in combined_axes(axes).items() if one == along), "_".join(along))
+
+
+def size_along(axis: str | Collection[str], sizes: Mapping[str, int]) -> int:
+    """Return the number of ranks along an axis, a combined axis, or several axes together."""
     return prod(sizes[name] for name in axes_of(axis, sizes))
 
 
-def index_along(axis: str, coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> int:
-    """Return the index of `coordinate` along an axis; a combined axis is row-major in its axes."""
+def index_along(axis: str | Collection[str], coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> int:
+    """Return the index of `coordinate` along an axis; several axes together are row-major."""
     index = 0
     for name in axes_of(axis, sizes):
         index = index * sizes[name] + coordinate[name]
@@ -97,14 +123,6 @@ def rank_at(coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> int:
     return index_along("world", coordinate, sizes)
 
 
-def replica_ranks(
-    layout: Layout, coordinate: Mapping[str, int], stages: Iterable[int], sizes: Mapping[str, int]
-) -> tuple[int, ...]:
-    """Return the ranks in pipeline `stages` that hold the same shard of a `layout` tensor as `coordinate`."""
-    alike = [dict(zip(layout.axes, there, strict=True)) for there in layout.replicas(coordinate)]
-    return tuple(sorted(rank_at({"pp": stage, **there}, sizes) for stage in stages for there in alike))
-
-
 def split_dp(coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, int]:
     """Return the coordinate with its index along `dp`, if any, split into `replicate` and `shard` indices.
 
@@ -122,7 +140,7 @@ def split_dp(coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> dict[st
     return plain
 
 
-def groups_along(axis: str, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
+def groups_along(axis: str | Collection[str], sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
     """Return the disjoint groups of ranks that differ along `axis` only, each in order along it."""
     moving = axes_of(axis, sizes)
     groups: dict[tuple[int, ...], list[int]] = {}

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from plait.parameter_units import PRECISIONS, Dtype, ModelParameter, UnitTiming, kind_of, timing_of
+from plait.plan import Plan
+
+MASTER = {"precision": "bf16", "master_precision": "fp32"}
+OPTIMIZER = UnitTiming(gathers="once", scatters="last")
+GRADIENTS = {how: UnitTiming(gathers="once", scatters=how, allocates=True) for how in ("last", "each")}
+FULL = {how: UnitTiming(gathers="each use", scatters=how, allocates=True) for how in ("last", "each")}
+
+
+@pytest.mark.parametrize("reduce", ["last", "each"])
+def test_what_a_strategy_asks_for(reduce: Any) -> None:
+    def asked(**options: Any) -> UnitTiming:
+        return timing_of(Plan(reduce=reduce, **options))
+
+    assert asked(dp=2) == UnitTiming()
+    assert asked(dp=2, strategy="optimizer") == OPTIMIZER, "whole gradients are kept anyway"
+    assert asked(dp=2, strategy="gradients") == GRADIENTS[reduce]
+    assert asked(dp=2, strategy="full") == FULL[reduce]
+    assert asked(dp=4, replicate=2, strategy="full") == FULL[reduce]
+
+
+@pytest.mark.parametrize("strategy", ["optimizer", "gradients", "full"])
+def test_nothing_is_cut_between_one_rank(strategy: Any) -> None:
+    assert timing_of(Plan(dp=2, replicate=2, strategy=strategy)) == UnitTiming()
+    assert timing_of(Plan(strategy=strategy)) == UnitTiming()
+
+
+def test_what_is_offloaded_is_gathered_though_a_rank_is_alone() -> None:
+    assert timing_of(Plan(strategy="full", offload="parameters")) == FULL["last"]
+    assert timing_of(Plan(strategy="optimizer", offload="full")) == OPTIMIZER
+
+
+def test_layers_get_what_a_master_has_become_once_a_step() -> None:
+    assert timing_of(Plan(dp=2, **MASTER)) == UnitTiming(gathers="once")
+    assert timing_of(Plan(dp=2, strategy="full", **MASTER)) == FULL["last"]
+    assert timing_of(Plan(dp=2, precision="bf16", master_precision="bf16")) == UnitTiming()
+
+
+OWN, HALF, SINGLE = Dtype("float64", 8), PRECISIONS["bf16"], PRECISIONS["fp32"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "dtypes"),
+    [
+        ({}, (OWN, OWN, OWN, OWN)),
+        ({"precision": "bf16", "master_precision": "bf16"}, (HALF, HALF, HALF, HALF)),
+        ({"precision": "bf16"}, (HALF, SINGLE, SINGLE, SINGLE)),
+        (
+            {"precision": "bf16", "master_precision": "bf16", "gradient_precision": "fp32"},
+            (HALF, HALF, SINGLE, SINGLE),
+        ),
+        ({"precision": "bf16", "reduce_precision": "bf16"}, (HALF, SINGLE, SINGLE, HALF)),
+        ({"precision": "bf16", "gradient_precision": "bf16"}, (HALF, SINGLE, HALF, HALF)),
+        ({"master_precision": "fp32"}, (OWN, SINGLE, SINGLE, SINGLE)),
+        ({"reduce_precision": "fp32"}, (OWN, OWN, OWN, SINGLE)),
+    ],
+    ids=str,
+)
+def test_each_dtype_is_by_default_the_one_before(plan: dict[str, Any], dtypes: tuple[Dtype, ...]) -> None:
+    kind = kind_of(Plan(**plan), ModelParameter(OWN))
+    assert (kind.compute, kind.master, kind.gradient, kind.reduce) == dtypes
+
+
+def test_precisions_are_for_floating_point_numbers() -> None:
+    plan, whole = Plan(precision="bf16", reduce_precision="bf16"), Dtype("int64", 8)
+    kind = kind_of(plan, ModelParameter(whole, is_floating=False, trains=False))
+    assert {kind.compute, kind.master, kind.gradient, kind.reduce} == {whole}
+
+
+def test_a_frozen_parameter_has_no_master() -> None:
+    kind = kind_of(Plan(precision="bf16"), ModelParameter(OWN, trains=False))
+    assert (kind.compute, kind.master) == (HALF, HALF)
+
+
+def test_gradients_are_summed_once_over_each_data_axis() -> None:
+    for strategy in ("none", "optimizer", "gradients", "full"):
+        kind = kind_of(Plan(dp=4, replicate=2, cp=2, strategy=strategy))
+        assert sorted((*kind.sharded_over, *kind.reduced_over)) == ["cp", "replicate", "shard"]
+        assert kind.sharded == (strategy != "none")
