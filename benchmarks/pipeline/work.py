@@ -12,8 +12,8 @@ from torch.nn import functional
 import plait
 from plait.layers.layer_sequence import NamedLayer, layer_costs, sequence_of
 from plait.models.initial import initial_value
-from plait.schedules.stage_cuts.layer_costs import LayerCosts
-from plait.schedules.stage_cuts.schedule_and_cut import schedule_and_cut
+from plait.schedules.search.layer_costs import LayerCosts
+from plait.schedules.search.stage_cuts import schedule_and_cut
 
 BLOCKS, HIDDEN, HEADS, VOCAB, CONTEXT = 8, 512, 8, 8192, 256
 MICROBATCHES = 8

@@ -15,10 +15,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from plait.comm import coordinates
 from plait.schedules.action import Kind
-from plait.schedules.check_programs import stream_calls, tied_units
-from plait.schedules.lowering_spec import WHOLE, LayerIndex, LoweringSpec, Sharding
-from plait.schedules.messages import Channel
-from plait.schedules.program import (
+from plait.schedules.lowering.check_programs import stream_calls, tied_units
+from plait.schedules.lowering.messages import Channel
+from plait.schedules.lowering.program import (
     AwaitParameters,
     AwaitScatter,
     ComputeLoss,
@@ -31,9 +30,10 @@ from plait.schedules.program import (
     RunLayer,
     ScatterGradient,
 )
+from plait.schedules.lowering.stream_replay import Awaited, Call, Operation, Queued, deadlock_of, first_uses
+from plait.schedules.lowering_spec import WHOLE, LayerIndex, LoweringSpec, Sharding
 from plait.schedules.schedule import Schedule
 from plait.schedules.step_programs import StepPrograms
-from plait.schedules.stream_replay import Awaited, Call, Operation, Queued, deadlock_of, first_uses
 from plait.sharding.owners import reduction_ranks
 
 Mode: TypeAlias = Literal["train", "evaluate", "generate"]

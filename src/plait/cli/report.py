@@ -8,9 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from plait.cli.arguments import CommandParser, count
+from plait.cli.report_server import ReportServer
 from plait.errors import ConfigError
-from plait.report.watch import ReportServer
-from plait.report.writing import read_runs, write_report
+from plait.pictures.report.writing import read_runs, write_report
 
 _ABOUT = """\
 Writes report.html: loss, rate, throughput and memory over the steps, a step's

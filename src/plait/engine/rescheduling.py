@@ -12,11 +12,11 @@ from plait.comm.text_collectives import broadcast_result
 from plait.errors import ScheduleError
 from plait.schedules.action import Action
 from plait.schedules.check import check
+from plait.schedules.costs import Costs
 from plait.schedules.memory import is_within
 from plait.schedules.schedule import Schedule
 from plait.schedules.search.api import AUTO, schedule
-from plait.schedules.simulation.costs import Costs
-from plait.schedules.simulation.timeline import simulate
+from plait.schedules.timed_schedule import simulated
 
 
 def shortest_schedule(now: Schedule, costs: Costs, limit: float | None) -> Schedule:
@@ -30,7 +30,7 @@ def shortest_schedule(now: Schedule, costs: Costs, limit: float | None) -> Sched
     )
     fits = limit is None or is_within(now, limit, costs.memory(now.ranks, now.stages))
     # As the executor runs them: a `B` whose gradient is sent is an `I` and then a `W`.
-    before, after = (simulate(one.split_backward, costs).makespan for one in (now, found))
+    before, after = (simulated(one.split_backward, costs).makespan for one in (now, found))
     return now if fits and before <= after else found
 
 

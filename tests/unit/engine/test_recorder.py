@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from plait.device import CPU
+from plait.engine.measured_times import MeasuredAction
 from plait.engine.recorder import Recorder, Recording
 from plait.errors import DataError
 from plait.pipeline.executor import Executor
 from plait.schedules.action import Action
-from plait.schedules.lower import lower
+from plait.schedules.lowering.lower import lower
+from plait.schedules.lowering.program import Finish, Program
 from plait.schedules.lowering_spec import LayerIndex, LoweringSpec, Sharding
 from plait.schedules.named_schedules import policy_schedule
-from plait.schedules.program import Finish, Program
-from plait.schedules.simulation.measured_times import MeasuredAction
 
 SHAPE = LoweringSpec((2, 2), {"a": (LayerIndex(0, 0),), "b": (LayerIndex(0, 1),), "c": (LayerIndex(1, 0),)})
 EVERYTHING = Sharding("each use", "each", True)

@@ -10,8 +10,7 @@ import schedule_cases
 from hypothesis import strategies as st
 
 from plait.schedules.action import Kind
-from plait.schedules.lowering_spec import LayerIndex, LoweringSpec, Sharding
-from plait.schedules.program import (
+from plait.schedules.lowering.program import (
     AllocateGradient,
     AwaitParameters,
     AwaitScatter,
@@ -23,6 +22,7 @@ from plait.schedules.program import (
     RunLayer,
     ScatterGradient,
 )
+from plait.schedules.lowering_spec import LayerIndex, LoweringSpec, Sharding
 
 UNIT_WORDS: dict[type, str] = {
     GatherParameters: "gather",

@@ -7,15 +7,15 @@ from dataclasses import replace
 from math import gcd
 
 from plait.schedules.action import SPLIT_KINDS
+from plait.schedules.costs import Costs
 from plait.schedules.memory import limit_in_units
 from plait.schedules.named_schedules import BlockPolicy
 from plait.schedules.schedule import Schedule
-from plait.schedules.search.bound import lower_bound
+from plait.schedules.search.limits import lower_bound
 from plait.schedules.search.list_scheduling import DispatchRule, TimedOrders, justify, list_schedule
 from plait.schedules.search.local_search import DISPATCH_RULES
 from plait.schedules.search.problem import Problem
-from plait.schedules.simulation.costs import Costs
-from plait.schedules.simulation.timeline import simulate
+from plait.schedules.timed_schedule import simulated
 
 ROUNDS = 6
 """Rounds of justification for the best of the first round."""
@@ -49,7 +49,7 @@ def fit_block_policy(schedule: Schedule, policy: BlockPolicy, costs: Costs) -> S
     if timed.length > bound:
         timed = justify(problem, timed, rule, ROUNDS)
     made = replace(schedule, actions=problem.actions_of(timed.orders))
-    return min(made, schedule, key=lambda order: simulate(order, costs).span)
+    return min(made, schedule, key=lambda order: simulated(order, costs).span)
 
 
 def _different(rules: Sequence[DispatchRule], problem: Problem) -> Iterator[DispatchRule]:

@@ -10,8 +10,8 @@ from itertools import cycle, islice
 from operator import attrgetter
 from random import Random
 
-from plait.schedules.search.bound import lower_bound
 from plait.schedules.search.initial_orders import InitialOrder, initial_orders, orders_from
+from plait.schedules.search.limits import lower_bound
 from plait.schedules.search.list_scheduling import Budget, DispatchRule, TimedOrders, justify, list_schedule
 from plait.schedules.search.problem import Problem
 

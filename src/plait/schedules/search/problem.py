@@ -18,9 +18,9 @@ from math import ceil
 from typing import NamedTuple, TypeAlias
 
 from plait.schedules.action import SPLIT_KINDS, Action, Kind
+from plait.schedules.costs import Ticks
 from plait.schedules.memory import MemoryCosts
 from plait.schedules.schedule import Placement
-from plait.schedules.simulation.costs import Ticks
 
 StageLayout: TypeAlias = tuple[Placement, int]
 """Placement of stages, and their number per rank."""

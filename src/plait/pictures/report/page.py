@@ -1,0 +1,132 @@
+"""`draw_report`: the page of one run, or of several side by side, as one HTML document; of a prediction.
+
+The folder `page` has the document, its style and scripts, and the plotting library uPlot with its licence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from html import escape
+from importlib import resources
+from string import Template
+from typing import Any
+
+from plait.pictures.colours import page_colours
+from plait.pictures.report.charts import Chart, charts_of
+from plait.pictures.report.figures import Figure, figures_of
+from plait.pictures.report.rank_map import rank_map
+from plait.pictures.report.run_record import RunRecord
+from plait.pictures.report.sections import notes_section, sections_of, warning_section
+from plait.pictures.report.timelines import StepTimeline
+from plait.pictures.timelines.page_timeline import page_file, timeline_script
+
+MOST_STEPS = 10_000
+"""Steps of a run that are drawn; of a longer run some are left out."""
+_MOST_RESUMPTIONS = 6
+"""Resumptions that are listed."""
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+"""What the page may load: nothing."""
+
+
+def draw_report(runs: Sequence[RunRecord], policy: str = POLICY) -> str:
+    """Return the report of `runs` as an HTML document that needs no other file.
+
+    `policy`: the content security policy of the page.
+    """
+    title = " and ".join(run.name for run in runs)
+    charts = charts_of(runs)
+    return Template(_file("report.html")).substitute(
+        title=escape(title),
+        policy=policy,
+        style=page_colours(len(runs))
+        + _file("uplot/uPlot.min.css")
+        + page_file("timeline.css")
+        + _file("report.css"),
+        headings="\n".join(_heading(number, run, len(runs)) for number, run in enumerate(runs)),
+        charts="\n".join(_chart(number, chart) for number, chart in enumerate(charts)),
+        warnings="\n".join(warning_section(run, len(runs) > 1) for run in runs),
+        sections="\n".join([notes_section(runs), *sections_of(runs)]),
+        data=embedded({"runs": [*map(_run_data, runs)], "charts": [asdict(chart) for chart in charts]}),
+        timeline_script=timeline_script(),
+        scripts="\n".join(
+            f"<script>\n{_file(name)}</script>"
+            for name in ("uplot/uPlot.iife.min.js", "charts.js", "ranks.js", "plan.js")
+        ),
+    )
+
+
+def draw_prediction(
+    title: str, about: str, figures: Iterable[Figure], sections: Iterable[str], timeline: Mapping[str, object]
+) -> str:
+    """Return the page of a prediction as an HTML document that needs no other file.
+
+    `about`: sentences below the title. `sections`: as HTML; one has the element `timeline`, in which
+    `timeline` is drawn.
+    """
+    return Template(_file("prediction.html")).substitute(
+        title=escape(title),
+        policy=POLICY,
+        style=page_colours() + page_file("timeline.css") + _file("report.css"),
+        about=escape(about),
+        figures="\n".join(map(_figure, figures)),
+        sections="\n".join(sections),
+        data=embedded(timeline),
+        timeline_script=timeline_script(),
+    )
+
+
+def embedded(data: object) -> str:
+    """Return `data` as JSON that no text in it can end the script element of."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _file(name: str) -> str:
+    return (resources.files("plait.pictures.report") / "page" / name).read_text(encoding="utf-8")
+
+
+def _run_data(run: RunRecord) -> Mapping[str, Any]:
+    metrics = run.metrics.thinned(MOST_STEPS)
+    return {
+        "name": run.name,
+        "steps": metrics.steps,
+        "columns": metrics.columns,
+        "resumed": run.resumptions,
+        "ranks": rank_map(run),
+        "timeline": None if run.step is None else StepTimeline(run.step).data(),
+    }
+
+
+def _heading(number: int, run: RunRecord, runs: int) -> str:
+    mark = f'<b class="mark" style="background: var(--series-{number})"></b>' if runs > 1 else ""
+    figures = "\n".join(_figure(figure) for figure in figures_of(run))
+    return (
+        f"<section class=run><h2>{mark}{escape(run.name)}</h2>"
+        f"<p class=state>{escape(run.state)}.{_resumptions(run)}</p>"
+        f"\n<dl class=figures>\n{figures}\n</dl></section>"
+    )
+
+
+def _resumptions(run: RunRecord) -> str:
+    """Return a sentence on the steps after which the run was resumed; "" where it never was."""
+    steps = [f"{step:,}" for step in run.resumptions]
+    last = [] if len(steps) <= _MOST_RESUMPTIONS else [f"and {len(steps) - _MOST_RESUMPTIONS} times more"]
+    plural = "s" if len(steps) > 1 else ""
+    return f" Resumed after step{plural} {', '.join([*steps[:_MOST_RESUMPTIONS], *last])}." if steps else ""
+
+
+def _figure(figure: Figure) -> str:
+    return (
+        f'<div title="{escape(figure.about)}"><dt>{escape(figure.name)}</dt>'
+        f"<dd>{escape(figure.text)}</dd></div>"
+    )
+
+
+def _chart(number: int, chart: Chart) -> str:
+    button = '<button class="log" aria-pressed="false">log</button>' if chart.logarithmic else ""
+    return (
+        f'<figure class="chart" id="chart-{number}"><figcaption><b>{escape(chart.title)}</b> '
+        f"<span>{escape(chart.unit)}</span>{button}</figcaption><div></div></figure>"
+    )
