@@ -16,7 +16,7 @@ from plait.prediction.memory_by_size import predicted_memory
 from plait.prediction.quick_step import quick_step
 from plait.prediction.step_times import StepTimes
 from plait.schedules.search.api import schedule
-from plait.schedules.search.balance import balance
+from plait.schedules.search.layer_costs import balance
 
 FOLDER = Path(__file__).parent
 

@@ -23,7 +23,7 @@ from plait.cli.plan_output import (
     search_json,
 )
 from plait.errors import ConfigError, terminal_text
-from plait.pictures.report.writing import write_page
+from plait.pictures.report.page import write_page
 from plait.plan import Plan
 from plait.prediction.goodput import Failures, Goodput, best_interval
 from plait.prediction.hardware import hardware_names, load_hardware

@@ -20,11 +20,10 @@ from plait.cli.plan_output import (
     plan_cells,
 )
 from plait.pictures.markup import bar, legend, section, table
-from plait.pictures.report.figures import Figure
+from plait.pictures.report.charts import Figure
 from plait.pictures.report.page import draw_prediction
 from plait.pictures.report.scatter_picture import ScatterPicture, ScatterPoint
-from plait.pictures.timelines.html import simulated_data
-from plait.pictures.timelines.page_timeline import timeline_markup
+from plait.pictures.timelines.html import simulated_data, timeline_markup
 from plait.pictures.timelines.text import kinds_of
 from plait.plan import Plan
 from plait.prediction.goodput import Goodput

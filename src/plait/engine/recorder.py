@@ -15,7 +15,7 @@ from plait.comm.clock_offset import clock_offset
 from plait.comm.collectives import all_gather
 from plait.comm.mesh import Mesh
 from plait.device import StreamEvent, is_accelerator, synchronize
-from plait.engine.measured_times import (
+from plait.engine.rescheduling import (
     MeasuredAction,
     measured_costs,
     measured_timeline,
@@ -26,7 +26,7 @@ from plait.pictures.timelines.timeline import Timeline
 from plait.pipeline.executor import AroundSegment
 from plait.schedules.action import Action, Kind
 from plait.schedules.costs import Costs
-from plait.schedules.lowering.program_segments import Segment
+from plait.schedules.lowering.program import Segment
 from plait.schedules.schedule import Schedule
 
 _KINDS = tuple(Kind)

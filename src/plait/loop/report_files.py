@@ -19,10 +19,10 @@ from plait.loop.run_folder import LOCK, locked_folder, set_aside, set_aside_line
 from plait.loop.step_record import write_step_record
 from plait.loop.training import Callback, TrainingLoop
 from plait.pictures.report.events import write_event
-from plait.pictures.report.rank_series import RANKS_FILE
+from plait.pictures.report.metrics import RANKS_FILE
+from plait.pictures.report.page import write_report
 from plait.pictures.report.run_description import RunDescription, read_description, write_description
 from plait.pictures.report.run_record import METRICS_FILE
-from plait.pictures.report.writing import write_report
 
 _WARNING = "WARNING: "
 _WARM_UP = 10

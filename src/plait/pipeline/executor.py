@@ -18,9 +18,17 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 
 from plait.errors import CommunicationError
-from plait.schedules.lowering.joined_layers import in_groups, joined_layers
-from plait.schedules.lowering.program import ComputeLoss, Instruction, Program, RunLayer, SeedGradient
-from plait.schedules.lowering.program_segments import Segment, segments_of
+from plait.schedules.lowering.program import (
+    ComputeLoss,
+    Instruction,
+    Program,
+    RunLayer,
+    SeedGradient,
+    Segment,
+    in_groups,
+    joined_layers,
+    segments_of,
+)
 
 Handlers = Mapping[type, Callable[[Any], None]]
 """For each type of instruction the function that carries one out."""

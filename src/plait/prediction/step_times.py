@@ -24,9 +24,8 @@ from plait.prediction.step_end import (
 )
 from plait.schedules.action import Kind
 from plait.schedules.costs import Costs
-from plait.schedules.event_simulation import Timing
+from plait.schedules.event_simulation import Timing, simulate_shared
 from plait.schedules.schedule import Schedule
-from plait.schedules.shared_simulation import simulate_shared
 from plait.schedules.timed_schedule import Cell
 
 NANOSECOND = 1e-9

@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
-from plait.schedules.costs import Costs
+from plait.schedules.costs import Costs, MemoryCosts, memory_use, peak_memory
 from plait.schedules.event_simulation import simulate_events
-from plait.schedules.memory import MemoryCosts, memory_use, peak_memory
 from plait.schedules.schedule import Schedule
 
 

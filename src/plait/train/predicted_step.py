@@ -11,9 +11,8 @@ import torch
 from plait.device import is_accelerator, name_of
 from plait.errors import PlaitError
 from plait.pictures.report.metrics import read_metrics
-from plait.pictures.report.recorded_step import read_step
+from plait.pictures.report.recorded_step import StepTimeline, read_step
 from plait.pictures.report.run_record import METRICS_FILE
-from plait.pictures.report.timelines import StepTimeline
 from plait.plan import Plan
 from plait.prediction.hardware import bundled_name
 from plait.prediction.step_prediction import Prediction, predict

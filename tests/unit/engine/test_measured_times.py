@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.engine.measured_times import (
+from plait.engine.rescheduling import (
     TICK,
     MeasuredAction,
     measured_costs,

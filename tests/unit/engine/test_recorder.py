@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from plait.device import CPU
-from plait.engine.measured_times import MeasuredAction
 from plait.engine.recorder import Recorder, Recording
+from plait.engine.rescheduling import MeasuredAction
 from plait.errors import DataError
 from plait.pipeline.executor import Executor
 from plait.schedules.action import Action

@@ -21,8 +21,8 @@ from plait.engine import Recording
 from plait.loop import Callback, Checkpoints, Progress, Report, TrainingLoop
 from plait.loop.run_description import plan_line
 from plait.loop.run_origin import command_line
+from plait.pictures.report.recorded_step import StepTimeline
 from plait.pictures.report.run_record import read_run
-from plait.pictures.report.timelines import StepTimeline
 from plait.plan import Plan
 from plait.version import version_of
 

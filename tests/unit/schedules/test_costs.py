@@ -12,9 +12,8 @@ import pytest
 
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
-from plait.schedules.costs import LARGEST, SMALLEST, Costs, Ticks
+from plait.schedules.costs import LARGEST, SMALLEST, Costs, MemoryCosts, Ticks, peak_memory
 from plait.schedules.event_simulation import Timing
-from plait.schedules.memory import MemoryCosts, peak_memory
 from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.schedule import Schedule
 

@@ -6,21 +6,24 @@ The folder `page` has the document, its style and scripts, and the plotting libr
 from __future__ import annotations
 
 import json
+import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from html import escape
 from importlib import resources
+from pathlib import Path
 from string import Template
 from typing import Any
 
+from plait.errors import ConfigError
 from plait.pictures.colours import page_colours
-from plait.pictures.report.charts import Chart, charts_of
-from plait.pictures.report.figures import Figure, figures_of
-from plait.pictures.report.rank_map import rank_map
-from plait.pictures.report.run_record import RunRecord
+from plait.pictures.report.charts import Chart, Figure, charts_of, figures_of
+from plait.pictures.report.metrics import means_of_stretches
+from plait.pictures.report.recorded_step import StepTimeline
+from plait.pictures.report.run_record import RunRecord, read_run
 from plait.pictures.report.sections import notes_section, sections_of, warning_section
-from plait.pictures.report.timelines import StepTimeline
-from plait.pictures.timelines.page_timeline import page_file, timeline_script
+from plait.pictures.timelines.html import page_file, timeline_script
 
 MOST_STEPS = 10_000
 """Steps of a run that are drawn; of a longer run some are left out."""
@@ -130,3 +133,75 @@ def _chart(number: int, chart: Chart) -> str:
         f'<figure class="chart" id="chart-{number}"><figcaption><b>{escape(chart.title)}</b> '
         f"<span>{escape(chart.unit)}</span>{button}</figcaption><div></div></figure>"
     )
+
+
+REPORT_FILE = "report.html"
+
+
+def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
+    """Write the report of the runs at `paths` to `out`, by default into the only run's folder; return it.
+
+    Raises `ConfigError` where a run is missing or the file cannot be written, `DataError` for damaged files.
+    """
+    if out is None and len(paths) > 1:
+        raise ConfigError(f"{len(paths)} runs are given: name the page's file by --out FILE.")
+    if out is not None and any(_is_of_run(out, path) for path in paths):
+        raise ConfigError(f"{out} is a file of the run, which the page would replace: give another --out.")
+    page = draw_report(read_runs(paths))
+    if out is None:
+        out = (paths[0] if paths[0].is_dir() else paths[0].parent) / REPORT_FILE
+        if out.is_symlink():
+            raise ConfigError(f"{out} is a link, which others may have made: remove it, or give --out FILE.")
+    return write_page(page, out, "--out")
+
+
+def _is_of_run(out: Path, run: Path) -> bool:
+    """Return whether `out`, or what it links to, is a file in the folder of `run` that is no page."""
+    file, folder = Path(os.path.realpath(out)), run if run.is_dir() else run.parent
+    return file.is_file() and file.parent == Path(os.path.realpath(folder)) and file.suffix != ".html"
+
+
+def write_page(page: str, out: Path, option: str) -> Path:
+    """Write a text, such as a page, to `out`, and return `out`. Raises `ConfigError` that names `option`."""
+    try:
+        out.write_bytes(page.encode(errors="backslashreplace"))
+    except OSError as error:
+        raise ConfigError(
+            f"{out} cannot be written ({error.strerror}): give another file by {option}."
+        ) from None
+    return out
+
+
+def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
+    """Return the runs at `paths`, with names that tell them apart."""
+    runs = [read_run(path) for path in paths]
+    counts = Counter(run.name for run in runs)
+    twice = [name for name, count in counts.items() if count > 1]
+    return [
+        replace(run, name=str(path)) if run.name in twice else run
+        for run, path in zip(runs, paths, strict=True)
+    ]
+
+
+MOST_STRETCHES = 300
+_DIGITS = 4
+
+
+def rank_map(run: RunRecord) -> dict[str, Any] | None:
+    """Return the numbers of each rank over stretches of steps, or None where there is one rank or none.
+
+    `values` has a list for each rank; `what` they are is the time in which a rank was not blocked, where that
+    was measured, else its peak memory.
+    """
+    series = run.ranks
+    if series is None or series.world == 1:
+        return None
+    seconds = dict(zip(run.metrics.steps, run.metrics.columns.get("step_seconds", ()), strict=False))
+    busy = series.busy([seconds.get(step) for step in series.steps])
+    first, values = means_of_stretches(series.memory if busy is None else busy, MOST_STRETCHES)
+    return {
+        "what": "peak memory so far" if busy is None else "busy time of a step",
+        "format": "bytes" if busy is None else "seconds",
+        "steps": [series.steps[row] for row in first] + [series.steps[-1] + 1],
+        "values": [[float(f"{value:.{_DIGITS}g}") for value in row] for row in values],
+    }

@@ -12,8 +12,7 @@ from pydantic import TypeAdapter
 
 from plait.errors import ConfigError
 from plait.pictures.report.events import ENDS, RunEvent, read_events
-from plait.pictures.report.metrics import Metrics, read_metrics
-from plait.pictures.report.rank_series import RankSeries, read_rank_series
+from plait.pictures.report.metrics import Metrics, RankSeries, read_metrics, read_rank_series
 from plait.pictures.report.recorded_step import RecordedStep, read_step
 from plait.pictures.report.run_description import RunDescription, read_description, read_file
 

@@ -7,15 +7,13 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from plait.pictures.markup import bar, legend, section, table, wrappable
-from plait.pictures.report.plan_pictures import layers_picture, ranks_picture
-from plait.pictures.report.recorded_step import RecordedStep
+from plait.pictures.report.plan_pictures import layers_picture, ranks_picture, tensor_picture, tensor_text
+from plait.pictures.report.recorded_step import RecordedStep, StepTimeline
 from plait.pictures.report.run_description import PredictedRank, RunDescription
 from plait.pictures.report.run_record import RunRecord
 from plait.pictures.report.samples import samples_section
-from plait.pictures.report.tensor_picture import tensor_picture, tensor_text
-from plait.pictures.report.timelines import StepTimeline
 from plait.pictures.report.warnings import warnings_of
-from plait.pictures.timelines.page_timeline import timeline_markup
+from plait.pictures.timelines.html import timeline_markup
 from plait.quantities import bytes_text, seconds_text
 
 _MOST_RANKS = 16

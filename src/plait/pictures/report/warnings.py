@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import fmean, median
 
-from plait.pictures.report.rank_series import typical
+from plait.pictures.report.metrics import typical
+from plait.pictures.report.recorded_step import StepTimeline
 from plait.pictures.report.run_record import RunRecord
-from plait.pictures.report.timelines import StepTimeline
 from plait.quantities import bytes_text, seconds_text
 from plait.schedules.costs import Costs
 from plait.schedules.named_schedules import POLICIES, policy_schedule

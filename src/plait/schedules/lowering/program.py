@@ -2,12 +2,22 @@
 
 A compute instruction names one layer of one stage, so what happens between layers (gather, reduce, release)
 is an instruction of its own, at its position in the list. `verb` names an instruction in profiles.
+
+A program runs segment by segment: consecutive instructions with one purpose, and a name for it in profiles.
+
+    take 0F0 │ 0F0 0F0 0F0 │ send 0F0 │ … │ await 0I0 │ 0B0 0B0 0B0 │ reduce head │ release 0B0 │ finish
+
+A segment that computes or sends is named after its action, one that receives or awaits after the action that
+needs the message, one that moves parameters or gradients after their unit.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from itertools import groupby, pairwise, starmap
+from typing import ClassVar, NamedTuple, TypeAlias
 
 from plait.schedules.action import Action
 
@@ -150,3 +160,88 @@ INSTRUCTION_TYPES: tuple[type[Instruction], ...] = (
     Finish,
 )
 """The class of each instruction."""
+
+
+class Segment(NamedTuple):
+    """Consecutive instructions of a program that serve one purpose, such as one action or one message."""
+
+    name: str
+    instructions: Program
+    computes: Action | None
+    """The action that the segment computes, or a piece of."""
+    awaits: Action | None
+    """The action for whose message from another rank the segment waits."""
+    within: Action | None = None
+    """The action whose first computing segment is this or an earlier one, and whose last this or a later."""
+
+
+def segments_of(program: Program) -> tuple[Segment, ...]:
+    """Divide `program` into segments (instructions with one purpose), and return these in order."""
+    segments = [_segment(name, tuple(same)) for name, same in groupby(program, _name)]
+    computing: dict[Action, list[int]] = {}
+    for position, segment in enumerate(segments):
+        if isinstance(segment.instructions[0], RunLayer | ComputeLoss):
+            computing.setdefault(segment.instructions[0].action, []).append(position)
+    for action, positions in computing.items():
+        for position in range(positions[0], positions[-1] + 1):
+            segments[position] = segments[position]._replace(within=action)
+    return tuple(segments)
+
+
+def _name(instruction: Instruction) -> str:
+    if isinstance(instruction, Finish):
+        return instruction.verb
+    if isinstance(instruction, UnitInstruction):
+        return f"{instruction.verb} {instruction.unit or 'the model'}"
+    return f"{instruction.verb} {instruction.action}".lstrip()
+
+
+def _segment(name: str, instructions: Program) -> Segment:
+    first = instructions[0]
+    computes = first.action if isinstance(first, RunLayer | ComputeLoss | SeedGradient) else None
+    return Segment(name, instructions, computes, first.action if isinstance(first, AwaitReceive) else None)
+
+
+Place: TypeAlias = tuple[int, int, int]
+"""Stage, micro-batch and layer."""
+
+
+def joined_layers(program: Program, may_join: Callable[[RunLayer], bool]) -> Set[Place]:
+    """Return the place of each layer that can share an autograd graph with the next one.
+
+    `may_join`: whether a layer may share one at all. Two layers can where they follow each other in every
+    action that runs them: a graph made in `F` is the one that `I` and `W` go through.
+    """
+    actions: dict[tuple[int, int], set[Action]] = {}
+    alone = set[tuple[int, int]]()
+    for one in program:
+        if isinstance(one, RunLayer):
+            actions.setdefault((one.action.stage, one.action.microbatch), set()).add(one.action)
+            if not may_join(one):
+                alone.add((one.action.stage, one.layer))
+    adjacent = Counter(filter(None, starmap(_place, pairwise(program))))
+    return {
+        (stage, microbatch, layer)
+        for (stage, microbatch, layer), count in adjacent.items()
+        if count == len(actions[stage, microbatch]) and alone.isdisjoint([(stage, layer), (stage, layer + 1)])
+    }
+
+
+def in_groups(instructions: Program, joined: Set[Place]) -> Iterator[Program]:
+    """Yield consecutive `instructions` in groups: layers that run together, each other instruction alone."""
+    group: list[Instruction] = []
+    for one in instructions:
+        if group and _place(group[-1], one) not in joined:
+            yield tuple(group)
+            group = []
+        group.append(one)
+    if group:
+        yield tuple(group)
+
+
+def _place(one: Instruction, other: Instruction) -> Place | None:
+    """Return the place of two neighbour layers that follow each other in an action; None for all else."""
+    if not (isinstance(one, RunLayer) and isinstance(other, RunLayer) and one.action == other.action):
+        return None
+    stage, _, microbatch = one.action
+    return (stage, microbatch, min(one.layer, other.layer)) if abs(one.layer - other.layer) == 1 else None

@@ -12,7 +12,7 @@ from plait.schedules.costs import Costs
 from plait.schedules.named_schedules import POLICIES, BlockPolicy, policy_schedule, require_positive
 from plait.schedules.schedule import Schedule
 from plait.schedules.search.auto import Measure, chunk_counts, search_schedule
-from plait.schedules.search.fit_block_policy import fit_block_policy
+from plait.schedules.search.local_search import fit_block_policy
 
 AUTO = "auto"
 POLICY_NAMES = (*POLICIES, AUTO)

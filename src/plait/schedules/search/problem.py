@@ -18,8 +18,7 @@ from math import ceil
 from typing import NamedTuple, TypeAlias
 
 from plait.schedules.action import SPLIT_KINDS, Action, Kind
-from plait.schedules.costs import Ticks
-from plait.schedules.memory import MemoryCosts
+from plait.schedules.costs import MemoryCosts, Ticks
 from plait.schedules.schedule import Placement
 
 StageLayout: TypeAlias = tuple[Placement, int]

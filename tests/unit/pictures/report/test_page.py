@@ -11,10 +11,9 @@ import pytest
 from synthetic_runs import write_metrics, write_plan, write_ranks, write_recorded_step
 
 from plait.pictures.report.events import write_event
-from plait.pictures.report.page import draw_report
+from plait.pictures.report.page import draw_report, read_runs
 from plait.pictures.report.run_description import PredictedRank, write_description
 from plait.pictures.report.run_record import read_run
-from plait.pictures.report.writing import read_runs
 from plait.quantities import bytes_text
 
 

@@ -12,14 +12,14 @@ import pytest
 from synthetic_runs import write_metrics, write_plan, write_ranks, write_recorded_step
 
 from plait.errors import ConfigError, DataError
+from plait.pictures.report.charts import figures_of
 from plait.pictures.report.events import write_event
-from plait.pictures.report.figures import figures_of
+from plait.pictures.report.page import read_runs, write_report
 from plait.pictures.report.recorded_step import RecordedRank, write_step
 from plait.pictures.report.run_description import PlannedTensor, PredictedRank, TensorPiece, write_description
 from plait.pictures.report.run_record import read_run
 from plait.pictures.report.samples import samples_section
 from plait.pictures.report.warnings import stragglers, warnings_of
-from plait.pictures.report.writing import read_runs, write_report
 from plait.quantities import bytes_text
 
 

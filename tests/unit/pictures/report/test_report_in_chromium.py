@@ -9,9 +9,8 @@ import pytest
 from chromium import CHROMIUM, run_page
 from synthetic_runs import write_metrics, write_plan, write_ranks, write_recorded_step
 
-from plait.pictures.report.page import draw_report
+from plait.pictures.report.page import draw_report, read_runs
 from plait.pictures.report.run_record import read_run
-from plait.pictures.report.writing import read_runs
 
 pytestmark = [
     pytest.mark.full,

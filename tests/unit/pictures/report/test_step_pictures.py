@@ -6,13 +6,18 @@ from pathlib import Path
 import pytest
 from synthetic_runs import write_metrics, write_plan, write_recorded_step
 
-from plait.pictures.report.plan_pictures import layers_picture, ranks_picture
-from plait.pictures.report.recorded_step import RecordedRank, RecordedStep, write_step
+from plait.pictures.report.plan_pictures import layers_picture, ranks_picture, tensor_picture, tensor_text
+from plait.pictures.report.recorded_step import (
+    MOST_ROWS,
+    RecordedRank,
+    RecordedStep,
+    StepTimeline,
+    in_order,
+    write_step,
+)
 from plait.pictures.report.run_description import read_description
 from plait.pictures.report.run_record import read_run
 from plait.pictures.report.sections import sections_of
-from plait.pictures.report.tensor_picture import tensor_picture, tensor_text
-from plait.pictures.report.timelines import MOST_ROWS, StepTimeline, in_order
 
 
 def test_the_uses_of_a_rank_add_up_to_the_step(tmp_path: Path) -> None:

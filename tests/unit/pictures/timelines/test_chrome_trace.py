@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.pictures.timelines.chrome_trace import draw_trace
+from plait.pictures.timelines.files import draw_trace
 from plait.pictures.timelines.timeline import Timeline, simulate
 from plait.schedules.action import Action, Kind
 from plait.schedules.costs import Costs

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from plait.schedules.action import Action
-from plait.schedules.lowering.joined_layers import in_groups, joined_layers
-from plait.schedules.lowering.program import Finish, Program, ReduceGradient, RunLayer
+from plait.schedules.lowering.program import (
+    Finish,
+    Program,
+    ReduceGradient,
+    RunLayer,
+    in_groups,
+    joined_layers,
+)
 
 
 def program(text: str) -> Program:

@@ -12,8 +12,13 @@ from sharded_cases import shapes
 
 from plait.schedules.action import Action, Kind
 from plait.schedules.lowering.lower import lower
-from plait.schedules.lowering.program import INSTRUCTION_TYPES, AwaitReceive, ReduceGradient, RunLayer
-from plait.schedules.lowering.program_segments import segments_of
+from plait.schedules.lowering.program import (
+    INSTRUCTION_TYPES,
+    AwaitReceive,
+    ReduceGradient,
+    RunLayer,
+    segments_of,
+)
 from plait.schedules.lowering_spec import LayerIndex, LoweringSpec, Sharding
 from plait.schedules.named_schedules import policy_schedule
 

@@ -16,7 +16,7 @@ from plait.schedules.costs import Cost, Costs
 from plait.schedules.schedule import Placement, Schedule
 from plait.schedules.search import auto
 from plait.schedules.search.api import schedule
-from plait.schedules.search.memory_guard import least_memory
+from plait.schedules.search.limits import least_memory
 from plait.schedules.search.problem import Orders, Problem, StageLayout
 
 LINEAR: StageLayout = (Placement.LINEAR, 1)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.errors import PlanError
-from plait.schedules.search.balance import balance
+from plait.schedules.search.layer_costs import balance
 
 COSTS = st.one_of(st.integers(0, 6).map(float), st.sampled_from((0.1, 0.2, 0.3)), st.floats(0, 1e6))
 

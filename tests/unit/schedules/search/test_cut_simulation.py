@@ -9,12 +9,10 @@ from hypothesis import strategies as st
 from plait.errors import ScheduleError
 from plait.pictures.timelines.timeline import simulate
 from plait.schedules.action import Action, Kind
-from plait.schedules.event_order import event_order
-from plait.schedules.event_simulation import Timing, simulate_events
+from plait.schedules.event_simulation import Timing, event_order, simulate_events
 from plait.schedules.search.api import schedule
-from plait.schedules.search.balance import balance
-from plait.schedules.search.cut_simulation import CutSimulation
-from plait.schedules.search.layer_costs import LayerCosts
+from plait.schedules.search.layer_costs import LayerCosts, balance
+from plait.schedules.search.stage_cuts import CutSimulation
 
 POLICIES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half")
 

@@ -13,8 +13,7 @@ from plait.errors import PlanError
 from plait.pictures.timelines.timeline import simulate
 from plait.schedules.check import check
 from plait.schedules.search.api import schedule
-from plait.schedules.search.balance import balance
-from plait.schedules.search.layer_costs import LayerCosts
+from plait.schedules.search.layer_costs import LayerCosts, balance
 from plait.schedules.search.stage_cuts import fastest_cut
 
 
