@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib import resources
 from pathlib import Path
 
 from plait.cli.arguments import CommandParser, count
 from plait.errors import ConfigError, PlaitError
+from plait.pictures.markup import POLICY, page_file
 from plait.pictures.report.page import draw_report, read_runs, write_report
 
 _ABOUT = """\
@@ -24,7 +24,7 @@ _EXAMPLES = (
     ("plait report runs/demo --watch", "serve it while the run goes on"),
 )
 HOST = "127.0.0.1"
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+_POLICY = f"{POLICY}; connect-src 'self'"
 
 
 def parser() -> CommandParser:
@@ -108,9 +108,7 @@ class ReportServer(ThreadingHTTPServer):
                 page = draw_report(read_runs(self.paths), policy=_POLICY)
             except (PlaitError, OSError) as error:
                 page = f"<!doctype html><title>plait report</title><body><p>{escape(str(error))}</p></body>"
-            script = (resources.files("plait.pictures.report") / "page" / "watch.js").read_text(
-                encoding="utf-8"
-            )
+            script = page_file("report/page/watch.js")
             self._drawn = version, page.replace("</body>", f"<script>{script}</script></body>")
         return self._drawn[1]
 

@@ -1,10 +1,68 @@
-"""HTML of sections and tables."""
+"""HTML documents, sections and tables; SVG elements. Every page of plait is put together here."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
+from importlib import resources
+from string import Template
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+"""What a page may load: nothing."""
+_DOCUMENT = Template("""\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="$policy">
+<title>$title</title>
+<style>
+$style</style>
+</head>
+<body>
+$body<script type="application/json" id="data">$data</script>
+$scripts
+</body>
+</html>
+""")
+
+
+def document(
+    title: str, body: str, *, style: str, data: object, scripts: Iterable[str], policy: str = POLICY
+) -> str:
+    """Return an HTML document that needs no other file.
+
+    `data`: what the scripts read as JSON from the element `data`; no text in it can end that element.
+    `policy`: the content security policy of the page.
+    """
+    packed = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return _DOCUMENT.substitute(
+        title=escape(title),
+        policy=policy,
+        style=style,
+        body=body,
+        data=packed,
+        scripts="\n".join(f"<script>\n{script}</script>" for script in scripts),
+    )
+
+
+def filled(path: str, **values: str) -> str:
+    """Return the text of a file below `pictures`, with HTML in place of each `$name`."""
+    return Template(page_file(path)).substitute(values)
+
+
+def page_file(path: str) -> str:
+    """Return the text of a file of a page, such as `report/page/report.css`."""
+    return (resources.files("plait.pictures") / path).read_text(encoding="utf-8")
+
+
+def figure(name: str, text: str, about: str | None = None) -> str:
+    """Return a named figure as an entry of a list `dl`; `about`: shown when pointed at."""
+    title = "" if about is None else f' title="{escape(about)}"'
+    return f"<div{title}><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>"
 
 
 def wrappable(name: str) -> str:

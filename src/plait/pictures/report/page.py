@@ -5,33 +5,31 @@ The folder `page` has the document, its style and scripts, and the plotting libr
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from html import escape
-from importlib import resources
 from pathlib import Path
-from string import Template
 from typing import Any
 
 from plait.errors import ConfigError
 from plait.pictures.colours import page_colours
+from plait.pictures.markup import POLICY, document, figure, filled, page_file
 from plait.pictures.report.charts import Chart, Figure, charts_of, figures_of
 from plait.pictures.report.metrics import means_of_stretches
 from plait.pictures.report.recorded_step import StepTimeline
 from plait.pictures.report.run_record import RunRecord, read_run
 from plait.pictures.report.sections import notes_section, sections_of, warning_section
-from plait.pictures.timelines.html import page_file, timeline_script
+from plait.pictures.timelines.html import script_of_one_timeline, timeline_script
 
 MOST_STEPS = 10_000
 """Steps of a run that are drawn; of a longer run some are left out."""
 _MOST_RESUMPTIONS = 6
 """Resumptions that are listed."""
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-"""What the page may load: nothing."""
+_STYLES = "timelines/page/timeline.css", "report/page/report.css"
+_SCRIPTS = "uplot/uPlot.iife.min.js", "charts.js", "ranks.js", "plan.js"
 
 
 def draw_report(runs: Sequence[RunRecord], policy: str = POLICY) -> str:
@@ -41,23 +39,22 @@ def draw_report(runs: Sequence[RunRecord], policy: str = POLICY) -> str:
     """
     title = " and ".join(run.name for run in runs)
     charts = charts_of(runs)
-    return Template(_file("report.html")).substitute(
+    body = filled(
+        "report/page/report.html",
         title=escape(title),
-        policy=policy,
-        style=page_colours(len(runs))
-        + _file("uplot/uPlot.min.css")
-        + page_file("timeline.css")
-        + _file("report.css"),
         headings="\n".join(_heading(number, run, len(runs)) for number, run in enumerate(runs)),
         charts="\n".join(_chart(number, chart) for number, chart in enumerate(charts)),
         warnings="\n".join(warning_section(run, len(runs) > 1) for run in runs),
         sections="\n".join([notes_section(runs), *sections_of(runs)]),
-        data=embedded({"runs": [*map(_run_data, runs)], "charts": [asdict(chart) for chart in charts]}),
-        timeline_script=timeline_script(),
-        scripts="\n".join(
-            f"<script>\n{_file(name)}</script>"
-            for name in ("uplot/uPlot.iife.min.js", "charts.js", "ranks.js", "plan.js")
-        ),
+    )
+    styles = "report/page/uplot/uPlot.min.css", *_STYLES
+    return document(
+        title,
+        body,
+        style=page_colours(len(runs)) + "".join(map(page_file, styles)),
+        data={"runs": [*map(_run_data, runs)], "charts": [asdict(chart) for chart in charts]},
+        scripts=[timeline_script(), *(page_file(f"report/page/{name}") for name in _SCRIPTS)],
+        policy=policy,
     )
 
 
@@ -69,25 +66,20 @@ def draw_prediction(
     `about`: sentences below the title. `sections`: as HTML; one has the element `timeline`, in which
     `timeline` is drawn.
     """
-    return Template(_file("prediction.html")).substitute(
+    body = filled(
+        "report/page/prediction.html",
         title=escape(title),
-        policy=POLICY,
-        style=page_colours() + page_file("timeline.css") + _file("report.css"),
         about=escape(about),
-        figures="\n".join(map(_figure, figures)),
+        figures="\n".join(figure(*one) for one in figures),
         sections="\n".join(sections),
-        data=embedded(timeline),
-        timeline_script=timeline_script(),
     )
-
-
-def embedded(data: object) -> str:
-    """Return `data` as JSON that no text in it can end the script element of."""
-    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-
-
-def _file(name: str) -> str:
-    return (resources.files("plait.pictures.report") / "page" / name).read_text(encoding="utf-8")
+    return document(
+        title,
+        body,
+        style=page_colours() + "".join(map(page_file, _STYLES)),
+        data=timeline,
+        scripts=[script_of_one_timeline(keeps_address=False)],
+    )
 
 
 def _run_data(run: RunRecord) -> Mapping[str, Any]:
@@ -104,7 +96,7 @@ def _run_data(run: RunRecord) -> Mapping[str, Any]:
 
 def _heading(number: int, run: RunRecord, runs: int) -> str:
     mark = f'<b class="mark" style="background: var(--series-{number})"></b>' if runs > 1 else ""
-    figures = "\n".join(_figure(figure) for figure in figures_of(run))
+    figures = "\n".join(figure(*one) for one in figures_of(run))
     return (
         f"<section class=run><h2>{mark}{escape(run.name)}</h2>"
         f"<p class=state>{escape(run.state)}.{_resumptions(run)}</p>"
@@ -118,13 +110,6 @@ def _resumptions(run: RunRecord) -> str:
     last = [] if len(steps) <= _MOST_RESUMPTIONS else [f"and {len(steps) - _MOST_RESUMPTIONS} times more"]
     plural = "s" if len(steps) > 1 else ""
     return f" Resumed after step{plural} {', '.join([*steps[:_MOST_RESUMPTIONS], *last])}." if steps else ""
-
-
-def _figure(figure: Figure) -> str:
-    return (
-        f'<div title="{escape(figure.about)}"><dt>{escape(figure.name)}</dt>'
-        f"<dd>{escape(figure.text)}</dd></div>"
-    )
 
 
 def _chart(number: int, chart: Chart) -> str:

@@ -6,15 +6,13 @@ The folder `page` has the parts. The scripts in `_SCRIPTS` are, in this order, t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from html import escape
-from importlib import resources
-from string import Template
 
 from plait.pictures.colours import MIDDLE, page_colours, shade
+from plait.pictures.markup import document, figure, filled, page_file
 from plait.pictures.timelines.text import KIND_NAMES, amount, kinds_of, title
 from plait.pictures.timelines.timeline import Timeline
 from plait.schedules.action import Kind
@@ -108,13 +106,22 @@ def timeline_data(
 
 def timeline_script() -> str:
     """Return the script that defines `drawTimeline(root, packed, keepsAddress)`."""
-    body = "\n".join(page_file(script) for script in _SCRIPTS)
+    body = "\n".join(page_file(f"timelines/page/{script}") for script in _SCRIPTS)
     seen = "{chart, base, glass, blend, hint, timeline, view, layout, xOf, rowTop, stripTop, showCard}"
     return (
         "// Draws a timeline into `root`, and returns what it draws with; `keepsAddress`: the visible range\n"
         "// is in the address of the page.\n"
         f"function drawTimeline(root, packed, keepsAddress) {{\n'use strict';\n{body}\n"
         f"return {seen};\n}}\n"
+    )
+
+
+def script_of_one_timeline(*, keeps_address: bool) -> str:
+    """Return the script that draws the data of the page into its element `timeline`."""
+    return (
+        f"{timeline_script()}const drawn = drawTimeline(\n"
+        "  document.getElementById('timeline'), JSON.parse(document.getElementById('data').textContent), "
+        f"{str(keeps_address).lower()});\n"
     )
 
 
@@ -130,12 +137,7 @@ def timeline_markup(
         f'<li><b class="lane" style="background: var(--{colour})"></b> blocked, {escape(axis)}</li>'
         for axis, colour in axes
     ]
-    return Template(page_file("timeline.html")).substitute(id=id, name=escape(name), legend="\n".join(legend))
-
-
-def page_file(name: str) -> str:
-    """Return the text of a file in the folder `page`."""
-    return (resources.files("plait.pictures.timelines") / "page" / name).read_text(encoding="utf-8")
+    return filled("timelines/page/timeline.html", id=id, name=escape(name), legend="\n".join(legend))
 
 
 def draw_html(timeline: Timeline, *, name: str | None = None) -> str:
@@ -148,16 +150,19 @@ def draw_html(timeline: Timeline, *, name: str | None = None) -> str:
     schedule's.
     """
     name = name or title(timeline.schedule)
-    return Template(page_file("page.html")).substitute(
-        name=escape(name),
-        style=page_colours() + page_file("page.css") + page_file("timeline.css"),
-        figures="\n".join(
-            f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>"
-            for label, value in _figures(timeline)
-        ),
+    styles = "timelines/page/page.css", "timelines/page/timeline.css"
+    body = filled(
+        "timelines/page/page.html",
+        title=escape(name),
+        figures="\n".join(figure(*one) for one in _figures(timeline)),
         timeline=timeline_markup(name, kinds_of(timeline)),
-        data=json.dumps(simulated_data(timeline), separators=(",", ":")),
-        script=timeline_script(),
+    )
+    return document(
+        name,
+        body,
+        style=page_colours() + "".join(map(page_file, styles)),
+        data=simulated_data(timeline),
+        scripts=[script_of_one_timeline(keeps_address=True)],
     )
 
 
