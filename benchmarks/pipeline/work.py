@@ -13,8 +13,8 @@ import plait
 from plait.layers.layer_sequence import layer_costs, sequence_of
 from plait.layers.nested import NamedLayer
 from plait.models.initial import initial_value
-from plait.schedules.stage_cuts.layer_costs import LayerCosts
-from plait.schedules.stage_cuts.schedule_and_cut import schedule_and_cut
+from plait.schedules.search.layer_costs import LayerCosts
+from plait.schedules.search.stage_cuts import schedule_and_cut
 
 BLOCKS, HIDDEN, HEADS, VOCAB, CONTEXT = 8, 512, 8, 8192, 256
 MICROBATCHES = 8

@@ -21,7 +21,7 @@ from runs import Case, Setup, even_blocks, gpt, records
 
 from plait.plan import Plan, Recompute
 from plait.prediction.decoder import Decoder
-from plait.schedules.stage_cuts.balance import balance
+from plait.schedules.search.layer_costs import balance
 
 
 def cases(part: str) -> list[Case]:

@@ -16,9 +16,9 @@ from machines import clusters
 from runs import Case, records
 from survey import survey
 
+from plait.pictures.timelines.timeline import simulate
+from plait.schedules.costs import Costs
 from plait.schedules.search.api import schedule
-from plait.schedules.simulation.costs import Costs
-from plait.schedules.simulation.timeline import simulate
 
 
 def errors(found: Sequence[tuple[float, float]]) -> tuple[float, float, float]:

@@ -17,7 +17,7 @@ from plait.prediction.decoder import Decoder
 from plait.prediction.hardware import Hardware
 from plait.schedules.held_microbatches import HeldMicrobatches
 from plait.schedules.search.api import schedule
-from plait.schedules.stage_cuts.balance import balance
+from plait.schedules.search.layer_costs import balance
 
 FOLDER = Path(__file__).parent
 

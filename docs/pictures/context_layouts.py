@@ -11,8 +11,8 @@ from pathlib import Path
 
 from plait.context_attention.exchange_plan import Mask, build_plan
 from plait.layout.sequence_layout import SequenceLayout, sequence_layout
-from plait.schedules.simulation.colours import rank_colour
-from plait.schedules.simulation.svg import svg_document
+from plait.pictures.colours import rank_colour
+from plait.pictures.timelines.svg import svg_document
 
 FOLDER = Path(__file__).parent
 LENGTH, RANKS = 16, 4

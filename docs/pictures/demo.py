@@ -6,8 +6,8 @@
 from pathlib import Path
 
 import plait
-from plait.schedules.simulation.svg import draw_svg
-from plait.schedules.simulation.timeline import simulate
+from plait.pictures.timelines.svg import draw_svg
+from plait.pictures.timelines.timeline import simulate
 from plait.train.config_parser import config_from_arguments
 
 FOLDER = Path(__file__).parent

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from plait.context_attention.exchange_plan import ExchangePlan, Mask, build_plan
 from plait.layout.sequence_layout import sequence_layout
+from plait.pictures.colours import GREY, MIDDLE, shade
+from plait.pictures.timelines.svg import svg_document
 from plait.schedules.action import Kind
-from plait.schedules.simulation.colours import GREY, MIDDLE, shade
-from plait.schedules.simulation.svg import svg_document
 
 FOLDER = Path(__file__).parent
 RANKS, CHUNK = 3, 64

@@ -6,8 +6,8 @@
 from pathlib import Path
 
 import plait
+from plait.pictures.timelines.svg import draw_svg
 from plait.schedules.search.api import POLICY_NAMES
-from plait.schedules.simulation.svg import draw_svg
 
 FOLDER = Path(__file__).parent
 for policy in POLICY_NAMES:

@@ -73,14 +73,14 @@ if TYPE_CHECKING:
     from plait.loop.fit import fit
     from plait.loop.stream import Stream
     from plait.models.low_rank_adaptation import lora
+    from plait.pictures.timelines.timeline import simulate
     from plait.plan import Plan
     from plait.prediction.hardware import Hardware
     from plait.prediction.plan_search import plans
     from plait.prediction.step_prediction import predict
     from plait.schedules.check import check
+    from plait.schedules.costs import Costs
     from plait.schedules.search.api import schedule
-    from plait.schedules.simulation.costs import Costs
-    from plait.schedules.simulation.timeline import simulate
     from plait.tensor.losses import cross_entropy
     from plait.tensor.preferences import dpo_loss
     from plait.verification.verify import verify
@@ -88,7 +88,7 @@ if TYPE_CHECKING:
 __version__ = VERSION
 
 _HOME = {
-    "Costs": "plait.schedules.simulation.costs",
+    "Costs": "plait.schedules.costs",
     "Dropout": "plait.autograd.dropout",
     "Hardware": "plait.prediction.hardware",
     "Loader": "plait.data.loader",
@@ -112,7 +112,7 @@ _HOME = {
     "save": "plait.checkpoint.saving",
     "schedule": "plait.schedules.search.api",
     "sequence_part": "plait.engine.local_batch",
-    "simulate": "plait.schedules.simulation.timeline",
+    "simulate": "plait.pictures.timelines.timeline",
     "verify": "plait.verification.verify",
 }
 

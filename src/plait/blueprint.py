@@ -31,8 +31,8 @@ from plait.plan import Plan, Recompute
 from plait.rules import Rule, Rules
 from plait.schedules.lowering_spec import LayerIndex, LoweringSpec
 from plait.schedules.schedule import Schedule
-from plait.schedules.stage_cuts.layer_costs import LayerCosts
-from plait.schedules.stage_cuts.schedule_and_cut import StageCut, schedule_and_cut
+from plait.schedules.search.layer_costs import LayerCosts
+from plait.schedules.search.stage_cuts import StageCut, schedule_and_cut
 from plait.schedules.step_programs import StepPrograms
 from plait.sharding.buffer_specs import BufferSpecs, build_buffer_specs, piece_layouts
 from plait.sharding.owners import Owners

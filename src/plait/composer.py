@@ -42,7 +42,7 @@ from plait.pipeline.pipeline_rank import PipelineRank
 from plait.pipeline.stage import Stage
 from plait.plan import Plan
 from plait.rules import Rules
-from plait.schedules.messages import channels_of
+from plait.schedules.lowering.messages import channels_of
 from plait.sharding.owners import counted_parameters, reduction_groups
 from plait.sharding.unit import Unit, UnitFactory
 from plait.tensor.feature_partition import is_sharded

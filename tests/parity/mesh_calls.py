@@ -16,10 +16,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from plait import axes
 from plait.parameter_units import UnitTiming
 from plait.schedules.action import Kind
-from plait.schedules.check_programs import stream_calls, tied_units
-from plait.schedules.lowering_spec import LayerIndex, LoweringSpec
-from plait.schedules.messages import Channel
-from plait.schedules.program import (
+from plait.schedules.lowering.check_programs import stream_calls, tied_units
+from plait.schedules.lowering.messages import Channel
+from plait.schedules.lowering.program import (
     AwaitParameters,
     AwaitScatter,
     ComputeLoss,
@@ -32,9 +31,10 @@ from plait.schedules.program import (
     RunLayer,
     ScatterGradient,
 )
+from plait.schedules.lowering.stream_replay import Awaited, Call, Operation, Queued, deadlock_of, first_uses
+from plait.schedules.lowering_spec import LayerIndex, LoweringSpec
 from plait.schedules.schedule import Schedule
 from plait.schedules.step_programs import StepPrograms
-from plait.schedules.stream_replay import Awaited, Call, Operation, Queued, deadlock_of, first_uses
 from plait.sharding.owners import reduction_ranks
 
 Mode: TypeAlias = Literal["train", "evaluate", "generate"]

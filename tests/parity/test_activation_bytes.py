@@ -18,7 +18,7 @@ from parity.pairs import in_quick
 from parity.parity import check_parity
 from plait.plan import Plan
 from plait.schedules.action import Kind
-from plait.schedules.program import RunLayer
+from plait.schedules.lowering.program import RunLayer
 
 BLOCKS, ROWS, LENGTH, HIDDEN, VOCAB, ITEM = 2, 2, 32, 16, 64, 4
 SIZES = {"layers": BLOCKS, "hidden": HIDDEN, "heads": 4, "vocab": VOCAB, "context": LENGTH}

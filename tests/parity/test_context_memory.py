@@ -18,7 +18,7 @@ from plait.context_attention.exchange_plan import remembered_plan
 from plait.footprint.model_traces import trace_model
 from plait.plan import Plan
 from plait.schedules.action import Kind
-from plait.schedules.program import RunLayer
+from plait.schedules.lowering.program import RunLayer
 
 CP, ATTENTION = 4, 1
 """Ranks, and the number of the attention layer: the embedding is layer 0."""

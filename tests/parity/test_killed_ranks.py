@@ -22,8 +22,8 @@ from plait.blueprint import build_blueprint
 from plait.engine import Engine
 from plait.plan import Plan
 from plait.rules import Rules, column, row
-from plait.schedules.lower import lower
-from plait.schedules.program import Instruction, Program, RunLayer
+from plait.schedules.lowering.lower import lower
+from plait.schedules.lowering.program import Instruction, Program, RunLayer
 
 HIDDEN, MICROBATCHES = 4, 4
 RULES: Rules = {"*.up": column, "*.down": row}

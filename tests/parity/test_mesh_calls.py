@@ -35,11 +35,11 @@ from plait.comm.transport.local.stream_rules import StreamRules
 from plait.engine import Engine
 from plait.plan import Plan
 from plait.schedules.action import Kind
+from plait.schedules.lowering.stream_replay import Call, Operation, Queued, deadlock_of
 from plait.schedules.lowering_spec import LayerIndex
 from plait.schedules.named_schedules import POLICIES
 from plait.schedules.schedule import Schedule
 from plait.schedules.search.api import AUTO
-from plait.schedules.stream_replay import Call, Operation, Queued, deadlock_of
 
 # ── against real engines ──
 

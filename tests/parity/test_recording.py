@@ -17,12 +17,12 @@ from parity.cases import gpt2
 from parity.pairs import in_quick
 from plait.engine import Engine
 from plait.errors import DataError
+from plait.pictures.timelines.files import FORMATS, picture
+from plait.pictures.timelines.timeline import Timeline
 from plait.plan import Plan
 from plait.schedules.action import Action, Kind
+from plait.schedules.costs import Costs
 from plait.schedules.schedule import Schedule
-from plait.schedules.simulation.costs import Costs
-from plait.schedules.simulation.pictures import FORMATS, picture
-from plait.schedules.simulation.timeline import Timeline
 
 PLANS = {
     "1f1b": Plan(pp=2, microbatches=4),

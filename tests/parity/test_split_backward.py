@@ -19,7 +19,7 @@ from parity.splitting import CALLS, Scale, split_entrance, split_modules
 from plait.comm.rank_pool import RankPool
 from plait.plan import Plan
 from plait.schedules.action import Kind
-from plait.schedules.program import RunLayer
+from plait.schedules.lowering.program import RunLayer
 
 SPLIT = case(split_modules, data.draw_vectors)
 PLANS = [

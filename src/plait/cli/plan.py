@@ -23,6 +23,7 @@ from plait.cli.plan_output import (
     search_json,
 )
 from plait.errors import ConfigError, terminal_text
+from plait.pictures.report.page import write_page
 from plait.plan import Plan
 from plait.prediction.goodput import Failures, Goodput, best_interval
 from plait.prediction.hardware import hardware_names, load_hardware
@@ -31,7 +32,6 @@ from plait.prediction.plan_frontier import search_frontier
 from plait.prediction.plan_search import search
 from plait.prediction.step_prediction import Prediction, predict
 from plait.quantities import memory_text
-from plait.report.writing import write_page
 from plait.train.config import Config
 from plait.train.config_parser import config_from_arguments
 from plait.train.planned_config import SEARCHED, config_text, configured_decoder

@@ -19,6 +19,12 @@ from plait.cli.plan_output import (
     notes,
     plan_cells,
 )
+from plait.pictures.markup import bar, legend, section, table
+from plait.pictures.report.charts import Figure
+from plait.pictures.report.page import draw_prediction
+from plait.pictures.report.scatter_picture import ScatterPicture, ScatterPoint
+from plait.pictures.timelines.html import simulated_data, timeline_markup
+from plait.pictures.timelines.text import kinds_of
 from plait.plan import Plan
 from plait.prediction.goodput import Goodput
 from plait.prediction.plan_changes import PlanChange
@@ -26,13 +32,6 @@ from plait.prediction.plan_frontier import PlanFrontier
 from plait.prediction.plan_search import PlanSearchResult
 from plait.prediction.step_prediction import Prediction
 from plait.quantities import count_text, memory_text, seconds_text
-from plait.report.figures import Figure
-from plait.report.markup import bar, legend, section, table
-from plait.report.page import draw_prediction
-from plait.report.scatter_picture import ScatterPicture, ScatterPoint
-from plait.schedules.simulation.html import simulated_data
-from plait.schedules.simulation.page_timeline import timeline_markup
-from plait.schedules.simulation.terminal import kinds_of
 from plait.train.config import Config
 
 _COLOURS = {"none": "series-0", "optimizer": "series-1", "gradients": "series-2", "full": "series-3"}

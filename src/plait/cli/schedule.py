@@ -14,14 +14,14 @@ from typing import get_args
 from plait.cli.arguments import CommandParser, count, number, number_or_inf
 from plait.errors import ConfigError, ScheduleError, terminal_text
 from plait.files import read_text
+from plait.pictures.timelines.files import FORMATS, write_pictures
+from plait.pictures.timelines.text import draw_text, title
+from plait.pictures.timelines.timeline import Timeline, simulate
 from plait.schedules.check import check
+from plait.schedules.costs import Costs
 from plait.schedules.schedule import Schedule
 from plait.schedules.search.api import POLICY_NAMES, require_policy, schedule
 from plait.schedules.search.auto import Measure
-from plait.schedules.simulation.costs import Costs
-from plait.schedules.simulation.pictures import FORMATS, write_pictures
-from plait.schedules.simulation.terminal import draw_text, title
-from plait.schedules.simulation.timeline import Timeline, simulate
 from plait.schedules.torch_csv import from_csv
 
 _MOST_ACTIONS = 2**18

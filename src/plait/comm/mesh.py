@@ -44,7 +44,7 @@ from plait.device import (
 )
 from plait.errors import MeshError
 from plait.plan import Plan
-from plait.schedules.messages import Channel
+from plait.schedules.lowering.messages import Channel
 
 CHANNEL_CTAS = 8
 """Thread blocks of a send or receive on NCCL: one that waits for its peer keeps them from computing."""

@@ -31,8 +31,8 @@ from plait.layers.fingerprint import fingerprint_of_order
 from plait.layers.nested import Value
 from plait.layout import Layout
 from plait.layout.shard_plan import ShardPlan
+from plait.schedules.costs import Costs
 from plait.schedules.schedule import Schedule
-from plait.schedules.simulation.costs import Costs
 from plait.sharding.optimizer_check import OptimizerGuard, Partitioning
 from plait.sharding.replica_check import check_replicas
 from plait.tensor.sampling import TokenChoice

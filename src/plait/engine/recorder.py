@@ -15,19 +15,19 @@ from plait.comm.clock_offset import clock_offset
 from plait.comm.collectives import all_gather
 from plait.comm.mesh import Mesh
 from plait.device import StreamEvent, is_accelerator, synchronize
-from plait.errors import DataError
-from plait.pipeline.executor import AroundSegment
-from plait.schedules.action import Action, Kind
-from plait.schedules.program_segments import Segment
-from plait.schedules.schedule import Schedule
-from plait.schedules.simulation.costs import Costs
-from plait.schedules.simulation.measured_times import (
+from plait.engine.rescheduling import (
     MeasuredAction,
     measured_costs,
     measured_timeline,
     measured_waits,
 )
-from plait.schedules.simulation.timeline import Timeline
+from plait.errors import DataError
+from plait.pictures.timelines.timeline import Timeline
+from plait.pipeline.executor import AroundSegment
+from plait.schedules.action import Action, Kind
+from plait.schedules.costs import Costs
+from plait.schedules.lowering.program import Segment
+from plait.schedules.schedule import Schedule
 
 _KINDS = tuple(Kind)
 _NEVER = -1

@@ -44,7 +44,7 @@ from plait.layers.shape_inference import LayerInfo
 from plait.layers.uneven_rows import counted_microbatches
 from plait.pipeline.executor import Executor
 from plait.pipeline.loss_scale import loss_scale
-from plait.schedules.program import INSTRUCTION_TYPES, Program
+from plait.schedules.lowering.program import INSTRUCTION_TYPES, Program
 from plait.sharding.gatherer import Gatherer
 from plait.sharding.gradient_norm import non_finite_gradients
 from plait.sharding.reducer import Reducer

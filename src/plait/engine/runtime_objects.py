@@ -15,7 +15,7 @@ from plait.comm.mesh import Mesh
 from plait.layers.late_hooks import LateHooks
 from plait.layers.layer_sequence import saved_buffers
 from plait.pipeline.pipeline_rank import PipelineRank
-from plait.schedules.program import Instruction
+from plait.schedules.lowering.program import Instruction
 from plait.sharding.unit import Unit
 from plait.tensor.losses import Loss
 from plait.tensor.meta_device_runs import MetaLayers

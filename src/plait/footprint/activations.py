@@ -11,8 +11,8 @@ from plait.footprint.model_traces import ModelTraces
 from plait.footprint.traces import PhaseTrace, Trace
 from plait.pipeline.exchange import Crossing, buffer_sizes, receive_buffers
 from plait.schedules.action import Action, Kind
-from plait.schedules.messages import SENDS_IN_FLIGHT
-from plait.schedules.program import (
+from plait.schedules.lowering.messages import SENDS_IN_FLIGHT
+from plait.schedules.lowering.program import (
     AwaitReceive,
     ComputeLoss,
     Finish,

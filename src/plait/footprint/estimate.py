@@ -28,10 +28,10 @@ from plait.layers.precision import DTYPES
 from plait.pipeline.executor import Executor
 from plait.plan import Plan
 from plait.rules import Rules
-from plait.schedules.lower import lower
-from plait.schedules.program import INSTRUCTION_TYPES, Instruction, Program, RunLayer
+from plait.schedules.lowering.lower import lower
+from plait.schedules.lowering.program import INSTRUCTION_TYPES, Instruction, Program, RunLayer
 from plait.schedules.schedule import Schedule
-from plait.schedules.stage_cuts.schedule_and_cut import StageCut, schedule_and_cut
+from plait.schedules.search.stage_cuts import StageCut, schedule_and_cut
 from plait.tensor.losses import Loss, cross_entropy
 from plait.tensor.torch_losses import GivenLoss, as_loss
 

@@ -29,8 +29,8 @@ from plait.pipeline.loss_stage import LossStage
 from plait.pipeline.stage import Gradients, Stage
 from plait.plan import Plan
 from plait.rules import Rules
-from plait.schedules.stage_cuts.layer_costs import LayerCosts
-from plait.schedules.stage_cuts.schedule_and_cut import schedule_and_cut
+from plait.schedules.search.layer_costs import LayerCosts
+from plait.schedules.search.stage_cuts import schedule_and_cut
 from plait.tensor.losses import Loss, cross_entropy
 from plait.tensor.tensor_parallelism import TensorParallelism
 from plait.tensor.torch_losses import GivenLoss, as_loss

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from plait.schedules.program import Instruction
+from plait.schedules.lowering.program import Instruction
 
 
 class Category(StrEnum):

@@ -12,7 +12,7 @@ from plait.blueprint import Blueprint
 from plait.comm.transport.shared_memory.transport import STAGING_LIMIT
 from plait.footprint.memory_ledger import Category, MemoryBlock, MemoryLedger
 from plait.parameter_units import replicas_of
-from plait.schedules.program import (
+from plait.schedules.lowering.program import (
     AllocateGradient,
     AwaitScatter,
     Finish,

@@ -18,11 +18,11 @@ from plait.loop.run_description import describe, plan_line
 from plait.loop.run_folder import LOCK, locked_folder, set_aside, set_aside_line
 from plait.loop.step_record import write_step_record
 from plait.loop.training import Callback, TrainingLoop
-from plait.report.description import RunDescription, read_description, write_description
-from plait.report.events import write_event
-from plait.report.rank_series import RANKS_FILE
-from plait.report.record import METRICS_FILE
-from plait.report.writing import write_report
+from plait.pictures.report.events import write_event
+from plait.pictures.report.metrics import RANKS_FILE
+from plait.pictures.report.page import write_report
+from plait.pictures.report.run_description import RunDescription, read_description, write_description
+from plait.pictures.report.run_record import METRICS_FILE
 
 _WARNING = "WARNING: "
 _WARM_UP = 10

@@ -20,8 +20,8 @@ from plait.footprint.memory_report import Memory
 from plait.layout import Flat, Layout
 from plait.loop.run_folder import new_run_id
 from plait.loop.run_origin import command_line, commit_of
-from plait.plan import Plan
-from plait.report.description import (
+from plait.pictures.report.events import now
+from plait.pictures.report.run_description import (
     FORMAT,
     PlannedLayer,
     PlannedTensor,
@@ -29,7 +29,7 @@ from plait.report.description import (
     RunDescription,
     TensorPiece,
 )
-from plait.report.events import now
+from plait.plan import Plan
 from plait.version import version_of
 
 MOST_TENSORS = 12

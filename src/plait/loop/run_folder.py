@@ -22,12 +22,12 @@ from plait.errors import ConfigError
 from plait.file_lock import owner_of, try_lock, unlock
 from plait.files import make_folder
 from plait.loop.loggers import unwritable
-from plait.report.description import RUN_FILE
-from plait.report.events import EVENTS_FILE
-from plait.report.rank_series import RANKS_FILE
-from plait.report.record import METRICS_FILE
-from plait.report.step import STEP_FILE
-from plait.report.writing import REPORT_FILE
+from plait.pictures.report.events import EVENTS_FILE
+from plait.pictures.report.metrics import RANKS_FILE
+from plait.pictures.report.page import REPORT_FILE
+from plait.pictures.report.recorded_step import STEP_FILE
+from plait.pictures.report.run_description import RUN_FILE
+from plait.pictures.report.run_record import METRICS_FILE
 
 LOCK = "run.lock"
 """Names the process that writes to the folder of a run."""

@@ -11,7 +11,13 @@ from plait.comm.traffic import Counts, Wait
 from plait.device import is_accelerator
 from plait.engine import Engine, Recording
 from plait.loop.loggers import unwritable
-from plait.report.step import RecordedRank, RecordedStep, rank_as_text, rank_from_text, write_step
+from plait.pictures.report.recorded_step import (
+    RecordedRank,
+    RecordedStep,
+    rank_as_text,
+    rank_from_text,
+    write_step,
+)
 
 _SHORTEST = 20_000
 """Nanoseconds: shorter waits are left out."""

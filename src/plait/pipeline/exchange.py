@@ -23,7 +23,7 @@ from plait.comm.point_to_point import receive, send
 from plait.layers.shape_inference import TensorInfo
 from plait.pipeline.stage import Gradients
 from plait.schedules.action import Action, Kind
-from plait.schedules.messages import SENDS_IN_FLIGHT, Channel
+from plait.schedules.lowering.messages import SENDS_IN_FLIGHT, Channel
 
 SENDER, RECEIVER = 0, 1
 """Indices in the group of a channel."""

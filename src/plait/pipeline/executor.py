@@ -1,6 +1,6 @@
 """The executor: a loop that runs the instructions of programs, for every step of every schedule.
 
-A program runs segment by segment (`plait.schedules.program_segments`), each in a function of the segment's
+A program runs segment by segment (`schedules/lowering/program_segments`), each in a function of the segment's
 name, so that stacks show what a rank is doing: in tracebacks, `py-spy`, `faulthandler`, and Flight Recorder,
 which keeps the stack of each collective and message. While a torch profiler records, each action is a range
 of that name, and so is each other segment.
@@ -18,9 +18,17 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 
 from plait.errors import CommunicationError
-from plait.schedules.joined_layers import in_groups, joined_layers
-from plait.schedules.program import ComputeLoss, Instruction, Program, RunLayer, SeedGradient
-from plait.schedules.program_segments import Segment, segments_of
+from plait.schedules.lowering.program import (
+    ComputeLoss,
+    Instruction,
+    Program,
+    RunLayer,
+    SeedGradient,
+    Segment,
+    in_groups,
+    joined_layers,
+    segments_of,
+)
 
 Handlers = Mapping[type, Callable[[Any], None]]
 """For each type of instruction the function that carries one out."""

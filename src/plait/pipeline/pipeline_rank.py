@@ -14,7 +14,7 @@ from plait.pipeline.executor import Handlers
 from plait.pipeline.loss_stage import LossStage
 from plait.pipeline.stage import Gradients, Stage
 from plait.schedules.action import Action, Kind
-from plait.schedules.program import (
+from plait.schedules.lowering.program import (
     AwaitReceive,
     ComputeLoss,
     Finish,

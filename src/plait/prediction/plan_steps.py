@@ -18,7 +18,7 @@ from plait.prediction.step_prediction import Prediction, costs_for_cut, predicti
 from plait.prediction.step_times import StepTimes, hides_sums, stage_kinds, stage_modes
 from plait.schedules.held_microbatches import HeldMicrobatches, RankHeld
 from plait.schedules.schedule import Schedule
-from plait.schedules.stage_cuts.schedule_and_cut import schedule_and_cut
+from plait.schedules.search.stage_cuts import schedule_and_cut
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from plait.arguments import require_instance
 from plait.errors import PlanError
+from plait.pictures.timelines.timeline import Timeline
 from plait.plan import Plan
 from plait.prediction.decoder import Decoder, decoder_of
 from plait.prediction.hardware import Hardware, load_hardware
@@ -18,9 +19,8 @@ from plait.prediction.memory_by_size import PredictedMemory, predicted_memory
 from plait.prediction.step_times import NANOSECOND, StepTimes, stage_kinds, stage_modes
 from plait.quantities import memory_text, seconds_text
 from plait.schedules.schedule import Schedule
-from plait.schedules.simulation.timeline import Timeline
-from plait.schedules.stage_cuts.layer_costs import LayerCosts
-from plait.schedules.stage_cuts.schedule_and_cut import schedule_and_cut
+from plait.schedules.search.layer_costs import LayerCosts
+from plait.schedules.search.stage_cuts import schedule_and_cut
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from fractions import Fraction
 from functools import cached_property
 from itertools import chain, pairwise
 
+from plait.pictures.timelines.timeline import Timeline, simulate
 from plait.plan import Plan, Recompute
 from plait.prediction.decoder import LayerKind
 from plait.prediction.layer_operations import StepShape
@@ -21,12 +22,10 @@ from plait.prediction.step_end import (
     step_seconds,
 )
 from plait.schedules.action import Kind
-from plait.schedules.event_simulation import Timing
+from plait.schedules.costs import Costs
+from plait.schedules.event_simulation import Timing, simulate_shared
 from plait.schedules.schedule import Schedule
-from plait.schedules.shared_simulation import simulate_shared
-from plait.schedules.simulation.costs import Costs
-from plait.schedules.simulation.timed_schedule import Cell
-from plait.schedules.simulation.timeline import Timeline, simulate
+from plait.schedules.timed_schedule import Cell
 
 NANOSECOND = 1e-9
 """Times of actions are whole multiples of it, so that the simulation is exact."""

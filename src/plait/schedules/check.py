@@ -9,12 +9,11 @@ from typing import NamedTuple
 from plait.arguments import require_instance
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
-from plait.schedules.check_programs import check_programs
-from plait.schedules.lower import lower
+from plait.schedules.costs import MemoryCosts, even_memory_costs, limit_in_units, memory_use
+from plait.schedules.lowering.check_programs import check_programs
+from plait.schedules.lowering.lower import lower
 from plait.schedules.lowering_spec import LoweringSpec
-from plait.schedules.memory import MemoryCosts, even_memory_costs, limit_in_units, memory_use
-from plait.schedules.schedule import Schedule
-from plait.schedules.step_grid import draw_grid
+from plait.schedules.schedule import Schedule, draw_grid
 
 
 class Violation(NamedTuple):

@@ -10,7 +10,7 @@ from operator import ge, le
 from typing import NamedTuple
 
 from plait.schedules.action import Action, Kind
-from plait.schedules.messages import SENDS_IN_FLIGHT
+from plait.schedules.lowering.messages import SENDS_IN_FLIGHT
 from plait.schedules.schedule import Schedule
 
 Held = tuple[int, ...]

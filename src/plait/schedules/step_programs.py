@@ -9,11 +9,11 @@ from functools import cached_property
 
 from plait.errors import ScheduleError
 from plait.schedules.check import check
-from plait.schedules.check_programs import check_programs
-from plait.schedules.lower import Ending, lower
+from plait.schedules.lowering.check_programs import check_programs
+from plait.schedules.lowering.lower import Ending, lower
+from plait.schedules.lowering.program import Program
 from plait.schedules.lowering_spec import LoweringSpec
 from plait.schedules.named_schedules import forward_only
-from plait.schedules.program import Program
 from plait.schedules.schedule import Schedule
 
 

@@ -27,8 +27,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from plait.schedules.action import Action, Kind
-from plait.schedules.lowering_spec import LayerIndex, LoweringSpec
-from plait.schedules.program import (
+from plait.schedules.lowering.program import (
     AllocateGradient,
     AwaitParameters,
     AwaitScatter,
@@ -43,6 +42,7 @@ from plait.schedules.program import (
     ScatterGradient,
     SeedGradient,
 )
+from plait.schedules.lowering_spec import LayerIndex, LoweringSpec
 
 
 def insert_gathers(program: Program, spec: LoweringSpec) -> Program:

@@ -12,7 +12,7 @@ from torch import Tensor
 from plait.comm.collectives import all_gather
 from plait.comm.handle import Handle
 from plait.device import copy_later, synchronize_stream
-from plait.schedules.program import AwaitParameters, Finish, GatherParameters, ReleaseParameters
+from plait.schedules.lowering.program import AwaitParameters, Finish, GatherParameters, ReleaseParameters
 from plait.sharding.flat_buffer import FlatBuffer, allocate_storage, free_storage
 from plait.sharding.unit import Unit
 

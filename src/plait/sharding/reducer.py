@@ -14,7 +14,13 @@ from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.comm.collectives import all_reduce, reduce_scatter
 from plait.comm.handle import Handle
 from plait.device import moved_later, read_later
-from plait.schedules.program import AllocateGradient, AwaitScatter, Finish, ReduceGradient, ScatterGradient
+from plait.schedules.lowering.program import (
+    AllocateGradient,
+    AwaitScatter,
+    Finish,
+    ReduceGradient,
+    ScatterGradient,
+)
 from plait.sharding.flat_buffer import FlatBuffer, allocate_storage, free_storage
 from plait.sharding.unit import Unit
 

@@ -10,11 +10,11 @@ from plait.data.batches import rank_rows
 from plait.engine import Engine, Recording
 from plait.files import write_bytes
 from plait.footprint.measured_balance import balance
+from plait.pictures.timelines.files import write_pictures
+from plait.pictures.timelines.text import title
+from plait.pictures.timelines.timeline import simulate
 from plait.plan import Plan
-from plait.schedules.simulation.costs import Costs
-from plait.schedules.simulation.pictures import write_pictures
-from plait.schedules.simulation.terminal import title
-from plait.schedules.simulation.timeline import simulate
+from plait.schedules.costs import Costs
 from plait.train.build import trained_part
 from plait.train.config import Config
 from plait.train.metrics import unwritable

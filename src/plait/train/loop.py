@@ -15,9 +15,9 @@ from plait.loop.report_files import Report
 from plait.loop.run_description import describe, plan_line
 from plait.loop.run_folder import LOCK, locked_folder
 from plait.loop.validation import Validation
+from plait.pictures.report.page import REPORT_FILE
 from plait.plan import Plan
 from plait.prediction.step_prediction import Prediction
-from plait.report.writing import REPORT_FILE
 from plait.train.balance_reorder_trace import balanced
 from plait.train.build import trained_part
 from plait.train.checkpoints import FOLDER, run_checkpoints

@@ -9,7 +9,7 @@ from plait.errors import ConfigError
 from plait.loop import loggers
 from plait.loop.loggers import Csv, JsonLines, Logger
 from plait.loop.tracking_services import TensorBoard
-from plait.report.record import METRICS_FILE
+from plait.pictures.report.run_record import METRICS_FILE
 
 FIELD = "run.dir"
 """The field of the configuration that names the folder."""

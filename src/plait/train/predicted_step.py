@@ -10,14 +10,13 @@ import torch
 
 from plait.device import is_accelerator, name_of
 from plait.errors import PlaitError
+from plait.pictures.report.metrics import read_metrics
+from plait.pictures.report.recorded_step import StepTimeline, read_step
+from plait.pictures.report.run_record import METRICS_FILE
 from plait.plan import Plan
 from plait.prediction.hardware import bundled_name
 from plait.prediction.step_prediction import Prediction, predict
 from plait.quantities import seconds_text
-from plait.report.metrics import read_metrics
-from plait.report.record import METRICS_FILE
-from plait.report.step import read_step
-from plait.report.timelines import StepTimeline
 from plait.train.config import Config
 from plait.train.planned_config import configured_decoder
 

@@ -8,7 +8,7 @@ from plait.engine import Recording
 from plait.files import write_bytes
 from plait.loop.run_folder import EARLIER, REPORT_FILES, set_aside, set_aside_line
 from plait.loop.training import Callback, TrainingLoop
-from plait.report.events import write_event
+from plait.pictures.report.events import write_event
 from plait.train.balance_reorder_trace import (
     SCHEDULE_FILE,
     TRACE_FILES,

@@ -13,7 +13,7 @@ from plait.engine import Runtime
 from plait.layers.nested import Value, split
 from plait.layers.precision import convert
 from plait.models.initial import initial_value
-from plait.schedules.program import Instruction
+from plait.schedules.lowering.program import Instruction
 from plait.verification.expected_dtypes import GROWTH_INTERVAL, INITIAL_LOSS_SCALE
 from plait.verification.findings import one_alternative
 from plait.verification.instruction_checker import InstructionChecker

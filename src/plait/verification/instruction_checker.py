@@ -15,7 +15,7 @@ from plait.comm.collectives import all_reduce
 from plait.engine import Runtime
 from plait.layers.nested import Value, tensors_of, with_tensors
 from plait.schedules.action import Action, Kind
-from plait.schedules.program import (
+from plait.schedules.lowering.program import (
     AwaitParameters,
     AwaitReceive,
     ComputeLoss,

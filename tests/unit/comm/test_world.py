@@ -13,7 +13,7 @@ from plait.comm.transport import world_ranks
 from plait.comm.world import World, find_world
 from plait.comm.world_membership import join_world
 from plait.errors import CommunicationError, MeshError
-from plait.schedules.messages import channels_of
+from plait.schedules.lowering.messages import channels_of
 from plait.schedules.named_schedules import policy_schedule
 
 TORCHRUN = {

@@ -14,7 +14,7 @@ from plait.footprint.estimate import MemoryEstimator
 from plait.footprint.memory_ledger import Category
 from plait.footprint.memory_report import Memory
 from plait.plan import Plan
-from plait.schedules.stage_cuts.schedule_and_cut import schedule_and_cut
+from plait.schedules.search.stage_cuts import schedule_and_cut
 
 SIZES: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 2, "vocab": 64, "context": 16}
 

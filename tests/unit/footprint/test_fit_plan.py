@@ -12,7 +12,7 @@ import plait
 from plait.footprint.estimate import MemoryEstimator
 from plait.footprint.fit_plan import changed_fields, fit_plan, nearest
 from plait.plan import Plan
-from plait.schedules.stage_cuts.schedule_and_cut import schedule_and_cut
+from plait.schedules.search.stage_cuts import schedule_and_cut
 
 ROWS = 8
 

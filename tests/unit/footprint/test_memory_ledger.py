@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from plait.footprint.memory_ledger import Category, MemoryBlock, MemoryLedger
-from plait.schedules.program import AllocateGradient, Finish
+from plait.schedules.lowering.program import AllocateGradient, Finish
 
 A = MemoryBlock(100, Category.ACTIVATIONS)
 G = MemoryBlock(30, Category.GRADIENTS)

@@ -13,7 +13,7 @@ from plait.comm.transport.shared_memory.transport import STAGING_LIMIT
 from plait.footprint.memory_ledger import Category, MemoryLedger, MemorySnapshot
 from plait.footprint.parameters import ParameterAccount, rank_buffers
 from plait.plan import Plan
-from plait.schedules.program import (
+from plait.schedules.lowering.program import (
     AllocateGradient,
     AwaitScatter,
     Finish,

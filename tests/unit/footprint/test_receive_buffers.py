@@ -6,7 +6,7 @@ from plait.footprint.activations import ReceiveBufferAccount
 from plait.footprint.memory_ledger import Category, MemoryBlock, MemoryLedger
 from plait.layers.shape_inference import TensorInfo
 from plait.schedules.action import Action
-from plait.schedules.program import Finish
+from plait.schedules.lowering.program import Finish
 
 HIDDEN = TensorInfo((2, 8), torch.float32, requires_grad=True)
 MASK = TensorInfo((2,), torch.bool, requires_grad=False)

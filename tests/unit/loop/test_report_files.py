@@ -21,9 +21,9 @@ from plait.engine import Recording
 from plait.loop import Callback, Checkpoints, Progress, Report, TrainingLoop
 from plait.loop.run_description import plan_line
 from plait.loop.run_origin import command_line
+from plait.pictures.report.recorded_step import StepTimeline
+from plait.pictures.report.run_record import read_run
 from plait.plan import Plan
-from plait.report.record import read_run
-from plait.report.timelines import StepTimeline
 from plait.version import version_of
 
 PLAN = Plan(pp=2, dp=2, microbatches=2)

@@ -22,7 +22,7 @@ from plait.file_lock import try_lock
 from plait.loop import run_folder
 from plait.loop.loggers import Csv, JsonLines
 from plait.loop.run_folder import EARLIER, locked_folder, set_aside
-from plait.report.events import write_event
+from plait.pictures.report.events import write_event
 from plait.train.config import Config
 from plait.train.loop import train
 

@@ -4,7 +4,7 @@ import pytest
 
 from plait.pipeline.executor import Executor
 from plait.schedules.action import Action
-from plait.schedules.program import Finish, ReduceGradient, TakeBatch
+from plait.schedules.lowering.program import Finish, ReduceGradient, TakeBatch
 
 TAKE, REDUCE = TakeBatch(Action.parse("0F0")), ReduceGradient("a")
 

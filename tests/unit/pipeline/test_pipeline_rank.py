@@ -19,7 +19,7 @@ from plait.pipeline.pipeline_rank import PipelineRank
 from plait.pipeline.stage import Stage
 from plait.schedules.action import Action
 from plait.schedules.check import check
-from plait.schedules.lower import lower
+from plait.schedules.lowering.lower import lower
 from plait.schedules.lowering_spec import LoweringSpec
 from plait.schedules.schedule import Schedule
 from plait.tensor.losses import cross_entropy

@@ -12,8 +12,15 @@ import torch
 
 from plait.pipeline.executor import REMEMBERED_PROGRAMS, Executor, profiling
 from plait.schedules.action import Action
-from plait.schedules.program import Finish, Program, ReduceGradient, RunLayer, Send
-from plait.schedules.program_segments import Segment, segments_of
+from plait.schedules.lowering.program import (
+    Finish,
+    Program,
+    ReduceGradient,
+    RunLayer,
+    Segment,
+    Send,
+    segments_of,
+)
 
 FORWARD = Action.parse("1F3")
 PROGRAM: Program = (

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from plait.schedules.action import Action, Kind
-from plait.schedules.program import (
+from plait.schedules.lowering.program import (
     AwaitReceive,
     ComputeLoss,
     Finish,

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from plait.parameter_units import UnitTiming
 from plait.schedules.action import Kind
-from plait.schedules.lowering_spec import LayerIndex, LoweringSpec
-from plait.schedules.program import (
+from plait.schedules.lowering.program import (
     AllocateGradient,
     AwaitParameters,
     AwaitScatter,
@@ -24,6 +23,7 @@ from plait.schedules.program import (
     RunLayer,
     ScatterGradient,
 )
+from plait.schedules.lowering_spec import LayerIndex, LoweringSpec
 
 UNIT_WORDS: dict[type, str] = {
     GatherParameters: "gather",

@@ -12,7 +12,7 @@ from schedule_cases import with_row, written
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
 from plait.schedules.check import RULES, check
-from plait.schedules.memory import MemoryCosts
+from plait.schedules.costs import MemoryCosts
 from plait.schedules.named_schedules import policy_schedule
 
 PLACE, ONCE, ORDER, PROGRESS, MICROBATCHES = RULES

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.schedules.action import Kind
+from plait.schedules.costs import MemoryCosts, peak_memory
 from plait.schedules.held_microbatches import ActionStart, HeldMicrobatches
-from plait.schedules.lower import lower
+from plait.schedules.lowering.lower import lower
+from plait.schedules.lowering.program import AwaitReceive, PostReceive, ReleaseBuffers
 from plait.schedules.lowering_spec import LoweringSpec
-from plait.schedules.memory import MemoryCosts, peak_memory
-from plait.schedules.program import AwaitReceive, PostReceive, ReleaseBuffers
 from plait.schedules.schedule import Schedule
 from plait.schedules.search.api import schedule
 

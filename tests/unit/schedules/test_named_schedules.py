@@ -11,7 +11,7 @@ from schedule_cases import timeline
 
 from plait.errors import ScheduleError
 from plait.schedules.check import check
-from plait.schedules.memory import peak_memory
+from plait.schedules.costs import peak_memory
 from plait.schedules.named_schedules import POLICIES, RankPosition, forward_only, policy_schedule
 from plait.schedules.schedule import Placement
 from plait.schedules.search.api import schedule

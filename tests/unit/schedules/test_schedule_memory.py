@@ -13,7 +13,7 @@ from schedule_cases import UNHURRIED, held_by_intervals, legal_schedules, writte
 
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
-from plait.schedules.memory import (
+from plait.schedules.costs import (
     UNLIMITED,
     MemoryCosts,
     even_memory_costs,

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.schedules.action import Kind
-from plait.schedules.event_simulation import Timing
+from plait.schedules.event_simulation import Timing, simulate_shared
 from plait.schedules.schedule import Schedule
 from plait.schedules.search.api import schedule
-from plait.schedules.shared_simulation import simulate_shared
 
 POLICIES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 

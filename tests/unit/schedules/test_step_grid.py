@@ -10,8 +10,7 @@ from schedule_cases import UNHURRIED, has_its_needs, legal_schedules, written
 
 from plait.schedules.action import Action, Kind
 from plait.schedules.named_schedules import policy_schedule
-from plait.schedules.schedule import Schedule
-from plait.schedules.step_grid import Grid, draw_grid, fill_grid
+from plait.schedules.schedule import Grid, Schedule, draw_grid, fill_grid
 
 TWO = written(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"], rank_of=(0, 1), microbatches=2)
 STUCK = written(["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"], rank_of=(0, 1), microbatches=2)

@@ -7,11 +7,11 @@ from schedule_cases import listed, words, written
 
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
-from plait.schedules.check_programs import check_programs
-from plait.schedules.lower import lower
+from plait.schedules.lowering.check_programs import check_programs
+from plait.schedules.lowering.lower import lower
+from plait.schedules.lowering.program import AwaitReceive, Send
 from plait.schedules.lowering_spec import LayerIndex, LoweringSpec
 from plait.schedules.named_schedules import policy_schedule
-from plait.schedules.program import AwaitReceive, Send
 from plait.schedules.step_programs import StepPrograms
 
 SHAPE = LoweringSpec((1, 1), {"a": (LayerIndex(0, 0),), "b": (LayerIndex(1, 0),)})

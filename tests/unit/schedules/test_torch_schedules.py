@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from schedule_cases import UNHURRIED, written
 
 from plait.errors import ScheduleError
+from plait.pictures.timelines.timeline import simulate
 from plait.schedules.check import check
+from plait.schedules.costs import Costs
 from plait.schedules.named_schedules import POLICIES, policy_schedule
-from plait.schedules.simulation.costs import Costs
-from plait.schedules.simulation.timeline import simulate
 from plait.schedules.torch_csv import from_csv, to_csv
 
 pipelining = pytest.importorskip("torch.distributed.pipelining.schedules")

@@ -17,17 +17,17 @@ from sharded_cases import (
 )
 
 from plait.parameter_units import UnitTiming
-from plait.schedules.check_programs import check_programs
-from plait.schedules.lower import lower
-from plait.schedules.lowering_spec import LayerIndex, LoweringSpec
-from plait.schedules.named_schedules import forward_only, policy_schedule
-from plait.schedules.program import (
+from plait.schedules.lowering.check_programs import check_programs
+from plait.schedules.lowering.lower import lower
+from plait.schedules.lowering.program import (
     ComputeLoss,
     GatherParameters,
     Program,
     ReleaseParameters,
     SeedGradient,
 )
+from plait.schedules.lowering_spec import LayerIndex, LoweringSpec
+from plait.schedules.named_schedules import forward_only, policy_schedule
 from plait.schedules.schedule import Schedule
 from plait.schedules.unit_passes import insert_gathers
 

@@ -14,7 +14,7 @@ from plait.comm.mesh import Mesh
 from plait.comm.traffic import Count
 from plait.layout import assemble
 from plait.plan import Plan
-from plait.schedules.program import AwaitParameters, Finish, GatherParameters, ReleaseParameters
+from plait.schedules.lowering.program import AwaitParameters, Finish, GatherParameters, ReleaseParameters
 from plait.sharding.gatherer import Gatherer
 from plait.sharding.unit import Unit
 

@@ -12,7 +12,13 @@ from plait.comm.mesh import Mesh
 from plait.comm.traffic import Count
 from plait.layout import assemble
 from plait.plan import Plan
-from plait.schedules.program import AllocateGradient, AwaitScatter, Finish, ReduceGradient, ScatterGradient
+from plait.schedules.lowering.program import (
+    AllocateGradient,
+    AwaitScatter,
+    Finish,
+    ReduceGradient,
+    ScatterGradient,
+)
 from plait.sharding.gatherer import Gatherer
 from plait.sharding.reducer import Reducer
 from plait.sharding.unit import Unit

@@ -12,8 +12,8 @@ from train_runs import make, run
 
 from plait.comm.rank_pool import RankPool
 from plait.errors import ConfigError
-from plait.report.record import read_run
-from plait.report.step import RecordedRank, RecordedStep, write_step
+from plait.pictures.report.recorded_step import RecordedRank, RecordedStep, write_step
+from plait.pictures.report.run_record import read_run
 from plait.train.config import Config
 from plait.train.predicted_step import predicted_step, step_lines
 

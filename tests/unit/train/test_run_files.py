@@ -16,9 +16,9 @@ from train_runs import make, rows, run
 
 from plait.comm.rank_pool import RankPool
 from plait.errors import ConfigError, NonFiniteError
-from plait.report.record import read_run
-from plait.report.timelines import StepTimeline
-from plait.report.warnings import warnings_of
+from plait.pictures.report.recorded_step import StepTimeline
+from plait.pictures.report.run_record import read_run
+from plait.pictures.report.warnings import warnings_of
 from plait.train.config import Config
 from plait.train.loop import TrainingResult, _print_end
 

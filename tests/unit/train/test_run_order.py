@@ -16,7 +16,7 @@ from plait.engine import Engine, Recording
 from plait.errors import ConfigError
 from plait.footprint.measured_balance import balance
 from plait.loop.progress import ProgressReporter
-from plait.schedules.simulation.costs import Costs
+from plait.schedules.costs import Costs
 from plait.train import balance_reorder_trace
 from plait.train.config import Config
 from plait.train.loop import train

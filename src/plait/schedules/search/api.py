@@ -8,11 +8,11 @@ from typing import get_args
 
 from plait.errors import ScheduleError
 from plait.schedules.check import check
+from plait.schedules.costs import Costs
 from plait.schedules.named_schedules import POLICIES, BlockPolicy, policy_schedule, require_positive
 from plait.schedules.schedule import Schedule
 from plait.schedules.search.auto import Measure, chunk_counts, search_schedule
-from plait.schedules.search.fit_block_policy import fit_block_policy
-from plait.schedules.simulation.costs import Costs
+from plait.schedules.search.local_search import fit_block_policy
 
 AUTO = "auto"
 POLICY_NAMES = (*POLICIES, AUTO)

@@ -9,18 +9,14 @@ from typing import Literal
 
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
-from plait.schedules.memory import is_within, limit_in_units
+from plait.schedules.costs import Costs, is_within, limit_in_units
 from plait.schedules.named_schedules import POLICIES, BlockPolicy, policies_for, policy_schedule
 from plait.schedules.schedule import Placement, Schedule
-from plait.schedules.search.bound import lower_bound
 from plait.schedules.search.exact_search import exact_search
-from plait.schedules.search.fit_block_policy import fit_block_policy
-from plait.schedules.search.local_search import local_search, shortened_problem
-from plait.schedules.search.memory_guard import least_memory
+from plait.schedules.search.limits import least_memory, lower_bound
+from plait.schedules.search.local_search import fit_block_policy, local_search, shortened_problem
 from plait.schedules.search.problem import Orders, Problem, StageLayout
-from plait.schedules.simulation.costs import Costs
-from plait.schedules.simulation.timed_schedule import Cell
-from plait.schedules.simulation.timeline import Timeline, simulate
+from plait.schedules.timed_schedule import Cell, TimedSchedule, simulated
 
 Measure = Literal["makespan", "span"]
 MOST_CHUNKS = 4
@@ -63,13 +59,13 @@ def search_schedule(
     ]
     found += _fitting_policies(problems, costs, limit)
     best = min(
-        (simulate(schedule, costs) for schedule in found), key=lambda timeline: _score(timeline, measure)
+        (simulated(schedule, costs) for schedule in found), key=lambda timeline: _score(timeline, measure)
     )
     best, bound = _searched_exactly(problems, best, costs, measure)
     return replace(fuse_backward(best.schedule, costs), bound=float(bound))
 
 
-def _score(timeline: Timeline, measure: Measure) -> tuple[Fraction, Fraction, int]:
+def _score(timeline: TimedSchedule, measure: Measure) -> tuple[Fraction, Fraction, int]:
     """Return the sort key of a timeline: makespan and span (`measure` first), then the number of stages."""
     first, second = timeline.length, timeline.longest
     if measure == "span":
@@ -163,8 +159,8 @@ def _fitting_policies(problems: Sequence[Problem], costs: Costs, limit: float) -
 
 
 def _searched_exactly(
-    problems: Sequence[Problem], best: Timeline, costs: Costs, measure: Measure
-) -> tuple[Timeline, Fraction]:
+    problems: Sequence[Problem], best: TimedSchedule, costs: Costs, measure: Measure
+) -> tuple[TimedSchedule, Fraction]:
     """Search small problems exactly; return the best timeline and the lower bound of all problems."""
     nodes, open_bounds, known = EXACT_NODES, [], _score(best, measure)[0]
     bounds = {problem.layout: problem.measure(lower_bound(problem)) for problem in problems}
@@ -178,7 +174,7 @@ def _searched_exactly(
         found = exact_search(problem, problem.length(known), nodes)
         nodes -= found.nodes
         if found.orders is not None:
-            best = simulate(_schedule(problem, found.orders), costs)
+            best = simulated(_schedule(problem, found.orders), costs)
             known = _score(best, measure)[0]
         if not found.proven:
             open_bounds.append(bound)
@@ -190,7 +186,7 @@ def fuse_backward(schedule: Schedule, costs: Costs) -> Schedule:
 
     A `B` sends its gradient at its end, so the action that needs it must not start before it arrives.
     """
-    timeline = simulate(schedule, costs)
+    timeline = simulated(schedule, costs)
     starts = {cell.action: cell.start for row in timeline.cells for cell in row}
     rows: list[tuple[Action, ...]] = []
     for row in timeline.cells:
@@ -207,7 +203,7 @@ def fuse_backward(schedule: Schedule, costs: Costs) -> Schedule:
 
 
 def _joined(
-    before: Action | None, cell: Cell, timeline: Timeline, starts: Mapping[Action, int]
+    before: Action | None, cell: Cell, timeline: TimedSchedule, starts: Mapping[Action, int]
 ) -> Action | None:
     """Return the `B` that replaces `before` (an `I`) and `cell` (its `W`); None if others would wait."""
     stage, kind, microbatch = cell.action

@@ -18,9 +18,8 @@ from math import ceil
 from typing import NamedTuple, TypeAlias
 
 from plait.schedules.action import SPLIT_KINDS, Action, Kind
-from plait.schedules.memory import MemoryCosts
+from plait.schedules.costs import MemoryCosts, Ticks
 from plait.schedules.schedule import Placement
-from plait.schedules.simulation.costs import Ticks
 
 StageLayout: TypeAlias = tuple[Placement, int]
 """Placement of stages, and their number per rank."""

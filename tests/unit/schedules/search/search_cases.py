@@ -9,15 +9,15 @@ from typing import NamedTuple
 import pytest
 from hypothesis import strategies as st
 
+from plait.pictures.timelines.timeline import Timeline, simulate
 from plait.schedules.action import Kind
 from plait.schedules.check import check
+from plait.schedules.costs import Cost, Costs
 from plait.schedules.schedule import Placement, Schedule
 from plait.schedules.search import auto
 from plait.schedules.search.api import schedule
-from plait.schedules.search.memory_guard import least_memory
+from plait.schedules.search.limits import least_memory
 from plait.schedules.search.problem import Orders, Problem, StageLayout
-from plait.schedules.simulation.costs import Cost, Costs
-from plait.schedules.simulation.timeline import Timeline, simulate
 
 LINEAR: StageLayout = (Placement.LINEAR, 1)
 V: StageLayout = (Placement.V, 2)

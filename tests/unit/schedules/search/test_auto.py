@@ -11,20 +11,19 @@ from search_cases import ROOMY, any_costs, operations, problem_of, searched, sho
 
 from parity.pairs import Row, covering_rows, every_row
 from plait.errors import ScheduleError
+from plait.pictures.timelines.timeline import Timeline, simulate
 from plait.schedules.action import Kind
 from plait.schedules.check import check
-from plait.schedules.memory import limit_in_units
+from plait.schedules.costs import Costs, limit_in_units
 from plait.schedules.named_schedules import POLICIES
 from plait.schedules.schedule import Placement
 from plait.schedules.search import auto
 from plait.schedules.search.api import schedule
 from plait.schedules.search.initial_orders import InitialOrder
+from plait.schedules.search.limits import least_memory
 from plait.schedules.search.list_scheduling import DispatchRule, list_schedule
 from plait.schedules.search.local_search import Candidate
-from plait.schedules.search.memory_guard import least_memory
 from plait.schedules.search.problem import Problem, StageLayout
-from plait.schedules.simulation.costs import Costs
-from plait.schedules.simulation.timeline import Timeline, simulate
 
 MEASURES: tuple[auto.Measure, ...] = ("makespan", "span")
 

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from search_cases import LINEAR, LOOP, TINY, V, problem_of, problems, shortest
 
-from plait.schedules.search.bound import lower_bound
+from plait.schedules.costs import Costs
+from plait.schedules.search.limits import lower_bound
 from plait.schedules.search.local_search import local_search
 from plait.schedules.search.problem import Problem, StageLayout
-from plait.schedules.simulation.costs import Costs
 
 WHOLE = Costs(2, 4, 6, comm=5)
 """Ticks of 1 with two chunks a rank."""

@@ -17,10 +17,10 @@ from search_cases import (
     words,
 )
 
+from plait.schedules.costs import Costs
 from plait.schedules.search.exact_search import SearchResult, exact_search
 from plait.schedules.search.list_scheduling import DispatchRule, list_schedule
 from plait.schedules.search.problem import Problem, StageLayout
-from plait.schedules.simulation.costs import Costs
 
 ENOUGH = 20_000
 

@@ -10,14 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from search_cases import LINEAR, problem_of
 
+from plait.schedules.costs import Costs
 from plait.schedules.named_schedules import POLICIES, BlockPolicy, policy_schedule
-from plait.schedules.search import fit_block_policy as patterns
-from plait.schedules.search.fit_block_policy import fit_block_policy
+from plait.schedules.search import local_search as patterns
 from plait.schedules.search.initial_orders import initial_orders, orders_from
 from plait.schedules.search.list_scheduling import DispatchRule, TimedOrders, list_schedule
-from plait.schedules.search.local_search import DISPATCH_RULES
+from plait.schedules.search.local_search import DISPATCH_RULES, fit_block_policy
 from plait.schedules.search.problem import Problem
-from plait.schedules.simulation.costs import Costs
 
 COSTS = (Costs(), Costs(comm=0.5), Costs(1, 1.3, 0.7, comm=0.1), Costs(W=0))
 

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from search_cases import any_costs, problem_of, schedule_of
 
+from plait.pictures.timelines.timeline import simulate
 from plait.schedules.action import Action, Kind
 from plait.schedules.check import check
+from plait.schedules.costs import Costs
 from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.schedule import Placement, Schedule
 from plait.schedules.search.auto import fuse_backward
 from plait.schedules.search.initial_orders import initial_orders, orders_from
-from plait.schedules.simulation.costs import Costs
-from plait.schedules.simulation.timeline import simulate
 
 
 def written(*rows: str, rank_of: tuple[int, ...] = (0, 1)) -> Schedule:

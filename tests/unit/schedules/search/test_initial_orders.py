@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from search_cases import LINEAR, LOOP, V, operations, problem_of, problems, require_legal, words
 
+from plait.schedules.costs import Costs
 from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.schedule import Placement
 from plait.schedules.search.initial_orders import (
@@ -20,7 +21,6 @@ from plait.schedules.search.initial_orders import (
     orders_from,
 )
 from plait.schedules.search.problem import Problem, StageLayout
-from plait.schedules.simulation.costs import Costs
 
 PLAIN = (0, 0, 0)
 

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from search_cases import LINEAR, LOOP, V, operations, problem_of, problems, require_legal, words
 
+from plait.schedules.costs import Costs
 from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.search.initial_orders import InitialOrder, initial_orders, orders_from
 from plait.schedules.search.list_scheduling import Budget, DispatchRule, TimedOrders, justify, list_schedule
 from plait.schedules.search.problem import Orders, Problem
-from plait.schedules.simulation.costs import Costs
 
 ROWS = ("F0 F1 I0 I1 W0 W1", "F0 I0 F1 I1 W0 W1")
 ALONE = ((LINEAR, 1, 4), (V, 1, 3), (LOOP, 1, 3), ((LOOP[0], 4), 1, 2))

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from search_cases import LINEAR, LOOP, V, problem_of, problems, require_legal
 
+from plait.schedules.costs import Costs
 from plait.schedules.schedule import Placement
 from plait.schedules.search import list_scheduling
 from plait.schedules.search import local_search as module_of_search
-from plait.schedules.search.bound import lower_bound
 from plait.schedules.search.initial_orders import InitialOrder
+from plait.schedules.search.limits import lower_bound
 from plait.schedules.search.list_scheduling import DispatchRule, TimedOrders, list_schedule
 from plait.schedules.search.local_search import LEAST, Candidate, local_search, shortened_problem
 from plait.schedules.search.problem import OperationTables, Problem, StageLayout
-from plait.schedules.simulation.costs import Costs
 
 LAYOUTS: tuple[StageLayout, ...] = (LINEAR, V, LOOP)
 COSTS = Costs(1.1, 1.3, 0.8, comm=0.1)

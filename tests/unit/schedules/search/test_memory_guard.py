@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from search_cases import LINEAR, LOOP, V, problem_of, problems
 
-from plait.schedules.search.memory_guard import MemoryGuard, least_memory
+from plait.schedules.costs import Costs
+from plait.schedules.search.limits import MemoryGuard, least_memory
 from plait.schedules.search.problem import Problem, StageLayout
-from plait.schedules.simulation.costs import Costs
 
 ALONE = tuple((layout, 1, microbatches) for layout in (LINEAR, LOOP) for microbatches in (2, 3))
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from search_cases import LINEAR, LOOP, V, operations, problem_of, problems
 
 from plait.schedules.action import Action, Kind
+from plait.schedules.costs import Costs
 from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.search.problem import Problem
-from plait.schedules.simulation.costs import Costs
 
 ONE = problem_of(V, 2, 1, Costs(2, 4, 6, comm=5, until_I=4, until_W=2))
 """Two ranks, two chunks each in a v, one micro-batch: operation `3 * stage + kind`. Ticks are of 1."""

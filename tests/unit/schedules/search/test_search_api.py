@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from search_cases import any_costs, searched
 
 from plait.errors import ScheduleError
+from plait.pictures.timelines.timeline import simulate
 from plait.schedules.check import check
+from plait.schedules.costs import Costs
 from plait.schedules.named_schedules import POLICIES, AlternatingPolicy, BlockPolicy, policy_schedule
 from plait.schedules.schedule import Placement, Schedule
 from plait.schedules.search.api import POLICY_NAMES, default_chunks, schedule
-from plait.schedules.simulation.costs import Costs
-from plait.schedules.simulation.timeline import simulate
 
 IN_TURNS = [name for name, policy in POLICIES.items() if isinstance(policy, AlternatingPolicy)]
 IN_PATTERN = {"zb-v": 4, "v-half": 3, "v-min": 2}

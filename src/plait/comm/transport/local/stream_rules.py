@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.transport.local.operations import ComputeOutputs
-from plait.schedules.stream_replay import Awaited, Call, Operation, Queued, deadlock_of
+from plait.schedules.lowering.stream_replay import Awaited, Call, Operation, Queued, deadlock_of
 
 Completion: TypeAlias = Literal["early", "late"] | int
 """When operations complete: as soon as they can, only when a rank waits for them, or drawn from a seed."""

@@ -1,0 +1,277 @@
+"""Pictures of a plan as SVG: which rank runs which layers, and which part of a parameter it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from math import prod
+
+from plait.pictures.colours import rank_colour
+from plait.pictures.markup import svg
+from plait.pictures.report.run_description import PlannedLayer, PlannedTensor, RunDescription, TensorPiece
+
+WIDTH = 1150
+_LABEL = 300
+"""Pixels for the layers of a rank of `pp`."""
+_CELL, _SMALLEST = 54, 3
+"""Widest and narrowest cell of a rank, in pixels."""
+_ROW = 30
+_NUMBERED = 22
+"""Pixels from which a cell has its rank's number."""
+
+
+def ranks_picture(about: RunDescription) -> str:
+    """Return the ranks as a grid: a row for each rank of `pp` with its layers, a column for each other one.
+
+    Columns are grouped: replicas, then shards, then `cp`; `tp` ranks are neighbours.
+    """
+    columns = about.world // about.mesh["pp"]
+    gaps = _gaps(about.mesh)
+    cell = max(_SMALLEST, min(_CELL, (WIDTH - _LABEL - sum(gaps)) / columns))
+    top = 22 if about.mesh["replicate"] * about.mesh["shard"] > 1 else 2
+    row = _ROW if about.mesh["pp"] <= 24 else max(12, 720 / about.mesh["pp"])
+    elements = [*_column_heads(about.mesh, cell, gaps)]
+    for pp in range(about.mesh["pp"]):
+        y = top + pp * row
+        elements.append(
+            f'<text x="0" y="{y + row / 2 + 1:.1f}">{escape(_shortened(_layers_text(about, pp), 44))}'
+            f"<title>{escape(_layers_list(about, pp))}</title></text>"
+        )
+        elements += _row_of_ranks(about, pp, y, row, cell, gaps)
+    height = top + about.mesh["pp"] * row + 4
+    return svg("Ranks and their layers", WIDTH, height, elements)
+
+
+def layers_picture(about: RunDescription) -> str:
+    """Return the layers in their order, as wide as their elements, in the colour of their rank of `pp`."""
+    total = sum(layer.elements for layer in about.layers) or 1
+    least = min(6.0, WIDTH / len(about.layers))
+    room = WIDTH - least * len(about.layers)
+    x, elements = 0.0, []
+    for layer in about.layers:
+        wide = least + room * layer.elements / total
+        rank = about.stage_ranks[layer.stage]
+        told = f"{layer.path or layer.module}: stage {layer.stage}, pp {rank}, {layer.elements:,} elements"
+        elements.append(
+            f'<rect x="{x:.2f}" y="0" width="{max(wide - 1.5, 0.5):.2f}" height="26" rx="3" '
+            f'fill="{rank_colour(rank)}"><title>{escape(told)}</title></rect>'
+        )
+        if label := _fitting(layer.path or layer.module, wide):
+            elements.append(f'<text class="on" x="{x + wide / 2:.1f}" y="17">{escape(label)}</text>')
+        x += wide
+    return svg("Layers, in order", WIDTH, 28, elements)
+
+
+def _fitting(path: str, wide: float) -> str:
+    """Return the longest end of a dotted path that fits into `wide` pixels, or ""."""
+    names = path.split(".")
+    ends = (".".join(names[first:]) for first in range(len(names)))
+    return next((end for end in ends if wide > 6.4 * len(end) + 6), "")
+
+
+def _gaps(mesh: Mapping[str, int]) -> list[float]:
+    """Return the space before each column: more where an outer axis begins anew."""
+    cp, tp = mesh["cp"], mesh["tp"]
+    columns = prod(mesh.values()) // mesh["pp"]
+    unit = 6.0 if columns <= 64 else 2.0
+    gaps = [0.0]
+    for column in range(1, columns):
+        level = [tp, tp * cp, tp * cp * mesh["shard"]]
+        starts = sum(column % size == 0 for size in level)
+        gaps.append(unit * starts / 1.5 if tp * cp < columns or cp > 1 else 0.0)
+    return gaps
+
+
+def _positions(cell: float, gaps: Sequence[float]) -> list[float]:
+    positions, x = [], float(_LABEL)
+    for gap in gaps:
+        x += gap
+        positions.append(x)
+        x += cell
+    return positions
+
+
+def _column_heads(mesh: Mapping[str, int], cell: float, gaps: Sequence[float]) -> Iterator[str]:
+    """Yield a label above the first column of each data-parallel rank, where there is room."""
+    each, x = mesh["cp"] * mesh["tp"], _positions(cell, gaps)
+    shown = mesh["replicate"] * mesh["shard"] > 1
+    last = -100.0
+    for column in range(0, len(x), each):
+        text = f"dp {column // each}" if shown else ""
+        if text and x[column] - last > 6.6 * len(text) + 6:
+            last = x[column]
+            yield f'<text x="{x[column]:.1f}" y="12" class="head">{text}</text>'
+
+
+def _row_of_ranks(
+    about: RunDescription, pp: int, y: float, row: float, cell: float, gaps: Sequence[float]
+) -> Iterator[str]:
+    mesh, columns = about.mesh, len(gaps)
+    wide, round_by = (cell - 2, 3) if cell > 8 else (max(cell - 0.6, 1), 0)
+    for column, x in enumerate(_positions(cell, gaps)):
+        rank = pp * columns + column
+        place = _place(rank, mesh)
+        where = ", ".join(f"{axis} {index}" for axis, index in place.items() if mesh[axis] > 1) or "alone"
+        attributes = " ".join(f'data-{escape(axis)}="{index}"' for axis, index in place.items())
+        yield (
+            f'<rect class="rank" data-rank="{rank}" {attributes} x="{x:.2f}" y="{y:.1f}" '
+            f'width="{wide:.2f}" height="{row - 4:.1f}" rx="{round_by}" '
+            f'fill="{rank_colour(pp)}"><title>rank {rank}: {where}</title></rect>'
+        )
+        if cell >= _NUMBERED and row >= 14:
+            yield (f'<text class="on" x="{x + cell / 2 - 1:.1f}" y="{y + row / 2 + 2:.1f}">{rank}</text>')
+
+
+def _place(rank: int, mesh: Mapping[str, int]) -> dict[str, int]:
+    place = {}
+    for axis in reversed(tuple(mesh)):
+        rank, place[axis] = divmod(rank, mesh[axis])
+    return {axis: place[axis] for axis in mesh}
+
+
+def _layers_of(about: RunDescription, pp: int) -> list[PlannedLayer]:
+    return [layer for layer in about.layers if about.stage_ranks[layer.stage] == pp]
+
+
+def _layers_text(about: RunDescription, pp: int) -> str:
+    """Return the stages of a rank of `pp` with their first and last layers, and the number of elements."""
+    stages = [stage for stage, rank in enumerate(about.stage_ranks) if rank == pp]
+    named = []
+    for stage in stages[:2]:
+        paths = [layer.path or layer.module for layer in about.layers if layer.stage == stage]
+        named.append(paths[0] if len(paths) < 2 else f"{paths[0]} … {paths[-1]}" if paths else "")
+    more = f" +{len(stages) - 2} stages" if len(stages) > 2 else ""
+    return f"pp {pp}: {' | '.join(named)}{more}"
+
+
+def _layers_list(about: RunDescription, pp: int) -> str:
+    layers = _layers_of(about, pp)
+    elements = sum(layer.elements for layer in layers)
+    lines = [
+        f"stage {layer.stage}: {layer.path or layer.module} ({layer.elements:,} elements)" for layer in layers
+    ]
+    return "\n".join([f"pp {pp}: {len(layers)} layers, {elements:,} elements", *lines])
+
+
+def _shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+_MOST_LINES = 48
+"""Intervals of a piece that are told apart by lines."""
+_FIRST_HUE = 2
+"""The colour of the first rank of `tp`; those before are of the first ranks of `pp`."""
+_MATRIX = 190
+"""Longest side of a matrix, in pixels."""
+
+
+def tensor_picture(tensor: PlannedTensor, mesh: Mapping[str, int]) -> str:
+    """Return an SVG of a tensor's shards: colours mark ranks of `tp`, lines those of `shard` and `cp`."""
+    rows, columns = _as_matrix(tensor.shape)
+    scale = _MATRIX / max(rows, columns, 1)
+    wide, high = max(columns * scale, 18), max(rows * scale, 18)
+    elements = []
+    for tp, piece in enumerate(tensor.pieces):
+        for offsets, sizes in piece.boxes:
+            x, y, w, h = _box(offsets, sizes, wide, high, (rows, columns))
+            told = f"{tensor.name}: {_ranges(offsets, sizes)}, of tp {tp}"
+            whole = all(size == full for size, full in zip(sizes, tensor.shape, strict=True))
+            name = "every rank of tp" if whole and len(tensor.pieces) > 1 else told
+            owner, hue = ("all", _FIRST_HUE) if whole else (str(tp), _FIRST_HUE + tp)
+            elements.append(
+                f'<rect class="piece" data-tp="{owner}" {_bounds(x, y, w, h)} fill="{rank_colour(hue)}">'
+                f"<title>{escape(name)}</title></rect>"
+            )
+            elements += _intervals(piece, x, y, w, h, owner, mesh, coloured=len(tensor.pieces) == 1)
+            base = y + 12 if piece.intervals else y + h / 2 + 4
+            if not whole and w > 30 and h > (30 if piece.intervals else 13):
+                elements.append(f'<text class="on" x="{x + w / 2:.1f}" y="{base:.1f}">tp {tp}</text>')
+        if piece.boxes and all(sizes == tensor.shape for _, sizes in piece.boxes):
+            break
+    return svg(tensor.name, round(wide) + 2, round(high) + 2, elements)
+
+
+def tensor_text(tensor: PlannedTensor, about: RunDescription) -> str:
+    """Return a sentence on how a tensor is divided: its shape, the axes, and the largest share of a rank."""
+    shape = " × ".join(f"{size:,}" for size in tensor.shape)
+    piece = tensor.pieces[0]
+    own = sum(prod(sizes) for _, sizes in piece.boxes)
+    parts = []
+    if own < prod(tensor.shape):
+        parts.append(f"tp {len(tensor.pieces)}")
+    if piece.intervals:
+        own = max(stop - start for start, stop in piece.intervals)
+        parts += [f"{axis} {about.mesh[axis]}" for axis in ("shard", "cp") if about.mesh[axis] > 1]
+    divided = (
+        f"divided over {' × '.join(parts)}: at most {own:,} elements a rank"
+        if parts
+        else "whole on each rank"
+    )
+    alike = f"; {tensor.alike - 1} more like it" if tensor.alike > 1 else ""
+    on = f"pp {', '.join(map(str, tensor.pp))}" if about.mesh["pp"] > 1 else ""
+    return f"{shape}, {divided}{'; on ' if on else ''}{on}{alike}"
+
+
+def _as_matrix(shape: Sequence[int]) -> tuple[int, int]:
+    """Return the rows and columns as which a tensor is drawn; a vector is one row."""
+    return (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
+
+
+def _box(
+    offsets: Sequence[int], sizes: Sequence[int], wide: float, high: float, matrix: tuple[int, int]
+) -> tuple[float, float, float, float]:
+    rows, columns = max(matrix[0], 1), max(matrix[1], 1)
+    if len(sizes) < 2:
+        first, count = (offsets[0], sizes[0]) if sizes else (0, 1)
+        return 1 + first / columns * wide, 1, count / columns * wide, high
+    rest = prod(sizes[2:])
+    x, breadth = offsets[1] * rest / columns * wide, sizes[1] * rest / columns * wide
+    return 1 + x, 1 + offsets[0] / rows * high, breadth, sizes[0] / rows * high
+
+
+def _intervals(
+    piece: TensorPiece,
+    x: float,
+    y: float,
+    w: float,
+    h: float,
+    tp: str,
+    mesh: Mapping[str, int],
+    *,
+    coloured: bool,
+) -> Iterator[str]:
+    """Yield a rectangle for each interval of a piece's elements, row after row from top to bottom."""
+    if len(piece.boxes) != 1 or not piece.intervals:
+        return
+    fine = " fine" if len(piece.intervals) > _MOST_LINES else ""
+    total = max(prod(piece.boxes[0][1]), 1)
+    row = len(piece.boxes[0][1]) < 2
+    for number, (start, stop) in enumerate(piece.intervals):
+        shard, cp = divmod(number, mesh["cp"])
+        owner = f"shard {shard}" + (f", cp {cp}" if mesh["cp"] > 1 else "")
+        told = f"elements {start:,} to {stop:,} of the piece: tp {tp}, {owner}"
+        style = f' style="--own: {rank_colour(_FIRST_HUE + number)}"' if coloured else ""
+        left, top, wide, high = _part(x, y, w, h, start / total, stop / total, row=row)
+        yield (
+            f'<rect{style} class="interval{fine}" data-tp="{tp}" data-shard="{shard}" data-cp="{cp}" '
+            f"{_bounds(left, top, wide, high)}><title>{escape(told)}</title></rect>"
+        )
+        if coloured and wide > 6.2 * len(owner) and high > 13:
+            yield f'<text class="on" x="{left + wide / 2:.1f}" y="{top + high / 2 + 4:.1f}">{owner}</text>'
+
+
+def _ranges(offsets: Sequence[int], sizes: Sequence[int]) -> str:
+    return " × ".join(f"{first:,} to {first + size:,}" for first, size in zip(offsets, sizes, strict=True))
+
+
+def _part(
+    x: float, y: float, w: float, h: float, start: float, stop: float, *, row: bool
+) -> tuple[float, float, float, float]:
+    """Return the part from `start` to `stop` of a rectangle, along its row or downwards."""
+    if row:
+        return x + w * start, y, w * (stop - start), h
+    return x, y + h * start, w, h * (stop - start)
+
+
+def _bounds(x: float, y: float, w: float, h: float) -> str:
+    return f'x="{x:.2f}" y="{y:.2f}" width="{w:.2f}" height="{h:.2f}"'

@@ -1,0 +1,126 @@
+"""`RunRecord`: the content of all files that a run wrote to its folder, as frozen values."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from plait.errors import ConfigError
+from plait.pictures.report.events import ENDS, RunEvent, read_events
+from plait.pictures.report.metrics import Metrics, RankSeries, read_metrics, read_rank_series
+from plait.pictures.report.recorded_step import RecordedStep, read_step
+from plait.pictures.report.run_description import RunDescription, read_description, read_file
+
+METRICS_FILE = "metrics.jsonl"
+_STILL = 120.0
+"""Seconds since the last metrics after which a run without an end counts as one that died."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A training run, from the files in its folder; only the metrics are always there."""
+
+    name: str
+    metrics: Metrics
+    config: Mapping[str, Any]
+    """The configuration by section and field; empty where there is no `config.json`."""
+    description: RunDescription | None
+    events: tuple[RunEvent, ...]
+    step: RecordedStep | None
+    ranks: RankSeries | None
+    age: float
+    """Seconds since the metrics were written."""
+
+    @property
+    def end(self) -> RunEvent | None:
+        """The event that ended the run; None while it runs, and where it died without one."""
+        latest = next((event for event in reversed(self.events) if event.kind in (*ENDS, "start")), None)
+        return latest if latest is not None and latest.kind in ENDS else None
+
+    @property
+    def resumptions(self) -> tuple[int, ...]:
+        """The steps after which the run was resumed from a checkpoint, ascending."""
+        return tuple(sorted({event.step for event in self.events if event.kind == "start" and event.step}))
+
+    @property
+    def counted(self) -> str:
+        """The unit of `tokens`: "rows" if each step's number equals the rows of its batch, else "tokens"."""
+        rows = None if self.description is None else self.description.rows
+        return "rows" if rows and set(self.metrics.numbers("tokens")) == {rows} else "tokens"
+
+    @property
+    def planned_steps(self) -> int | None:
+        """The steps that the configuration asks for, or None."""
+        steps = self.config_field("train.steps")
+        return steps if isinstance(steps, int) else None
+
+    @property
+    def died(self) -> bool:
+        """Whether the run began, has not ended, and writes no more."""
+        return bool(self.events) and self.end is None and self.age >= _STILL
+
+    @property
+    def state(self) -> str:
+        """Whether the run finished, was stopped, failed, runs or died, as a sentence without a full stop."""
+        step, planned = self.metrics.steps[-1], self.planned_steps
+        of = f"{step:,}" if planned is None else f"{step:,} of {planned:,}"
+        if self.end is not None:
+            return f"{self.end.kind.capitalize()} after step {of}"
+        if self.died:
+            return f"Ended without saying why, after step {of}"
+        if self.events:
+            return f"Running: step {of}"
+        return f"Finished after step {of}" if planned == step else f"{of} steps"
+
+    def config_field(self, name: str) -> Any:
+        """Return the value of a field such as `train.lr`, or None."""
+        found: Any = self.config
+        for part in name.split("."):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        return found
+
+    def settings(self) -> Iterator[tuple[str, Any]]:
+        """Yield the fields of the configuration with their values."""
+        return _flat("", self.config)
+
+
+def read_run(path: Path) -> RunRecord:
+    """Return the run whose folder, or file of metrics, is `path`.
+
+    Raises `ConfigError` where there is none, `DataError` where a file is damaged.
+    """
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist: give the folder of a run (its run.dir).")
+    metrics = path if path.is_file() else path / METRICS_FILE
+    if not metrics.exists():
+        raise ConfigError(
+            f"{path} has no {METRICS_FILE}: give the folder of a run (its run.dir) that has done a step."
+        )
+    folder = metrics.parent
+    return RunRecord(
+        name=folder.resolve().name if metrics.name == METRICS_FILE else metrics.stem,
+        metrics=read_metrics(metrics),
+        config=_read_config(folder / "config.json"),
+        description=read_description(folder),
+        events=read_events(folder),
+        step=read_step(folder),
+        ranks=read_rank_series(folder),
+        age=time.time() - metrics.stat().st_mtime,
+    )
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    return read_file(TypeAdapter(dict[str, Any]), path) or {}
+
+
+def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(f"{prefix}{name}.", value)
+        else:
+            yield f"{prefix}{name}", value

@@ -1,0 +1,9 @@
+"""Timelines of schedules as text, SVG, HTML and Chrome traces; `plait.simulate` makes them."""
+
+from typing import Any
+
+from plait.submodules import submodule
+
+
+def __getattr__(name: str) -> Any:
+    return submodule(__name__, name)

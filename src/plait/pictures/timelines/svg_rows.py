@@ -1,0 +1,272 @@
+"""Rows of an SVG timeline: one per rank, with time on the horizontal axis.
+
+A row has a cell for each action, or, where actions are too narrow to be seen, a band with the share of each
+kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from itertools import groupby
+from typing import NamedTuple, TypeAlias
+
+from plait.pictures.colours import MIDDLE, shade
+from plait.pictures.timelines.text import amount, kinds_of
+from plait.schedules.action import Action, Kind
+from plait.schedules.timed_schedule import Cell, TimedSchedule
+
+MARGIN = 12
+RowLabel: TypeAlias = tuple[str, int]
+"""Label of a row, and the rank of the schedule that it shows."""
+_RANK, _STAGE = 58, 22
+"""Pixels for the labels of ranks, at least, and of stages."""
+_ROW, _GAP = 34, 6
+_LANE, _BETWEEN = 15, 1
+"""On a rank with several stages: the height of a stage's lane, and the space below it."""
+_LOW = 20
+"""Cells lower than this have the small font."""
+_LABEL_LETTER, _LETTER, _SMALL_LETTER, _AROUND = 6.6, 7.0, 5.7, 2.2
+"""Pixels of a letter in a label, of a digit or capital in either font of cells, and of the space around."""
+_COLUMN = 4.0
+"""Least width of a column of a band, in pixels."""
+_ACTIONS = 8
+"""Least number of actions that a column averages over; with fewer, columns would alternate between kinds."""
+_HEIGHT, _LOWEST, _HIGHEST = 640, 4, 34
+"""Height of all bands together; of one."""
+_LINE = 13
+"""Least distance between labels."""
+_STEPS = 40
+"""Heights in a band are multiples of this part of it, so that similar columns become one."""
+
+
+class SvgPart(NamedTuple):
+    """SVG elements, and their height in pixels."""
+
+    elements: list[str]
+    height: float
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Horizontal layout of a picture: labels on the left, then the plot, as wide as the makespan."""
+
+    timeline: TimedSchedule
+    width: int
+    labels: Sequence[RowLabel]
+
+    @cached_property
+    def chunks(self) -> int:
+        """Largest number of stages on one rank."""
+        return max(len(self.timeline.schedule.stages_of(rank)) for _, rank in self.labels)
+
+    @cached_property
+    def left(self) -> float:
+        """The x coordinate at which the plot begins."""
+        longest = max(len(label) for label, _ in self.labels) * _LABEL_LETTER + 12
+        return MARGIN + max(_RANK, longest) + (_STAGE if self.chunks > 1 else 0)
+
+    @property
+    def plot(self) -> float:
+        """Width of the makespan in pixels."""
+        return max(self.width - MARGIN - self.left, 1)
+
+    def wide(self, ticks: float) -> float:
+        """Return the width in pixels of a duration in ticks."""
+        return ticks / max(self.timeline.length, 1) * self.plot
+
+    def at(self, tick: float) -> float:
+        """Return the x coordinate of a tick."""
+        return self.left + self.wide(tick)
+
+    @property
+    def average(self) -> float:
+        """Average width of an action in pixels, on the rank where it is smallest."""
+        rows = [row for row in self.timeline.cells if row and self.timeline.length]
+        return min((self.wide(row[-1].end - row[0].start) / len(row) for row in rows), default=self.plot)
+
+
+class Cells:
+    """Drawing of a timeline in rows, from y = `top` down: a lane per stage, a rectangle per action."""
+
+    def __init__(self, frame: Frame, top: float) -> None:
+        self.frame, self.timeline, self.top = frame, frame.timeline, top
+        self.chunks = frame.chunks
+        self.lane = max(_LANE, (_ROW - _BETWEEN) // 2) if self.chunks > 1 else _ROW
+        self.row_height = self.chunks * (self.lane + _BETWEEN) - _BETWEEN
+
+    def rows(self) -> SvgPart:
+        """Return the SVG elements of all rows."""
+        count = len(self.frame.labels)
+        elements = [element for number in range(count) for element in self.row(number)]
+        return SvgPart(elements, count * (self.row_height + _GAP) - _GAP)
+
+    def row(self, number: int) -> Iterator[str]:
+        """Yield the SVG elements of a row: label, background, a lane for each stage, and the cells."""
+        name, rank = self.frame.labels[number]
+        y = self.top + number * (self.row_height + _GAP)
+        frame, lanes = self.frame, {}
+        yield f'<text x="{MARGIN}" y="{y + self.row_height / 2 + 4:g}">{escape(name)}</text>'
+        yield (
+            f'<rect class="track" x="{frame.left:g}" y="{y:g}" width="{frame.plot:g}" '
+            f'height="{self.row_height}" rx="5"/>'
+        )
+        for index, stage in enumerate(self.timeline.schedule.stages_of(rank)):
+            lanes[stage] = y + index * (self.lane + _BETWEEN)
+            if self.chunks > 1:
+                middle = lanes[stage] + self.lane / 2 + 3
+                yield f'<text class="stage" x="{frame.left - 5:g}" y="{middle:g}">{stage}</text>'
+        if self.chunks > 1:
+            for start, end in _busy(self.timeline.cells[rank]):
+                x, wide = frame.at(start), frame.wide(end - start)
+                yield (
+                    f'<rect class="track" x="{x:.2f}" y="{y:g}" width="{wide:.2f}" '
+                    f'height="{self.row_height}"/>'
+                )
+        for action, start, end in self.timeline.cells[rank]:
+            yield from self.cell(action, start, end, lanes[action.stage])
+
+    def cell(self, action: Action, start: int, end: int, y: float) -> Iterator[str]:
+        """Yield the rectangle of an action, and its text if there is room."""
+        wide = self.frame.wide(end - start)
+        gap = min(1.5, wide / 8)
+        x, wide = self.frame.at(start) + gap / 2, wide - gap
+        last = max(self.timeline.schedule.microbatches - 1, 1)
+        times = f"{self.timeline.time(start):g} to {amount(self.timeline, self.timeline.time(end))}"
+        fill, round_by = shade(action.kind, action.microbatch / last), min(4.5, wide / 4)
+        yield (
+            f'<rect x="{x:.2f}" y="{y:g}" width="{wide:.2f}" height="{self.lane}" rx="{round_by:.2g}" '
+            f'fill="{fill}"><title>{action}: {times}</title></rect>'
+        )
+        if text := self.written[action.kind](action):
+            small, lift = (" small", 3) if self.lane < _LOW else ("", 4)
+            middle = y + self.lane / 2 + lift
+            yield f'<text class="cell{small}" x="{x + wide / 2:.2f}" y="{middle:g}">{text}</text>'
+
+    @cached_property
+    def written(self) -> Mapping[Kind, Callable[[Action], str]]:
+        """For each kind of action a function that returns the longest text that fits into its cells."""
+        return {kind: self._fitting(kind) for kind in kinds_of(self.timeline)}
+
+    def _fitting(self, kind: Kind) -> Callable[[Action], str]:
+        cells = [cell for row in self.timeline.cells for cell in row if cell.action.kind is kind]
+        letter = _SMALL_LETTER if self.lane < _LOW else _LETTER
+        texts: list[Callable[[Action], str]] = [
+            lambda action: f"{action.kind}{action.microbatch}",
+            lambda action: str(action.microbatch),
+        ]
+        for text in texts:
+            room = (self.frame.wide(end - start) - len(text(action)) * letter for action, start, end in cells)
+            if all(left >= _AROUND for left in room):
+                return text
+        return lambda action: ""
+
+
+def _busy(row: Sequence[Cell]) -> Iterator[tuple[int, int]]:
+    """Yield the start and end of each stretch of a rank's `row` without idle time."""
+    for position, (_, start, end) in enumerate(row):
+        if position == 0:
+            first, last = start, end
+        elif start > last:
+            yield first, last
+            first = start
+        last = end
+    if row:
+        yield first, last
+
+
+@dataclass(frozen=True)
+class Bands:
+    """Draws long timelines: a band per rank, with the share of F, I, W or B actions in each time slice.
+
+    Every column shows the share of each kind of action in its time, from the bottom up; the rest is idle.
+    """
+
+    frame: Frame
+    top: float
+
+    @property
+    def pitch(self) -> float:
+        """Distance from the top of one band to that of the next, in pixels."""
+        return max(_LOWEST, min(_HIGHEST, _HEIGHT // len(self.frame.labels)))
+
+    @property
+    def row_height(self) -> float:
+        """Height of a band in pixels, without the space below it."""
+        return self.pitch - (1 if self.pitch < 12 else 3)
+
+    @property
+    def columns(self) -> int:
+        """Number of time slices that are drawn of each rank, with the share of each kind of action."""
+        wide = max(_COLUMN, _ACTIONS * self.frame.average)
+        return max(1, round(self.frame.plot / wide))
+
+    @cached_property
+    def kinds(self) -> list[Kind]:
+        """The kinds of action that occur, from the bottom of a band to its top."""
+        return kinds_of(self.frame.timeline)
+
+    def rows(self) -> SvgPart:
+        """Return the SVG elements of all bands."""
+        every = -(-_LINE // self.pitch)
+        elements = []
+        for number, (name, rank) in enumerate(self.frame.labels):
+            y = self.top + number * self.pitch
+            if number % every == 0:
+                middle = y + self.row_height / 2 + 4
+                elements.append(f'<text x="{MARGIN}" y="{middle:g}">{escape(name)}</text>')
+            elements += self.band(name, rank, y)
+        return SvgPart(elements, len(self.frame.labels) * self.pitch - (self.pitch - self.row_height))
+
+    def band(self, name: str, rank: int, y: float) -> Iterator[str]:
+        """Yield the SVG elements of a rank's band: background, and a stacked area for each kind of action."""
+        frame, timeline = self.frame, self.frame.timeline
+        row = timeline.cells[rank]
+        idle = amount(timeline, timeline.idle[rank])
+        about = f"{name}: {len(row):,} actions, idle {idle}, holds up to {timeline.peak[rank]:g}"
+        yield f"<g><title>{escape(about)}</title>"
+        yield (
+            f'<rect class="track" x="{frame.left:g}" y="{y:g}" width="{frame.plot:g}" '
+            f'height="{self.row_height:g}"/>'
+        )
+        shares = self.shares(row)
+        floor = [0.0] * self.columns
+        for kind in self.kinds:
+            levels = [below + part for below, part in zip(floor, shares[kind], strict=True)]
+            path = _area(floor, levels, frame, y, self.row_height)
+            if path:
+                yield f'<path fill="{shade(kind, MIDDLE)}" d="{path}"/>'
+            floor = levels
+        yield "</g>"
+
+    def shares(self, row: Sequence[Cell]) -> Mapping[Kind, list[float]]:
+        """Return the share of each kind of action in the time slice of each column."""
+        timeline, columns = self.frame.timeline, self.columns
+        column = max(timeline.length, 1) / columns
+        shares = {kind: [0.0] * columns for kind in Kind}
+        for action, start, end in row:
+            here, until = start / column, end / column
+            while here < until and int(here) < columns:
+                after = min(int(here) + 1, until)
+                shares[action.kind][int(here)] += after - here
+                here = after
+        return shares
+
+
+def _area(floor: Sequence[float], levels: Sequence[float], frame: Frame, y: float, height: float) -> str:
+    """Return the area between two step curves as an SVG path; equal neighbour columns are one rectangle."""
+    wide = frame.plot / len(levels)
+    steps = [
+        (round(low * _STEPS) / _STEPS, round(high * _STEPS) / _STEPS)
+        for low, high in zip(floor, levels, strict=True)
+    ]
+    path, column = "", 0
+    for (low, high), same in groupby(steps):
+        count = len(list(same))
+        if high > low:
+            x, base = frame.left + column * wide, y + height * (1 - low)
+            path += f"M{x:.1f} {base:.1f}v{-height * (high - low):.1f}h{count * wide:.1f}V{base:.1f}z"
+        column += count
+    return path

@@ -1,0 +1,215 @@
+"""Check of lowered programs: both ranks of a channel have the same message order, and no deadlock occurs.
+
+Neither where a send blocks its rank until the receive is posted (Gloo), nor where each communicator runs its
+operations in order on a stream of the GPU (NCCL, see `stream_replay`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import TypeAlias
+
+from plait.errors import ScheduleError
+from plait.schedules.action import Action, Kind
+from plait.schedules.lowering.messages import SENDS_IN_FLIGHT, Channel
+from plait.schedules.lowering.program import (
+    AwaitReceive,
+    Finish,
+    Instruction,
+    PostReceive,
+    Program,
+    ReduceGradient,
+    Send,
+)
+from plait.schedules.lowering.stream_replay import Awaited, Call, Operation, Queued, deadlock_of, first_uses
+
+CollectiveCalls: TypeAlias = Callable[[int, Instruction], Iterable[Call]]
+"""Returns what the host of a rank of `pp` queues in an instruction, besides messages."""
+
+
+def own(channel: Channel) -> Hashable:
+    """Return `channel` as the key of its communicator: each channel then has a communicator of its own."""
+    return channel
+
+
+def check_programs(
+    programs: Sequence[Program],
+    communicator_of: Callable[[Channel], Hashable] = own,
+    *,
+    rendezvous: bool = True,
+) -> None:
+    """Raise ScheduleError if the ranks' programs could deadlock, on CPUs or on GPUs.
+
+    On a CPU a send is a rendezvous that blocks its rank until the receive is posted; on a GPU the operations
+    of a communicator block each other. Without `rendezvous` they are for GPUs only. Each channel must post
+    its receives in the order of its sends, and await each posted receive.
+    """
+    channels = _check_channel_order(programs)
+    if rendezvous:
+        _check_rendezvous(programs)
+    calls = stream_calls(programs, communicator_of)
+    connected = {communicator_of(channel) for channel in channels}  # when the engine is made
+    cycle = deadlock_of(calls) or deadlock_of(first_uses(calls, connected))
+    if cycle is not None:
+        raise ScheduleError(f"rule 'no deadlock on GPU streams' is broken: {cycle}.")
+
+
+def stream_calls(
+    programs: Sequence[Program],
+    communicator_of: Callable[[Channel], Hashable],
+    collectives: CollectiveCalls | None = None,
+    ranks: Sequence[int] | None = None,
+) -> list[list[Call]]:
+    """Return each `pp` rank's calls that queue or await a message, and the calls that `collectives` returns.
+
+    By default these are the reductions of tied parameters. Collectives along the other axes are left out: all
+    ranks along them run the same program. `ranks`: the rank that names each in operations, by default its
+    index along `pp`.
+    """
+    collectives = _reductions_of_tied(programs) if collectives is None else collectives
+    ranks = range(len(programs)) if ranks is None else ranks
+
+    def message(channel: Channel, consumer: Action) -> Operation:
+        ends = (ranks[end] for end in channel[:2])
+        return Operation(communicator_of(channel), tuple(sorted(ends)), str(consumer))
+
+    return [list(_calls_of(rank, program, message, collectives)) for rank, program in enumerate(programs)]
+
+
+def tied_units(programs: Sequence[Program]) -> dict[str, tuple[int, ...]]:
+    """Return the units whose gradients several ranks of `pp` reduce, with these ranks."""
+    reducers: dict[str, list[int]] = defaultdict(list)
+    for rank, program in enumerate(programs):
+        for instruction in program:
+            if isinstance(instruction, ReduceGradient):
+                reducers[instruction.unit].append(rank)
+    return {unit: tuple(ranks) for unit, ranks in reducers.items() if len(ranks) > 1}
+
+
+def _reductions_of_tied(programs: Sequence[Program]) -> CollectiveCalls:
+    """Return a function from rank and instruction to the calls that reduce tied units' gradients."""
+    tied = tied_units(programs)
+    queued: dict[int, list[Operation]] = defaultdict(list)
+
+    def calls(rank: int, instruction: Instruction) -> Iterator[Call]:
+        match instruction:
+            case ReduceGradient(unit) if unit in tied:
+                queued[rank].append(Operation(tied[unit], tied[unit], f"the reduction of {unit}"))
+                yield Queued(queued[rank][-1])
+            case Finish():
+                yield from map(Awaited, queued.pop(rank, ()))
+
+    return calls
+
+
+def _calls_of(
+    rank: int,
+    program: Program,
+    message: Callable[[Channel, Action], Operation],
+    collectives: CollectiveCalls,
+) -> Iterator[Call]:
+    sends: dict[Channel, deque[Operation]] = defaultdict(deque)
+    for instruction in program:
+        match instruction:
+            case PostReceive(action, peer):
+                yield Queued(message((peer, rank, action.kind), action))
+            case AwaitReceive(action, peer):
+                yield Awaited(message((peer, rank, action.kind), action))
+            case Send(action, peer):
+                in_flight = sends[rank, peer, action.kind]
+                if len(in_flight) == SENDS_IN_FLIGHT:
+                    yield Awaited(in_flight.popleft())
+                in_flight.append(message((rank, peer, action.kind), _consumer(action)))
+                yield Queued(in_flight[-1])
+            case Finish():
+                yield from (Awaited(one) for in_flight in sends.values() for one in in_flight)
+        yield from collectives(rank, instruction)
+
+
+def _check_rendezvous(programs: Sequence[Program]) -> None:
+    run = _ProgramRun(programs)
+    moved = 1
+    while moved:
+        moved = sum(run.advance(rank) for rank in range(len(programs)))
+    stuck = [
+        f"rank {rank} at {program[run.counters[rank]]}"
+        for rank, program in enumerate(programs)
+        if run.counters[rank] < len(program)
+    ]
+    if stuck:
+        raise ScheduleError(f"rule 'no deadlock' is broken: {'; '.join(stuck)} wait for each other.")
+
+
+class _ProgramRun:
+    """Simulated run of all ranks' programs: each rank's next instruction, and each channel's messages."""
+
+    def __init__(self, programs: Sequence[Program]) -> None:
+        self.programs = programs
+        self.counters = [0] * len(programs)
+        self.posted: dict[Channel, int] = defaultdict(int)
+        self.sent: dict[Channel, int] = defaultdict(int)
+        self.arrived: set[tuple[int, Action]] = set()
+
+    def advance(self, rank: int) -> int:
+        """Run the program of `rank` until it blocks; return the number of instructions that were run."""
+        program, start = self.programs[rank], self.counters[rank]
+        while self.counters[rank] < len(program) and self._run(rank, program[self.counters[rank]]):
+            self.counters[rank] += 1
+        return self.counters[rank] - start
+
+    def _run(self, rank: int, instruction: Instruction) -> bool:
+        match instruction:
+            case PostReceive(action, peer):
+                self.posted[peer, rank, action.kind] += 1
+            case Send(action, peer):
+                channel = rank, peer, action.kind
+                if self.posted[channel] <= self.sent[channel]:
+                    return False
+                self.sent[channel] += 1
+                self.arrived.add((peer, _consumer(action)))
+            case AwaitReceive(action):
+                return (rank, action) in self.arrived
+        return True
+
+
+def _consumer(sent: Action) -> Action:
+    """Return the action that waits for the message of `Send(sent, …)`."""
+    return Action(sent.stage + (1 if sent.kind is Kind.F else -1), sent.kind, sent.microbatch)
+
+
+def _check_channel_order(programs: Sequence[Program]) -> list[Channel]:
+    """Return all channels. ScheduleError if sends, receives and waits on a channel do not match."""
+    sends: dict[Channel, list[Action]] = defaultdict(list)
+    receives: dict[Channel, list[Action]] = defaultdict(list)
+    waiting: dict[Channel, set[Action]] = defaultdict(set)
+    for rank, program in enumerate(programs):
+        for instruction in program:
+            match instruction:
+                case Send(action, peer):
+                    sends[rank, peer, action.kind].append(_consumer(action))
+                case PostReceive(action, peer):
+                    receives[peer, rank, action.kind].append(action)
+                    waiting[peer, rank, action.kind].add(action)
+                case AwaitReceive(action, peer):
+                    posted = waiting[peer, rank, action.kind]
+                    if action not in posted:
+                        _refuse((peer, rank, action.kind), f"{action} is awaited before it is received")
+                    posted.remove(action)
+    channels = sorted({*sends, *receives})
+    for channel in channels:
+        if sends[channel] != receives[channel]:
+            _refuse(channel, f"sent {_listed(sends[channel])}, received {_listed(receives[channel])}")
+        if waiting[channel]:
+            _refuse(channel, f"{_listed(sorted(waiting[channel]))} is received and never awaited")
+    return channels
+
+
+def _refuse(channel: Channel, why: str) -> None:
+    raise ScheduleError(
+        f"rule 'one order per channel' is broken between ranks {channel[0]} and {channel[1]}: {why}."
+    )
+
+
+def _listed(actions: Sequence[Action]) -> str:
+    return " ".join(map(str, actions)) or "nothing"

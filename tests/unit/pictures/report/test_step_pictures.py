@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from synthetic_runs import write_metrics, write_plan, write_recorded_step
+
+from plait.pictures.report.plan_pictures import layers_picture, ranks_picture, tensor_picture, tensor_text
+from plait.pictures.report.recorded_step import (
+    MOST_ROWS,
+    RecordedRank,
+    RecordedStep,
+    StepTimeline,
+    in_order,
+    write_step,
+)
+from plait.pictures.report.run_description import read_description
+from plait.pictures.report.run_record import read_run
+from plait.pictures.report.sections import sections_of
+
+
+def test_the_shares_of_a_ranks_time_add_up_to_the_step(tmp_path: Path) -> None:
+    timeline = StepTimeline(write_recorded_step(tmp_path, 2, 3))
+    first, last = timeline.bounds
+    for _, uses in timeline.uses():
+        assert sum(uses.values()) == pytest.approx((last - first) / 1e9)
+        assert uses["computing"] == pytest.approx(
+            (24 - 16 * 0.2) * 1e-3
+        )  # 8 F and 8 B, each with a wait of 0.2
+        assert uses["tp"] == pytest.approx(16 * 0.2e-3)
+
+
+def test_a_step_timeline_groups_rows_by_pipeline_up_to_a_limit(tmp_path: Path) -> None:
+    assert StepTimeline(write_recorded_step(tmp_path, 2, 3)).shown == [0, 3, 1, 4, 2, 5]
+    many = StepTimeline(write_recorded_step(tmp_path, 8, 16))
+    assert len(many.shown) == MOST_ROWS
+    assert many.shown[:8] == list(range(0, 128, 16))
+
+
+def test_the_table_of_many_ranks_lists_those_that_compute_most_and_least(tmp_path: Path) -> None:
+    write_metrics(tmp_path, 1)
+    ranks = tuple(
+        RecordedRank(((0, "F", 0, 0, rank),), (("tp", 32, 32),) * (rank == 0), {}) for rank in range(32)
+    )
+    for count, shown in (
+        (16, [*range(16)]),
+        (17, [*range(16, 8, -1), *range(7, -1, -1)]),
+        (32, [*range(31, 23, -1), *range(7, -1, -1)]),
+    ):
+        write_step(RecordedStep(1, "1f1b", 1, (0,), ranks[:count]), tmp_path)
+        page = "".join(sections_of([read_run(tmp_path)]))
+        assert [int(rank) for rank in re.findall(r"<td>rank (\d+)</td>", page)] == shown
+
+
+def test_traffic_is_summed_over_ranks_with_the_most_of_one() -> None:
+    ranks = tuple(
+        RecordedRank((), (), {"tp": {"all_reduce": (rank + 1, 10)}, "pp": {"send": (1, 100)}})
+        for rank in range(3)
+    )
+    step = RecordedStep(1, "1f1b", 1, (0,), ranks)
+    assert list(StepTimeline(step).traffic()) == [
+        ("pp", "send", 1, 100, 300),
+        ("tp", "all_reduce", 3, 10, 30),
+    ]
+
+
+def test_overlapping_waits_of_a_rank_are_cut_to_follow_each_other() -> None:
+    rank = RecordedRank((), (("tp", 5, 9), ("pp", 0, 6), ("dp", 1, 2)), {})
+    assert in_order(rank) == [("pp", 0, 6), ("tp", 6, 9)]
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"pp": 2, "tp": 2, "dp": 2, "cp": 2}, {"pp": 8, "tp": 8, "dp": 8, "replicate": 2}], ids=str
+)
+def test_every_rank_and_layer_has_a_place_in_the_plan_picture(
+    tmp_path: Path, parallel: dict[str, int]
+) -> None:
+    write_plan(tmp_path, layers=8, strategy="full", **parallel)
+    about = read_description(tmp_path)
+    assert about is not None
+    picture = ranks_picture(about)
+    ranks = re.findall(r'data-rank="(\d+)" data-pp="(\d+)"', picture)
+    assert [int(rank) for rank, _ in ranks] == list(range(about.world))
+    assert all(int(rank) // (about.world // about.mesh["pp"]) == int(pp) for rank, pp in ranks)
+    assert layers_picture(about).count("<rect") == len(about.layers)
+    right = max(
+        float(x) + float(w) for x, w in re.findall(r' x="([\d.]+)" y="[\d.]+" width="([\d.]+)"', picture)
+    )
+    assert right <= 1151
+
+
+def test_the_picture_of_a_sharded_matrix_covers_it_once(tmp_path: Path) -> None:
+    write_plan(tmp_path, tp=2, dp=2, cp=2, strategy="full")
+    about = read_description(tmp_path)
+    assert about is not None
+    for tensor in about.tensors:
+        picture = tensor_picture(tensor, about.mesh)
+        width, height = map(float, re.findall(r'width="([\d.]+)" height="([\d.]+)" role', picture)[0])
+        sizes = {
+            kind: sum(
+                float(w) * float(h)
+                for w, h in re.findall(rf'class="{kind}"[^>]* width="([\d.]+)" height="([\d.]+)"', picture)
+            )
+            for kind in ("piece", "interval")
+        }
+        whole = (width - 2) * (height - 2)
+        assert sizes["piece"] == pytest.approx(whole, rel=0.04), tensor.name
+        assert sizes["interval"] == pytest.approx(whole, rel=0.04), tensor.name
+    (up,) = (tensor for tensor in about.tensors if tensor.name == "blocks.0.mlp.gate.weight")
+    assert tensor_text(up, about).startswith("512 × 256, divided over tp 2 × shard 2 × cp 2: at most ")

@@ -1,0 +1,115 @@
+"""Parts of programs: all of it, in order, under names that say what for."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sharded_cases import shapes
+
+from plait.parameter_units import UnitTiming
+from plait.schedules.action import Action, Kind
+from plait.schedules.lowering.lower import lower
+from plait.schedules.lowering.program import (
+    INSTRUCTION_TYPES,
+    AwaitReceive,
+    ReduceGradient,
+    RunLayer,
+    segments_of,
+)
+from plait.schedules.lowering_spec import LayerIndex, LoweringSpec
+from plait.schedules.named_schedules import policy_schedule
+
+
+def names(rank: int, shape: LoweringSpec) -> list[str]:
+    return [part.name for part in segments_of(lower(policy_schedule("1f1b", 2, 1), shape)[rank])]
+
+
+def test_a_program_is_divided_into_the_named_segments() -> None:
+    shape = LoweringSpec((2, 2), {"body": (LayerIndex(0, 0),), "": (LayerIndex(1, 1),)})
+    assert names(0, shape) == [
+        "receive 0I0",
+        "take 0F0",
+        "0F0",
+        "send 0F0",
+        "await 0I0",
+        "0B0",
+        "reduce body",
+        "release 0B0",
+        "finish",
+    ]
+    assert names(1, shape) == [
+        "receive 1F0",
+        "await 1F0",
+        "1F0",
+        "seed 1I0",
+        "1I0",
+        "send 1I0",
+        "1W0",
+        "reduce the model",
+        "1W0",
+        "release 1B0",
+        "finish",
+    ]
+
+
+def test_gathers_between_the_parts_of_an_action_are_segments_of_their_own() -> None:
+    shape = LoweringSpec(
+        (2, 1),
+        {"a": (LayerIndex(0, 0),), "b": (LayerIndex(0, 1),)},
+        timings=dict.fromkeys("ab", UnitTiming("each use", "each", True)),
+    )
+    assert names(0, shape)[:10] == [
+        "gather a",
+        "receive 0I0",
+        "take 0F0",
+        "await a",
+        "gather b",
+        "0F0",
+        "release a",
+        "await b",
+        "0F0",
+        "send 0F0",
+    ]
+
+
+def test_segments_between_two_parts_of_an_action_belong_to_the_action() -> None:
+    shape = LoweringSpec((2, 2), {"": (LayerIndex(1, 1),)})
+    parts = segments_of(lower(policy_schedule("1f1b", 2, 1), shape)[1])
+    assert [
+        str(part.within) for part in parts if part.name in ("1I0", "send 1I0", "1W0", "reduce the model")
+    ] == [
+        "1I0",
+        "None",
+        "1W0",
+        "1W0",
+        "1W0",
+    ]
+
+
+@given(st.data())
+def test_segments_contain_every_instruction_and_neighbours_have_different_names(data: st.DataObject) -> None:
+    order = policy_schedule(data.draw(st.sampled_from(["gpipe", "1f1b", "zb-h1", "zb-v"])), 2, 3)
+    for program in lower(order, data.draw(shapes(order.stages))):
+        parts = segments_of(program)
+        assert tuple(one for part in parts for one in part.instructions) == program
+        assert all(before.name != after.name for before, after in pairwise(parts))
+        for part in parts:
+            layers = [one for one in part.instructions if isinstance(one, RunLayer)]
+            assert {one.action for one in layers} <= {part.computes}
+            assert part.within == part.computes or "seed" in part.name or part.computes is None
+            assert (part.awaits is not None) == isinstance(part.instructions[0], AwaitReceive)
+
+
+@pytest.mark.parametrize("kind", INSTRUCTION_TYPES, ids=lambda kind: kind.__name__)
+def test_every_instruction_has_a_name(kind: type) -> None:
+    values = {"action": Action(1, Kind.F, 3), "unit": "head", "peer": 0, "layer": 0}
+    (part,) = segments_of((kind(**{field.name: values[field.name] for field in fields(kind)}),))
+    assert part.name.endswith(("1F3", "head", "finish"))
+
+
+def test_a_unit_without_a_name_is_the_model() -> None:
+    assert segments_of((ReduceGradient(""),))[0].name == "reduce the model"
