@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import plait
-from plait.comm.group import Group
+from plait.ranks.group import Group
 from plait.tensor import ColumnParallelLinear, RowParallelLinear
 
 WIDTH, INNER, ROWS, STEPS = 16, 64, 128, 60

@@ -17,7 +17,7 @@ from zlib import crc32
 import pytest
 
 if TYPE_CHECKING:
-    from plait.comm.rank_pool import RankPool
+    from plait.ranks.launch.rank_pool import RankPool
 
 RANKS = {"rank_pool", "thread_ranks"}
 MOST_CASES = 2
@@ -110,7 +110,7 @@ def _within_the_time_for_a_twentieth(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[RankPool]:
     """Local CPU ranks: `rank_pool.run(function, *arguments, ranks=4)`; they start when asked for."""
-    from plait.comm.rank_pool import RankPool
+    from plait.ranks.launch.rank_pool import RankPool
 
     with RankPool(8, threads=1, timeout=60.0, device="cpu") as pool:
         yield pool
@@ -132,9 +132,9 @@ class ThreadRanks:
 
     def run(self, function: Callable[..., Any], *arguments: Any, ranks: int) -> list[Any]:
         """Return what `function(*arguments)` returns on each rank; one thread of torch each."""
-        from plait.blueprint import Blueprint
-        from plait.comm.rank_threads import run_threads
-        from plait.comm.transport.local.stream_rules import StreamRules
+        from plait.engine.blueprint import Blueprint
+        from plait.ranks.launch.rank_threads import run_threads
+        from plait.ranks.transport.local.stream_rules import StreamRules
 
         self._shared_results.pop(Blueprint, None)  # it may come from code that a test has broken
         if self.make_rules is not None:

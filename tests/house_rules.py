@@ -64,227 +64,247 @@ WITHOUT_TORCH = {
     "quantities",
     "version",
 }
-WITH_DISTRIBUTED = {"comm", "checkpoint", "device", "tensor/torch_parallelize_plan.py"}
+WITH_DISTRIBUTED = {"comm", "checkpoint", "device", "tensor/parallel/torch_parallelize_plan.py"}
 """Rooms and files that import torch.distributed."""
 PRIVATE_USES = {
     (
-        "autograd/engine_calls.py",
+        "tensor/autograd/engine_calls.py",
         "run_backward",
         "_C",
     ): "whether a TorchFunctionMode is on: no public way to ask",
-    ("autograd/engine_calls.py", "run_backward", "_len_torch_function_stack"): "likewise",
+    ("tensor/autograd/engine_calls.py", "run_backward", "_len_torch_function_stack"): "likewise",
     (
-        "autograd/engine_calls.py",
+        "tensor/autograd/engine_calls.py",
         "run_backward_unseen",
         "_execution_engine",
     ): "a backward without checks in Python",
-    ("autograd/engine_calls.py", "apply_function", "_C"): "whether functorch is on: no public way to ask",
-    ("autograd/engine_calls.py", "apply_function", "_are_functorch_transforms_active"): "likewise",
     (
-        "autograd/engine_calls.py",
+        "tensor/autograd/engine_calls.py",
+        "apply_function",
+        "_C",
+    ): "whether functorch is on: no public way to ask",
+    ("tensor/autograd/engine_calls.py", "apply_function", "_are_functorch_transforms_active"): "likewise",
+    (
+        "tensor/autograd/engine_calls.py",
         "reshaped_in_place",
         "_unsafe_view",
     ): "a result of another shape that is no view",
     (
-        "layers/memory_sources.py",
+        "models/layers/memory_sources.py",
         "",
         "torch.utils._python_dispatch.TorchDispatchMode",
     ): "documented, private by its path",
-    ("layers/memory_sources.py", "_written", "_schema"): "what an operation writes: no public way",
-    ("layers/call_hooks.py", "has_load_hooks", "_load_state_dict_pre_hooks"): "no public way to list hooks",
-    ("comm/gradient_hooks.py", "first_gradient_hook", "_backward_hooks"): "no public way to list hooks",
-    ("comm/gradient_hooks.py", "first_gradient_hook", "_post_accumulate_grad_hooks"): "likewise",
+    ("models/layers/memory_sources.py", "_written", "_schema"): "what an operation writes: no public way",
+    ("tensor/call_hooks.py", "has_load_hooks", "_load_state_dict_pre_hooks"): "no public way to list hooks",
+    ("ranks/gradient_hooks.py", "first_gradient_hook", "_backward_hooks"): "no public way to list hooks",
+    ("ranks/gradient_hooks.py", "first_gradient_hook", "_post_accumulate_grad_hooks"): "likewise",
     (
-        "compilation/torch_compiler.py",
+        "engine/compilation/torch_compiler.py",
         "joint_graph",
         "torch._functorch.aot_autograd.aot_export_joint_simple",
     ): "the graph of a forward and its backward: no public way",
     (
-        "compilation/torch_compiler.py",
+        "engine/compilation/torch_compiler.py",
         "",
         "torch._subclasses.fake_tensor.FakeTensorMode",
     ): "tensors without memory on any device: documented, private by its path",
     (
-        "device.py",
+        "ranks/device.py",
         "keep_stand_in_for_gpus",
         "torch._subclasses.fake_tensor.FakeTensorMode",
     ): "entering it makes the stand-in",
-    ("compilation/torch_compiler.py", "is_view", "_unsafe_view"): "an operation that shares memory",
+    ("engine/compilation/torch_compiler.py", "is_view", "_unsafe_view"): "an operation that shares memory",
     (
-        "compilation/torch_compiler.py",
+        "engine/compilation/torch_compiler.py",
         "with_generated_code",
         "torch._inductor.compile_fx.compile_fx",
     ): "compiles a graph; `torch._inductor.compile` is this without `inner_compile`",
     (
-        "compilation/torch_compiler.py",
+        "engine/compilation/torch_compiler.py",
         "with_generated_code",
         "torch._inductor.compile_fx.compile_fx_inner",
     ): "what generates the code: its result is called without the wrappers around it",
     (
-        "compilation/torch_compiler.py",
+        "engine/compilation/torch_compiler.py",
         "with_generated_code",
         "torch._functorch.config",
     ): "documented, private by its path",
     (
-        "compilation/torch_compiler.py",
+        "engine/compilation/torch_compiler.py",
         "code_cache",
         "torch._inductor.runtime.cache_dir_utils.cache_dir",
     ): "the folder of generated code, wherever the environment puts it: no public way to ask",
     (
-        "context_attention/fused_kernels.py",
+        "tensor/attention/fused_kernels.py",
         "_chosen_backend",
         "_fused_sdp_choice",
     ): "which kernel scaled_dot_product_attention takes: no public way to ask",
     (
-        "context_attention/fused_kernels.py",
+        "tensor/attention/fused_kernels.py",
         "cpu_attention",
         "_scaled_dot_product_flash_attention_for_cpu",
     ): "attention with its log-sum-exp: no public way",
     (
-        "context_attention/fused_kernels.py",
+        "tensor/attention/fused_kernels.py",
         "_cpu_backward",
         "_scaled_dot_product_flash_attention_for_cpu_backward",
     ): "likewise",
     (
-        "context_attention/fused_kernels.py",
+        "tensor/attention/fused_kernels.py",
         "_flash_forward",
         "_scaled_dot_product_flash_attention",
     ): "likewise",
     (
-        "context_attention/fused_kernels.py",
+        "tensor/attention/fused_kernels.py",
         "_flash_backward",
         "_scaled_dot_product_flash_attention_backward",
     ): "likewise",
     (
-        "context_attention/fused_kernels.py",
+        "tensor/attention/fused_kernels.py",
         "_cudnn_forward",
         "_scaled_dot_product_cudnn_attention",
     ): "likewise",
     (
-        "context_attention/fused_kernels.py",
+        "tensor/attention/fused_kernels.py",
         "_cudnn_backward",
         "_scaled_dot_product_cudnn_attention_backward",
     ): "likewise",
     (
-        "context_attention/fused_kernels.py",
+        "tensor/attention/fused_kernels.py",
         "_efficient_forward",
         "_scaled_dot_product_efficient_attention",
     ): "likewise",
     (
-        "context_attention/fused_kernels.py",
+        "tensor/attention/fused_kernels.py",
         "_efficient_backward",
         "_scaled_dot_product_efficient_attention_backward",
     ): "likewise",
     (
-        "context_attention/packed_kernel.py",
+        "tensor/attention/packed_kernel.py",
         "forward",
         "_flash_attention_forward",
     ): "attention within documents, by the operation of torch.nn.attention.varlen, which gives no backward",
     (
-        "context_attention/packed_kernel.py",
+        "tensor/attention/packed_kernel.py",
         "backward",
         "_flash_attention_backward",
     ): "its backward with a given log-sum-exp: no public way",
     (
-        "verification/narrowing_casts.py",
+        "verification/reference/narrowing_casts.py",
         "",
         "torch.utils._python_dispatch.TorchDispatchMode",
     ): "sees the casts inside of layers and of their backward: documented, private by its path",
     (
-        "pipeline/recomputed_runs.py",
+        "engine/pipeline/recomputed_runs.py",
         "versions_of",
         "_version",
     ): "whether a result was written to: no public way",
     (
-        "autograd/many_tensors.py",
+        "tensor/autograd/many_tensors.py",
         "add_each",
         "_foreach_add_",
     ): "adds many tensors at once: no public way but an optimizer's",
-    ("autograd/many_tensors.py", "zero_each", "_foreach_zero_"): "likewise",
-    ("autograd/many_tensors.py", "multiply_each", "_foreach_mul_"): "likewise",
-    ("autograd/regather.py", "version_of", "_version"): "whether a layer wrote to what entered: likewise",
-    ("autograd/joined_linears.py", "output", "_version"): "likewise",
+    ("tensor/autograd/many_tensors.py", "zero_each", "_foreach_zero_"): "likewise",
+    ("tensor/autograd/many_tensors.py", "multiply_each", "_foreach_mul_"): "likewise",
     (
-        "layers/shape_inference.py",
+        "tensor/autograd/regather.py",
+        "version_of",
+        "_version",
+    ): "whether a layer wrote to what entered: likewise",
+    ("tensor/autograd/joined_linears.py", "output", "_version"): "likewise",
+    (
+        "models/layers/shape_inference.py",
         "_run",
         "_version",
     ): "whether a layer wrote to its input: likewise",
     (
-        "pipeline/executor.py",
+        "engine/pipeline/executor.py",
         "profiling",
         "_profiler_enabled",
     ): "no public way to ask for an active profiler",
     (
-        "layers/layer_sequence.py",
+        "models/layers/layer_sequence.py",
         "_flatten",
         "_modules",
     ): "named_children leaves out what stands twice",
     (
-        "pipeline/recomputed_runs.py",
+        "engine/pipeline/recomputed_runs.py",
         "_written",
         "_schema",
     ): "what an operation writes to: no public way to ask",
     (
-        "pipeline/recomputed_runs.py",
+        "engine/pipeline/recomputed_runs.py",
         "*",
         "torch.utils._python_dispatch.TorchDispatchMode",
     ): "sees each operation",
     (
-        "layers/position_proof.py",
+        "proof/position_proof.py",
         "*",
         "torch.utils._python_dispatch.TorchDispatchMode",
     ): "likewise",
     (
-        "layers/position_tracker.py",
+        "proof/position_tracker.py",
         "arguments_of",
         "_schema",
     ): "the names of an operation's arguments: likewise",
-    ("comm/fork_server.py", "_server_process", "_forkserver"): "no public way to ask whether there is one",
-    ("comm/fork_server.py", "_server_process", "_forkserver_pid"): "likewise",
-    ("comm/fork_server.py", "stop_fork_server", "_forkserver"): "multiprocessing ends it, but too late",
-    ("comm/fork_server.py", "stop_fork_server", "_stop"): "likewise",
-    ("comm/world_membership.py", "_take_groups", "_world"): "no public way to list the process groups",
     (
-        "comm/failure_log.py",
+        "ranks/launch/fork_server.py",
+        "_server_process",
+        "_forkserver",
+    ): "no public way to ask whether there is one",
+    ("ranks/launch/fork_server.py", "_server_process", "_forkserver_pid"): "likewise",
+    (
+        "ranks/launch/fork_server.py",
+        "stop_fork_server",
+        "_forkserver",
+    ): "multiprocessing ends it, but too late",
+    ("ranks/launch/fork_server.py", "stop_fork_server", "_stop"): "likewise",
+    (
+        "ranks/launch/world_membership.py",
+        "_take_groups",
+        "_world",
+    ): "no public way to list the process groups",
+    (
+        "ranks/failure/failures.py",
         "failure_log_of_world",
         "_get_default_store",
     ): "no public way to the store",
-    ("comm/transport/torch_distributed.py", "splits_communicators", "_get_default_group"): "likewise",
-    ("comm/transport/torch_distributed.py", "new_process_group", "_get_default_group"): "likewise",
+    ("ranks/transport/torch_distributed.py", "splits_communicators", "_get_default_group"): "likewise",
+    ("ranks/transport/torch_distributed.py", "new_process_group", "_get_default_group"): "likewise",
     (
-        "comm/transport/torch_distributed.py",
+        "ranks/transport/torch_distributed.py",
         "new_process_group",
         "_new_process_group_helper",
     ): "new_group reuses the names of destroyed groups, or needs every rank of the world",
-    ("comm/transport/torch_distributed.py", "new_process_group", "_world"): "likewise",
-    ("comm/transport/torch_distributed.py", "_nccl_options", "_timeout"): "torch warns where it differs",
-    ("comm/operation_watch.py", "write_flight_record", "_C"): "no public way to the flight record",
-    ("comm/operation_watch.py", "write_flight_record", "_distributed_c10d"): "likewise",
+    ("ranks/transport/torch_distributed.py", "new_process_group", "_world"): "likewise",
+    ("ranks/transport/torch_distributed.py", "_nccl_options", "_timeout"): "torch warns where it differs",
+    ("ranks/failure/operation_watch.py", "write_flight_record", "_C"): "no public way to the flight record",
+    ("ranks/failure/operation_watch.py", "write_flight_record", "_distributed_c10d"): "likewise",
     (
-        "comm/transport/torch_distributed.py",
+        "ranks/transport/torch_distributed.py",
         "set_timeout",
         "_get_backend",
     ): "no public way to the backend of one device type",
     (
-        "comm/transport/torch_distributed.py",
+        "ranks/transport/torch_distributed.py",
         "set_timeout",
         "_set_default_timeout",
     ): "the name of `set_timeout` before torch 2.13",
-    ("comm/preload.py", "*", "torch._dynamo"): "the fork server loads it once, else every rank would",
+    ("ranks/launch/preload.py", "*", "torch._dynamo"): "the fork server loads it once, else every rank would",
 }
 """File, function, private name: why there is no public way."""
 PUBLIC_NAMES = {"_exit", "_replace"}
 """`os._exit`, and what every named tuple has: documented, in spite of their names."""
 FROZEN_VALUES = {
     ("tensor/losses.py", "cross_entropy"): "a frozen dataclass: the loss as a value",
-    ("rules.py", "entrance"): "a frozen dataclass: a word of the rules",
-    ("rules.py", "column"): "likewise",
-    ("rules.py", "row"): "likewise",
-    ("rules.py", "vocabulary"): "likewise",
-    ("rules.py", "sequence"): "likewise",
-    ("rules.py", "piece"): "likewise",
-    ("rules.py", "replicated"): "likewise",
-    ("rules.py", "norm"): "likewise",
+    ("plan/rules.py", "entrance"): "a frozen dataclass: a word of the rules",
+    ("plan/rules.py", "column"): "likewise",
+    ("plan/rules.py", "row"): "likewise",
+    ("plan/rules.py", "vocabulary"): "likewise",
+    ("plan/rules.py", "sequence"): "likewise",
+    ("plan/rules.py", "piece"): "likewise",
+    ("plan/rules.py", "replicated"): "likewise",
+    ("plan/rules.py", "norm"): "likewise",
 }
 """Lower-case names of values at module level that cannot change."""
 IMMUTABLE_MAKERS = {"TypeVar", "ParamSpec", "NewType", "frozenset", "tuple"}
@@ -293,25 +313,25 @@ AXIS_NAMES = {"pp", "dp", "replicate", "shard", "cp", "tp", "dp_cp", "shard_cp"}
 DECIDED_ONCE = {"strategy", "reduce", "master_precision", "gradient_precision", "reduce_precision"}
 """Fields of a plan that `parameter_units` turns into the description of each unit, which all else reads."""
 READS_THE_PLAN = {
-    "plan.py": "checks the fields",
-    "parameter_units.py": "decides",
-    "axes.py": "names the axes",
-    "cli/plan_html.py": "prints a plan",
-    "cli/plan_output.py": "prints a plan",
-    "footprint/fit_plan.py": "chooses among plans",
-    "footprint/memory_report.py": "prints a plan",
-    "loop/run_description.py": "prints a plan",
-    "prediction/plan_changes.py": "chooses among plans",
-    "prediction/plan_search.py": "chooses among plans",
-    "prediction/plan_space.py": "chooses among plans",
-    "prediction/collective_times.py": "places of ranks on hosts, by stride",
-    "prediction/operations.py": "the type of an axis",
-    "prediction/state_memory.py": "memory of the search, before it reads traces",
+    "plan/plan.py": "checks the fields",
+    "plan/parameter_units.py": "decides",
+    "plan/axes.py": "names the axes",
+    "app/cli/plan_html.py": "prints a plan",
+    "app/cli/plan_output.py": "prints a plan",
+    "estimate/memory/fit_plan.py": "chooses among plans",
+    "estimate/memory/memory_report.py": "prints a plan",
+    "app/loop/describe_run.py": "prints a plan",
+    "estimate/search/plan_changes.py": "chooses among plans",
+    "estimate/search/plan_search.py": "chooses among plans",
+    "estimate/search/plan_space.py": "chooses among plans",
+    "estimate/time/collective_times.py": "places of ranks on hosts, by stride",
+    "estimate/time/operations.py": "the type of an axis",
+    "estimate/time/state_memory.py": "memory of the search, before it reads traces",
     "report/description.py": "the format of a run's files, which may be older than the mesh",
     "report/tensor_picture.py": "draws a run's files",
     "report/timelines.py": "draws a run's files",
-    "train/memory_limit.py": "prints a plan",
-    "train/reference_steps.py": "the plan of one rank, and its tolerance",
+    "app/train/predicted_run.py": "prints a plan",
+    "app/train/reference_steps.py": "the plan of one rank, and its tolerance",
     "verification/diagnosis/across_ranks.py": "the order in which causes are suspected",
     "verification/diagnosis/symptoms.py": "the order in which causes are suspected",
     "verification/expected_dtypes.py": "independent of what it checks",
@@ -438,13 +458,13 @@ def no_cycles(source: Source, house: House) -> Iterator[str]:
 def torch_stays_in_its_rooms(source: Source, house: House) -> Iterator[str]:
     for line, module in source.imports(house):
         if _is(module, "torch.distributed") and WITH_DISTRIBUTED.isdisjoint((source.room, source.path)):
-            yield source.breach(line, f"{source.room} imports torch.distributed: use plait.comm")
+            yield source.breach(line, f"{source.room} imports torch.distributed: use plait.ranks")
         elif _is(module, "torch") and source.room in WITHOUT_TORCH:
             yield source.breach(line, f"{source.room} imports torch: it decides on numbers, without tensors")
     if WITH_DISTRIBUTED.isdisjoint((source.room, source.path)):
         for node in ast.walk(source.tree):
             if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
-                yield source.breach(node.lineno, f"{source.room} uses torch.distributed: use plait.comm")
+                yield source.breach(node.lineno, f"{source.room} uses torch.distributed: use plait.ranks")
 
 
 def devices_in_one_room(source: Source, house: House) -> Iterator[str]:
@@ -457,7 +477,7 @@ def devices_in_one_room(source: Source, house: House) -> Iterator[str]:
         if used is not None and (
             used in ("torch.cuda", "torch.Event", "non_blocking", "pin_memory") or used.endswith(".is_cuda")
         ):
-            yield source.breach(node.lineno, f"{source.room} uses {used}: use plait.device")
+            yield source.breach(node.lineno, f"{source.room} uses {used}: use plait.ranks.device")
 
 
 def small(source: Source, house: House) -> Iterator[str]:
@@ -616,7 +636,7 @@ def units_are_decided_once(source: Source, house: House) -> Iterator[str]:
         if len(named) > 1 and AXIS_NAMES.issuperset(named):
             yield source.breach(
                 getattr(node, "lineno", 1),
-                f"spells out the axes {named}: take them from the unit, or plait.axes",
+                f"spells out the axes {named}: take them from the unit, or plait.plan.axes",
             )
 
 

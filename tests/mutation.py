@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from plait.comm.rank_pool import RankPool
+from plait.ranks.launch.rank_pool import RankPool
 
 LEFT_OUT = (
     "tests/zoo/",

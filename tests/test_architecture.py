@@ -99,8 +99,13 @@ def test_examples_benchmarks_and_tests_keep_the_rules_for_text() -> None:
 
 
 BROKEN: tuple[tuple[Rule, str, str, str], ...] = (
-    (imports_go_down, "comm/x.py", "from plait.pipeline.stage import Stage", "comm imports pipeline"),
-    (imports_go_down, "pipeline/x.py", "from plait.sharding.unit import Unit", "pipeline imports sharding"),
+    (imports_go_down, "comm/x.py", "from plait.engine.pipeline.stage import Stage", "comm imports pipeline"),
+    (
+        imports_go_down,
+        "pipeline/x.py",
+        "from plait.engine.sharding.unit import Unit",
+        "pipeline imports sharding",
+    ),
     (
         imports_go_down,
         "schedules/x.py",
@@ -109,8 +114,8 @@ BROKEN: tuple[tuple[Rule, str, str, str], ...] = (
     ),
     (
         imports_go_down,
-        "plan.py",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from plait.layout import Layout",
+        "plan/plan.py",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from plait.plan.layout import Layout",
         ":3: plan imports layout",
     ),
     (imports_go_down, "comm/x.py", "from plait import models", "comm imports models"),
@@ -119,19 +124,19 @@ BROKEN: tuple[tuple[Rule, str, str, str], ...] = (
     (imports_go_down, "train/x.py", "import plait", "imports the package itself"),
     (imports_go_down, "train/x.py", "from plait import cross_entropy", "imports the package itself"),
     (imports_go_down, "attic/x.py", "", "room 'attic' stands in no floor"),
-    (no_cycles, "comm/group.py", "from plait.comm.mesh import Mesh", "plait.comm.mesh leads back here"),
-    (no_cycles, "comm/group.py", "from plait.comm.group import Group", "plait.comm.group leads back here"),
-    (torch_stays_in_its_rooms, "pipeline/x.py", "import torch.distributed as dist", "use plait.comm"),
-    (torch_stays_in_its_rooms, "pipeline/x.py", "from torch import distributed", "use plait.comm"),
+    (no_cycles, "ranks/group.py", "from plait.ranks.mesh import Mesh", "plait.ranks.mesh leads back here"),
+    (no_cycles, "ranks/group.py", "from plait.ranks.group import Group", "plait.ranks.group leads back here"),
+    (torch_stays_in_its_rooms, "pipeline/x.py", "import torch.distributed as dist", "use plait.ranks"),
+    (torch_stays_in_its_rooms, "pipeline/x.py", "from torch import distributed", "use plait.ranks"),
     (
         torch_stays_in_its_rooms,
         "pipeline/x.py",
         "from torch.distributed.tensor import DTensor",
-        "use plait.comm",
+        "use plait.ranks",
     ),
     (torch_stays_in_its_rooms, "engine.py", "import torch\ntorch.distributed.get_rank()", ":2: engine uses"),
     (torch_stays_in_its_rooms, "schedules/x.py", "from torch import Tensor", "schedules imports torch"),
-    (torch_stays_in_its_rooms, "plan.py", "def f():\n    import torch", ":2: plan imports torch"),
+    (torch_stays_in_its_rooms, "plan/plan.py", "def f():\n    import torch", ":2: plan imports torch"),
     (small, "comm/x.py", "x = 1\n" * 401, "a file of 401 lines"),
     (small, "comm/x.py", "def f():\n" + "    x = 1\n" * 60, "f has 61 lines"),
     (
@@ -192,12 +197,12 @@ def test_each_rule_reports_a_breach_with_its_line(rule: Rule, path: str, text: s
         "def f(self):\n    self._x = self._y()\n    os._exit(1)\n    return self.__class__.__name__",
         "def f():\n    table = {}\n    table[1] = 2\n    table.update(a=1)\n    return table",
         "def f():\n" + "    x = 1\n" * 59,
-        "from plait.comm.group import Group\nfrom plait.errors import MeshError\nimport torch.distributed",
+        "from plait.ranks.group import Group\nfrom plait.errors import MeshError\nimport torch.distributed",
         "path = '~/data' + 'a/tmp/b'",
     ],
 )
 def test_no_rule_reports_allowed_code(text: str) -> None:
-    source = Source("plait.comm.x", "comm/x.py", text)
+    source = Source("plait.ranks.x", "comm/x.py", text)
     assert [breach for rule in RULES for breach in rule(source, {**house(), source.name: source})] == []
 
 

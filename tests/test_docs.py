@@ -19,18 +19,18 @@ from typing import NamedTuple
 
 import pytest
 
-from plait.cli.checkpoint_options import read_options as checkpoint_options
-from plait.cli.checkpoint_options import split_options
-from plait.cli.data import parser as data_parser
-from plait.cli.evaluate import parser as evaluate_parser
-from plait.cli.main import main
-from plait.cli.report import parser as report_parser
-from plait.cli.verify import parser as verify_parser
-from plait.comm import Mesh
+from plait.app.cli.checkpoint_options import read_options as checkpoint_options
+from plait.app.cli.checkpoint_options import split_options
+from plait.app.cli.data import parser as data_parser
+from plait.app.cli.evaluate import parser as evaluate_parser
+from plait.app.cli.main import main
+from plait.app.cli.report import parser as report_parser
+from plait.app.cli.verify import parser as verify_parser
+from plait.app.config.config_parser import config_from_arguments, fields, takes
 from plait.engine import Engine
 from plait.models.huggingface import FAMILIES
-from plait.plan import Plan
-from plait.train.config_parser import config_from_arguments, fields, takes
+from plait.plan.plan import Plan
+from plait.ranks import Mesh
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -211,7 +211,7 @@ def existing() -> frozenset[str]:
     """Fields of the configuration and of plans, values that they take, public names, and packages."""
     configured = {name.rpartition(".")[2] for name in fields()} - {"name", "dir", "source", "steps"}
     values = {str(value) for field in fields().values() for value in field.get("enum", ())} - {"none", "full"}
-    public = set().union(*(import_module(name).__all__ for name in ("plait", "plait.comm", "plait.tensor")))
+    public = set().union(*(import_module(name).__all__ for name in ("plait", "plait.ranks", "plait.tensor")))
     packages = {path.parent.name for path in (ROOT / "src" / "plait").glob("*/__init__.py")} - {"train"}
     names = configured | values | public | packages | set(Plan.__dataclass_fields__)
     return frozenset(

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import plait
-from plait.cli.main import main
+from plait.app.cli.main import main
 
 ROADS = Path(__file__).parent.parent / "examples" / "roads"
 RECORDER = """#!/bin/sh

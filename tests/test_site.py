@@ -19,12 +19,12 @@ from test_docs import PAGES, ROOT, scripts
 REFERENCE = sorted((ROOT / "docs" / "reference" / "api").glob("*.md"))
 PUBLIC = (
     "plait",
-    "plait.autograd",
+    "plait.tensor.autograd",
     "plait.checkpoint.dtensor",
-    "plait.comm",
-    "plait.context_attention",
+    "plait.ranks",
+    "plait.tensor.attention",
     "plait.engine",
-    "plait.layout",
+    "plait.plan.layout",
     "plait.loop",
     "plait.models",
     "plait.models.huggingface",

@@ -23,9 +23,9 @@ import torch.distributed.checkpoint as dcp
 import plait
 from plait.checkpoint.checkpoint_manager import CheckpointManager
 from plait.checkpoint.rank_contents import rank_contents, written_by
-from plait.comm.collectives import all_reduce, barrier
 from plait.engine import Engine
-from plait.plan import Plan
+from plait.plan.plan import Plan
+from plait.ranks.collectives import all_reduce, barrier
 
 ROWS, CONTEXT, VOCAB = 2, 64, 2048
 Times = dict[str, list[float]]

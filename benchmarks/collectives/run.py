@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.comm import Group, Mesh, barrier
-from plait.comm.rank_pool import RankPool
-from plait.comm.transport.reduction import fold
-from plait.comm.transport.shared_memory import transport
-from plait.comm.transport.shared_memory.transport import SharedMemoryTransport
-from plait.comm.transport.torch_distributed import TorchTransport
+from plait.ranks import Group, Mesh, barrier
+from plait.ranks.launch.rank_pool import RankPool
+from plait.ranks.transport.reduction import fold
+from plait.ranks.transport.shared_memory import transport
+from plait.ranks.transport.shared_memory.transport import SharedMemoryTransport
+from plait.ranks.transport.torch_distributed import TorchTransport
 
 KIB = 1024
 SIZES = [4 * KIB, 64 * KIB, 256 * KIB, 512 * KIB, 1024 * KIB, 4096 * KIB, 32768 * KIB]

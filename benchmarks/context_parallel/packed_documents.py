@@ -10,11 +10,11 @@ import time
 
 import torch
 
-from plait.autograd.running_sequence import ContextParallelism
-from plait.comm.group import Group
-from plait.comm.traffic import Traffic
-from plait.context_attention.exchange_plan import Mask, exchange_plan
 from plait.engine.local_batch import local_inputs
+from plait.ranks.group import Group
+from plait.ranks.traffic import Traffic
+from plait.tensor.attention.exchange_plan import Mask, exchange_plan
+from plait.tensor.running_sequence import ContextParallelism
 
 SHAPES = ((1, 512, 1), (1, 512, 8), (1, 4096, 1), (1, 4096, 16), (1, 4096, 64), (4, 4096, 16), (4, 8192, 64))
 """Rows, tokens of a row, documents of a row."""

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from plait.data.batches import Rows, ShuffledBatches, TokenWindows
-from plait.data.document_rows import DocumentRows
-from plait.data.token_shards import open_corpus
+from plait.app.data.batches import Rows, ShuffledBatches, TokenWindows
+from plait.app.data.document_rows import DocumentRows
+from plait.app.data.token_shards import open_corpus
 
 CONTEXT, BATCH = 2048, 16
 

@@ -16,8 +16,8 @@ from contestants import Contestant, NoResultError, command_of
 from report import Row
 from work import Work, build
 
-from plait.loop.meter import flops_per_token
-from plait.prediction.hardware import gpu_peaks
+from plait.app.loop.meter import flops_per_token
+from plait.estimate.time.hardware import gpu_peaks
 
 CLOSE = 2e-3
 """How far two losses in bf16 may be apart, relative to their size."""

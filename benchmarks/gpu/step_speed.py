@@ -25,9 +25,9 @@ from work import WORKS, Trainee, Work, build, shares
 from woven import plan_of, predicted, woven
 
 import plait
-from plait.device import CPU, allocated, current_accelerator, is_accelerator, name_of, synchronize
-from plait.loop.meter import flops_per_token
-from plait.prediction.hardware import gpu_peaks
+from plait.app.loop.meter import flops_per_token
+from plait.estimate.time.hardware import gpu_peaks
+from plait.ranks.device import CPU, allocated, current_accelerator, is_accelerator, name_of, synchronize
 
 SIZES = {
     "large": WORKS["1.3B"],

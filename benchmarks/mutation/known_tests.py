@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / "build/mutation"
 SECONDS = 15.0, 45.0
 """What tests of one mutant took in the run with coverage: those tried first, and the others."""
-_POOL = "src/plait/comm/rank_pool.py"
+_POOL = "src/plait/ranks/launch/rank_pool.py"
 """What tests with ranks as processes run in their own."""
 _LEAST = 0.01
 """Seconds that a test counts with at least."""

@@ -12,6 +12,7 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
+from plait.rules import column, row
 from run import (
     LAYER_KINDS,
     LAYERS,
@@ -31,7 +32,6 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import plait
-from plait.rules import column, row
 
 RANKS = 2
 Make = Callable[[str], Step]

@@ -22,7 +22,7 @@ from torch.distributed.pipelining import (
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from work import LIMIT, MICROBATCHES, Step, build, cut, filled, loss_of, optimizer_of, stage_of
 
-from plait.layers.layer_sequence import sequence_of
+from plait.models.layers.layer_sequence import sequence_of
 
 AnySchedule = (
     ScheduleGPipe

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import plait
-from plait.layers.layer_sequence import layer_costs, sequence_of
-from plait.layers.nested import NamedLayer
 from plait.models.initial import initial_value
+from plait.models.layers.layer_sequence import layer_costs, sequence_of
 from plait.schedules.search.layer_costs import LayerCosts
 from plait.schedules.search.stage_cuts import schedule_and_cut
+from plait.tensor.layer_values import NamedLayer
 
 BLOCKS, HIDDEN, HEADS, VOCAB, CONTEXT = 8, 512, 8, 8192, 256
 MICROBATCHES = 8

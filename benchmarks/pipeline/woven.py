@@ -10,7 +10,7 @@ from work import LIMIT, MICROBATCHES, Step, batch, build, optimizer_of
 
 import plait
 from plait.engine import Engine
-from plait.footprint.measured_balance import balance
+from plait.estimate.measurement.measured_balance import balance
 
 REORDERED_AFTER = 2
 """Steps."""

@@ -19,8 +19,8 @@ from frameworks import (
 )
 from runs import Case, Setup, even_blocks, gpt, records
 
-from plait.plan import Plan, Recompute
-from plait.prediction.decoder import Decoder
+from plait.plan.model_sizes import Decoder
+from plait.plan.plan import Plan, Recompute
 from plait.schedules.search.layer_costs import balance
 
 

@@ -23,9 +23,9 @@ from layer_cases import layer_ratios
 from machines import JEAN_ZAY_RESERVED, clusters
 from runs import Case
 
-from plait.prediction.hardware import Hardware
-from plait.prediction.step_end import gradient_sum_seconds, optimizer_seconds
-from plait.prediction.step_times import StepTimes
+from plait.estimate.time.hardware import Hardware
+from plait.estimate.time.step_end import gradient_sum_seconds, optimizer_seconds
+from plait.estimate.time.step_times import StepTimes
 
 GROUPS = {
     "a100": (

@@ -8,11 +8,11 @@ from itertools import chain
 
 from frameworks import Framework
 
-from plait.plan import Recompute
-from plait.prediction.decoder import LayerKind
-from plait.prediction.layer_memory import LayerMemory, layer_memory
-from plait.prediction.layer_operations import StepShape, keys_read
-from plait.prediction.memory_by_size import RankActivations, RankMemories, StageMemory
+from plait.estimate.time.layer_memory import LayerMemory, layer_memory
+from plait.estimate.time.layer_operations import StepShape, keys_read
+from plait.estimate.time.memory_by_size import RankActivations, RankMemories, StageMemory
+from plait.plan.model_sizes import LayerKind
+from plait.plan.plan import Recompute
 from plait.schedules.held_microbatches import RankHeld
 
 

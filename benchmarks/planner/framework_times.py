@@ -8,13 +8,13 @@ from functools import lru_cache
 
 from frameworks import Framework
 
-from plait.plan import Plan
-from plait.prediction.decoder import Decoder, LayerKind
-from plait.prediction.hardware import Hardware
-from plait.prediction.layer_operations import LayerWork, Recomputation, StepShape
-from plait.prediction.layer_times import LayerTimer
-from plait.prediction.operations import AxisTransfer, DeviceOperation, Elementwise, FusedAttention, Product
-from plait.prediction.step_times import NANOSECOND, StepTimes, stage_kinds, stage_modes
+from plait.estimate.time.hardware import Hardware
+from plait.estimate.time.layer_operations import LayerWork, Recomputation, StepShape
+from plait.estimate.time.layer_times import LayerTimer
+from plait.estimate.time.operations import AxisTransfer, DeviceOperation, Elementwise, FusedAttention, Product
+from plait.estimate.time.step_times import NANOSECOND, StepTimes, stage_kinds, stage_modes
+from plait.plan.model_sizes import Decoder, LayerKind
+from plait.plan.plan import Plan
 from plait.schedules.action import Kind
 from plait.schedules.event_simulation import Timing
 from plait.schedules.schedule import Schedule

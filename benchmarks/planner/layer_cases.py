@@ -9,10 +9,10 @@ from framework_times import FrameworkTimer
 from frameworks import MEGATRON_2021, MEGATRON_2022, MIXED
 from runs import gpt, records
 
-from plait.plan import Plan, Recompute
-from plait.prediction.hardware import Hardware
-from plait.prediction.layer_operations import StepShape
-from plait.prediction.layer_times import PassTimes
+from plait.estimate.time.hardware import Hardware
+from plait.estimate.time.layer_operations import StepShape
+from plait.estimate.time.layer_times import PassTimes
+from plait.plan.plan import Plan, Recompute
 
 MODEL_22B = {"hidden": 6144, "layers": 48, "heads": 64, "context": 2048, "vocab": 51200}
 ROWS = {2304: (6, 24), 4096: (3, 32), 5120: (1, 40), 6144: (1, 48)}

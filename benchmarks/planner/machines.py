@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from plait.prediction.hardware import Hardware, load_hardware
+from plait.estimate.time.hardware import Hardware, load_hardware
 
 FITTED = {
     "vtrain-host": {"host": 7.98e-05, "inside": 0.932},

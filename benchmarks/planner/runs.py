@@ -12,9 +12,9 @@ from framework_memory import FrameworkMemories
 from framework_times import FrameworkTimes, quick_step
 from frameworks import Framework
 
-from plait.plan import Plan
-from plait.prediction.decoder import Decoder
-from plait.prediction.hardware import Hardware
+from plait.estimate.time.hardware import Hardware
+from plait.plan.model_sizes import Decoder
+from plait.plan.plan import Plan
 from plait.schedules.held_microbatches import HeldMicrobatches
 from plait.schedules.search.api import schedule
 from plait.schedules.search.layer_costs import balance

@@ -7,10 +7,10 @@ from multiprocessing import get_context
 from resource import RUSAGE_SELF, getrusage
 from time import process_time
 
-from plait.plan import Plan
-from plait.prediction.decoder import Decoder
-from plait.prediction.hardware import load_hardware
-from plait.prediction.plan_search import search
+from plait.estimate.search.plan_search import search
+from plait.estimate.time.hardware import load_hardware
+from plait.plan.model_sizes import Decoder
+from plait.plan.plan import Plan
 
 LLAMA_7B = Decoder(
     layers=32, hidden=4096, heads=32, inner=11008, vocab=32000, context=4096, gated=True, rotary=True

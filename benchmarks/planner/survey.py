@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from cases import attempts
 from runs import Case
 
-from plait.prediction.hardware import Hardware
+from plait.estimate.time.hardware import Hardware
 
 TABLE = "bigscience"
 

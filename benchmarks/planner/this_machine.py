@@ -19,12 +19,12 @@ from statistics import fmean, median
 import torch
 
 import plait
-from plait.calibration.calibrate import calibrate
-from plait.calibration.model_steps import LARGE, model_step, predicted_seconds
-from plait.comm.collectives import barrier
 from plait.errors import PlaitError
-from plait.plan import Plan
-from plait.prediction.hardware import load_hardware
+from plait.estimate.measurement.calibrate import calibrate
+from plait.estimate.measurement.model_steps import LARGE, model_step, predicted_seconds
+from plait.estimate.time.hardware import load_hardware
+from plait.plan.plan import Plan
+from plait.ranks.collectives import barrier
 from plait.verification.sweep import plans_on
 
 MODELS = {

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from itertools import groupby
 
+from plait.engine.step_programs import StepPrograms
 from plait.schedules.lowering.check_programs import own, stream_calls
+from plait.schedules.lowering.lowering_spec import LoweringSpec
 from plait.schedules.lowering.messages import Channel
 from plait.schedules.lowering.program import Program
 from plait.schedules.lowering.stream_replay import deadlock_of, first_uses
-from plait.schedules.lowering_spec import LoweringSpec
 from plait.schedules.named_schedules import POLICIES, policy_schedule
-from plait.schedules.step_programs import StepPrograms
 
 RANKS = range(2, 9)
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import plait
-from plait.layers.layer_sequence import sequence_of
 from plait.models.initial import initial_value
+from plait.models.layers.layer_sequence import sequence_of
 
 RANKS, MICROBATCHES = 2, 4
 VOCAB, CONTEXT = 8192, 256

@@ -10,7 +10,7 @@ from torch import Tensor
 from work import DECAY, LIMIT, MICROBATCHES, RANKS, RATE, Step, build
 
 import plait
-from plait.comm.traffic import Counts
+from plait.ranks.traffic import Counts
 
 
 def weave(strategy: Any, reduce: Any) -> tuple[Step, Callable[[], Counts]]:

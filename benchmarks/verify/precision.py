@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 import plait
-from plait.comm.rank_pool import RankPool
 from plait.engine import Engine, engine
-from plait.pipeline.stage import Stage
-from plait.sharding import gatherer, reducer
-from plait.sharding.flat_buffer import FlatBuffer
+from plait.engine.pipeline.stage import Stage
+from plait.engine.sharding import gatherer, reducer
+from plait.engine.sharding.flat_buffer import FlatBuffer
+from plait.ranks.launch.rank_pool import RankPool
 from plait.tensor.losses import cross_entropy
 from plait.verification.case import Case
 from plait.verification.options import VerifyOptions

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import plait
-from plait.comm.rank_pool import RankPool
-from plait.pipeline.exchange import Exchange
+from plait.engine.pipeline.exchange import Exchange
+from plait.ranks.launch.rank_pool import RankPool
 from plait.tensor.losses import cross_entropy
 from plait.verification.case import Case
 from plait.verification.options import Mode, VerifyOptions

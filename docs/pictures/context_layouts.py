@@ -9,10 +9,10 @@ how many keys it receives.
 from collections.abc import Iterator
 from pathlib import Path
 
-from plait.context_attention.exchange_plan import Mask, build_plan
-from plait.layout.sequence_layout import SequenceLayout, sequence_layout
 from plait.pictures.colours import rank_colour
 from plait.pictures.timelines.svg import svg_document
+from plait.plan.layout.sequence_layout import SequenceLayout, sequence_layout
+from plait.tensor.attention.exchange_plan import Mask, build_plan
 
 FOLDER = Path(__file__).parent
 LENGTH, RANKS = 16, 4

@@ -6,9 +6,9 @@
 from pathlib import Path
 
 import plait
+from plait.app.config.config_parser import config_from_arguments
 from plait.pictures.timelines.svg import draw_svg
 from plait.pictures.timelines.timeline import simulate
-from plait.train.config_parser import config_from_arguments
 
 FOLDER = Path(__file__).parent
 plan = config_from_arguments(["--config", str(FOLDER.parents[1] / "examples" / "demo.toml")]).plan()

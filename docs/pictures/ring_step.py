@@ -1,6 +1,6 @@
 """Draws ring-step.svg, for docs/guides/context-parallelism.md: attention of one layer on three ranks.
 
-The order of what is computed and sent is that of `context_attention/ring.py`; pairs and messages are counted
+The order of what is computed and sent is that of `tensor/attention/ring.py`; pairs and messages are counted
 by the exchange plans of a zigzag layout. Times are not measured: see `Costs`.
 
 .venv/bin/python docs/pictures/ring_step.py
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from plait.context_attention.exchange_plan import ExchangePlan, Mask, build_plan
-from plait.layout.sequence_layout import sequence_layout
 from plait.pictures.colours import GREY, MIDDLE, shade
 from plait.pictures.timelines.svg import svg_document
+from plait.plan.layout.sequence_layout import sequence_layout
 from plait.schedules.action import Kind
+from plait.tensor.attention.exchange_plan import ExchangePlan, Mask, build_plan
 
 FOLDER = Path(__file__).parent
 RANKS, CHUNK = 3, 64

@@ -9,21 +9,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from plait.submodules import submodule
+from plait.package import submodule
 from plait.version import VERSION
 
 if TYPE_CHECKING:
     from plait import (
-        calibration as calibration,
-    )
-    from plait import (
         checkpoint as checkpoint,
-    )
-    from plait import (
-        comm as comm,
-    )
-    from plait import (
-        data as data,
     )
     from plait import (
         engine as engine,
@@ -32,23 +23,9 @@ if TYPE_CHECKING:
         errors as errors,
     )
     from plait import (
-        layers as layers,
-    )
-    from plait import (
-        layout as layout,
-    )
-    from plait import (
-        loop as loop,
-    )
-    from plait import (
         models as models,
     )
-    from plait import (
-        prediction as prediction,
-    )
-    from plait import (
-        rules as rules,
-    )
+    from plait import ranks as comm
     from plait import (
         schedules as schedules,
     )
@@ -58,57 +35,64 @@ if TYPE_CHECKING:
     from plait import (
         verification as verification,
     )
-    from plait.autograd.dropout import Dropout
-    from plait.autograd.running_sequence import positions
+    from plait.app import data as data
+    from plait.app import loop as loop
+    from plait.app.data.loader import Loader
+    from plait.app.loop.fit import fit
+    from plait.app.loop.stream import Stream
     from plait.checkpoint.loading import load
     from plait.checkpoint.saving import save
-    from plait.comm.launch import launch
-    from plait.comm.mesh import Mesh
-    from plait.composer import parallelize
-    from plait.context_attention.attention import attention
-    from plait.data.loader import Loader
     from plait.engine.local_batch import sequence_part
+    from plait.engine.parallelize import parallelize
     from plait.errors import PlaitError
-    from plait.footprint.estimate import memory
-    from plait.loop.fit import fit
-    from plait.loop.stream import Stream
-    from plait.models.low_rank_adaptation import lora
+    from plait.estimate import measurement as calibration
+    from plait.estimate import time as prediction
+    from plait.estimate.memory.predicted_memory import memory
+    from plait.estimate.search.plan_search import plans
+    from plait.estimate.time.hardware import Hardware
+    from plait.estimate.time.prediction import predict
+    from plait.models import layers as layers
+    from plait.models.lora import lora
     from plait.pictures.timelines.timeline import simulate
-    from plait.plan import Plan
-    from plait.prediction.hardware import Hardware
-    from plait.prediction.plan_search import plans
-    from plait.prediction.step_prediction import predict
+    from plait.plan import layout as layout
+    from plait.plan import rules as rules
+    from plait.plan.plan import Plan
+    from plait.ranks.launch.launch import launch
+    from plait.ranks.mesh import Mesh
     from plait.schedules.check import check
     from plait.schedules.costs import Costs
     from plait.schedules.search.api import schedule
+    from plait.tensor.attention.attention import attention
+    from plait.tensor.dropout import Dropout
     from plait.tensor.losses import cross_entropy
     from plait.tensor.preferences import dpo_loss
+    from plait.tensor.running_sequence import positions
     from plait.verification.verify import verify
 
 __version__ = VERSION
 
 _HOME = {
     "Costs": "plait.schedules.costs",
-    "Dropout": "plait.autograd.dropout",
-    "Hardware": "plait.prediction.hardware",
-    "Loader": "plait.data.loader",
-    "Mesh": "plait.comm.mesh",
-    "Plan": "plait.plan",
+    "Dropout": "plait.tensor.dropout",
+    "Hardware": "plait.estimate.time.hardware",
+    "Loader": "plait.app.data.loader",
+    "Mesh": "plait.ranks.mesh",
+    "Plan": "plait.plan.plan",
     "PlaitError": "plait.errors",
-    "Stream": "plait.loop.stream",
-    "attention": "plait.context_attention.attention",
+    "Stream": "plait.app.loop.stream",
+    "attention": "plait.tensor.attention.attention",
     "check": "plait.schedules.check",
     "cross_entropy": "plait.tensor.losses",
     "dpo_loss": "plait.tensor.preferences",
-    "fit": "plait.loop.fit",
-    "launch": "plait.comm.launch",
+    "fit": "plait.app.loop.fit",
+    "launch": "plait.ranks.launch.launch",
     "load": "plait.checkpoint.loading",
-    "lora": "plait.models.low_rank_adaptation",
-    "memory": "plait.footprint.estimate",
-    "parallelize": "plait.composer",
-    "plans": "plait.prediction.plan_search",
-    "positions": "plait.autograd.running_sequence",
-    "predict": "plait.prediction.step_prediction",
+    "lora": "plait.models.lora",
+    "memory": "plait.estimate.memory.predicted_memory",
+    "parallelize": "plait.engine.parallelize",
+    "plans": "plait.estimate.search.plan_search",
+    "positions": "plait.tensor.running_sequence",
+    "predict": "plait.estimate.time.prediction",
     "save": "plait.checkpoint.saving",
     "schedule": "plait.schedules.search.api",
     "sequence_part": "plait.engine.local_batch",

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from plait.comm.rank_pool import RankPool
-from plait.device import visible_accelerators
+from plait.ranks.device import visible_accelerators
+from plait.ranks.launch.rank_pool import RankPool
 
 MOST_RANKS = 8
 SECONDS = 120.0

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.comm import Mesh, all_to_all_uneven
+from plait.ranks import Mesh, all_to_all_uneven
 
 if TYPE_CHECKING:
     from gpu.ranks import GpuRanks

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.autograd.running_sequence import ContextParallelism, running
-from plait.context_attention import attention
-from plait.context_attention.exchange_plan import Mask, exchange_plan
-from plait.context_attention.kernels import block_backward, block_forward, empty_result, merge
-from plait.context_attention.unfused_kernel import unfused_backward, unfused_forward
-from plait.context_attention.visibility import document_bounds
-from plait.device import default_device, forbid_host_waits
+from plait.ranks.device import default_device, forbid_host_waits
+from plait.tensor.attention import attention
+from plait.tensor.attention.exchange_plan import Mask, exchange_plan
+from plait.tensor.attention.kernels import block_backward, block_forward, empty_result, merge
+from plait.tensor.attention.unfused_kernel import unfused_backward, unfused_forward
+from plait.tensor.attention.visibility import document_bounds
+from plait.tensor.running_sequence import ContextParallelism, running
 
 if TYPE_CHECKING:
     from gpu.ranks import GpuRanks

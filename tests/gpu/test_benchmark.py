@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from plait.plan import Plan
+from plait.plan.plan import Plan
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 RANK = """

@@ -13,7 +13,7 @@ from gpu.training import RECIPE
 from parity import woven
 from parity.cases import gpt2
 from plait.engine import Engine
-from plait.plan import Plan
+from plait.plan.plan import Plan
 
 if TYPE_CHECKING:
     from gpu.ranks import GpuRanks

@@ -9,8 +9,8 @@ import torch
 
 from parity import woven
 from parity.cases import gpt2
-from plait.device import forbid_host_waits, is_accelerator
-from plait.plan import Plan
+from plait.plan.plan import Plan
+from plait.ranks.device import forbid_host_waits, is_accelerator
 
 if TYPE_CHECKING:
     from gpu.ranks import GpuRanks

@@ -13,7 +13,7 @@ from parity import reference, woven
 from parity.case import SEED
 from parity.cases import GPT2_CONTEXT, gpt2
 from parity.norm import TOLERANCE, assert_close
-from plait.plan import Plan
+from plait.plan.plan import Plan
 
 if TYPE_CHECKING:
     from gpu.ranks import GpuRanks

@@ -14,7 +14,7 @@ from parity import reference
 from parity.cases import gpt2
 from parity.parity import compare
 from parity.woven import global_rows
-from plait.plan import Plan
+from plait.plan.plan import Plan
 
 if TYPE_CHECKING:
     from gpu.ranks import GpuRanks

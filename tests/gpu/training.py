@@ -13,7 +13,7 @@ from torch import Tensor
 from parity import woven
 from parity.case import Case, Recipe
 from parity.outcome import Outcome
-from plait.plan import Plan
+from plait.plan.plan import Plan
 
 RECIPE = Recipe(steps=2, optimizer="sgd")
 """The second step shows what the first one leaves, such as the optimizer's state."""

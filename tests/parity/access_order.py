@@ -1,9 +1,9 @@
 """A check that conflicting accesses of memory are ordered on a GPU: a vector clock per stream and thread.
 
 Ranks run as threads under NCCL's rules, and their CPU tensors stand for a GPU's, except those that
-`plait.device` allocates for the host. A *lane* is what runs by itself: the compute stream of a rank, its
-stream of a communicator, a thread. Each access (a range of bytes of a storage) has a position on its lane;
-each lane knows up to which position it comes after the others:
+`plait.ranks.device` allocates for the host. A *lane* is what runs by itself: the compute stream of a rank,
+its stream of a communicator, a thread. Each access (a range of bytes of a storage) has a position on its
+lane; each lane knows up to which position it comes after the others:
 
 - an operation of torch runs on the compute stream, after what its thread had done before;
 - an operation of a group runs on its communicator's stream, after what was on the compute stream by then; a
@@ -33,18 +33,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import plait
-from plait import device
 from plait.checkpoint import saving
-from plait.comm import mesh, rank_device
-from plait.comm.transport.local.stream_rules import Part, StreamOperation, StreamRules
-from plait.comm.transport.local.transport import RankThread, current_local_rank
-from plait.device import StreamEvent
+from plait.ranks import device, mesh, rank_device
+from plait.ranks.device import StreamEvent
+from plait.ranks.transport.local.stream_rules import Part, StreamOperation, StreamRules
+from plait.ranks.transport.local.transport import RankThread, current_local_rank
 
 SOURCE = Path(plait.__file__).parent
 RULES = SOURCE / "comm" / "transport" / "local"
 Lane: TypeAlias = Hashable
 READ_BY_HOST = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero")
-ON_CPU = ("comm/text_collectives.py", "tensor/embedding.py")
+ON_CPU = ("ranks/text_collectives.py", "tensor/parallel/embedding_and_norm.py")
 """Files whose numbers are in CPU memory, or not read where there is a GPU."""
 WITHOUT_ACCESS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_")
 
@@ -249,7 +248,7 @@ def caller(frame: FrameType | None) -> str | None:
 
 
 def stand_for_gpus(monkeypatch: pytest.MonkeyPatch, order: AccessOrder) -> None:
-    """Let `plait.device` take all tensors for those of a GPU, except those that it allocates for the host."""
+    """Let `plait.ranks.device` take all tensors for those of a GPU, except those that it allocates for the host."""
     for name, new in _device_room(order).items():
         original = getattr(device, name)
         for module in [one for path, one in sys.modules.items() if path.startswith("plait.")]:

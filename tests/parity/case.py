@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plait.layers.nested import Value, map_tensors
+from plait.tensor.layer_values import Value, map_tensors
 from plait.tensor.losses import CrossEntropy, Loss
 
 SEED = 11

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from parity import huggingface_cases as cases
-from plait.data.preparation import prepare_corpus
+from plait.app.data.preparation import prepare_corpus
 
 LETTERS = "abcdefghi "
 WORDS = ["<unk>", "<end>", "[user]", "[assistant]", *LETTERS]

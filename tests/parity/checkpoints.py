@@ -17,8 +17,8 @@ from plait.checkpoint.box_reader import BoxReader
 from plait.checkpoint.folders import resolve
 from plait.checkpoint.manifest import Manifest, read_manifest
 from plait.engine import Engine
-from plait.layout import Layout
-from plait.plan import Plan
+from plait.plan.layout import Layout
+from plait.plan.plan import Plan
 
 MICROBATCHES = 4
 """Of a step, over all data-parallel ranks together."""

@@ -13,14 +13,14 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from plait.comm.collectives import all_reduce
-from plait.comm.handle import Handle
 from plait.engine import runner
-from plait.pipeline.exchange import Exchange
-from plait.pipeline.loss_stage import LossStage
-from plait.pipeline.stage import Stage
-from plait.sharding import gradient_norm, reducer
-from plait.sharding.reducer import Reducer
+from plait.engine.pipeline.exchange import Exchange
+from plait.engine.pipeline.loss_stage import LossStage
+from plait.engine.pipeline.stage import Stage
+from plait.engine.sharding import gradient_norm, reducer
+from plait.engine.sharding.reducer import Reducer
+from plait.ranks.collectives import all_reduce
+from plait.ranks.handle import Handle
 
 
 @contextmanager

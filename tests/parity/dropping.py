@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from plait.rules import Rules, column, entrance, piece, row, sequence
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -19,10 +20,9 @@ from parity.case import SEED, Case, Recipe
 from parity.cases import GPT2_VOCAB, draw_contexts, with_values
 from parity.outcome import Outcome
 from parity.reference import materialise, train_model
-from plait.autograd.dropout import key_of
-from plait.autograd.dropout_mask import keep_mask
-from plait.plan import Plan
-from plait.rules import Rules, column, entrance, piece, row, sequence
+from plait.plan.plan import Plan
+from plait.tensor.dropout import key_of
+from plait.tensor.dropout_mask import keep_mask
 
 HEADS = 4
 

@@ -16,12 +16,13 @@ from parity import huggingface_cases as cases
 from parity.case import Batch, Case
 from parity.contexts import packed
 from parity.dropping import ByHand, run_by_hand
-from plait.autograd.running_sequence import ContextParallelism, running
-from plait.comm.group import Group
-from plait.comm.traffic import Traffic
-from plait.context_attention import SharedKeys
-from plait.context_attention.visibility import document_bounds
-from plait.models.huggingface import decoder, gpt2, gpt_neox
+from plait.models.huggingface import families as decoder
+from plait.models.huggingface import gpt2, gpt_neox
+from plait.ranks.group import Group
+from plait.ranks.traffic import Traffic
+from plait.tensor.attention import SharedKeys
+from plait.tensor.attention.visibility import document_bounds
+from plait.tensor.running_sequence import ContextParallelism, running
 
 HEADS, KEY_HEADS, WINDOW = 6, 2, 3
 SHARED = {"heads": HEADS, "kv_heads": KEY_HEADS}

@@ -13,10 +13,13 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from plait import axes
-from plait.parameter_units import UnitTiming
+from plait.engine.sharding.reduction_groups import reduction_ranks
+from plait.engine.step_programs import StepPrograms
+from plait.plan import axes
+from plait.plan.parameter_units import UnitTiming
 from plait.schedules.action import Kind
 from plait.schedules.lowering.check_programs import stream_calls, tied_units
+from plait.schedules.lowering.lowering_spec import LayerIndex, LoweringSpec
 from plait.schedules.lowering.messages import Channel
 from plait.schedules.lowering.program import (
     AwaitParameters,
@@ -32,10 +35,7 @@ from plait.schedules.lowering.program import (
     ScatterGradient,
 )
 from plait.schedules.lowering.stream_replay import Awaited, Call, Operation, Queued, deadlock_of, first_uses
-from plait.schedules.lowering_spec import LayerIndex, LoweringSpec
 from plait.schedules.schedule import Schedule
-from plait.schedules.step_programs import StepPrograms
-from plait.sharding.owners import reduction_ranks
 
 Mode: TypeAlias = Literal["train", "evaluate", "generate"]
 MODES: tuple[Mode, ...] = ("train", "evaluate", "generate")

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import cloudpickle
 import torch
 
-from plait.comm.fork_server import _without_main
-from plait.comm.world import World
-from plait.comm.world_membership import join_world
+from plait.ranks.launch.fork_server import _without_main
+from plait.ranks.launch.world_membership import join_world
+from plait.ranks.world import World
 
 
 class Ending(NamedTuple):
@@ -46,7 +46,7 @@ class MortalRanks:
 
     def __init__(self, warm: Callable[[], None]) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch._dynamo", "plait.comm.rank_process"])
+        context.set_forkserver_preload(["torch", "torch._dynamo", "plait.ranks.launch.rank_process"])
         self._pipe, there = context.Pipe()
         self._process = context.Process(target=_serve, args=(there, cloudpickle.dumps(warm)), daemon=True)
         with _without_main():

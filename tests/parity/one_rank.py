@@ -17,8 +17,8 @@ from plait.checkpoint.box_reader import FullTensors
 from plait.checkpoint.disk import Disk
 from plait.checkpoint.manifest import FILE, manifest_text
 from plait.checkpoint.tensor_file import BoxToWrite, write_file
-from plait.layout import Flat, Layout
-from plait.layout.boxes import piece_boxes
+from plait.plan.layout import Flat, Layout
+from plait.plan.layout.boxes import piece_boxes
 
 Build = Callable[[], nn.Sequential]
 VOCAB, CONTEXT = 29, 6

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from plait.layout import Layout
+from plait.plan.layout import Layout
 
 
 @dataclass

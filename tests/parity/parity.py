@@ -13,9 +13,9 @@ from parity import reference, woven
 from parity.case import Case, Recipe
 from parity.norm import TOLERANCE, assert_close, assert_equal
 from parity.outcome import Outcome
-from plait.comm.rank_pool import RankPool
-from plait.layout import Coordinate, Layout, assemble
-from plait.plan import Plan
+from plait.plan.layout import Coordinate, Layout, assemble
+from plait.plan.plan import Plan
+from plait.ranks.launch.rank_pool import RankPool
 
 TWO_STEPS = Recipe(steps=2)
 """The second shows what the first one leaves: the optimizer's state, buffers that are used again."""

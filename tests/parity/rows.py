@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from parity.pairs import Row
-from plait.plan import Plan
+from plait.plan.plan import Plan
 
 
 def plan_of(row: Row, **others: Any) -> Plan:

@@ -9,17 +9,17 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from plait.autograd import paired_collectives, uneven_collectives
 from plait.checkpoint import save_task, saving
-from plait.comm.handle import Handle
-from plait.comm.mesh import Mesh
-from plait.comm.transport.world_ranks import current_ranks
 from plait.engine import runner
-from plait.pipeline.exchange import Exchange
+from plait.engine.pipeline.exchange import Exchange
+from plait.engine.sharding import gatherer, gradient_norm, reducer
+from plait.engine.sharding.gatherer import Gatherer, ParameterState
+from plait.engine.sharding.reducer import Reducer
+from plait.ranks.handle import Handle
+from plait.ranks.mesh import Mesh
+from plait.ranks.transport.world_ranks import current_ranks
 from plait.schedules.action import Kind
-from plait.sharding import gatherer, gradient_norm, reducer
-from plait.sharding.gatherer import Gatherer, ParameterState
-from plait.sharding.reducer import Reducer
+from plait.tensor.autograd import paired_collectives, uneven_collectives
 
 Defect = Callable[[], AbstractContextManager[object]]
 
@@ -193,7 +193,7 @@ def a_communicator_for_all_channels_of_a_pair() -> Iterator[None]:
 @contextmanager
 def _ends_by_rank() -> Iterator[None]:
     """Messages name their ends by rank, where a group carries both directions."""
-    from plait.pipeline import exchange
+    from plait.engine.pipeline import exchange
 
     send, receive = exchange.send, exchange.receive
 
@@ -295,7 +295,7 @@ RACES: dict[Defect, tuple[dict[str, Any], str]] = {
     parameters_released_while_gathered: (FULL, "freeing .* after all_gather"),
     piece_updated_while_gathered: (FULL, "add_ .* after all_gather"),
     reductions_not_awaited: ({"dp": 2}, "after all_reduce"),
-    scatters_not_awaited: (EACH, "in sharding/reducer.py collect .* after reduce_scatter"),
+    scatters_not_awaited: (EACH, "in engine/sharding/reducer.py collect .* after reduce_scatter"),
     gradient_freed_while_scattered: (EACH, "freeing .* after reduce_scatter"),
     gradient_cleared_while_scattered: (EACH, "zero_ .* after reduce_scatter"),
     input_not_awaited: (PAIR, r"\(reads\) .* after 0I0 from rank 1"),
@@ -307,10 +307,10 @@ RACES: dict[Defect, tuple[dict[str, Any], str]] = {
     mean_loss_not_awaited: (PAIR, "after all_reduce .*world"),
     staging_not_awaited: ({"dp": 2}, "the writer of a checkpoint .* after copy_"),
     staging_reused_while_written: ({"dp": 2}, "copy_ .* after the writer of a checkpoint"),
-    offloaded_gradient_read_before_it_arrives: (OFFLOAD, "add_ in sharding/reducer.py .* after copy_"),
+    offloaded_gradient_read_before_it_arrives: (OFFLOAD, "add_ in engine/sharding/reducer.py .* after copy_"),
     offloaded_piece_updated_while_copied: (
         OFFLOAD,
-        "add_ in user .* after copy_ in sharding/gatherer.py",
+        "add_ in user .* after copy_ in engine/sharding/gatherer.py",
     ),
 }
 """The order of accesses finds these: by mistake a plan, and the race that is told."""

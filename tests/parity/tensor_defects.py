@@ -10,16 +10,17 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from plait import composer
-from plait.autograd import paired_collectives
-from plait.autograd.deferred_weight_gradients import linear
-from plait.autograd.paired_collectives import copy, reduce
-from plait.comm.collectives import all_reduce
-from plait.comm.handle import Handle
-from plait.sharding.reducer import Reducer
-from plait.tensor import embedding, sampling, softmax_terms
-from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from plait.tensor.vocabulary_partition import Vocabulary
+from plait.engine import parallelize as composer
+from plait.engine.sharding.reducer import Reducer
+from plait.ranks.collectives import all_reduce
+from plait.ranks.handle import Handle
+from plait.tensor import sampling, softmax_terms
+from plait.tensor.autograd import paired_collectives
+from plait.tensor.autograd.deferred_weight_gradients import linear
+from plait.tensor.autograd.paired_collectives import copy, reduce
+from plait.tensor.parallel import embedding_and_norm as embedding
+from plait.tensor.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from plait.tensor.parallel.vocabulary_partition import Vocabulary
 
 
 def replaced_backward(operation: Callable[..., Tensor] | None, change: Callable[..., Tensor]) -> Any:

@@ -24,7 +24,7 @@ from parity.stream_defects import (
 from plait.checkpoint.checkpoint_manager import CheckpointManager
 from plait.engine.step_agreement import StepAgreement
 from plait.errors import PlaitError
-from plait.plan import Plan
+from plait.plan.plan import Plan
 
 PLANS: dict[str, dict[str, Any]] = {
     "zb-v": {"pp": 2, "tp": 2, "schedule": "zb-v"},

@@ -5,7 +5,7 @@ import pytest
 from parity.case import Recipe
 from parity.cases import USER_CASES, gpt2
 from parity.parity import check_parity
-from plait.plan import Plan
+from plait.plan.plan import Plan
 
 CASES = {"gpt2": gpt2(), **{case.name: case for case in USER_CASES}}
 

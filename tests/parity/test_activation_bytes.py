@@ -16,7 +16,7 @@ from parity.cases import gpt2, llama
 from parity.live_bytes import LiveBytes
 from parity.pairs import in_quick
 from parity.parity import check_parity
-from plait.plan import Plan
+from plait.plan.plan import Plan
 from plait.schedules.action import Kind
 from plait.schedules.lowering.program import RunLayer
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import plait
 from plait.errors import ModelError, PlanError
-from plait.layout import shard
-from plait.plan import Plan
+from plait.plan.layout import shard
+from plait.plan.plan import Plan
 
 WIDTH, ROWS = 32, 8
 

@@ -14,9 +14,9 @@ from parity.case import Case
 from parity.cases import USER_CASES, gpt2, llama
 from parity.pairs import in_quick
 from parity.parity import check_parity
-from plait.blueprint import build_blueprint
-from plait.footprint.measured_balance import balance, measured_costs
-from plait.plan import Plan
+from plait.engine.blueprint import build_blueprint
+from plait.estimate.measurement.measured_balance import balance, measured_costs
+from plait.plan.plan import Plan
 
 
 class Busy(nn.Module):

@@ -13,7 +13,7 @@ import plait
 from parity.cases import gpt2
 from plait.engine import Engine
 from plait.errors import NonFiniteError, PlanError
-from plait.plan import Plan
+from plait.plan.plan import Plan
 
 PLANS = {
     "none": Plan(dp=2),

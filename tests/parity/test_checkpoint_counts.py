@@ -18,9 +18,9 @@ from plait.checkpoint.folders import resolve
 from plait.checkpoint.manifest import read_manifest
 from plait.checkpoint.optimizer_set import OptimizerSet
 from plait.checkpoint.rank_contents import rank_contents, written_by
-from plait.comm.rank_pool import RankPool
-from plait.comm.text_collectives import all_gather_text
-from plait.plan import Plan
+from plait.plan.plan import Plan
+from plait.ranks.launch.rank_pool import RankPool
+from plait.ranks.text_collectives import all_gather_text
 
 PLANS = {
     "none": Plan(dp=2, microbatches=2),

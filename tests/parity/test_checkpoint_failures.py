@@ -14,9 +14,9 @@ from parity.full_disk import Full
 from parity.pairs import in_quick
 from plait.checkpoint import loading, saving
 from plait.checkpoint.disk import Disk
-from plait.comm.rank_pool import RankPool
 from plait.errors import CheckpointError
-from plait.plan import Plan
+from plait.plan.plan import Plan
+from plait.ranks.launch.rank_pool import RankPool
 
 PLAN = Plan(dp=2, strategy="full", microbatches=2)
 PATIENT = 2.5

@@ -15,9 +15,9 @@ from parity.checkpoints import VOCAB, Make, plan_of, run_of, tensors_of
 from parity.pairs import in_quick
 from parity.test_checkpoints import check_close, check_same_bits
 from plait.checkpoint.manifest import read_manifest
-from plait.comm.rank_pool import RankPool
 from plait.errors import CheckpointError
-from plait.plan import Plan
+from plait.plan.plan import Plan
+from plait.ranks.launch.rank_pool import RankPool
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": torch.optim.SGD,

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from parity.checkpoints import LAYOUTS, link, model, never_stopped, plan_of, tensors_of
-from plait.blueprint import build_blueprint
 from plait.checkpoint.converting import convert_for
 from plait.checkpoint.manifest import read_manifest
-from plait.comm.rank_pool import RankPool
+from plait.engine.blueprint import build_blueprint
+from plait.ranks.launch.rank_pool import RankPool
 
 STEPS = 2
 """Between two stops."""

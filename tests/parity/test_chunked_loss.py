@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from plait.rules import column, sequence, vocabulary
 from torch import nn
 
 import plait
@@ -14,11 +15,10 @@ from parity.cases import GPT2_VOCAB, SMOOTHED, case, draw_contexts, gpt2, llama
 from parity.norm import TOLERANCE, assert_equal
 from parity.pairs import covering_rows
 from parity.parity import check_parity
-from plait.blueprint import build_blueprint
+from plait.engine.blueprint import build_blueprint
 from plait.errors import DataError, PlanError
-from plait.layers.nested import Microbatches
-from plait.plan import Plan
-from plait.rules import column, sequence, vocabulary
+from plait.plan.plan import Plan
+from plait.tensor.layer_values import Microbatches
 from plait.tensor.losses import CrossEntropy
 
 

@@ -11,8 +11,8 @@ from parity.cases import USER_CASES, gpt2, llama
 from parity.dropping import DROPPING, IN_CONTEXTS, TWICE, by_hand
 from parity.pairs import covering_rows, in_quick
 from parity.parity import TWO_STEPS, check_parity, compare
-from plait.compilation.compiled_layer import CompiledRun
-from plait.plan import Plan
+from plait.engine.compilation.compiled_layer import CompiledRun
+from plait.plan.plan import Plan
 
 BY_NAME = {case.name: case for case in USER_CASES}
 MODELS = {"gpt2": gpt2, "llama": llama}

@@ -15,11 +15,11 @@ from parity.case import Recipe
 from parity.cases import gpt2, llama
 from parity.contexts import documents, mixing, packed
 from parity.pieces import of_length
-from plait.autograd.running_sequence import ContextParallelism, running
-from plait.comm import Count
-from plait.context_attention.exchange_plan import Mask, exchange_plan, remembered_plan
-from plait.context_attention.kernels import block_forward, empty_result, merge
-from plait.plan import Plan
+from plait.plan.plan import Plan
+from plait.ranks import Count
+from plait.tensor.attention.exchange_plan import Mask, exchange_plan, remembered_plan
+from plait.tensor.attention.kernels import block_forward, empty_result, merge
+from plait.tensor.running_sequence import ContextParallelism, running
 
 LENGTH, ROWS, WIDTH = 24, 4, 4
 """Of a sequence; sequences of a step; features of a head. 24 positions divide by 2 · cp."""

@@ -13,7 +13,7 @@ from parity import woven
 from parity.cases import gpt2, llama
 from parity.contexts import HIDDEN, Attention, mixing, packed
 from parity.pieces import of_length
-from plait.plan import Plan
+from plait.plan.plan import Plan
 
 PLANS: dict[str, dict[str, Any]] = {
     "ring": {"cp": 2, "context_parallel": "ring", "pp": 2, "schedule": "zb-h1"},
@@ -107,7 +107,7 @@ def test_micro_batches_of_different_lengths_under_cp_give_the_loss_of_one_rank(t
         lengths = (8, 3)
         generator = torch.Generator().manual_seed(0)
         tokens = [torch.randint(37, (2, length), generator=generator) for length in lengths]
-        from plait.layers.nested import Microbatches
+        from plait.tensor.layer_values import Microbatches
 
         return engine.forward_backward(Microbatches(tokens), Microbatches(tokens))
 

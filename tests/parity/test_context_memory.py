@@ -13,12 +13,12 @@ from torch import nn
 
 import plait
 from parity.live_bytes import LiveBytes
-from plait.blueprint import build_blueprint
-from plait.context_attention.exchange_plan import remembered_plan
-from plait.footprint.model_traces import trace_model
-from plait.plan import Plan
+from plait.engine.blueprint import build_blueprint
+from plait.estimate.memory.model_traces import trace_model
+from plait.plan.plan import Plan
 from plait.schedules.action import Kind
 from plait.schedules.lowering.program import RunLayer
+from plait.tensor.attention.exchange_plan import remembered_plan
 
 CP, ATTENTION = 4, 1
 """Ranks, and the number of the attention layer: the embedding is layer 0."""

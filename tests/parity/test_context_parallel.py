@@ -16,7 +16,7 @@ from parity.pairs import a_third_compiled, covering_rows, every_row, in_quick
 from parity.parity import THREE_STEPS, TWO_STEPS, check_parity
 from parity.pieces import of_length
 from parity.rows import name_of
-from plait.plan import Plan
+from plait.plan.plan import Plan
 
 
 def of_tokens(case: Case) -> Callable[[int], Case]:

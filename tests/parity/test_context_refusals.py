@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import plait
 from parity.contexts import mixing
 from plait.errors import CommunicationError, DataError, ModelError, PlanError
-from plait.layers.nested import Microbatches
-from plait.plan import Plan
+from plait.plan.plan import Plan
+from plait.tensor.layer_values import Microbatches
 
 HIDDEN = 24
 

@@ -5,8 +5,8 @@ import pytest
 from parity import woven
 from parity.case import ROWS
 from parity.cases import GPT2_CONTEXT, GPT2_VOCAB, USER_CASES, gpt2
-from plait.comm.traffic import Count
-from plait.plan import Plan
+from plait.plan.plan import Plan
+from plait.ranks.traffic import Count
 
 ITEM = 8
 HIDDEN = 16

@@ -16,14 +16,14 @@ from torch.utils.data import TensorDataset
 import plait
 from parity import chats
 from parity.cases import gpt2
-from plait.comm.rank_pool import RankPool
-from plait.data.batches import Batches
-from plait.layers.nested import tensors_of
-from plait.loop.checkpoints import Checkpoints
-from plait.train.checkpoints import run_checkpoints
-from plait.train.config import Config
-from plait.train.run_data import load_data
-from plait.train.trainer import Trainer
+from plait.app.config.config import Config
+from plait.app.data.batches import Batches
+from plait.app.loop.checkpoint_callback import Checkpoints
+from plait.app.train.run_checkpoints import run_checkpoints
+from plait.app.train.run_data import load_data
+from plait.app.train.trainer import Trainer
+from plait.ranks.launch.rank_pool import RankPool
+from plait.tensor.layer_values import tensors_of
 
 pytestmark = pytest.mark.transformers
 

@@ -9,7 +9,7 @@ from parity.case import Recipe
 from parity.cases import GPT2_VOCAB, gpt2
 from parity.defects import DEFECTS
 from parity.parity import check_parity
-from plait.plan import Plan
+from plait.plan.plan import Plan
 
 PLAN = Plan(pp=2, dp=2, schedule="gpipe", microbatches=3, precision="fp64")
 PLAIN = gpt2(tied=True)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from parity import chats
-from plait.comm.mesh import Mesh
-from plait.comm.rank_pool import RankPool
-from plait.data.batches import NO_TARGET, rank_rows
-from plait.train.config import Config
-from plait.train.run_data import load_data
-from plait.train.trainer import Trainer
+from plait.app.config.config import Config
+from plait.app.data.batches import NO_TARGET, rank_rows
+from plait.app.train.run_data import load_data
+from plait.app.train.trainer import Trainer
+from plait.ranks.launch.rank_pool import RankPool
+from plait.ranks.mesh import Mesh
 
 pytestmark = pytest.mark.transformers
 

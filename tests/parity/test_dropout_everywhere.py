@@ -20,8 +20,8 @@ from parity.pieces import of_length
 from parity.rows import name_of
 from plait.engine import Engine
 from plait.errors import ModelError
-from plait.layers.nested import Microbatches
-from plait.plan import Plan
+from plait.plan.plan import Plan
+from plait.tensor.layer_values import Microbatches
 
 TWO_CALLS = Recipe(steps=2, calls=2)
 

@@ -6,8 +6,8 @@ import torch
 from parity import woven
 from parity.case import Recipe
 from parity.cases import ONE_STAGE, USER_CASES, gpt2
-from plait.layers.layer_sequence import sequence_of
-from plait.plan import Plan
+from plait.models.layers.layer_sequence import sequence_of
+from plait.plan.plan import Plan
 from plait.schedules.search.layer_costs import balance
 
 BY_NAME = {case.name: case for case in USER_CASES}

@@ -14,11 +14,11 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from parity import chats
-from plait.cli.main import main
-from plait.comm.rank_pool import RankPool
-from plait.train.config import Config
-from plait.train.loop import train
-from plait.train.run_data import load_data
+from plait.app.cli.main import main
+from plait.app.config.config import Config
+from plait.app.train.run_data import load_data
+from plait.app.train.train_run import train
+from plait.ranks.launch.rank_pool import RankPool
 
 pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("ignore")]
 

@@ -13,7 +13,7 @@ from parity.cases import case
 from parity.data import draw_vectors
 from parity.layers import CLASSES, HIDDEN, Idle
 from parity.parity import check_parity
-from plait.plan import Plan
+from plait.plan.plan import Plan
 
 
 class Both(nn.Module):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from plait.rules import column, entrance, row
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -18,10 +19,9 @@ from parity.layers import CLASSES, HIDDEN
 from parity.norm import TOLERANCE, assert_equal
 from parity.pairs import in_quick
 from parity.reference import materialise, train
-from plait.comm.rank_pool import RankPool
 from plait.errors import CommunicationError, ModelError
-from plait.plan import Plan
-from plait.rules import column, entrance, row
+from plait.plan.plan import Plan
+from plait.ranks.launch.rank_pool import RankPool
 
 TIGHT = TOLERANCE[torch.float64]
 BY_NAME = {one.name: one for one in USER_CASES}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from plait.rules import vocabulary
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -18,9 +19,8 @@ from parity.cases import case
 from parity.layers import CLASSES, HIDDEN
 from parity.norm import TOLERANCE, assert_close
 from parity.parity import check_parity
-from plait.comm.rank_pool import RankPool
-from plait.plan import Plan
-from plait.rules import vocabulary
+from plait.plan.plan import Plan
+from plait.ranks.launch.rank_pool import RankPool
 from plait.tensor import mean_loss
 
 ONE_STEP = Recipe(steps=1)

@@ -5,7 +5,7 @@ import pytest
 from parity.cases import ONE_STAGE, gpt2
 from parity.pairs import covering_rows, every_row
 from parity.parity import check_parity
-from plait.plan import Plan
+from plait.plan.plan import Plan
 
 FACTORS = {
     "microbatches": (1, 2, 3, 4, 5),

@@ -22,8 +22,8 @@ from torch import Tensor
 
 import plait
 from parity.pairs import Row, covering_rows, every_row
-from plait.layout import assemble
-from plait.plan import Plan
+from plait.plan.layout import assemble
+from plait.plan.plan import Plan
 
 UNIT = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 """Unit roundoff."""

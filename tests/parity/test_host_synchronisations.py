@@ -21,13 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import plait
 from parity import woven
 from parity.cases import gpt2
-from plait.loop import training
-from plait.loop.training import TrainingLoop
-from plait.plan import Plan
+from plait.app.config.config import Config
+from plait.app.loop import training_loop as training
+from plait.app.loop.training_loop import TrainingLoop
+from plait.app.train.train_run import train
+from plait.plan.plan import Plan
 from plait.tensor import softmax_terms
-from plait.tensor.embedding import VocabParallelEmbedding
-from plait.train.config import Config
-from plait.train.loop import train
+from plait.tensor.parallel.embedding_and_norm import VocabParallelEmbedding
 
 SOURCE = Path(plait.__file__).parent
 READS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "unique_dim", "_unique2")
@@ -157,24 +157,24 @@ ROOMS = ("engine/runner.py", "pipeline", "autograd", "tensor", "sharding", "laye
 READING = ("tolist", "numpy", "cpu", "item")
 MAKING = ("tensor", "as_tensor")
 ALLOWED = {
-    "comm/consistency_check.py": "headers are in CPU memory wherever the group has Gloo, and cached on GPUs",
-    "comm/plain_values.py": "results of a launch, once, after the ranks have ended",
-    "comm/result_exchange.py": "the same",
-    "comm/tensor_hash.py": "hashes of values are asked for by guards and loads",
-    "comm/text_collectives.py": "texts are exchanged at the start, on saves and for errors",
-    "comm/transport/shared_memory/host_discovery.py": "once per mesh",
-    "comm/transport/shared_memory/transport.py": "where pieces begin, in the CPU memory that ranks share",
-    "layers/layer_sequence.py": "a hash of the model's values, once",
-    "sharding/gradient_norm.py": "the factor of a clipped gradient that is offloaded to the CPU",
-    "sharding/optimizer_probe.py": "once per optimizer, on CPU tensors of its own",
-    "sharding/replica_check.py": "of guards, which are asked for",
+    "ranks/consistency_check.py": "headers are in CPU memory wherever the group has Gloo, and cached on GPUs",
+    "ranks/plain_values.py": "results of a launch, once, after the ranks have ended",
+    "ranks/launch/result_exchange.py": "the same",
+    "ranks/tensor_hash.py": "hashes of values are asked for by guards and loads",
+    "ranks/text_collectives.py": "texts are exchanged at the start, on saves and for errors",
+    "ranks/transport/shared_memory/host_discovery.py": "once per mesh",
+    "ranks/transport/shared_memory/transport.py": "where pieces begin, in the CPU memory that ranks share",
+    "models/layers/layer_sequence.py": "a hash of the model's values, once",
+    "engine/sharding/gradient_norm.py": "the factor of a clipped gradient that is offloaded to the CPU",
+    "proof/optimizer_probe.py": "once per optimizer, on CPU tensors of its own",
+    "engine/sharding/replica_check.py": "of guards, which are asked for",
     "tensor/sampling.py": "generation draws tokens on the CPU",
-    "loop/meter.py": "the numbers of a step, read after the next one was submitted",
-    "loop/stream.py": "what the rank that reads has read, on the way between CPUs",
-    "loop/validation_means.py": "the means of a validation",
+    "app/loop/meter.py": "the numbers of a step, read after the next one was submitted",
+    "app/loop/stream.py": "what the rank that reads has read, on the way between CPUs",
+    "app/loop/validation_means.py": "the means of a validation",
     "tensor/preferences.py": "answers of a reference, computed once before the training",
-    "train/reference_steps.py": "after the run, on rank 0",
-    "train/sample.py": "the sample after the run",
+    "app/train/reference_steps.py": "after the run, on rank 0",
+    "app/train/sample.py": "the sample after the run",
 }
 """Files that read tensors' values or copy from pageable memory, and why that is not in a steady step."""
 

@@ -17,9 +17,9 @@ from parity import huggingface_cases as cases
 from parity.norm import assert_close, assert_equal
 from parity.pairs import in_quick
 from parity.parity import check_parity
-from plait.comm.rank_pool import RankPool
 from plait.errors import PlanError
-from plait.plan import Plan
+from plait.plan.plan import Plan
+from plait.ranks.launch.rank_pool import RankPool
 from plait.verification.case import Case
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank

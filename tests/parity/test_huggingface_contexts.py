@@ -19,7 +19,7 @@ from parity.pairs import a_third_compiled, covering_rows, every_row, in_quick
 from parity.parity import TWO_STEPS, check_parity, compare
 from parity.rows import name_of
 from plait.errors import ModelError
-from plait.plan import Plan
+from plait.plan.plan import Plan
 from plait.verification.case import Case as VerifyCase
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank

@@ -13,8 +13,8 @@ from parity import woven
 from parity.case import Case, Recipe
 from parity.cases import USER_CASES, gpt2, llama
 from parity.outcome import Outcome
-from plait.pipeline import stage
-from plait.plan import Plan
+from plait.engine.pipeline import stage
+from plait.plan.plan import Plan
 
 QUICK = ("in_place", "tuples", "half_frozen", "crossing_ties", "unused", "views", "buffers")
 """Of the users' models; the full run has all."""

@@ -13,17 +13,17 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from plait.rules import Rules, column, row
 from torch import Tensor, nn
 
 import plait
 from parity.mortal import Ending, MortalRanks, Run
-from plait.autograd import deferred_weight_gradients
-from plait.blueprint import build_blueprint
 from plait.engine import Engine
-from plait.plan import Plan
-from plait.rules import Rules, column, row
+from plait.engine.blueprint import build_blueprint
+from plait.plan.plan import Plan
 from plait.schedules.lowering.lower import lower
 from plait.schedules.lowering.program import Instruction, Program, RunLayer
+from plait.tensor.autograd import deferred_weight_gradients
 
 HIDDEN, MICROBATCHES = 4, 4
 RULES: Rules = {"*.up": column, "*.down": row}

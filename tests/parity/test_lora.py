@@ -11,9 +11,9 @@ import plait
 from parity import cases, lora_cases, woven
 from parity.case import Case, Recipe
 from parity.parity import check_parity, compare
-from plait.comm.rank_pool import RankPool
 from plait.errors import ModelError
-from plait.plan import Plan
+from plait.plan.plan import Plan
+from plait.ranks.launch.rank_pool import RankPool
 from plait.verification.case import Case as VerifiedCase
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank

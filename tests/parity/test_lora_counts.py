@@ -12,7 +12,7 @@ from torch import nn
 import plait
 from parity import test_memory as memory
 from parity.case import Case
-from plait.plan import Plan
+from plait.plan.plan import Plan
 
 TOLERANCE = 0.01
 """What is claimed of the memory of frozen and of adapted models."""

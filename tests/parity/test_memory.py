@@ -17,12 +17,12 @@ from parity.cases import USER_CASES, with_values
 from parity.dropping import dropping
 from parity.live_bytes import LiveBytes
 from parity.pairs import in_quick
-from plait.context_attention.exchange_plan import remembered_plan
-from plait.footprint.estimate import MemoryEstimator
-from plait.footprint.memory_report import RankMemory
-from plait.layers.nested import tensors_of
-from plait.layers.result_cache import ResultCache, result_caches
-from plait.plan import Plan
+from plait.estimate.memory.memory_report import RankMemory
+from plait.estimate.memory.predicted_memory import MemoryEstimator
+from plait.models.result_cache import ResultCache, result_caches
+from plait.plan.plan import Plan
+from plait.tensor.attention.exchange_plan import remembered_plan
+from plait.tensor.layer_values import tensors_of
 
 ROWS, CONTEXT, VOCAB = 16, 64, 256
 TOLERANCE = 0.02

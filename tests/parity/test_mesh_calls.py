@@ -29,14 +29,14 @@ from parity.mesh_calls import (
 )
 from parity.pairs import covering_rows, in_quick
 from parity.rows import name_of
-from plait import axes
-from plait.blueprint import Blueprint
-from plait.comm.transport.local.stream_rules import StreamRules
 from plait.engine import Engine
-from plait.plan import Plan
+from plait.engine.blueprint import Blueprint
+from plait.plan import axes
+from plait.plan.plan import Plan
+from plait.ranks.transport.local.stream_rules import StreamRules
 from plait.schedules.action import Kind
+from plait.schedules.lowering.lowering_spec import LayerIndex
 from plait.schedules.lowering.stream_replay import Call, Operation, Queued, deadlock_of
-from plait.schedules.lowering_spec import LayerIndex
 from plait.schedules.named_schedules import POLICIES
 from plait.schedules.schedule import Schedule
 from plait.schedules.search.api import AUTO

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import plait
 from parity.reference import materialise
 from plait.errors import NonFiniteError, PlanError
-from plait.layout import assemble
-from plait.plan import Plan
+from plait.plan.layout import assemble
+from plait.plan.plan import Plan
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HIDDEN, ROWS, MICROBATCHES = 64, 4, 3

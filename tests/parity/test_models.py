@@ -6,8 +6,8 @@ from parity.cases import ONE_STAGE, USER_CASES, gpt2, single_module
 from parity.pairs import covering_rows, in_turns
 from parity.parity import THREE_STEPS, check_parity
 from parity.woven import layer_count
-from plait.comm.collectives import SMALLEST_SHARED
-from plait.plan import Plan
+from plait.plan.plan import Plan
+from plait.ranks.collectives import SMALLEST_SHARED
 
 CUTS = [
     pytest.param(case, (first, layer_count(case) - first), id=f"{case.name}-{first}")

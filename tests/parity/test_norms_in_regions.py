@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from plait.rules import Rules, column, entrance, norm, replicated, row, sequence, vocabulary
 from torch import Tensor, nn
 
 import plait
 from parity.case import Case
 from parity.cases import GPT2_VOCAB, draw_contexts
 from parity.parity import check_parity
-from plait.comm.rank_pool import RankPool
 from plait.errors import PlanError
-from plait.plan import Plan
-from plait.rules import Rules, column, entrance, norm, replicated, row, sequence, vocabulary
+from plait.plan.plan import Plan
+from plait.ranks.launch.rank_pool import RankPool
 from plait.verification.case import Case as VerifyCase
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank

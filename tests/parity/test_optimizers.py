@@ -11,7 +11,7 @@ import plait
 from parity.case import SEED
 from parity.cases import gpt2
 from plait.errors import PlanError
-from plait.plan import Plan
+from plait.plan.plan import Plan
 
 
 def step_by(plan: Plan, kind: str, groups: bool) -> str:

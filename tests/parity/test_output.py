@@ -16,11 +16,11 @@ from parity.cases import GPT2_CONTEXT, GPT2_VOCAB, USER_CASES, case, gpt2, llama
 from parity.layers import HIDDEN
 from parity.norm import TOLERANCE, assert_equal
 from parity.reference import materialise
-from plait.comm.rank_pool import RankPool
 from plait.errors import CommunicationError, DataError, PlaitError
-from plait.layers.nested import Microbatches, Value, tensors_of
-from plait.layout import divide
-from plait.plan import Plan
+from plait.plan.layout import divide
+from plait.plan.plan import Plan
+from plait.ranks.launch.rank_pool import RankPool
+from plait.tensor.layer_values import Microbatches, Value, tensors_of
 
 TIGHT = TOLERANCE[torch.float64]
 BY_NAME = {one.name: one for one in USER_CASES}

@@ -13,8 +13,8 @@ from torch.nn import functional
 import plait
 from parity import huggingface_cases as cases
 from parity.norm import assert_close, assert_equal
-from plait.comm.rank_pool import RankPool
-from plait.plan import Plan
+from plait.plan.plan import Plan
+from plait.ranks.launch.rank_pool import RankPool
 
 pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("ignore")]
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 import plait
 from parity.norm import TOLERANCE, assert_close, assert_equal
-from plait.comm.rank_pool import RankPool
 from plait.errors import ConfigError, DataError
-from plait.layers.nested import split
-from plait.plan import Plan
+from plait.plan.plan import Plan
+from plait.ranks.launch.rank_pool import RankPool
 from plait.tensor import answer_log_probs, preference_batch
+from plait.tensor.layer_values import split
 
 VOCAB, LENGTH, PAIRS = 12, 40, 4
 BETA, SMOOTH = 0.3, 0.1

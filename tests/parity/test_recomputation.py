@@ -16,8 +16,8 @@ from parity import woven
 from parity.case import Recipe
 from parity.cases import USER_CASES, gpt2, llama
 from parity.parity import check_parity
-from plait.comm.transport.shared_memory.transport import SharedMemoryTransport
-from plait.plan import Plan, Recompute
+from plait.plan.plan import Plan, Recompute
+from plait.ranks.transport.shared_memory.transport import SharedMemoryTransport
 
 
 @pytest.mark.parametrize("case", USER_CASES, ids=lambda case: case.name)

@@ -19,7 +19,7 @@ from plait.engine import Engine
 from plait.errors import DataError
 from plait.pictures.timelines.files import FORMATS, picture
 from plait.pictures.timelines.timeline import Timeline
-from plait.plan import Plan
+from plait.plan.plan import Plan
 from plait.schedules.action import Action, Kind
 from plait.schedules.costs import Costs
 from plait.schedules.schedule import Schedule

@@ -14,7 +14,7 @@ from parity.case import Case
 from parity.cases import gpt2
 from plait.errors import ScheduleError
 from plait.pictures.timelines.timeline import simulate
-from plait.plan import Plan
+from plait.plan.plan import Plan
 
 PLANS = {
     "1f1b": Plan(pp=2, microbatches=5, precision="fp64"),

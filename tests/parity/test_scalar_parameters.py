@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from plait.rules import column, row
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
@@ -17,10 +18,9 @@ from parity.test_checkpoints import check_close
 from plait.checkpoint.converting import convert
 from plait.checkpoint.dcp import export_dcp, import_dcp
 from plait.checkpoint.inspecting import summary
-from plait.comm.rank_pool import RankPool
-from plait.layout import assemble
-from plait.plan import Plan
-from plait.rules import column, row
+from plait.plan.layout import assemble
+from plait.plan.plan import Plan
+from plait.ranks.launch.rank_pool import RankPool
 from plait.verification.case import Case
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank

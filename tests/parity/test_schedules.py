@@ -13,7 +13,7 @@ from parity.pairs import a_third_compiled, covering_rows, every_row, in_turns
 from parity.parity import THREE_STEPS, TWO_STEPS, check_parity
 from parity.rows import name_of, plan_of
 from parity.woven import layer_count
-from plait.plan import Plan
+from plait.plan.plan import Plan
 from plait.schedules.search.api import POLICY_NAMES
 
 FACTORS = {

@@ -18,7 +18,7 @@ from parity.parity import THREE_STEPS, TWO_STEPS, check_parity
 from parity.pieces import of_length
 from parity.reference import materialise
 from parity.rows import name_of
-from plait.plan import Plan
+from plait.plan.plan import Plan
 
 FAMILIES = {
     "gpt2": partial(gpt2, hidden=24, heads=12),

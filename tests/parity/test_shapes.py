@@ -21,12 +21,12 @@ from parity.outcome import Outcome
 from parity.packed import LOSS, RULES, Lengths, Single, microbatches
 from parity.parity import merged
 from parity.woven import gradients_of
-from plait.comm.handle import Handle
-from plait.comm.rank_pool import RankPool
 from plait.engine import Engine
 from plait.errors import CommunicationError, DataError, PlaitError, PlanError
-from plait.layers.nested import Microbatches
-from plait.plan import Plan
+from plait.plan.plan import Plan
+from plait.ranks.handle import Handle
+from plait.ranks.launch.rank_pool import RankPool
+from plait.tensor.layer_values import Microbatches
 
 TIGHT = TOLERANCE[torch.float64]
 STEPS: Sequence[Lengths] = (

@@ -13,9 +13,9 @@ from parity.cases import USER_CASES, gpt2, llama
 from parity.pairs import a_third_compiled, covering_rows, every_row, in_turns
 from parity.parity import check_parity
 from parity.rows import name_of, plan_of
-from plait.plan import Plan
-from plait.sharding import reducer
-from plait.sharding.flat_buffer import FlatBuffer
+from plait.engine.sharding import reducer
+from plait.engine.sharding.flat_buffer import FlatBuffer
+from plait.plan.plan import Plan
 
 FACTORS = {
     "strategy": ("none", "optimizer", "gradients", "full"),

@@ -14,10 +14,10 @@ from torch import Tensor
 import plait
 from parity.case import SEED
 from parity.cases import gpt2
-from plait.comm.traffic import Count
-from plait.comm.transport.shared_memory.shared_staging import CAPACITY
 from plait.engine import Engine
-from plait.plan import Plan
+from plait.plan.plan import Plan
+from plait.ranks.traffic import Count
+from plait.ranks.transport.shared_memory.shared_staging import CAPACITY
 
 CASE = gpt2(layers=2, tied=False, hidden=64, heads=2, vocab=256)
 ITEM = {"fp32": 4, "bf16": 2, "fp64": 8}

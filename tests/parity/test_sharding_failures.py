@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import plait
 from plait.engine import Engine
 from plait.errors import RankError
-from plait.plan import Plan
+from plait.plan.plan import Plan
 
 HIDDEN, ROWS, MICROBATCHES = 32, 2, 3
 

@@ -16,8 +16,8 @@ from parity.cases import case
 from parity.layers import HIDDEN
 from parity.parity import check_parity
 from parity.splitting import CALLS, Scale, split_entrance, split_modules
-from plait.comm.rank_pool import RankPool
-from plait.plan import Plan
+from plait.plan.plan import Plan
+from plait.ranks.launch.rank_pool import RankPool
 from plait.schedules.action import Kind
 from plait.schedules.lowering.program import RunLayer
 

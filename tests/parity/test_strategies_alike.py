@@ -13,8 +13,8 @@ from torch import Tensor
 import plait
 from parity.case import SEED
 from parity.cases import gpt2
-from plait.layout import assemble
-from plait.plan import Plan
+from plait.plan.layout import assemble
+from plait.plan.plan import Plan
 
 CUT = (3, 3)
 PROMPT = torch.arange(3)[None]

@@ -21,7 +21,7 @@ from parity.rows import name_of
 from parity.stream_defects import QUICK as QUICK_DEFECTS
 from parity.stream_defects import STREAM_DEFECTS
 from plait.errors import PlaitError
-from plait.plan import Plan
+from plait.plan.plan import Plan
 
 DATA: dict[str, dict[str, Any]] = {
     "one": {},

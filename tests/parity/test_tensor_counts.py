@@ -10,9 +10,9 @@ from parity import woven
 from parity.case import ROWS
 from parity.cases import GPT2_CONTEXT, gpt2, llama
 from parity.pairs import covering_rows, every_row
-from plait.autograd.weight_gradient_queue import WeightGradientQueue
-from plait.comm.traffic import Count
-from plait.plan import Plan
+from plait.plan.plan import Plan
+from plait.ranks.traffic import Count
+from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 
 ITEM = 8
 TOKENS = ROWS * GPT2_CONTEXT

@@ -10,7 +10,7 @@ from parity.case import Recipe
 from parity.cases import GPT2_CONTEXT, gpt2, llama
 from parity.parity import check_parity
 from parity.tensor_defects import TENSOR_DEFECTS, copies_not_summed, each_rank_takes_its_own_best
-from plait.plan import Plan
+from plait.plan.plan import Plan
 
 PLAN = Plan(tp=2, microbatches=2, precision="fp64")
 RECIPE = Recipe(steps=2)

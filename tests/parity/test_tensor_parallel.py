@@ -13,7 +13,7 @@ from parity.case import Case
 from parity.cases import ONE_STAGE, SMOOTHED, gpt2, llama
 from parity.pairs import a_third_compiled, covering_rows, every_row
 from parity.parity import THREE_STEPS, TWO_STEPS, check_parity
-from plait.plan import Plan
+from plait.plan.plan import Plan
 from plait.tensor.losses import CrossEntropy
 
 FAMILIES = {

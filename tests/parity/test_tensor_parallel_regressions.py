@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from plait.rules import Rule, column, entrance, row, vocabulary
 from torch import nn
 from torch.nn import functional
 
@@ -11,8 +12,7 @@ from parity.cases import gpt2, with_values
 from parity.parity import check_parity
 from plait.engine import Engine
 from plait.errors import CommunicationError, ModelError, PlanError
-from plait.plan import Plan
-from plait.rules import Rule, column, entrance, row, vocabulary
+from plait.plan.plan import Plan
 from plait.tensor.losses import CrossEntropy
 
 HIDDEN, CLASSES = 8, 13

@@ -10,7 +10,7 @@ import torch
 from parity import woven
 from parity.case import Recipe
 from parity.cases import llama
-from plait.plan import Plan
+from plait.plan.plan import Plan
 
 PLANS = {
     "pp": Plan(pp=2, schedule="zb-v", microbatches=4, precision="fp64"),

@@ -15,11 +15,12 @@ import plait
 from parity.case import Batch, Case
 from parity.live_bytes import LiveBytes
 from parity.parity import check_parity
-from plait import blueprint, rules
-from plait.footprint.estimate import MemoryEstimator
-from plait.layout import Flat
-from plait.parameter_units import BufferKind, UnitSpec, resolve_units
-from plait.plan import Plan
+from plait.engine import blueprint
+from plait.estimate.memory.predicted_memory import MemoryEstimator
+from plait.plan import rules
+from plait.plan.layout import Flat
+from plait.plan.parameter_units import BufferKind, UnitSpec, resolve_units
+from plait.plan.plan import Plan
 
 TOY = "1"
 """The unit that is sharded over `shard` and `tp`."""

@@ -21,9 +21,9 @@ from parity.outcome import Outcome
 from parity.pairs import in_turns
 from parity.parity import compare
 from plait.engine import Engine
+from plait.engine.tensor_sources import RankZeroSource
 from plait.errors import CommunicationError, ModelError
-from plait.models.tensor_sources import RankZeroSource
-from plait.plan import Plan
+from plait.plan.plan import Plan
 
 START = 29
 """Seed of the values to start from; others have others."""

@@ -13,8 +13,8 @@ import plait
 from parity.case import ROWS, SEED, WEIGHT_DECAY, Batch, Case, Recipe, rows_of
 from parity.outcome import Outcome
 from plait.engine import Engine
-from plait.layers.layer_sequence import sequence_of
-from plait.plan import Plan
+from plait.models.layers.layer_sequence import sequence_of
+from plait.plan.plan import Plan
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 Defect = Callable[[], AbstractContextManager[object]]

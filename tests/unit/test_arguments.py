@@ -9,12 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils.data import TensorDataset
-
-import plait
-from plait.engine import Engine
-from plait.errors import PlaitError
 from plait.loop import (
     Checkpoints,
     Csv,
@@ -31,8 +25,14 @@ from plait.loop import (
     warmup_cosine,
     warmup_stable_decay,
 )
-from plait.loop.fit import FitResult
-from plait.plan import Plan
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import plait
+from plait.app.loop.fit import FitResult
+from plait.engine import Engine
+from plait.errors import PlaitError
+from plait.plan.plan import Plan
 
 DATA = TensorDataset(torch.randn(8, 4), torch.arange(8) % 2)
 WHOLE, COUNT = "give a whole number of at least 1", "give a whole number of at least 0"

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parity.cases import ONE_STAGE
-from plait.blueprint import build_blueprint
-from plait.comm.mesh import Mesh
-from plait.composer import parallelize
 from plait.engine import Engine
+from plait.engine.blueprint import build_blueprint
+from plait.engine.parallelize import parallelize
 from plait.errors import MeshError, ModelError, PlanError, ScheduleError
-from plait.plan import Plan
-from plait.schedules.lowering_spec import LayerIndex
+from plait.plan.plan import Plan
+from plait.ranks.mesh import Mesh
+from plait.schedules.lowering.lowering_spec import LayerIndex
 from plait.tensor.losses import cross_entropy
 
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from plait.loop import Checkpoints
 
 import plait
-from plait.loop import Checkpoints
-from plait.train.build import build_model
-from plait.train.config import Config
-from plait.train.config_sections import ModelConfig
+from plait.app.config.config import Config
+from plait.app.config.config_sections import ModelConfig
+from plait.app.train.build import build_model
 
 FUNCTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
     "model": (plait.models.gpt2, plait.models.llama),

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from plait import device
-from plait.comm import world_membership as worlds
-from plait.comm.mesh import GridMesh, Mesh
-from plait.comm.rank_device import device_change
-from plait.comm.world import World
-from plait.composer import warn_of_another_device
-from plait.device import CPU, StreamEvent, accelerator_of_rank
+from plait.engine.parallelize import warn_of_another_device
 from plait.errors import MeshError
+from plait.ranks import device
+from plait.ranks.device import CPU, StreamEvent, accelerator_of_rank
+from plait.ranks.launch import world_membership as worlds
+from plait.ranks.mesh import GridMesh, Mesh
+from plait.ranks.rank_device import device_change
+from plait.ranks.world import World
 
 CUDA = torch.device("cuda", 0)
 

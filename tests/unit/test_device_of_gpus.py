@@ -12,8 +12,8 @@ from unittest.mock import Mock, call
 import pytest
 import torch
 
-from plait import device
-from plait.device import CPU, StreamEvent
+from plait.ranks import device
+from plait.ranks.device import CPU, StreamEvent
 
 CUDA = torch.device("cuda", 0)
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from plait.file_lock import owner_of, try_lock, unlock
+from plait.ranks.file_lock import owner_of, try_lock, unlock
 
 HOLDING = """
 import sys, time
 from pathlib import Path
-from plait.file_lock import try_lock
+from plait.ranks.file_lock import try_lock
 file = try_lock(Path(sys.argv[1]))
 print("locked", flush=True)
 time.sleep(60)

@@ -10,7 +10,6 @@ import pytest
 
 from mutated_files import ELSEWHERE, outcome
 from plait.errors import ConfigError, PlaitError, terminal_text
-from plait.file_lock import try_lock
 from plait.files import (
     copy_file,
     is_within,
@@ -22,6 +21,7 @@ from plait.files import (
     require_file,
     write_bytes,
 )
+from plait.ranks.file_lock import try_lock
 
 
 def made_pipe(path: Path) -> None:

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 
 from parity import huggingface_cases as cases
 from plait.errors import ModelError
-from plait.huggingface_files import INDEX, SINGLE, files_of_tensors
 from plait.models.huggingface.pretrained import model_in, weights_in
+from plait.models.huggingface.weight_files import INDEX, SINGLE, files_of_tensors
 
 pytestmark = pytest.mark.transformers
 

@@ -14,7 +14,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from plait.errors import LayoutError
-from plait.layout import Box, Layout, Partial, Placement, Replicate, Shard, assemble, divide, reshape, shard
+from plait.plan.layout import (
+    Box,
+    Layout,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    assemble,
+    divide,
+    reshape,
+    shard,
+)
 
 UNEVEN = Layout(shape=(7, 6), axes={"shard": 2, "tp": 3}, placements={"shard": Shard(0), "tp": Shard(0)})
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_layout import DTYPES, UNEVEN, cut, factorings, filled, layouts
 
 from plait.errors import LayoutError
-from plait.layout import Box, Flat, Layout, Replicate, Shard, assemble, moves, reshape, shard
+from plait.plan.layout import Box, Flat, Layout, Replicate, Shard, assemble, moves, reshape, shard
 
 
 @st.composite

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from plait.parameter_units import PRECISIONS, Dtype, ModelParameter, UnitTiming, kind_of, timing_of
-from plait.plan import Plan
+from plait.plan.parameter_units import PRECISIONS, Dtype, ModelParameter, UnitTiming, kind_of, timing_of
+from plait.plan.plan import Plan
 
 MASTER = {"precision": "bf16", "master_precision": "fp32"}
 OPTIMIZER = UnitTiming(gathers="once", scatters="last")

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 
 from plait.errors import PlanError
-from plait.plan import Plan, Policy
+from plait.plan.plan import Plan, Policy
 from plait.schedules.search.api import POLICY_NAMES
 
 

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import pytest
+from plait.rules import Rule, column, entrance, row, vocabulary
 
 from plait.errors import PlanError
-from plait.rules import Rule, column, entrance, match, row, vocabulary
+from plait.plan.rules import match
 
 PATHS = [
     "embedding.token",

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.layout.sequence_layout import SequenceLayout, parts_of, sequence_layout
+from plait.plan.layout.sequence_layout import SequenceLayout, parts_of, sequence_layout
 
 KINDS = ("zigzag", "striped", "contiguous")
 some_layouts = st.builds(sequence_layout, st.integers(0, 50), st.integers(1, 6), st.sampled_from(KINDS))

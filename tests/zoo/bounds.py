@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from plait.engine import Engine, gradient_clipping
-from plait.sharding.gradient_norm import scale_to, start_norm
+from plait.engine.sharding.gradient_norm import scale_to, start_norm
 from plait.verification.location import StepPhase
 from zoo.patching import rank
 from zoo.row import TWO_STEPS

@@ -8,7 +8,7 @@ import torch
 
 from parity.case import Batch
 from parity.cases import SMOOTHED, gpt2, llama
-from plait.plan import Plan
+from plait.plan.plan import Plan
 
 ATTENTION, MLP = "blocks.0.attention", "blocks.0.mlp"
 GPT2, LLAMA = gpt2(layers=1), llama(layers=1)

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from plait.plan import Plan
+from plait.plan.plan import Plan
 from plait.tensor import chunked_cross_entropy
 from plait.tensor.chunked_cross_entropy import ChunkedCrossEntropy
 from plait.verification.location import StepPhase

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from plait.engine.pipeline.stage import Stage
 from plait.models.gpt2 import MLP, Attention, Embedding
-from plait.pipeline.stage import Stage
-from plait.plan import Plan
+from plait.plan.plan import Plan
 from zoo import cases
 from zoo.diagnosed import Mistake
 from zoo.patching import during, each_alone

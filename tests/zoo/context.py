@@ -15,20 +15,22 @@ from torch import Tensor
 from parity.case import Case
 from parity.cases import llama
 from parity.contexts import mixing, packed
-from plait import composer
-from plait.autograd.running_sequence import ContextParallelism, DocumentBounds, LocalSequence
-from plait.comm.handle import Handle
-from plait.compilation import attention_steps, steps
-from plait.context_attention import blocks, exchange_plan, ulysses
-from plait.context_attention.exchange_plan import ExchangePlan, Mask, build_plan
-from plait.context_attention.kernels import block_backward, block_forward
-from plait.context_attention.key_exchange import KeyExchange, Pair
 from plait.engine import local_batch, runner
-from plait.layers.nested import Value, map_tensors
-from plait.layout.sequence_layout import SequenceLayout
-from plait.pipeline.stage import Stage
-from plait.plan import Plan
-from plait.sharding import reducer
+from plait.engine import parallelize as composer
+from plait.engine.compilation import attention_steps
+from plait.engine.compilation import compiled_calls as steps
+from plait.engine.pipeline.stage import Stage
+from plait.engine.sharding import reducer
+from plait.plan.layout.sequence_layout import SequenceLayout
+from plait.plan.plan import Plan
+from plait.ranks.handle import Handle
+from plait.tensor.attention import exchange_plan, ulysses
+from plait.tensor.attention import key_blocks as blocks
+from plait.tensor.attention.exchange_plan import ExchangePlan, Mask, build_plan
+from plait.tensor.attention.kernels import block_backward, block_forward
+from plait.tensor.attention.key_exchange import KeyExchange, Pair
+from plait.tensor.layer_values import Value, map_tensors
+from plait.tensor.running_sequence import ContextParallelism, DocumentBounds, LocalSequence
 from plait.verification.location import StepPhase
 from zoo import cases
 from zoo.patching import during, rank, replaced_all_reduce
@@ -187,7 +189,7 @@ def gradients_of_keys_and_values_exchanged() -> Any:
 
 def heads_in_another_order() -> Any:
     """The heads that come back from the other ranks begin with the second."""
-    attention = import_module("plait.context_attention.attention")  # the package has a function of this name
+    attention = import_module("plait.tensor.attention.attention")  # the package has a function of this name
     original = attention.attend_by_heads
     return patch.object(attention, "attend_by_heads", lambda *given: original(*given).roll(-1, 1))
 

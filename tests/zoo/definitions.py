@@ -23,19 +23,20 @@ from parity import huggingface_cases
 from parity.case import Case
 from parity.cases import GPT2_VOCAB, draw_contexts, llama, with_values
 from parity.contexts import HIDDEN, MLP, WIDTH, Start, mixing, packed
-from plait.autograd.running_sequence import ContextParallelism, DocumentBounds, LocalSequence
-from plait.context_attention import exchange_plan, kernels, unfused_kernel, visibility
 from plait.engine import local_batch
 from plait.models import rotary
-from plait.models.huggingface import common, decoder
-from plait.plan import Plan
+from plait.models.huggingface import common
+from plait.models.huggingface import families as decoder
+from plait.plan.plan import Plan
+from plait.tensor.attention import exchange_plan, kernels, unfused_kernel, visibility
+from plait.tensor.running_sequence import ContextParallelism, DocumentBounds, LocalSequence
 from plait.verification.location import StepPhase
 from zoo import cases
 from zoo.context import IN_A_WINDOW, PACKED, RING
 from zoo.patching import rank
 from zoo.row import TWO_STEPS, Named, Row
 
-ATTENTION = import_module("plait.context_attention.attention")  # the package has a function of this name
+ATTENTION = import_module("plait.tensor.attention.attention")  # the package has a function of this name
 LLAMA_LAYERS = import_module("plait.models.llama")
 ONE_RANK = Plan(microbatches=2)
 

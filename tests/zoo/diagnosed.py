@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from parity import case as parity
-from plait.plan import Plan
+from plait.plan.plan import Plan
 from plait.verification.options import VerifyOptions
 from zoo.row import ONE_STEP
 

@@ -8,13 +8,13 @@ from unittest.mock import patch
 
 from parity.dropping import DROPPING as MODEL
 from parity.dropping import IN_CONTEXTS
-from plait.autograd import dropout
-from plait.autograd.dropout import set_region_piece
-from plait.context_attention import blocks
 from plait.engine import Engine
 from plait.engine.runner import Runner
-from plait.plan import Plan
-from plait.tensor import apply_rules
+from plait.plan.plan import Plan
+from plait.tensor import dropout
+from plait.tensor.attention import key_blocks as blocks
+from plait.tensor.dropout import set_region_piece
+from plait.tensor.parallel import apply_rules
 from plait.verification.location import StepPhase
 from zoo.row import TWO_STEPS, Named, Row
 

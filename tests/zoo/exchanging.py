@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from parity.tensor_defects import replaced_backward
-from plait.autograd import paired_collectives
-from plait.comm.collectives import all_gather
-from plait.pipeline.exchange import Exchange
-from plait.plan import Plan
+from plait.engine.pipeline.exchange import Exchange
+from plait.plan.plan import Plan
+from plait.ranks.collectives import all_gather
 from plait.schedules.action import Kind
-from plait.tensor import region_boundary
+from plait.tensor.autograd import paired_collectives
+from plait.tensor.parallel import region_boundary
 from plait.verification.options import VerifyOptions
 from zoo import cases
 from zoo.backward import _messages

@@ -9,21 +9,21 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from plait.rules import column
 from torch import Tensor, nn
 
 from parity import lora_cases
 from parity.case import Case
 from parity.cases import GPT2_VOCAB, draw_contexts, gpt2, llama
 from parity.test_norms_in_regions import RULES, build
-from plait import composer
-from plait.autograd.dropout import Dropout, set_region_piece
-from plait.autograd.running_sequence import ContextParallelism, DocumentBounds, LocalSequence
 from plait.engine import Engine, runner
-from plait.layers.nested import Value, map_tensors
-from plait.models.low_rank_adaptation import LoraLinear
-from plait.plan import Plan
-from plait.rules import column
-from plait.tensor import apply_rules, norm
+from plait.engine import parallelize as composer
+from plait.models.lora import LoraLinear
+from plait.plan.plan import Plan
+from plait.tensor.dropout import Dropout, set_region_piece
+from plait.tensor.layer_values import Value, map_tensors
+from plait.tensor.parallel import apply_rules, norm
+from plait.tensor.running_sequence import ContextParallelism, DocumentBounds, LocalSequence
 from plait.verification.location import StepPhase
 from zoo import cases
 from zoo.context import PACKED, RING

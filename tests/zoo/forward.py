@@ -12,24 +12,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-import plait.tensor.linear as parallel
+import plait.tensor.parallel.linear as parallel
 from parity.tensor_defects import (
     average_instead_of_sum,
     bias_added_by_every_rank,
     last_row_of_each_piece_lost,
 )
-from plait import composer
-from plait.comm.collectives import all_gather
+from plait.engine import parallelize as composer
+from plait.engine import tensor_sources
+from plait.engine.pipeline.exchange import Exchange
 from plait.engine.runner import Runner
-from plait.layers import nested as values
-from plait.layers.nested import map_tensors
-from plait.models import tensor_sources
 from plait.models.gpt2 import MLP, Attention, Embedding
 from plait.models.rotary import rotary_angles, rotate
-from plait.pipeline.exchange import Exchange
+from plait.ranks.collectives import all_gather
 from plait.schedules.action import Kind
-from plait.tensor import embedding, region_boundary
-from plait.tensor.linear import RowParallelLinear
+from plait.tensor import layer_values as values
+from plait.tensor.layer_values import map_tensors
+from plait.tensor.parallel import embedding_and_norm as embedding
+from plait.tensor.parallel import region_boundary
+from plait.tensor.parallel.linear import RowParallelLinear
 from plait.verification.location import StepPhase
 from zoo import cases, models
 from zoo.patching import during, in_single, rank

@@ -9,8 +9,8 @@ from unittest.mock import patch
 from parity.cases import llama
 from parity.defects import norm_of_own_stage_only, tie_not_reduced, weight_work_twice
 from parity.tensor_defects import bias_added_by_every_rank, copies_not_summed, entrance_without_sum
-from plait import composer
-from plait.plan import Plan
+from plait.engine import parallelize as composer
+from plait.plan.plan import Plan
 from plait.verification.location import StepPhase
 from zoo import cases
 from zoo.backward import gradient_of_another_microbatch

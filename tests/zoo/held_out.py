@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from plait.engine.pipeline.loss_stage import LossStage
 from plait.models.gpt2 import MLP, Head
-from plait.pipeline.loss_stage import LossStage
-from plait.plan import Plan
-from plait.tensor import embedding
+from plait.plan.plan import Plan
+from plait.tensor.parallel import embedding_and_norm as embedding
 from zoo import cases, computing
 from zoo.computing import _attending, _given, _instead, _layer, _of
 from zoo.diagnosed import Mistake

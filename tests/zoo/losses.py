@@ -12,11 +12,11 @@ from torch import Tensor
 
 from parity.defects import loss_divided_by_own_weight, targets_of_another_microbatch
 from parity.tensor_defects import maximum_of_own_logits, targets_off_by_the_remainder
-from plait import composer
-from plait.comm.collectives import all_reduce
-from plait.comm.handle import Handle
 from plait.engine import Runtime, runner
-from plait.pipeline.loss_stage import LossStage
+from plait.engine import parallelize as composer
+from plait.engine.pipeline.loss_stage import LossStage
+from plait.ranks.collectives import all_reduce
+from plait.ranks.handle import Handle
 from plait.tensor import softmax_terms
 from plait.tensor.losses import CrossEntropy
 from plait.verification.location import StepPhase

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from parity import data
 from parity.cases import case
 from parity.layers import CLASSES, HIDDEN
+from plait.engine.pipeline.exchange import Exchange
 from plait.engine.runner import Runner
-from plait.pipeline.exchange import Exchange
-from plait.plan import Plan
+from plait.plan.plan import Plan
 from plait.verification.location import StepPhase
 from zoo import cases
 from zoo.row import TWO_STEPS, Named, Row

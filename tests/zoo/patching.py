@@ -10,9 +10,9 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from plait.comm.handle import Handle
-from plait.comm.transport.world_ranks import current_ranks
-from plait.pipeline.stage import Stage
+from plait.engine.pipeline.stage import Stage
+from plait.ranks.handle import Handle
+from plait.ranks.transport.world_ranks import current_ranks
 
 
 def rank() -> int:

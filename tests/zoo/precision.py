@@ -12,16 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from parity.case import Case
-from plait import blueprint
-from plait.comm.handle import Handle
-from plait.engine import Engine
-from plait.parameter_units import PRECISIONS, UnitSpec, resolve_units
-from plait.pipeline.stage import Stage
-from plait.plan import Plan, Precision
-from plait.sharding import gatherer, reducer
-from plait.sharding.flat_buffer import FlatBuffer
-from plait.sharding.unit import UnitFactory
-from plait.tensor import norm
+from plait.engine import Engine, blueprint
+from plait.engine.pipeline.stage import Stage
+from plait.engine.sharding import gatherer, reducer
+from plait.engine.sharding.flat_buffer import FlatBuffer
+from plait.engine.sharding.unit import UnitFactory
+from plait.plan.parameter_units import PRECISIONS, UnitSpec, resolve_units
+from plait.plan.plan import Plan, Precision
+from plait.ranks.handle import Handle
+from plait.tensor.parallel import norm
 from plait.verification.location import StepPhase
 from plait.verification.options import VerifyOptions
 from zoo import cases

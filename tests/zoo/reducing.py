@@ -10,10 +10,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from plait.comm.collectives import all_reduce
 from plait.engine import gradient_clipping, runner
-from plait.plan import Plan
-from plait.sharding import gatherer, reducer
+from plait.engine.sharding import gatherer, reducer
+from plait.plan.plan import Plan
+from plait.ranks.collectives import all_reduce
 from zoo import cases
 from zoo.diagnosed import Mistake
 from zoo.exchanging import G, L, Parts, _at, _in_bfloat16, _parts

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from parity.defects import mean_over_data_ranks, tie_not_reduced
 from parity.tensor_defects import copies_not_summed
-from plait.comm.collectives import all_reduce
 from plait.engine import Engine
-from plait.pipeline.stage import Stage
-from plait.sharding import reducer
-from plait.sharding.reducer import Reducer
-from plait.tensor.feature_partition import is_sharded
+from plait.engine.pipeline.stage import Stage
+from plait.engine.sharding import reducer
+from plait.engine.sharding.reducer import Reducer
+from plait.ranks.collectives import all_reduce
+from plait.tensor.parallel.partition import is_sharded
 from plait.verification.location import StepPhase
 from zoo import cases
 from zoo.patching import in_single, replaced_all_reduce

@@ -11,8 +11,8 @@ import torch
 
 from parity import case as parity
 from parity.woven import global_rows
-from plait.comm.rank_pool import RankPool
-from plait.plan import Plan
+from plait.plan.plan import Plan
+from plait.ranks.launch.rank_pool import RankPool
 from plait.verification.case import Case
 from plait.verification.location import StepPhase
 from plait.verification.options import VerifyOptions

@@ -13,8 +13,8 @@ from torch import Tensor
 from parity.case import Case
 from plait.checkpoint import loading
 from plait.checkpoint.box_reader import BoxReader
-from plait.layout import Layout
-from plait.plan import Plan
+from plait.plan.layout import Layout
+from plait.plan.plan import Plan
 from plait.verification.location import StepPhase
 from zoo import cases
 from zoo.row import ONE_STEP, Named, Row

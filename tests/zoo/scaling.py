@@ -11,11 +11,11 @@ from unittest.mock import patch
 from torch import Tensor
 
 from plait.engine import Engine
-from plait.pipeline import loss_scale
-from plait.pipeline.loss_scale import LossScale
-from plait.pipeline.loss_stage import LossStage
-from plait.sharding.flat_buffer import FlatBuffer
-from plait.sharding.reducer import Reducer
+from plait.engine.pipeline.loss_stage import LossStage
+from plait.engine.sharding import loss_scale
+from plait.engine.sharding.flat_buffer import FlatBuffer
+from plait.engine.sharding.loss_scale import LossScale
+from plait.engine.sharding.reducer import Reducer
 from plait.verification.location import StepPhase
 from zoo import cases
 from zoo.patching import rank

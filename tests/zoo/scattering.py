@@ -10,16 +10,16 @@ from unittest.mock import patch
 from torch import Tensor
 
 from parity.defects import norm_of_own_stage_only, tie_not_reduced
-from plait import composer
-from plait.comm.collectives import all_reduce, reduce_scatter
-from plait.comm.group import Group
-from plait.comm.handle import Handle
 from plait.engine import gradient_clipping
-from plait.pipeline.stage import Stage
-from plait.schedules import unit_passes
-from plait.sharding import reducer
-from plait.sharding.flat_buffer import FlatBuffer
-from plait.sharding.reducer import Reducer
+from plait.engine import parallelize as composer
+from plait.engine.pipeline.stage import Stage
+from plait.engine.sharding import reducer
+from plait.engine.sharding.flat_buffer import FlatBuffer
+from plait.engine.sharding.reducer import Reducer
+from plait.ranks.collectives import all_reduce, reduce_scatter
+from plait.ranks.group import Group
+from plait.ranks.handle import Handle
+from plait.schedules.lowering import unit_passes
 from plait.verification.location import StepPhase
 from zoo import cases
 from zoo.row import TWO_STEPS, Named, Row

@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from plait.rules import column, entrance, row, sequence
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -18,21 +19,20 @@ from parity.cases import GPT2_CONTEXT, GPT2_VOCAB, draw_contexts, with_values
 from parity.dropping import RULES as DROPPING_RULES
 from parity.dropping import dropping
 from parity.tensor_defects import copies_not_summed, replaced_backward
-from plait.autograd import paired_collectives
-from plait.autograd.deferred_weight_gradients import linear
-from plait.autograd.dropout_mask import DimPiece
-from plait.autograd.regather import Gather, GatherRegistry, Regathered
-from plait.autograd.uneven_collectives import own_piece, start_whole
-from plait.comm.collectives import all_reduce
-from plait.comm.group import Group
+from plait.engine.sharding import reducer
 from plait.models.gpt2 import RULES
 from plait.models.rotary import rotary_angles, rotate
-from plait.plan import Plan
-from plait.rules import column, entrance, row, sequence
-from plait.sharding import reducer
-from plait.tensor import region_boundary
-from plait.tensor.linear import RowParallelLinear
-from plait.tensor.region_boundary import RegionBoundary
+from plait.plan.plan import Plan
+from plait.ranks.collectives import all_reduce
+from plait.ranks.group import Group
+from plait.tensor.autograd import paired_collectives
+from plait.tensor.autograd.deferred_weight_gradients import linear
+from plait.tensor.autograd.regather import Gather, GatherRegistry, Regathered
+from plait.tensor.autograd.uneven_collectives import own_piece, start_whole
+from plait.tensor.dropout_mask import DimPiece
+from plait.tensor.parallel import region_boundary
+from plait.tensor.parallel.linear import RowParallelLinear
+from plait.tensor.parallel.region_boundary import RegionBoundary
 from plait.verification.location import StepPhase
 from zoo import cases
 from zoo.patching import during, replaced_all_reduce

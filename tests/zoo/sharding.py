@@ -10,16 +10,16 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from plait import composer
-from plait.comm.collectives import all_gather
-from plait.comm.group import Group
-from plait.comm.handle import Handle
 from plait.engine import Engine
-from plait.pipeline.stage import Stage
-from plait.sharding import gatherer
-from plait.sharding.flat_buffer import FlatBuffer
-from plait.sharding.gatherer import Gatherer, ParameterState
-from plait.sharding.unit import UnitFactory
+from plait.engine import parallelize as composer
+from plait.engine.pipeline.stage import Stage
+from plait.engine.sharding import gatherer
+from plait.engine.sharding.flat_buffer import FlatBuffer
+from plait.engine.sharding.gatherer import Gatherer, ParameterState
+from plait.engine.sharding.unit import UnitFactory
+from plait.ranks.collectives import all_gather
+from plait.ranks.group import Group
+from plait.ranks.handle import Handle
 from plait.verification.location import StepPhase
 from zoo import cases
 from zoo.patching import in_single

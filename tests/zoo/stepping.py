@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from plait.engine import Engine
-from plait.sharding.gatherer import Gatherer
+from plait.engine.sharding.gatherer import Gatherer
 from plait.verification.location import StepPhase
 from plait.verification.options import VerifyOptions
 from zoo import cases

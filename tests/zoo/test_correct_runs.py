@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from parity.cases import gpt2, llama
-from plait.plan import Plan
+from plait.plan.plan import Plan
 from plait.schedules.search.api import POLICY_NAMES
 from plait.verification.rank_verification import verify_rank
 from plait.verification.report_from_ranks import build_report

@@ -6,8 +6,8 @@ from unittest.mock import patch
 
 import pytest
 
-from plait.plan import Plan
-from plait.sharding.flat_buffer import FlatBuffer
+from plait.engine.sharding.flat_buffer import FlatBuffer
+from plait.plan.plan import Plan
 from zoo import cases
 from zoo.precision import MIXED, TWO_NATIVE_STEPS, travels_in_16_bits
 from zoo.row import report_of

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from plait.engine import Engine
+from plait.engine.pipeline.loss_stage import LossStage
+from plait.engine.pipeline.stage import Stage
 from plait.engine.runner import Runner
-from plait.pipeline.loss_stage import LossStage
-from plait.pipeline.stage import Stage
 from plait.tensor.losses import CrossEntropy
 from zoo.computing import (
     ATTENTION,

@@ -14,7 +14,7 @@ from parity.case import Case
 from parity.cases import case
 from parity.contexts import mixing, packed
 from parity.layers import CLASSES, HIDDEN
-from plait.plan import Plan
+from plait.plan.plan import Plan
 from plait.verification.options import VerifyOptions
 from zoo import cases
 from zoo.context import PACKED

@@ -17,12 +17,12 @@ from parity.defects import (
     weight_work_twice,
 )
 from parity.tensor_defects import columns_learn_nothing, entrance_without_sum
-from plait.autograd import deferred_weight_gradients
-from plait.autograd.weight_gradient_queue import WeightGradientQueue
-from plait.comm.collectives import all_reduce
-from plait.compilation import compiled_layer
-from plait.pipeline.stage import Stage
-from plait.tensor import embedding
+from plait.engine.compilation import compiled_layer
+from plait.engine.pipeline.stage import Stage
+from plait.ranks.collectives import all_reduce
+from plait.tensor.autograd import deferred_weight_gradients
+from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.tensor.parallel import embedding_and_norm as embedding
 from plait.verification.location import StepPhase
 from zoo import cases, models
 from zoo.patching import each_alone, in_single

@@ -14,7 +14,7 @@ Inside, every tensor is a plain local tensor with a `Layout`; only `dtensor` mak
 
 from typing import Any
 
-from plait.submodules import submodule
+from plait.package import submodule
 
 
 def __getattr__(name: str) -> Any:

@@ -20,8 +20,8 @@ from plait.checkpoint.manifest import (
 )
 from plait.checkpoint.tensor_file import BoxToWrite, Portion, TensorFileReader, find_damage, portions
 from plait.errors import CheckpointError
-from plait.layout import Box, Layout
-from plait.layout.boxes import full_box, intersection, piece_boxes, slices_within
+from plait.plan.layout.boxes import full_box, intersection, piece_boxes, slices_within
+from plait.plan.layout.layout import Box, Layout
 
 
 def open_manifest(folder: Path) -> Manifest:

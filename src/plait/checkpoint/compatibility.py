@@ -14,8 +14,8 @@ from plait.checkpoint.optimizer_set import OptimizerSet
 from plait.checkpoint.optimizer_state import NOT_RESTORED, NOT_SAVED, is_number, require_own_parameters
 from plait.checkpoint.rank_contents import Checkpointable, parameter_key, state_key, state_keys
 from plait.errors import CheckpointError, listed
-from plait.layout import Layout
-from plait.plan import Plan
+from plait.plan.layout.layout import Layout
+from plait.plan.plan import Plan
 
 _IN_A_LIST = ", several in a list"
 _OF_SCHEDULERS = frozenset({"initial_lr"})

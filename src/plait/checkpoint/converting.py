@@ -8,7 +8,6 @@ from functools import partial
 from math import prod
 from pathlib import Path
 
-from plait.axes import sizes_of_plan
 from plait.checkpoint.box_reader import FullTensors
 from plait.checkpoint.compatibility import applicable_run_state, require_model
 from plait.checkpoint.disk import Disk
@@ -18,9 +17,10 @@ from plait.checkpoint.optimizer_state import is_number
 from plait.checkpoint.rank_contents import WriterAssignment, parameter_key, state_key, state_keys
 from plait.checkpoint.save_task import file_name
 from plait.checkpoint.tensor_file import BoxToWrite, write_file, write_files
-from plait.layout import Layout
-from plait.layout.boxes import piece_boxes
-from plait.layout.shard_plan import ShardPlan, replica_ranks
+from plait.plan.axes import sizes_of_plan
+from plait.plan.layout.boxes import piece_boxes
+from plait.plan.layout.layout import Layout
+from plait.plan.shard_plan import ShardPlan, replica_ranks
 
 
 def convert(
@@ -54,8 +54,8 @@ def write_checkpoint(
 def convert_for(source: str | Path, target: str | Path, shard_plan: ShardPlan) -> None:
     """Write the checkpoint `source` to the new folder `target` in the files that a plan's ranks would save.
 
-    `shard_plan`: `plait.blueprint.build_blueprint(model, plan).shard_plan`. A rank of that plan finds all
-    that it holds in its own file, except for pieces that another rank saves for it. Runs in one process.
+    `shard_plan`: `plait.engine.blueprint.build_blueprint(model, plan).shard_plan`. A rank of that plan finds
+    all that it holds in its own file, except for pieces that another rank saves for it. Runs in one process.
     Memory: one box. Raises `CheckpointError` as `convert`, and for a checkpoint of another model.
     """
     tensors, disk = FullTensors(Path(source)), Disk()

@@ -29,11 +29,11 @@ from plait.checkpoint.dcp_planner import OWN, OWN_PARTS, ExportPlanner, ExportWr
 from plait.checkpoint.dcp_reader import DcpReader
 from plait.checkpoint.disk import Disk
 from plait.checkpoint.folders import atomic_folder
+from plait.checkpoint.huggingface.renaming import inverse, renamed_manifest
 from plait.checkpoint.manifest import Manifest, TensorEntry, require_form
-from plait.checkpoint.renaming import inverse, renamed_manifest
 from plait.checkpoint.tensor_file import DTYPES, BoxToWrite
 from plait.errors import CheckpointError
-from plait.layout.boxes import is_tiling
+from plait.plan.layout.boxes import is_tiling
 from plait.version import VERSION
 
 

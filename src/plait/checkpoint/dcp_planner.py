@@ -28,12 +28,12 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from plait.checkpoint.huggingface.renaming import renamed_manifest
 from plait.checkpoint.manifest import Manifest, TensorEntry
 from plait.checkpoint.rank_contents import parameter_key
-from plait.checkpoint.renaming import renamed_manifest
 from plait.checkpoint.tensor_file import TensorFileReader, grouped
-from plait.layout import Box
-from plait.layout.boxes import full_box
+from plait.plan.layout.boxes import full_box
+from plait.plan.layout.layout import Box
 
 OWN = "plait"
 """Key of an entry for plait: JSON of the optimizer's class and of `OWN_PARTS` of the manifest."""

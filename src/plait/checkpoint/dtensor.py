@@ -18,10 +18,20 @@ from torch import Tensor
 from torch.distributed import tensor as distributed
 from torch.distributed.tensor import DTensor
 
-from plait.autograd.redistribution import full_tensor, redistribute
-from plait.comm.mesh import GridMesh
 from plait.errors import LayoutError
-from plait.layout import Box, Coordinate, Flat, Layout, Partial, Placement, Replicate, Shard, divide
+from plait.plan.layout.layout import (
+    Box,
+    Coordinate,
+    Flat,
+    Layout,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    divide,
+)
+from plait.ranks.mesh import GridMesh
+from plait.tensor.autograd.redistribution import full_tensor, redistribute
 
 __all__ = ["DTensor", "as_dtensor", "expressible"]
 

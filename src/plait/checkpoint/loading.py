@@ -16,7 +16,6 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from plait.arguments import require_choice, require_instance
 from plait.checkpoint.box_reader import BoxReader, open_manifest, require_undamaged
 from plait.checkpoint.compatibility import (
     applicable_run_state,
@@ -45,11 +44,12 @@ from plait.checkpoint.rank_contents import (
     state_keys,
 )
 from plait.checkpoint.tensor_file import BETWEEN_SYNCS, portions
-from plait.comm.collectives import all_reduce
-from plait.comm.mesh import Mesh
-from plait.comm.text_collectives import all_gather_text, first_nonempty_text
 from plait.errors import CheckpointError, terminal_text
-from plait.layout import Layout
+from plait.plan.arguments import require_choice, require_instance
+from plait.plan.layout.layout import Layout
+from plait.ranks.collectives import all_reduce
+from plait.ranks.mesh import Mesh
+from plait.ranks.text_collectives import all_gather_text, first_nonempty_text
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from plait.checkpoint.optimizer_set import OptimizerSet
 from plait.errors import CheckpointError
-from plait.layout import Layout
+from plait.plan.layout.layout import Layout
 
 NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 """Keys of numbers in torch's optimizers, which the shape does not show for parameters without dims."""

@@ -9,13 +9,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from plait.axes import layout_degrees
 from plait.checkpoint.optimizer_set import OptimizerSet
 from plait.checkpoint.optimizer_state import state_of
-from plait.comm.mesh import Mesh
 from plait.errors import CheckpointError
-from plait.layout import Layout
-from plait.layout.shard_plan import ShardPlan, replica_ranks
+from plait.plan.axes import layout_degrees
+from plait.plan.layout.layout import Layout
+from plait.plan.shard_plan import ShardPlan, replica_ranks
+from plait.ranks.mesh import Mesh
 
 
 class Checkpointable(Protocol):

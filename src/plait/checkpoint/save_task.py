@@ -34,10 +34,10 @@ from plait.checkpoint.folders import (
 )
 from plait.checkpoint.manifest import FileEntry, Manifest, TensorEntry
 from plait.checkpoint.tensor_file import BoxToWrite, write_file
-from plait.comm.mesh import Mesh
-from plait.comm.rank_threads import join_thread, sleep
-from plait.comm.text_collectives import all_gather_text
 from plait.errors import CheckpointError
+from plait.ranks.launch.rank_threads import join_thread, sleep
+from plait.ranks.mesh import Mesh
+from plait.ranks.text_collectives import all_gather_text
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0  # seconds between two looks at the folder, growing with time
 _NONE, _NOT_REMOVED, _ABANDONED, _FAILED = "0123"

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.arguments import require_flag, require_instance
 from plait.checkpoint.disk import Disk
 from plait.checkpoint.folders import restore_name, unfinished_path
 from plait.checkpoint.manifest import FILE, Manifest, TensorEntry
@@ -32,10 +31,11 @@ from plait.checkpoint.rank_contents import (
 )
 from plait.checkpoint.save_task import ManifestPart, PendingSave, SaveTask, wait_for_folder
 from plait.checkpoint.tensor_file import DTYPES, BoxToWrite
-from plait.comm.text_collectives import first_nonempty_text
-from plait.device import StreamEvent, copy_later, host_bytes, is_accelerator
 from plait.errors import CheckpointError
-from plait.layout.boxes import piece_boxes
+from plait.plan.arguments import require_flag, require_instance
+from plait.plan.layout.boxes import piece_boxes
+from plait.ranks.device import StreamEvent, copy_later, host_bytes, is_accelerator
+from plait.ranks.text_collectives import first_nonempty_text
 from plait.version import VERSION
 
 LocalBox = tuple[BoxToWrite, Tensor]

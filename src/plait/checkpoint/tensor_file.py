@@ -22,7 +22,7 @@ from plait.checkpoint.disk import Disk
 from plait.checkpoint.manifest import FileEntry, StoredBox, TensorEntry, checksum, key_of
 from plait.errors import CheckpointError
 from plait.files import open_file, require_file
-from plait.layout import Box
+from plait.plan.layout.layout import Box
 
 T = TypeVar("T")
 

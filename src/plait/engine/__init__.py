@@ -4,8 +4,8 @@ from typing import Any
 
 from plait.engine.engine import Engine
 from plait.engine.recorder import Recording
-from plait.engine.runtime_objects import InstructionObserver, Runtime
-from plait.submodules import submodule
+from plait.engine.runtime import InstructionObserver, Runtime
+from plait.package import submodule
 
 __all__ = ["Engine", "InstructionObserver", "Recording", "Runtime"]
 

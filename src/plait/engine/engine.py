@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from plait.arguments import require_number
-from plait.comm.traffic import Counts
+from plait.engine.fingerprint import fingerprint_of_order
 from plait.engine.full_tensors import load_state_dict, named_gradients, state_dict
 from plait.engine.gradient_clipping import clip_gradients
 from plait.engine.inference import generated, mean_loss, model_output
@@ -24,17 +23,18 @@ from plait.engine.rescheduling import (
     to_json,
 )
 from plait.engine.runner import Runner
-from plait.engine.runtime_objects import InstructionObserver, Runtime
+from plait.engine.runtime import InstructionObserver, Runtime
+from plait.engine.sharding.replica_check import check_replicas
 from plait.engine.step_agreement import StepAgreement
 from plait.errors import PlanError, ReplicaError
-from plait.layers.fingerprint import fingerprint_of_order
-from plait.layers.nested import Value
-from plait.layout import Layout
-from plait.layout.shard_plan import ShardPlan
+from plait.plan.arguments import require_number
+from plait.plan.layout.layout import Layout
+from plait.plan.shard_plan import ShardPlan
+from plait.proof.optimizer_proof import OptimizerGuard, Partitioning
+from plait.ranks.traffic import Counts
 from plait.schedules.costs import Costs
 from plait.schedules.schedule import Schedule
-from plait.sharding.optimizer_check import OptimizerGuard, Partitioning
-from plait.sharding.replica_check import check_replicas
+from plait.tensor.layer_values import Value
 from plait.tensor.sampling import TokenChoice
 
 if TYPE_CHECKING:

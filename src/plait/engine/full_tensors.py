@@ -14,24 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.autograd.redistribution import full_tensor
-from plait.axes import STAGE_AXES
-from plait.comm.collectives import broadcast
-from plait.comm.consistency_check import require_same_text
-from plait.comm.text_collectives import all_gather_text, first_nonempty_text
-from plait.engine.runtime_objects import Runtime
-from plait.errors import ModelError, PlaitError
-from plait.layers.fingerprint import lines_of_values
-from plait.layout import shard
-from plait.models.tensor_sources import (
+from plait.engine.fingerprint import lines_of_values
+from plait.engine.runtime import Runtime
+from plait.engine.tensor_sources import (
     LocalSource,
     RankZeroSource,
     TensorLocation,
     TensorSource,
     locate_tensors,
 )
-from plait.rules import join
-from plait.tensor.tensor_parallelism import named
+from plait.errors import ModelError, PlaitError
+from plait.plan.axes import STAGE_AXES
+from plait.plan.layout.shards import shard
+from plait.plan.rules import join
+from plait.ranks.collectives import broadcast
+from plait.ranks.consistency_check import require_same_text
+from plait.ranks.text_collectives import all_gather_text, first_nonempty_text
+from plait.tensor.autograd.redistribution import full_tensor
+from plait.tensor.parallel.tensor_parallelism import named
 
 
 def state_dict(runtime: Runtime, *, everywhere: bool) -> dict[str, Tensor]:

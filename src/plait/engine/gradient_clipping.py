@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from plait.engine.runner import Runner
+from plait.engine.sharding.gradient_norm import scale_to, start_norm
 from plait.errors import NonFiniteError
-from plait.sharding.gradient_norm import scale_to, start_norm
 
 
 def clip_gradients(runner: Runner, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:

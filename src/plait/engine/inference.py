@@ -8,14 +8,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from plait.autograd.paired_collectives import gather
-from plait.comm.collectives import all_reduce, broadcast
+from plait.engine.fingerprint import fingerprint_of_tokens
 from plait.engine.local_batch import joined, without_part
 from plait.engine.runner import Runner
 from plait.errors import DataError
-from plait.layers.evaluation_mode import evaluating
-from plait.layers.fingerprint import fingerprint_of_tokens
-from plait.layers.nested import (
+from plait.models.layers.evaluation_mode import evaluating
+from plait.models.layers.shape_inference import TensorInfo
+from plait.models.layers.uneven_rows import counted_microbatches
+from plait.ranks.collectives import all_reduce, broadcast
+from plait.tensor.autograd.paired_collectives import gather
+from plait.tensor.layer_values import (
     Microbatches,
     Value,
     map_tensors,
@@ -24,8 +26,6 @@ from plait.layers.nested import (
     tensors_of,
     with_tensors,
 )
-from plait.layers.shape_inference import TensorInfo
-from plait.layers.uneven_rows import counted_microbatches
 from plait.tensor.sampling import TokenChoice, next_token, padded, require_prompt
 
 

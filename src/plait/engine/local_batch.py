@@ -9,15 +9,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from plait.arguments import require_instance
-from plait.autograd.running_sequence import ContextParallelism, LocalSequence
-from plait.comm.collectives import all_gather
-from plait.context_attention.visibility import document_bounds
+from plait.engine.fingerprint import fingerprint_of_tokens
 from plait.errors import DataError
-from plait.layers.fingerprint import fingerprint_of_tokens
-from plait.layers.nested import Microbatches, Value, map_tensors, signature, tensors_of
-from plait.layout.sequence_layout import SequenceLayout, sequence_layout
-from plait.plan import Plan
+from plait.plan.arguments import require_instance
+from plait.plan.layout.sequence_layout import SequenceLayout, sequence_layout
+from plait.plan.plan import Plan
+from plait.ranks.collectives import all_gather
+from plait.tensor.attention.visibility import document_bounds
+from plait.tensor.layer_values import Microbatches, Value, map_tensors, signature, tensors_of
+from plait.tensor.running_sequence import ContextParallelism, LocalSequence
 
 DOCUMENT_IDS = "document_ids"
 """The key of packed sequences' document ids, `[rows, length]`, in a batch that is a dictionary."""

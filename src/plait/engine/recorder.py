@@ -11,10 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from plait.comm.clock_offset import clock_offset
-from plait.comm.collectives import all_gather
-from plait.comm.mesh import Mesh
-from plait.device import StreamEvent, is_accelerator, synchronize
+from plait.engine.pipeline.executor import AroundSegment
 from plait.engine.rescheduling import (
     MeasuredAction,
     measured_costs,
@@ -23,7 +20,10 @@ from plait.engine.rescheduling import (
 )
 from plait.errors import DataError
 from plait.pictures.timelines.timeline import Timeline
-from plait.pipeline.executor import AroundSegment
+from plait.ranks.clock_offset import clock_offset
+from plait.ranks.collectives import all_gather
+from plait.ranks.device import StreamEvent, is_accelerator, synchronize
+from plait.ranks.mesh import Mesh
 from plait.schedules.action import Action, Kind
 from plait.schedules.costs import Costs
 from plait.schedules.lowering.program import Segment

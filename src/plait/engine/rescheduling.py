@@ -12,10 +12,10 @@ from fractions import Fraction
 from statistics import median
 from typing import Any, NamedTuple, TypeAlias
 
-from plait.comm.mesh import Mesh
-from plait.comm.text_collectives import broadcast_result
 from plait.errors import ScheduleError
 from plait.pictures.timelines.timeline import Timeline
+from plait.ranks.mesh import Mesh
+from plait.ranks.text_collectives import broadcast_result
 from plait.schedules.action import Action, Kind
 from plait.schedules.check import check
 from plait.schedules.costs import Costs, is_within

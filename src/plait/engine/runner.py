@@ -10,11 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.autograd.dropout import names_of
-from plait.autograd.running_sequence import LocalSequence, running
-from plait.comm.collectives import all_reduce, broadcast
-from plait.comm.consistency_check import SAME_CALL, require_same_text
-from plait.device import sent
+from plait.engine.fingerprint import fingerprint_of_tokens
 from plait.engine.local_batch import (
     LocalInputs,
     PartOf,
@@ -25,11 +21,22 @@ from plait.engine.local_batch import (
     map_inputs,
     without_part,
 )
+from plait.engine.pipeline.executor import Executor
 from plait.engine.recorder import Recorder
-from plait.engine.runtime_objects import InstructionObserver, Runtime
+from plait.engine.runtime import InstructionObserver, Runtime
+from plait.engine.sharding.gatherer import Gatherer
+from plait.engine.sharding.gradient_norm import non_finite_gradients
+from plait.engine.sharding.loss_scale import loss_scale
+from plait.engine.sharding.reducer import Reducer
 from plait.errors import DataError, PlanError
-from plait.layers.fingerprint import fingerprint_of_tokens
-from plait.layers.nested import (
+from plait.models.layers.shape_inference import LayerInfo
+from plait.models.layers.uneven_rows import counted_microbatches
+from plait.ranks.collectives import all_reduce, broadcast
+from plait.ranks.consistency_check import SAME_CALL, require_same_text
+from plait.ranks.device import sent
+from plait.schedules.lowering.program import INSTRUCTION_TYPES, Program
+from plait.tensor.dropout import names_of
+from plait.tensor.layer_values import (
     Microbatches,
     Value,
     map_tensors,
@@ -39,15 +46,8 @@ from plait.layers.nested import (
     tensors_of,
     with_tensors,
 )
-from plait.layers.precision import DTYPES
-from plait.layers.shape_inference import LayerInfo
-from plait.layers.uneven_rows import counted_microbatches
-from plait.pipeline.executor import Executor
-from plait.pipeline.loss_scale import loss_scale
-from plait.schedules.lowering.program import INSTRUCTION_TYPES, Program
-from plait.sharding.gatherer import Gatherer
-from plait.sharding.gradient_norm import non_finite_gradients
-from plait.sharding.reducer import Reducer
+from plait.tensor.precision import DTYPES
+from plait.tensor.running_sequence import LocalSequence, running
 from plait.tensor.torch_losses import divisor
 
 REMEMBERED_SHAPES = 256

@@ -18,14 +18,14 @@ from weakref import WeakKeyDictionary
 
 from torch.optim.optimizer import Optimizer
 
-from plait.axes import STAGE_AXES
-from plait.comm.consistency_check import all_numbers, different_texts, shown
-from plait.engine.runtime_objects import Runtime
+from plait.engine.fingerprint import settings_lines
+from plait.engine.runtime import Runtime
+from plait.engine.sharding.loss_scale import LossScale
 from plait.errors import CommunicationError, PlaitError
-from plait.layers.fingerprint import settings_lines
-from plait.layers.value_text import ValueTexts
-from plait.pipeline.loss_scale import LossScale
-from plait.sharding.optimizer_check import is_free_of_order
+from plait.models.layers.value_text import ValueTexts
+from plait.plan.axes import STAGE_AXES
+from plait.proof.optimizer_proof import is_free_of_order
+from plait.ranks.consistency_check import all_numbers, different_texts, shown
 
 
 class StepAgreement:

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plait.autograd.running_sequence import positions
-from plait.context_attention import attend, share_keys
 from plait.models.model_helpers import (
     INITIAL_STD,
     Head,
@@ -25,8 +23,10 @@ from plait.models.model_helpers import (
     heads_of,
     require_length,
 )
-from plait.prediction.decoder import Decoder
-from plait.rules import Rules, column, entrance, row, sequence, vocabulary
+from plait.plan.model_sizes import Decoder
+from plait.plan.rules import Rules, column, entrance, row, sequence, vocabulary
+from plait.tensor.attention.attention import attend, share_keys
+from plait.tensor.running_sequence import positions
 
 RULES: Rules = {
     "embedding.token": vocabulary,

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plait.context_attention import attend, share_keys
-from plait.layers.result_cache import ResultCache
 from plait.models.model_helpers import (
     INITIAL_STD,
     Head,
@@ -27,9 +25,11 @@ from plait.models.model_helpers import (
     heads_of,
     require_length,
 )
+from plait.models.result_cache import ResultCache
 from plait.models.rotary import rotary_angles, rotate
-from plait.prediction.decoder import ROPE_BASE, Decoder
-from plait.rules import Rules, column, entrance, row, sequence, vocabulary
+from plait.plan.model_sizes import ROPE_BASE, Decoder
+from plait.plan.rules import Rules, column, entrance, row, sequence, vocabulary
+from plait.tensor.attention.attention import attend, share_keys
 
 EPSILON = 1e-5
 """Epsilon of the norms, as in Llama 2."""

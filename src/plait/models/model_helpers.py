@@ -9,12 +9,12 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from plait.autograd.layer_trace import TRACE
-from plait.autograd.running_sequence import longest_document, running_sequence
 from plait.errors import ModelError
 from plait.models.initial import Constant, Initial, Normal
-from plait.prediction.decoder import multiplications
-from plait.rules import Rules
+from plait.plan.model_sizes import multiplications
+from plait.plan.rules import Rules
+from plait.tensor.autograd.between_graphs import TRACE
+from plait.tensor.running_sequence import longest_document, running_sequence
 
 INITIAL_STD = 0.02
 """Standard deviation of initial weights (Radford et al. 2018, section 4.1)."""

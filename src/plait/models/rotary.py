@@ -10,10 +10,10 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
-from plait.autograd.layer_trace import TRACE
-from plait.autograd.position_marks import gives_positions
-from plait.autograd.running_sequence import running_sequence
-from plait.layers.result_cache import ResultCache
+from plait.models.result_cache import ResultCache
+from plait.tensor.autograd.between_graphs import TRACE
+from plait.tensor.proof_marks import gives_positions
+from plait.tensor.running_sequence import running_sequence
 
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines."""

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from plait.submodules import submodule
+from plait.package import submodule
 
 
 def __getattr__(name: str) -> Any:

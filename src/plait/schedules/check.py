@@ -6,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from plait.arguments import require_instance
 from plait.errors import ScheduleError
+from plait.plan.arguments import require_instance
 from plait.schedules.action import Action, Kind
 from plait.schedules.costs import MemoryCosts, even_memory_costs, limit_in_units, memory_use
 from plait.schedules.lowering.check_programs import check_programs
 from plait.schedules.lowering.lower import lower
-from plait.schedules.lowering_spec import LoweringSpec
+from plait.schedules.lowering.lowering_spec import LoweringSpec
 from plait.schedules.schedule import Schedule, draw_grid
 
 

@@ -7,13 +7,14 @@ model's modules by them, following `plait.rules`; `gradient_proof` proves that t
 
 from typing import Any
 
-from plait.autograd.redistribution import full_tensor, redistribute
-from plait.submodules import submodule
-from plait.tensor.blocks import TensorParallelAttention, TensorParallelMLP
-from plait.tensor.embedding import VocabParallelEmbedding
-from plait.tensor.feature_partition import UNEVEN, Partition
-from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from plait.package import submodule
+from plait.tensor.autograd.redistribution import full_tensor, redistribute
 from plait.tensor.losses import CrossEntropy, Loss, PiecewiseLoss, SequenceLoss
+from plait.tensor.parallel.attention_and_mlp import TensorParallelAttention, TensorParallelMLP
+from plait.tensor.parallel.embedding_and_norm import VocabParallelEmbedding
+from plait.tensor.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from plait.tensor.parallel.partition import UNEVEN, Partition
+from plait.tensor.parallel.vocabulary_partition import Vocabulary
 from plait.tensor.preferences import (
     PreferenceLoss,
     answer_log_probs,
@@ -21,7 +22,6 @@ from plait.tensor.preferences import (
     token_log_probs,
 )
 from plait.tensor.torch_losses import as_loss, mean_loss
-from plait.tensor.vocabulary_partition import Vocabulary
 
 __all__ = [
     "UNEVEN",

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from plait.autograd.deferred_weight_gradients import add_product
-from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.errors import PlanError
+from plait.tensor.autograd.deferred_weight_gradients import add_product
+from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.losses import CrossEntropy, Loss
 from plait.tensor.output_linear import OutputLinear
+from plait.tensor.parallel.vocabulary_partition import Vocabulary
 from plait.tensor.softmax_terms import (
     LocalTargets,
     local_targets,
@@ -32,7 +33,6 @@ from plait.tensor.softmax_terms import (
     softmax_terms,
     wide,
 )
-from plait.tensor.vocabulary_partition import Vocabulary
 
 
 def require_cross_entropy(loss: Loss, loss_rows: int) -> CrossEntropy:

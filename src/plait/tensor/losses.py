@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from plait.autograd.paired_collectives import gather
 from plait.errors import ModelError
+from plait.tensor.autograd.paired_collectives import gather
+from plait.tensor.parallel.vocabulary_partition import Vocabulary
 from plait.tensor.softmax_terms import (
     LocalTargets,
     local_targets,
@@ -23,7 +24,6 @@ from plait.tensor.softmax_terms import (
     softmax_terms,
     wide,
 )
-from plait.tensor.vocabulary_partition import Vocabulary
 
 
 @runtime_checkable

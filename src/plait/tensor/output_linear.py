@@ -13,9 +13,9 @@ from typing import cast
 from torch import Tensor, nn
 
 from plait.errors import PlanError
-from plait.layers.nested import NamedLayer
-from plait.rules import Rule, join
-from plait.tensor.linear import ColumnParallelLinear
+from plait.plan.rules import Rule, join
+from plait.tensor.layer_values import NamedLayer
+from plait.tensor.parallel.linear import ColumnParallelLinear
 
 OutputLinear = nn.Linear | ColumnParallelLinear
 """With `weight` `[classes, features]` (this rank's classes, if partitioned), and perhaps `bias`."""

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from plait.arguments import require_flag, require_instance, require_number, whole
-from plait.autograd.paired_collectives import reduce
-from plait.autograd.running_sequence import running_sequence
 from plait.errors import ConfigError, DataError
+from plait.plan.arguments import require_flag, require_instance, require_number, whole
+from plait.tensor.autograd.paired_collectives import reduce
 from plait.tensor.losses import CrossEntropy, token_losses_of_pieces
-from plait.tensor.vocabulary_partition import Vocabulary
+from plait.tensor.parallel.vocabulary_partition import Vocabulary
+from plait.tensor.running_sequence import running_sequence
 
 Targets = Mapping[str, Tensor]
 """Of `preference_batch`; all are `[rows, length]`.

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from plait.comm.collectives import all_gather
 from plait.errors import DataError, NonFiniteError
-from plait.tensor.vocabulary_partition import Vocabulary
+from plait.ranks.collectives import all_gather
+from plait.tensor.parallel.vocabulary_partition import Vocabulary
 
 LENGTH_STEP = 64
 """Sequences are padded to multiples of it, so that a growing sequence has few shapes."""

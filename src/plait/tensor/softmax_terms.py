@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.comm.collectives import all_reduce
-from plait.device import is_accelerator
 from plait.errors import DataError
-from plait.tensor.vocabulary_partition import Vocabulary
+from plait.ranks.collectives import all_reduce
+from plait.ranks.device import is_accelerator
+from plait.tensor.parallel.vocabulary_partition import Vocabulary
 
 WIDE = (torch.float32, torch.float64)
 """Dtypes in which the terms are computed; logits of others are converted to float32."""

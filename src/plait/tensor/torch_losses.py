@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plait.autograd.paired_collectives import gather
-from plait.device import is_accelerator, sent
 from plait.errors import ModelError, PlanError
+from plait.ranks.device import is_accelerator, sent
+from plait.tensor.autograd.paired_collectives import gather
 from plait.tensor.losses import CrossEntropy, Loss
-from plait.tensor.vocabulary_partition import Vocabulary
+from plait.tensor.parallel.vocabulary_partition import Vocabulary
 
 GivenLoss: TypeAlias = Loss | Callable[..., Tensor]
 """A loss as `parallelize` takes it: see `as_loss`."""

@@ -8,7 +8,7 @@ report           the findings of all ranks: equal, or the first difference and i
 
 from typing import Any
 
-from plait.submodules import submodule
+from plait.package import submodule
 
 
 def __getattr__(name: str) -> Any:

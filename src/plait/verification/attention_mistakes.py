@@ -13,8 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from plait.layers.nested import Value, map_tensors, tensors_of
-from plait.verification.definitions import Definitions
+from plait.tensor.layer_values import Value, map_tensors, tensors_of
+from plait.verification.definitions.functions import Definitions
 from plait.verification.location import RecordKey, Records, RecordScope
 
 KIND = "mistaken"

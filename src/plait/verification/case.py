@@ -10,20 +10,20 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from plait.layers.lost_settings import refuse_lost_settings
-from plait.layers.nested import Value, split, tensors_of
-from plait.rules import Rules
+from plait.models.layers.lost_settings import refuse_lost_settings
+from plait.plan.rules import Rules
+from plait.tensor.layer_values import Value, split, tensors_of
 from plait.tensor.losses import Loss
-from plait.verification.integer_mode import (
+from plait.verification.options import VerifyOptions
+from plait.verification.reference.integer_mode import (
     IntegerMode,
     WeightedSum,
     integer_batch,
     integer_buffer,
     integer_parameter,
 )
-from plait.verification.options import VerifyOptions
-from plait.verification.reference_run import Batch
-from plait.verification.start_values import ValueChange, add_offsets, unchanged, with_values
+from plait.verification.reference.reference_run import Batch
+from plait.verification.reference.start_values import ValueChange, add_offsets, unchanged, with_values
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The dtypes and loss scale that a plan implies, derived from the documentation of `Plan` alone.
 
-Of purpose nothing is shared with `plait.parameter_units`, whose mistakes the verification is to find.
+Of purpose nothing is shared with `plait.plan.parameter_units`, whose mistakes the verification is to find.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from plait.layers.precision import DTYPES
-from plait.plan import Plan
+from plait.plan.plan import Plan
+from plait.tensor.precision import DTYPES
 
 INITIAL_LOSS_SCALE = 2.0**16
 """First value of a dynamic loss scale (Micikevicius et al. 2017, arXiv:1710.03740)."""

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.autograd.running_sequence import ContextParallelism, running
 from plait.checkpoint.huggingface.tensor_names import TensorPair
 from plait.engine.local_batch import local_inputs
-from plait.layers.nested import Value, list_of_tensors
-from plait.verification.start_values import unchanged, with_values
+from plait.tensor.layer_values import Value, list_of_tensors
+from plait.tensor.running_sequence import ContextParallelism, running
+from plait.verification.reference.start_values import unchanged, with_values
 
 CLOSE = 1e-6
 """Relative difference below which a module's tensors count as equal: a mistake is larger."""

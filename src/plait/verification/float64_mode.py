@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from plait.autograd.engine_calls import run_backward_unseen
+from plait.tensor.autograd.engine_calls import run_backward_unseen
 
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from plait.errors import ModelError
-from plait.layers.graph_leaves import other_leaf
-from plait.layers.nested import Value, map_tensors, tensors_of
+from plait.models.layers.graph_leaves import other_leaf
+from plait.tensor.layer_values import Value, map_tensors, tensors_of
 from plait.tensor.losses import Loss
 
 PASS_IT_ON = (

@@ -16,19 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.comm.collectives import broadcast
-from plait.comm.mesh import Mesh
-from plait.composer import parallelize
-from plait.engine import Engine
+from plait.engine.engine import Engine
+from plait.engine.parallelize import parallelize
 from plait.errors import DataError, PlaitError
-from plait.layers.nested import Value, list_of_tensors, map_tensors, split
-from plait.plan import Plan
+from plait.plan.plan import Plan
+from plait.ranks.collectives import broadcast
+from plait.ranks.mesh import Mesh
+from plait.tensor.layer_values import Value, list_of_tensors, map_tensors, split
 from plait.verification.case import Case
 from plait.verification.first_module import first_differing_module
 from plait.verification.float64_mode import Float64Mode
 from plait.verification.independent_reference import Expected, IndependentReference, ReferenceRank
-from plait.verification.recording_distribution import broadcast_object
-from plait.verification.start_values import add_offsets
+from plait.verification.reference.recording_distribution import broadcast_object
+from plait.verification.reference.start_values import add_offsets
 
 COMPILED = 1e-5
 """Relative difference that compiled layers may have, whose casts to float32 are not seen."""

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.autograd.engine_calls import run_backward
 from plait.checkpoint.huggingface.tensor_names import TensorPair
 from plait.errors import ModelError
-from plait.layers.nested import Value, list_of_tensors, map_tensors
+from plait.tensor.autograd.engine_calls import run_backward
+from plait.tensor.layer_values import Value, list_of_tensors, map_tensors
 from plait.tensor.losses import Loss
 from plait.tensor.torch_losses import divisor
 from plait.verification.float64_mode import Float64Mode
-from plait.verification.perturbation import Perturbation
-from plait.verification.reference_layers import failure_named
-from plait.verification.reference_run import Batch
+from plait.verification.reference.perturbation import Perturbation
+from plait.verification.reference.reference_layers import failure_named
+from plait.verification.reference.reference_run import Batch
 
 FACTOR = 1000
 """A tensor's tolerance is this many times what rounding errors in the parameters change in it, and at least

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from plait.plan import Plan
+from plait.plan.plan import Plan
 from plait.verification.independent_comparison import Compared, RankComparison
 from plait.verification.report import WIDTH, finite, layout_of
 

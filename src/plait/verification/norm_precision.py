@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from plait.comm.collectives import all_reduce
-from plait.tensor.norm import ParallelRMSNorm
+from plait.ranks.collectives import all_reduce
+from plait.tensor.parallel.norm import ParallelRMSNorm
 
 FEATURES = 0.25
 """Share of a norm's features, at most, whose sums over rows may differ for equal inputs: kernels for other

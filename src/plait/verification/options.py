@@ -9,9 +9,9 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from plait.arguments import require_flag, require_number, require_whole
 from plait.errors import PlanError
-from plait.plan import Plan
+from plait.plan.arguments import require_flag, require_number, require_whole
+from plait.plan.plan import Plan
 from plait.verification.expected_dtypes import NumberFormats
 
 Mode = Literal["exact", "float64", "native"]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from plait.plan import Plan
+from plait.plan.plan import Plan
 from plait.verification.findings import Difference, Tally
 from plait.verification.location import Location, StepPhase
 from plait.verification.options import VerifyOptions

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from plait.plan import Plan
-from plait.verification.diagnosis import Symptoms, likely_cause
+from plait.plan.plan import Plan
+from plait.verification.diagnosis.cause import likely_cause
+from plait.verification.diagnosis.symptoms import Symptoms
 from plait.verification.findings import Tally
 from plait.verification.location import Location, StepPhase
 from plait.verification.options import VerifyOptions

@@ -18,16 +18,16 @@ from torch import Tensor
 
 from plait.checkpoint.loading import load
 from plait.checkpoint.saving import save
-from plait.comm.mesh import Mesh
-from plait.comm.text_collectives import broadcast_text
-from plait.engine import Engine
+from plait.engine.engine import Engine
 from plait.errors import CheckpointError, ModelError, PlanError, ScheduleError
-from plait.plan import Plan
-from plait.verification.candidate_run import CandidateRun
+from plait.plan.plan import Plan
+from plait.ranks.mesh import Mesh
+from plait.ranks.text_collectives import broadcast_text
+from plait.verification.candidate.candidate_run import CandidateRun
+from plait.verification.candidate.step_comparison import StepComparison
 from plait.verification.findings import Piece
 from plait.verification.location import Location, StepPhase
-from plait.verification.reference_recording import Tolerance, largest_magnitude
-from plait.verification.step_comparison import StepComparison
+from plait.verification.reference.recording import Tolerance, largest_magnitude
 
 MakeEngine = Callable[[Plan, Mesh], Engine]
 """Returns a new engine of the model, with its initial values."""

@@ -11,8 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from plait.layers.nested import Microbatches, Value, list_of_tensors, map_tensors
-from plait.verification.reference_run import Batch
+from plait.tensor.layer_values import Microbatches, Value, list_of_tensors, map_tensors
+from plait.verification.reference.reference_run import Batch
 
 
 def batches_of_steps(inputs: Value, targets: Value, steps: int, microbatches: int) -> list[Batch]:

@@ -8,7 +8,7 @@ from itertools import cycle, product
 from typing import Any, get_args
 
 from plait.errors import DataError, ModelError, PlanError, ScheduleError
-from plait.plan import (
+from plait.plan.plan import (
     ContextLayout,
     ContextParallel,
     Offload,

@@ -8,14 +8,14 @@ from typing import Any, Literal, TypeVar
 
 from torch import nn
 
-from plait.arguments import require_instance, require_number
-from plait.comm.launch import launch
 from plait.errors import ModelError, PlanError
-from plait.layers.layer_sequence import sequence_of
-from plait.layers.nested import Value
-from plait.plan import Plan
-from plait.rules import Rule, Rules
+from plait.models.layers.layer_sequence import sequence_of
+from plait.plan.arguments import require_instance, require_number
+from plait.plan.plan import Plan
+from plait.plan.rules import Rule, Rules
+from plait.ranks.launch.launch import launch
 from plait.tensor.chunked_cross_entropy import require_cross_entropy
+from plait.tensor.layer_values import Value
 from plait.tensor.losses import Loss, cross_entropy
 from plait.tensor.output_linear import output_linear_name
 from plait.tensor.torch_losses import GivenLoss, as_loss

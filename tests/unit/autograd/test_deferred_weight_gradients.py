@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.autograd import deferred_weight_gradients
-from plait.autograd.deferred_weight_gradients import defer_weight_gradients, linear
-from plait.autograd.weight_gradient_queue import INPUT_ONLY, WEIGHTS_NEXT, WeightGradientQueue
-from plait.device import multiplies_into_float32
 from plait.errors import ModelError
+from plait.ranks.device import multiplies_into_float32
+from plait.tensor.autograd import deferred_weight_gradients
+from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradients, linear
+from plait.tensor.autograd.weight_gradient_queue import INPUT_ONLY, WEIGHTS_NEXT, WeightGradientQueue
 
 
 def deferred(module: nn.Module) -> tuple[nn.Module, WeightGradientQueue]:

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import plait
-from plait.autograd.dropout import (
+from plait.errors import ModelError
+from plait.plan.layout.sequence_layout import sequence_layout
+from plait.plan.plan import ContextLayout
+from plait.ranks.group import Group
+from plait.ranks.traffic import Traffic
+from plait.tensor.dropout import (
     Dropout,
     DropoutGenerator,
     dropout_of,
@@ -21,13 +26,8 @@ from plait.autograd.dropout import (
     set_region_piece,
     set_sequence_piece,
 )
-from plait.autograd.dropout_mask import DimPiece, keep_mask
-from plait.autograd.running_sequence import ContextParallelism, running
-from plait.comm.group import Group
-from plait.comm.traffic import Traffic
-from plait.errors import ModelError
-from plait.layout.sequence_layout import sequence_layout
-from plait.plan import ContextLayout
+from plait.tensor.dropout_mask import DimPiece, keep_mask
+from plait.tensor.running_sequence import ContextParallelism, running
 
 FIRST_KEY = -8675667782052486675
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from parity.kernels import Kernels
 from parity.live_bytes import LiveBytes
-from plait.autograd.dropout_mask import (
+from plait.errors import ModelError
+from plait.tensor.dropout_mask import (
     BLOCK,
     BLOCK_ON_ACCELERATORS,
     DimPiece,
@@ -21,7 +22,6 @@ from plait.autograd.dropout_mask import (
     keep_mask,
     keep_mask_of_ranges,
 )
-from plait.errors import ModelError
 
 CPU = torch.device("cpu")
 MANY = 200_000

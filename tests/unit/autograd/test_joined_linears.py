@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import plait
 from parity.kernels import Kernels
-from plait.autograd.joined_linears import are_side_by_side, side_by_side
-from plait.plan import Plan
+from plait.plan.plan import Plan
+from plait.tensor.autograd.joined_linears import are_side_by_side, side_by_side
 
 WIDTH, MICROBATCHES = 16, 2
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plait.autograd import many_tensors
-from plait.autograd.many_tensors import add_each, multiply_each, zero_each
+from plait.tensor.autograd import many_tensors
+from plait.tensor.autograd.many_tensors import add_each, multiply_each, zero_each
 
 
 def test_multi_tensor_operations_accept_an_empty_list() -> None:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.autograd.paired_collectives import copy, gather, reduce, split
-from plait.comm import Count, Group, Mesh, Traffic
 from plait.errors import CommunicationError
-from plait.layout import divide
+from plait.plan.layout import divide
+from plait.ranks import Count, Group, Mesh, Traffic
+from plait.tensor.autograd.paired_collectives import copy, gather, reduce, split
 
 SHAPES = [(7,), (7, 7), (3, 7), (7, 7, 7), (2, 7, 5, 3)]
 """7 is uneven for 2 and 3 ranks; where shapes are square a wrong dim would fit."""

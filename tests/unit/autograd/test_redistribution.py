@@ -14,9 +14,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from plait.comm import Count, GridMesh, Mesh
 from plait.errors import LayoutError
-from plait.layout import Flat, Layout, Partial, Placement, Replicate, Shard, assemble, moves, shard
+from plait.plan.layout import Flat, Layout, Partial, Placement, Replicate, Shard, assemble, moves, shard
+from plait.ranks import Count, GridMesh, Mesh
 from plait.tensor import redistribute
 
 AXES = (

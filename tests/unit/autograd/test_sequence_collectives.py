@@ -9,10 +9,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from plait.autograd.paired_collectives import collective_of, gather_in, scatter_out, to_pieces, to_whole
-from plait.comm import Count, Group, Mesh, Traffic
 from plait.errors import CommunicationError
-from plait.layout import divide
+from plait.plan.layout import divide
+from plait.ranks import Count, Group, Mesh, Traffic
+from plait.tensor.autograd.paired_collectives import (
+    collective_of,
+    gather_in,
+    scatter_out,
+    to_pieces,
+    to_whole,
+)
 
 SHAPES = [(7,), (7, 7), (3, 7), (7, 7, 7), (2, 7, 5, 3)]
 """7 is uneven for 2 and 3 ranks; where shapes are square a wrong dim would fit."""

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.autograd import SplitBackward
-from plait.autograd.deferred_weight_gradients import defer_weight_gradients
-from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.errors import ModelError
+from plait.tensor.autograd import SplitBackward
+from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradients
+from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 
 
 class Product(nn.Module):

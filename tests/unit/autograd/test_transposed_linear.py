@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from parity.layers import Conv1D, TiedHead
-from plait.autograd.deferred_weight_gradients import defer_weight_gradients, made_by_linear
-from plait.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradients, made_by_linear
+from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 
 
 @pytest.mark.parametrize("shape", [(3,), (5, 3), (2, 4, 5, 3), (0, 3)])

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.autograd.uneven_collectives import own_piece, start_piece_of_sum, start_whole
-from plait.comm import Group, Mesh, Traffic
 from plait.errors import ModelError
+from plait.ranks import Group, Mesh, Traffic
+from plait.tensor.autograd.uneven_collectives import own_piece, start_piece_of_sum, start_whole
 
 SHAPES = [
     (1, 8, 3),

@@ -11,13 +11,22 @@ from typing import Any
 import pytest
 import torch
 
-from plait.calibration import device_rates, link_rates, model_steps, timer
-from plait.calibration.device_rates import DeviceRates, measure_device
-from plait.calibration.link_rates import LinkRates, measure_links
-from plait.calibration.model_steps import LARGE, MIDDLE, PLAN, SMALL, StepSeconds, measure_steps, model_step
-from plait.calibration.timer import Timer
-from plait.comm.mesh import GridMesh
-from plait.comm.rank_pool import RankPool
+from plait.estimate.measurement import link_rates, model_steps, timer
+from plait.estimate.measurement import machine_rates as device_rates
+from plait.estimate.measurement.link_rates import LinkRates, measure_links
+from plait.estimate.measurement.machine_rates import DeviceRates, measure_device
+from plait.estimate.measurement.model_steps import (
+    LARGE,
+    MIDDLE,
+    PLAN,
+    SMALL,
+    StepSeconds,
+    measure_steps,
+    model_step,
+)
+from plait.estimate.measurement.timer import Timer
+from plait.ranks.launch.rank_pool import RankPool
+from plait.ranks.mesh import GridMesh
 
 CPU = torch.device("cpu")
 

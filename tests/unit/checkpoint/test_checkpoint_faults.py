@@ -26,7 +26,7 @@ from plait.checkpoint.saving import start_save
 from plait.checkpoint.tensor_file import BoxToWrite, find_damage, portions, write_file
 from plait.engine import Engine
 from plait.errors import CheckpointError
-from plait.layout import Box
+from plait.plan.layout import Box
 
 
 class KilledError(BaseException):

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import plait
 from parity.checkpoints import plan_of, run_of
 from plait.checkpoint.manifest import read_manifest
-from plait.comm.rank_pool import RankPool
 from plait.engine import Engine
 from plait.errors import CheckpointError, PlanError
-from plait.plan import Plan
+from plait.plan.plan import Plan
+from plait.ranks.launch.rank_pool import RankPool
 
 ONE = Plan()
 NAMES = ("0.weight", "0.bias", "1.weight", "1.bias")

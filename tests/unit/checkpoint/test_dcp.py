@@ -28,7 +28,7 @@ from plait.checkpoint.manifest import FILE, Manifest, TensorEntry, manifest_text
 from plait.checkpoint.optimizer_set import OptimizerSet
 from plait.checkpoint.tensor_file import BoxToWrite, TensorFileReader, write_file
 from plait.errors import CheckpointError
-from plait.layout import Box
+from plait.plan.layout import Box
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 PLAN = plait.Plan(microbatches=4, precision="fp64")

@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 import plait
 from parity.pairs import in_quick
+from plait.app.cli.main import main
 from plait.checkpoint.box_reader import FullTensors
 from plait.checkpoint.dcp import export_dcp, import_dcp
+from plait.checkpoint.huggingface.renaming import LLAMA_NAMES
 from plait.checkpoint.manifest import read_manifest
-from plait.checkpoint.renaming import LLAMA_NAMES
-from plait.cli.main import main
 from plait.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -22,7 +22,7 @@ from plait.checkpoint.dcp import export_dcp, import_dcp
 from plait.checkpoint.manifest import read_manifest
 from plait.checkpoint.tensor_file import TensorFileReader
 from plait.errors import CheckpointError
-from plait.layout import Box
+from plait.plan.layout import Box
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

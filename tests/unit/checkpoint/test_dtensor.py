@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard as Cut
 import plait
 from plait.checkpoint.dtensor import as_dtensor, expressible
 from plait.errors import LayoutError, MeshError
-from plait.layout import Flat, Layout, Partial, Replicate, Shard, assemble, shard
+from plait.plan.layout import Flat, Layout, Partial, Replicate, Shard, assemble, shard
 
 SIZES = {"layers": 1, "hidden": 16, "heads": 4, "vocab": 37, "context": 8}
 

@@ -29,14 +29,14 @@ from parity.one_rank import (
     tensors_in,
 )
 from plait.checkpoint.box_reader import FullTensors
-from plait.checkpoint.huggingface.exporting import export_adapted, export_own
+from plait.checkpoint.huggingface.config_json import _rope_base, sizes_from_manifest
+from plait.checkpoint.huggingface.export_import import export_adapted, export_own
 from plait.checkpoint.huggingface.importing import import_folder
-from plait.checkpoint.huggingface.model_sizes import _rope_base, sizes_from_manifest
 from plait.errors import CheckpointError
-from plait.huggingface_files import INDEX
 from plait.models.huggingface.pretrained import model_in, weights_in
+from plait.models.huggingface.weight_files import INDEX
 from plait.models.rotary import rotary_angles
-from plait.prediction.decoder import ROPE_BASE, Decoder
+from plait.plan.model_sizes import ROPE_BASE, Decoder
 
 pytestmark = pytest.mark.transformers
 

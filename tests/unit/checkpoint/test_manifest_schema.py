@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from parity.one_rank import MODELS, lively, saved
+from plait.app.cli.main import main
 from plait.checkpoint.converting import convert
 from plait.checkpoint.dcp import export_dcp
 from plait.checkpoint.manifest import FILE, Dtype, checksum, read_manifest
 from plait.checkpoint.tensor_file import DTYPES
-from plait.cli.main import main
 from plait.errors import CheckpointError
 
 NAME = "model.head.norm.weight"

@@ -19,9 +19,9 @@ from plait.checkpoint.box_reader import FullTensors
 from plait.checkpoint.dcp import import_dcp
 from plait.checkpoint.folders import resolve
 from plait.errors import CheckpointError, PlaitError
-from plait.huggingface_files import INDEX, files_of_tensors
 from plait.models.huggingface.pretrained import model_in, weights_in
-from plait.models.peft_adapters import load_adapter, save_adapter
+from plait.models.huggingface.weight_files import INDEX, files_of_tensors
+from plait.models.peft_files import load_adapter, save_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 NUMBERS = [QUICK, pytest.param(ALL, marks=pytest.mark.full)]

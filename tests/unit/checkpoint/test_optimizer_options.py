@@ -15,10 +15,10 @@ from torch.optim import lr_scheduler
 import plait
 from plait.checkpoint.manifest import FILE, manifest_text, read_manifest
 from plait.checkpoint.optimizer_state import is_number
-from plait.comm.rank_pool import RankPool
 from plait.engine import Engine
 from plait.errors import CheckpointError
-from plait.plan import Plan
+from plait.plan.plan import Plan
+from plait.ranks.launch.rank_pool import RankPool
 
 SGD, ADAM = torch.optim.SGD, torch.optim.Adam
 Make = Callable[..., torch.optim.Optimizer]

@@ -39,8 +39,8 @@ from plait.checkpoint.tensor_file import (
     write_files,
 )
 from plait.errors import CheckpointError
-from plait.layout import Box
-from plait.layout.boxes import full_box
+from plait.plan.layout import Box
+from plait.plan.layout.boxes import full_box
 
 
 def item(name: str, value: torch.Tensor) -> BoxToWrite:

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from parity.one_rank import CONTEXT, MODELS, cut, lively, saved, tensors_in
+from plait.app.cli.main import main
 from plait.checkpoint.inspecting import summary
 from plait.checkpoint.manifest import read_manifest
-from plait.cli.main import main
 
 MODEL = {
     "name": "llama",

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from plait.cli import main as module
-from plait.cli.main import main
-from plait.data.token_files import open_tokens
+from plait.app.cli import main as module
+from plait.app.cli.main import main
+from plait.app.config.config import LIMITS
+from plait.app.config.config_parser import config_from_arguments
+from plait.app.data.token_files import open_tokens
 from plait.errors import DataError, RankError
-from plait.prediction.decoder import MOST_SIZE
-from plait.train.config import LIMITS
-from plait.train.config_parser import config_from_arguments
+from plait.plan.model_sizes import MOST_SIZE
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:

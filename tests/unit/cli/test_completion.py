@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import shtab
 
-from plait.cli.completion import command_line
-from plait.cli.main import main
+from plait.app.cli.completion import command_line
+from plait.app.cli.main import main
 
 _ROOT = Path(__file__).parents[3]
 _COMPLETE = """

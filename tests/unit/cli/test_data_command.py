@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from parity import chats
-from plait.cli.data import run
+from plait.app.cli.data import run
 from plait.errors import ConfigError
 
 

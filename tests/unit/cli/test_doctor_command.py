@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from plait.cli import doctor
-from plait.cli.main import main
-from plait.comm import host_check
-from plait.comm.host_check import HostFinding
-from plait.comm.rank_pool import RankPool
+from plait.app.cli import doctor
+from plait.app.cli.main import main
 from plait.errors import MeshError
+from plait.ranks import host_check
+from plait.ranks.host_check import HostFinding
+from plait.ranks.launch.rank_pool import RankPool
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_doctor_reports_the_start_time_of_two_ranks_or_why_they_failed(
         asked.append((function, options))
         return [0.001, 0.002]
 
-    monkeypatch.setattr("plait.comm.launch.launch", launch)
+    monkeypatch.setattr("plait.ranks.launch.launch.launch", launch)
     monkeypatch.setattr(doctor, "time", SimpleNamespace(perf_counter=iter((10.0, 15.002)).__next__))
     assert [*doctor._two_ranks()] == [HostFinding("two ranks", "started in 5.0 s; an all-reduce takes 20 µs")]
     assert asked == [(doctor._all_reduces, {"ranks": 2, "threads": 1, "timeout": 30.0, "device": "cpu"})]
@@ -54,7 +54,7 @@ def test_doctor_reports_the_start_time_of_two_ranks_or_why_they_failed(
         raise MeshError("no port is free.\nSee the log.")
 
     monkeypatch.undo()
-    monkeypatch.setattr("plait.comm.launch.launch", fails)
+    monkeypatch.setattr("plait.ranks.launch.launch.launch", fails)
     monkeypatch.setattr(host_check, "check_host", lambda: [])
     assert [*doctor._two_ranks()] == [HostFinding("two ranks", "they failed", "no port is free.")]
     assert main(["doctor"]) == 1

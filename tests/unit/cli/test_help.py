@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from plait.cli.completion import command_line
-from plait.cli.main import COMMANDS, main
-from plait.train.config_parser import fields, sections
+from plait.app.cli.completion import command_line
+from plait.app.cli.main import COMMANDS, main
+from plait.app.config.config_parser import fields, sections
 
 _LINES, _COLUMNS = 40, 80
 _ACTIONS = [

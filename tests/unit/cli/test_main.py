@@ -10,11 +10,11 @@ from typing import NoReturn
 
 import pytest
 
-from plait.cli import main as module
-from plait.cli.main import Command, main
-from plait.cli.ranks_and_signals import degrees
+from plait.app.cli import main as module
+from plait.app.cli.main import Command, main
+from plait.app.cli.ranks_and_signals import degrees
 from plait.errors import NonFiniteError, RankError
-from plait.plan import Plan
+from plait.plan.plan import Plan
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_the_degrees_of_an_error_name_context_parallelism_where_there_is_some() 
 )
 def test_plait_shows_help_and_refuses_options_without_importing_torch(arguments: str, code: int) -> None:
     script = (
-        "import sys\nfrom plait.cli.main import main\n"
+        "import sys\nfrom plait.app.cli.main import main\n"
         "code = main(sys.argv[1:])\nassert 'torch' not in sys.modules, 'torch was imported'\nsys.exit(code)"
     )
     command = [sys.executable, "-c", script, *arguments.split()]

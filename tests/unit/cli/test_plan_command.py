@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from plait.cli.main import main
-from plait.cli.plan_output import calibration_text, change_lines
-from plait.prediction.decoder import decoder_of
-from plait.prediction.hardware import Link, load_hardware
-from plait.prediction.plan_search import AXES
-from plait.quantities import count_text
-from plait.train.build import build_model
-from plait.train.config_parser import config_from_arguments
-from plait.train.planned_config import SEARCHED, configured_decoder
+from plait.app.cli.main import main
+from plait.app.cli.plan_output import calibration_text, change_lines
+from plait.app.config.config_parser import config_from_arguments
+from plait.app.config.planned_config import SEARCHED, configured_decoder
+from plait.app.train.build import build_model
+from plait.estimate.search.plan_search import AXES
+from plait.estimate.time.hardware import Link, load_hardware
+from plait.pictures.quantities import count_text
+from plait.plan.model_sizes import decoder_of
 
 SMALL = ["--hardware", "h100-sxm", "--model.layers", "2", "--train.batch", "6", "--train.precision", "bf16"]
 

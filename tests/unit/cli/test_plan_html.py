@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from chromium import CHROMIUM, run_page
 
-from plait.cli.main import main
+from plait.app.cli.main import main
 
 SMALL = ["--hardware", "h100-sxm", "--model.layers", "2", "--train.batch", "4", "--train.precision", "bf16"]
 PIPELINE = [*SMALL, "--parallel.pp", "2", "--train.microbatches", "4", "--parallel.recompute", "full"]

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from plait.cli.ranks_and_signals import end_rank, importing, local_ranks, stoppable
-from plait.comm import world
-from plait.comm.rank_process import STOP_SIGNAL
+from plait.app.cli.ranks_and_signals import end_rank, importing, local_ranks, stoppable
 from plait.errors import ConfigError
+from plait.ranks import world
+from plait.ranks.launch.rank_process import STOP_SIGNAL
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.cli.main import main
+from plait.app.cli.main import main
 
 
 def test_report_writes_the_page_and_prints_its_path(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from synthetic_runs import write_metrics
 
-from plait.cli.report import HOST, ReportServer
+from plait.app.cli.report import HOST, ReportServer
 from plait.errors import ConfigError
 
 

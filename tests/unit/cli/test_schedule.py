@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.cli.main import main
+from plait.app.cli.main import main
 from plait.schedules.search.api import POLICY_NAMES, schedule
 
 DEMO = ["schedule", "1f1b", "--ranks", "2", "--microbatches", "4"]
@@ -277,7 +277,7 @@ def test_schedule_help_lists_its_options(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_plait_schedule_does_not_import_torch() -> None:
     script = (
-        "import sys\nfrom plait.cli.main import main\n"
+        "import sys\nfrom plait.app.cli.main import main\n"
         "code = main(sys.argv[1:])\nassert 'torch' not in sys.modules, 'torch was imported'\nsys.exit(code)"
     )
     command = [sys.executable, "-c", script, *DEMO, "--json"]

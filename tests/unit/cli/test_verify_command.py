@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 
 import pytest
 
-from plait.cli.main import main
+from plait.app.cli.main import main
 from plait.engine import Engine
 from plait.errors import CommunicationError, NonFiniteError, PlanError, RankError
-from plait.plan import Plan
+from plait.plan.plan import Plan
 from plait.schedules.search.api import POLICY_NAMES
 from plait.verification.sweep import RefusedPlan, Sweep
 
@@ -306,7 +306,7 @@ def test_verify_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize("arguments", ["--help", "--steps 0", "--train.steps abc"])
 def test_plait_verify_shows_help_without_importing_torch(arguments: str) -> None:
     script = (
-        "import sys\nfrom plait.cli.main import main\nmain(['verify', *sys.argv[1:]])\n"
+        "import sys\nfrom plait.app.cli.main import main\nmain(['verify', *sys.argv[1:]])\n"
         "assert 'torch' not in sys.modules, 'torch was imported'"
     )
     command = [sys.executable, "-c", script, *arguments.split()]

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.comm import Count, Group, Mesh, Traffic, all_reduce, all_to_all, all_to_all_uneven
 from plait.errors import CommunicationError
+from plait.ranks import Count, Group, Mesh, Traffic, all_reduce, all_to_all, all_to_all_uneven
 
 SIZES = {
     "own pieces too": [[2, 0, 3], [1, 4, 0], [0, 2, 5]],

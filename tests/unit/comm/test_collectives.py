@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.comm import (
+from plait.errors import CommunicationError
+from plait.ranks import (
     Count,
     Group,
     Mesh,
@@ -21,7 +22,6 @@ from plait.comm import (
     scatter,
     shared_zeros,
 )
-from plait.errors import CommunicationError
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8]
 EVERY_DTYPE = [*DTYPES, torch.bool, torch.int16, torch.uint16, torch.complex64, torch.float8_e4m3fn]

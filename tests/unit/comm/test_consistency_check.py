@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from plait.comm import Mesh
-from plait.comm.consistency_check import different_texts, require_same_text
 from plait.errors import CommunicationError
+from plait.ranks import Mesh
+from plait.ranks.consistency_check import different_texts, require_same_text
 
 CPU = torch.device("cpu")
 LINES = [f"layer {number} = {number * 'ä'}" for number in range(100)]

@@ -1,6 +1,6 @@
 import torch
 
-from plait.comm.contiguous_buffers import as_bytes, copy_out, dense, output_buffer
+from plait.ranks.transport.buffers import as_bytes, copy_out, dense, output_buffer
 
 
 def test_a_tensor_of_one_element_or_none_has_bytes_whatever_its_stride() -> None:

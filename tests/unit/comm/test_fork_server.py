@@ -10,8 +10,8 @@ from contextlib import suppress
 
 import pytest
 
-from plait.comm import fork_server
 from plait.errors import MeshError
+from plait.ranks.launch import fork_server
 
 
 def preload() -> str | None:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from plait.comm import GridMesh, Mesh, all_gather, all_reduce
-from plait.comm.rank_pool import RankPool
 from plait.errors import LayoutError, MeshError
-from plait.layout import Flat, Layout, Partial, Replicate, Shard, shard
+from plait.plan.layout import Flat, Layout, Partial, Replicate, Shard, shard
+from plait.ranks import GridMesh, Mesh, all_gather, all_reduce
+from plait.ranks.launch.rank_pool import RankPool
 from plait.tensor import full_tensor, redistribute
 
 

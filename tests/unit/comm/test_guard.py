@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.comm import (
+from plait.errors import CommunicationError
+from plait.ranks import (
     Count,
     Group,
     Mesh,
@@ -25,7 +26,6 @@ from plait.comm import (
     scatter,
     shared_zeros,
 )
-from plait.errors import CommunicationError
 from plait.schedules.action import Kind
 
 CPU = torch.device("cpu")

@@ -11,10 +11,10 @@ from weakref import ref
 import pytest
 import torch
 
-from plait.comm import Group, Handle, Traffic, all_reduce
-from plait.comm.failure_log import FailureTrace
-from plait.comm.operation_error import GroupOperation
 from plait.errors import CommunicationError
+from plait.ranks import Group, Handle, Traffic, all_reduce
+from plait.ranks.failure.failures import FailureTrace
+from plait.ranks.operation_error import GroupOperation
 
 
 def group_of(ranks: int) -> Group:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from plait.comm import host_check
-from plait.comm.host_check import check_host
+from plait.ranks import host_check
+from plait.ranks.host_check import check_host
 from plait.version import version_of
 
 

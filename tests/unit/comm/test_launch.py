@@ -11,15 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plait.comm import launch as launch_module
-from plait.comm.launch import launch
-from plait.comm.transport.world_ranks import current_ranks
-from plait.comm.world_membership import leave_world
 from plait.errors import MeshError, RankError
+from plait.ranks.launch import launch as launch_module
+from plait.ranks.launch.launch import launch
+from plait.ranks.launch.world_membership import leave_world
+from plait.ranks.transport.world_ranks import current_ranks
 
 SCRIPT = """
 import sys, torch, torch.distributed as dist
-from plait.comm.launch import launch
+from plait.ranks.launch.launch import launch
 from plait.errors import MeshError
 
 def total(offset):

@@ -4,10 +4,10 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as some
 
-from plait import axes
-from plait.comm import Mesh, all_reduce
 from plait.errors import CommunicationError, MeshError
-from plait.plan import Plan
+from plait.plan import axes
+from plait.plan.plan import Plan
+from plait.ranks import Mesh, all_reduce
 from plait.schedules.action import Kind
 
 degrees = some.integers(1, 3)
@@ -218,7 +218,7 @@ def test_closing_a_mesh_closes_its_connections(rank_pool):
 
 
 def test_the_world_knows_the_groups_of_a_mesh(rank_pool):
-    """What `plait.comm.world` relies on, to end all groups at the same time: torch has no public list."""
+    """What `plait.ranks.world` relies on, to end all groups at the same time: torch has no public list."""
 
     def body():
         import torch.distributed as dist

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from plait import Mesh
-from plait.comm import all_reduce
-from plait.comm.operation_watch import OperationWatch, write_flight_record
-from plait.comm.transport.torch_distributed import set_timeout
 from plait.errors import CommunicationError
+from plait.ranks import all_reduce
+from plait.ranks.failure.operation_watch import OperationWatch, write_flight_record
+from plait.ranks.transport.torch_distributed import set_timeout
 
 
 class Event:

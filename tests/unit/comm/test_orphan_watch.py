@@ -14,14 +14,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from plait.comm import launcher_process, orphan_watch
-from plait.comm.launcher_process import parents_up_to_launcher
-from plait.comm.orphan_watch import OrphanWatch, end_orphan
-from plait.comm.world import World
+from plait.ranks import launcher_process
+from plait.ranks.failure import process_watch as orphan_watch
+from plait.ranks.failure.process_watch import OrphanWatch, end_orphan
+from plait.ranks.launcher_process import parents_up_to_launcher
+from plait.ranks.world import World
 
 SCRIPT = """
 import os, time
-from plait.comm.launch import launch
+from plait.ranks.launch.launch import launch
 
 def work():
     os.write(1, b"%d\\n" % os.getpid())  # one write: ranks share the pipe
@@ -81,7 +82,7 @@ def test_the_parents_of_a_process_up_to_its_launcher_are_found() -> None:
     own, parent = os.getpid(), os.getppid()
     assert parents_up_to_launcher("NO_SUCH_VARIABLE") == {own: parent}
     mark = "PLAIT_TEST_MARK"
-    print_line = f"from plait.comm.launcher_process import parents_up_to_launcher as f; print(f('{mark}'))"
+    print_line = f"from plait.ranks.launcher_process import parents_up_to_launcher as f; print(f('{mark}'))"
     command = ["sh", "-c", f'echo $$; {sys.executable} -c "{print_line}"; true']
     done = subprocess.run(command, env=os.environ | {mark: "1"}, capture_output=True, text=True, timeout=60)
     shell, line = done.stdout.splitlines()

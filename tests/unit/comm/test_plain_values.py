@@ -17,12 +17,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.comm.operation_error import GroupOperation
-from plait.comm.plain_values import NotPlainError, decode, encode
-from plait.comm.traffic import Traffic
 from plait.errors import CheckpointError, CommunicationError
-from plait.layout import Box
-from plait.plan import Plan
+from plait.plan.layout import Box
+from plait.plan.plan import Plan
+from plait.ranks.operation_error import GroupOperation
+from plait.ranks.plain_values import NotPlainError, decode, encode
+from plait.ranks.traffic import Traffic
 from plait.schedules.action import Kind
 from plait.verification.location import RecordKey
 
@@ -106,7 +106,7 @@ OTHERS = {
     "a list within itself": itself(),
     "type": object,
     "ABCMeta": Mapping,
-    "plait.comm.traffic.Traffic": Traffic(),
+    "plait.ranks.traffic.Traffic": Traffic(),
 }
 
 
@@ -123,15 +123,18 @@ STRANGE: list[tuple[Any, str]] = [
     (["object", [["os", "system"], []]], "os is not plait's own"),
     (["object", [["plaits", "system"], []]], "plaits is not plait's own"),
     (["object", [["plait.__main__", "main"], []]], "'plait.__main__'"),
-    (["object", [["plait.plan", "os.system"], []]], "'os'"),
-    (["object", [["plait.comm.plain_values", "Path"], []]], "Path is no class of plait.comm.plain_values"),
-    (["object", [["plait.comm.plain_values", "encode"], []]], "encode is no class of"),
-    (["object", [["plait.plan", "Plan"], [["pp", 2]]]], "Plan has the fields ['pp', "),
-    (["object", [["plait.layout", "Box"], [["low", 1], ["low", 2]]]], "Box"),
+    (["object", [["plait.plan.plan", "os.system"], []]], "'os'"),
+    (["object", [["plait.ranks.plain_values", "Path"], []]], "Path is no class of plait.ranks.plain_values"),
+    (["object", [["plait.ranks.plain_values", "encode"], []]], "encode is no class of"),
+    (["object", [["plait.plan.plan", "Plan"], [["pp", 2]]]], "Plan has the fields ['pp', "),
+    (["object", [["plait.plan.layout", "Box"], [["low", 1], ["low", 2]]]], "Box"),
     (["named", [["plait.verification.location", "RecordKey"], [1, 2, 3, 4]]], "takes"),
-    (["named", [["plait.plan", "Plan"], []]], "Plan is no class of plait.plan"),
+    (["named", [["plait.plan.plan", "Plan"], []]], "Plan is no class of plait.plan.plan"),
     (["error", [["builtins", "SystemExit"], ["tuple", []], ["dict", []]]], "builtins is not plait's own"),
-    (["error", [["plait.plan", "Plan"], ["tuple", []], ["dict", []]]], "Plan is no class of plait.plan"),
+    (
+        ["error", [["plait.plan.plan", "Plan"], ["tuple", []], ["dict", []]]],
+        "Plan is no class of plait.plan.plan",
+    ),
     (["enum", [["plait.errors", "PlaitError"], "a"]], "PlaitError is no class of plait.errors"),
     (["array", ["|O", [1], "AAAAAAAAAAA="]], "|O is no dtype of numbers"),
     (["tensor", ["load", [1], ""]], "load is no dtype"),

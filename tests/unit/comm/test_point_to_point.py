@@ -3,8 +3,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from plait.comm import Count, Group, Mesh, Traffic, receive, send
 from plait.errors import CommunicationError
+from plait.ranks import Count, Group, Mesh, Traffic, receive, send
 
 DTYPES = [torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.int16, torch.float8_e4m3fn]
 

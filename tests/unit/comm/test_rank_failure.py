@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from plait.comm.rank_failure import RankFailure, from_exception, from_exit, root_cause
 from plait.errors import CommunicationError, MeshError, PlaitError, RankError
+from plait.ranks.failure.rank_failure import RankFailure, from_exception, from_exit, root_cause
 
 
 def failure(error: BaseException) -> RankFailure:

@@ -17,10 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plait.comm.fork_server import stop_fork_server
-from plait.comm.rank_pool import RankPool
-from plait.comm.rank_process import STACK_SIGNAL, STOP_SIGNAL
 from plait.errors import CommunicationError, MeshError, PlaitError, PlanError, RankError
+from plait.ranks.launch.fork_server import stop_fork_server
+from plait.ranks.launch.rank_pool import RankPool
+from plait.ranks.launch.rank_process import STACK_SIGNAL, STOP_SIGNAL
 
 
 @pytest.fixture(scope="module")
@@ -285,7 +285,7 @@ def test_a_rank_may_have_children(pool):
 OF_MAIN = """
 import os, torch
 from typing import NamedTuple
-from plait.comm.rank_pool import RankPool
+from plait.ranks.launch.rank_pool import RankPool
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 class Item(NamedTuple):
@@ -392,7 +392,7 @@ def test_child_processes_of_a_rank_end_with_it(pool):
 
 SCRIPT = """
 import os, time, torch, torch.distributed as dist
-from plait.comm.rank_pool import RankPool
+from plait.ranks.launch.rank_pool import RankPool
 
 def block():
     os.write(1, b"%d\\n" % os.getpid())  # one write: two ranks share the pipe

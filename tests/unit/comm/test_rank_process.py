@@ -13,10 +13,10 @@ from typing import NoReturn
 
 import pytest
 
-from plait.comm import rank_process
-from plait.comm.rank_pool import RankPool, _start_method
-from plait.comm.rank_process import END, RankJob
-from plait.comm.world import World
+from plait.ranks.launch import rank_process
+from plait.ranks.launch.rank_pool import RankPool, _start_method
+from plait.ranks.launch.rank_process import END, RankJob
+from plait.ranks.world import World
 
 
 class Ended(BaseException):

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from plait import device
-from plait.comm import ranks_per_gpu, world_membership
-from plait.comm.failure_log import FailureTrace
-from plait.comm.operation_error import _reason
-from plait.comm.ranks_per_gpu import explained_sharing, newer_nccl, ranks_that_share, share_gpu
-from plait.comm.world import World
 from plait.errors import MeshError
+from plait.ranks import device
+from plait.ranks.failure.failures import FailureTrace
+from plait.ranks.launch import ranks_per_gpu, world_membership
+from plait.ranks.launch.ranks_per_gpu import explained_sharing, newer_nccl, ranks_that_share, share_gpu
+from plait.ranks.operation_error import _reason
+from plait.ranks.world import World
 
 GPU = torch.device("cuda", 0)
 
@@ -144,7 +144,7 @@ PROGRAM = """
 import os, sys
 from dataclasses import replace
 from pathlib import Path
-from plait.comm import rank_pool
+from plait.ranks import rank_pool
 
 def mapped():
     return sys.argv[1] in Path("/proc/self/maps").read_text()

@@ -15,12 +15,13 @@ import pytest
 import torch.distributed as dist
 from strangers import NEEDS_TWO_USERS, forked_process, process_of_another_user
 
-from plait.comm import rendezvous, run_store
-from plait.comm.failure_log import FailureLog
-from plait.comm.participant import Participant
-from plait.comm.rendezvous import Meeting, meet
-from plait.comm.world import World
 from plait.errors import CommunicationError
+from plait.ranks import run_store
+from plait.ranks.failure.failures import FailureLog
+from plait.ranks.launch import rendezvous
+from plait.ranks.launch.participant import Participant
+from plait.ranks.launch.rendezvous import Meeting, meet
+from plait.ranks.world import World
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plait.comm import result_exchange
-from plait.comm.launch import launch
-from plait.comm.rank_pool import RankPool
 from plait.errors import CommunicationError, PlaitError
+from plait.ranks.launch import result_exchange
+from plait.ranks.launch.launch import launch
+from plait.ranks.launch.rank_pool import RankPool
 
 
 class Mine:

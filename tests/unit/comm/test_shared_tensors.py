@@ -10,10 +10,10 @@ import weakref
 import pytest
 import torch
 
-from plait.comm.collectives import SMALLEST_SHARED, all_reduce, shared_zeros
-from plait.comm.mesh import Mesh
-from plait.comm.transport.shared_memory import host_discovery
 from plait.errors import RankError
+from plait.ranks.collectives import SMALLEST_SHARED, all_reduce, shared_zeros
+from plait.ranks.mesh import Mesh
+from plait.ranks.transport.shared_memory import host_discovery
 
 CPU = torch.device("cpu")
 SIZE = SMALLEST_SHARED  # elements, so enough bytes for every dtype

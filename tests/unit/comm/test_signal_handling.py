@@ -10,13 +10,13 @@ from typing import BinaryIO
 
 import pytest
 
-from plait.comm.fork_server import _without_main
-from plait.comm.signal_handling import SAME_SIGNAL_SECONDS, GracefulStop, Watchdog
+from plait.ranks.failure.signal_handling import SAME_SIGNAL_SECONDS, GracefulStop, Watchdog
+from plait.ranks.launch.fork_server import _without_main
 
 BLOCKED = """
 import datetime, os, sys, threading, time, signal
 import torch.distributed as dist
-from plait.comm.signal_handling import Watchdog
+from plait.ranks.failure.signal_handling import Watchdog
 
 store = dist.HashStore()
 signal.signal(signal.SIGTERM, lambda *_: None)  # SIGTERM without a handler needs no watchdog
@@ -41,7 +41,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a sh
 def started(program: str) -> Iterator[tuple[BaseProcess, BinaryIO, BinaryIO]]:
     """A process that runs a program, forked from one that has imported torch; its output and its errors."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["plait.comm.preload"])
+    context.set_forkserver_preload(["plait.ranks.launch.preload"])
     (output, its_output), (errors, its_errors) = context.Pipe(False), context.Pipe(False)
     names = {"output": its_output, "errors": its_errors}
     process = context.Process(target=exec, args=(SETUP + program, names), daemon=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.comm import (
+from plait.ranks import (
     Group,
     Mesh,
     all_gather,

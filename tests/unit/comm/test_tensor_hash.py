@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 from torch import Tensor
 
-from plait.comm import Group, Mesh, Traffic
-from plait.comm.tensor_hash import as_hex, require_same_bits, tensor_hash
+from plait.ranks import Group, Mesh, Traffic
+from plait.ranks.tensor_hash import as_hex, require_same_bits, tensor_hash
 
 ROW = 4096
 """Words of 8 bytes that the hash takes as one row."""

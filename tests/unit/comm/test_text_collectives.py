@@ -7,9 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from plait.comm import Mesh
-from plait.comm.text_collectives import all_gather_text, broadcast_result, broadcast_text, first_nonempty_text
 from plait.errors import CommunicationError, MeshError
+from plait.ranks import Mesh
+from plait.ranks.text_collectives import (
+    all_gather_text,
+    broadcast_result,
+    broadcast_text,
+    first_nonempty_text,
+)
 
 CPU = torch.device("cpu")
 

@@ -21,8 +21,8 @@ SCRIPT = """
 import os, sys, time
 from pathlib import Path
 import torch
-from plait.comm import Mesh, all_reduce
-from plait.comm.launch import launch
+from plait.ranks import Mesh, all_reduce
+from plait.ranks.launch.launch import launch
 
 def work(timeout, folder):
     mesh = Mesh(pp=2, tp=2, timeout=timeout)

@@ -5,14 +5,14 @@ import pytest
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: F401 (registers the backend fake)
 
-from plait import axes
-from plait.comm import launcher_process
-from plait.comm.launcher_process import parents_up_to_launcher
-from plait.comm.mesh import Mesh
-from plait.comm.transport import world_ranks
-from plait.comm.world import World, find_world
-from plait.comm.world_membership import join_world
 from plait.errors import CommunicationError, MeshError
+from plait.plan import axes
+from plait.ranks import launcher_process
+from plait.ranks.launch.world_membership import join_world
+from plait.ranks.launcher_process import parents_up_to_launcher
+from plait.ranks.mesh import Mesh
+from plait.ranks.transport import world_ranks
+from plait.ranks.world import World, find_world
 from plait.schedules.lowering.messages import channels_of
 from plait.schedules.named_schedules import policy_schedule
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from plait.rules import column, row
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import plait
-from plait.compilation import layer_graphs
-from plait.compilation.layer_graphs import OutputGradient
+from plait.engine.compilation import layer_graphs
+from plait.engine.compilation.layer_graphs import OutputGradient
 from plait.errors import ModelError, PlanError
-from plait.layers.nested import Microbatches
-from plait.rules import column, row
+from plait.tensor.layer_values import Microbatches
 
 WIDTH, INNER = 6, 10
 MICROBATCHES = 2
@@ -95,7 +95,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         paths.append(layer.path)
         return trace(layer, *arguments, **named)
 
-    monkeypatch.setattr("plait.compilation.compiled_layer.trace_layer", noting)
+    monkeypatch.setattr("plait.engine.compilation.compiled_layer.trace_layer", noting)
     return paths
 
 
@@ -124,7 +124,7 @@ def generated(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         graphs.append(graph)
         return run_operations(graph)
 
-    monkeypatch.setattr("plait.compilation.graph_steps.with_generated_code", noting)
+    monkeypatch.setattr("plait.engine.compilation.graph_to_calls.with_generated_code", noting)
     return graphs
 
 
@@ -314,7 +314,7 @@ def test_a_layer_for_which_no_code_can_be_generated_runs_eagerly(monkeypatch: py
             raise RuntimeError("no kernel for tanh")
         return run_operations(graph)
 
-    monkeypatch.setattr("plait.compilation.graph_steps.with_generated_code", refusing)
+    monkeypatch.setattr("plait.engine.compilation.graph_to_calls.with_generated_code", refusing)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()).double()
     with pytest.raises(ModelError, match=r"layer '1' cannot be compiled, for torch says: no kernel for tanh"):
         gradients_of(model, compile=True)

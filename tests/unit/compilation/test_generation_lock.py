@@ -15,10 +15,10 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import plait
-from plait.comm import barrier
-from plait.compilation import generation_lock
-from plait.compilation.generation_lock import generating_alone
-from plait.compilation.torch_compiler import joint_graph, with_generated_code, without_memory
+from plait.engine.compilation import generation_lock
+from plait.engine.compilation.generation_lock import generating_alone
+from plait.engine.compilation.torch_compiler import joint_graph, with_generated_code, without_memory
+from plait.ranks import barrier
 
 
 def test_a_rank_waits_for_code_generation_of_the_same_graph_only(

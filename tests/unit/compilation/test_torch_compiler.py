@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from plait.compilation.torch_compiler import (
+from plait.engine.compilation.torch_compiler import (
     code_cache,
     example_of,
     is_random,

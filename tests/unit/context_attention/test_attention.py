@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import plait
-from plait.autograd.running_sequence import ContextParallelism, running
-from plait.context_attention.visibility import document_bounds
 from plait.errors import ModelError
+from plait.tensor.attention.visibility import document_bounds
+from plait.tensor.running_sequence import ContextParallelism, running
 
 SHAPE = (4, 2, 6, 8)
 IDS = torch.tensor([[0, 0, 0, 1, 1, 1]] * 4)

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from plait.context_attention import visibility
-from plait.context_attention.visibility import (
+from plait.tensor.attention import visibility
+from plait.tensor.attention.visibility import (
     BlockCall,
     block_calls,
     document_bounds,

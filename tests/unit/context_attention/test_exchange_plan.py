@@ -11,13 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from plait.autograd.running_sequence import (
-    ContextParallelism,
-    DocumentBounds,
-    running,
-)
-from plait.context_attention import attention
-from plait.context_attention.exchange_plan import (
+from plait.plan.layout.sequence_layout import SequenceLayout, sequence_layout
+from plait.tensor.attention import attention
+from plait.tensor.attention.exchange_plan import (
     ExchangePlan,
     Mask,
     add_selected,
@@ -26,8 +22,8 @@ from plait.context_attention.exchange_plan import (
     remembered_plan,
     selected,
 )
-from plait.context_attention.visibility import document_bounds
-from plait.layout.sequence_layout import SequenceLayout, sequence_layout
+from plait.tensor.attention.visibility import document_bounds
+from plait.tensor.running_sequence import ContextParallelism, DocumentBounds, running
 
 KINDS: tuple[Any, ...] = ("zigzag", "striped", "contiguous")
 

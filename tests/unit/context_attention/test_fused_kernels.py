@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from plait.context_attention import fused_kernels
-from plait.context_attention.fused_kernels import CPU, CUDNN, EFFICIENT, FLASH, FusedKernel, fused_kernel
+from plait.tensor.attention import fused_kernels
+from plait.tensor.attention.fused_kernels import CPU, CUDNN, EFFICIENT, FLASH, FusedKernel, fused_kernel
 
 SCALE = 0.4
 

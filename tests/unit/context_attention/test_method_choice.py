@@ -8,14 +8,14 @@ import torch
 import plait
 from parity import woven
 from parity.contexts import WIDTH, mixing
-from plait.attention_heads import vectors_sent
-from plait.autograd.running_sequence import ContextParallelism
-from plait.comm import Count
-from plait.comm.group import Group
-from plait.comm.traffic import Traffic
-from plait.context_attention.method_choice import choose_method
 from plait.errors import PlanError
-from plait.plan import Plan
+from plait.plan.attention_heads import vectors_sent
+from plait.plan.plan import Plan
+from plait.ranks import Count
+from plait.ranks.group import Group
+from plait.ranks.traffic import Traffic
+from plait.tensor.attention.method_choice import choose_method
+from plait.tensor.running_sequence import ContextParallelism
 
 HEADS, LENGTH = 6, 12
 

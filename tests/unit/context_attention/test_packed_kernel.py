@@ -16,10 +16,10 @@ from attention_cases import plain_attention, random_inputs, visible
 from torch import Tensor
 
 from parity.norm import assert_equal
-from plait.autograd.running_sequence import ContextParallelism, running
-from plait.context_attention import attention
-from plait.context_attention.packed_kernel import PackedCall
-from plait.context_attention.visibility import document_bounds
+from plait.tensor.attention import attention
+from plait.tensor.attention.packed_kernel import PackedCall
+from plait.tensor.attention.visibility import document_bounds
+from plait.tensor.running_sequence import ContextParallelism, running
 
 IDS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 2, 3], [4, 4, 4, 4, 4, 4, 5, 5, 5, 5]])
 

@@ -9,13 +9,8 @@ from attention_cases import visible
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.context_attention.visibility import (
-    document_bounds,
-    needed_keys,
-    visible_indices,
-    visible_range,
-)
 from plait.errors import ModelError
+from plait.tensor.attention.visibility import document_bounds, needed_keys, visible_indices, visible_range
 
 
 def test_document_bounds_give_the_start_and_stop_of_each_document() -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import plait
-from plait.autograd.dropout import Dropout, DropoutGenerator, key_of, names_of, set_region_piece
-from plait.autograd.dropout_mask import keep_mask
+from plait.tensor.dropout import Dropout, DropoutGenerator, key_of, names_of, set_region_piece
+from plait.tensor.dropout_mask import keep_mask
 
 ROWS, HEADS, KEY_HEADS, LENGTH, SIZE, P = 3, 4, 2, 300, 6, 0.4
 IDS = torch.stack([torch.arange(LENGTH) // documents for documents in (7, 150, LENGTH)])

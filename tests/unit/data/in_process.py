@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from plait.data import preparation
+from plait.app.data import preparation
 
 WRITTEN, WRITE_SHARD = preparation._written, preparation.write_shard
 

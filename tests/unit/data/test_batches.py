@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.data.batches import (
+from plait.app.data.batches import (
     Batches,
     ConcatenatedRows,
     RandomBatches,
@@ -16,9 +16,9 @@ from plait.data.batches import (
     rank_rows,
     row_total,
 )
-from plait.data.token_shards import Corpus, TokenShard, corpus_of
+from plait.app.data.token_shards import Corpus, TokenShard, corpus_of
 from plait.errors import DataError
-from plait.layers.nested import tensors_of
+from plait.tensor.layer_values import tensors_of
 
 
 def counting(windows: int, context: int) -> TokenWindows:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from plait.data.chat_records import ChatRecord, chat_record, short_json, text_record, unknown_roles
-from plait.data.sharegpt import as_message
+from plait.app.data.chat_records import ChatRecord, chat_record, short_json, text_record, unknown_roles
+from plait.app.data.sharegpt import as_message
 
 ASK = {"role": "user", "content": "hi"}
 SAY = {"role": "assistant", "content": "yo"}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from plait.data.chats import ChatEncoder, EncodedChat
+from plait.app.data.chats import ChatEncoder, EncodedChat
 from plait.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.transformers

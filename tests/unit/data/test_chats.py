@@ -13,14 +13,14 @@ import pytest
 from in_process import in_one_process
 
 from parity.chats import PLAIN, WORDS, save_tokenizer
-from plait.data.chat_records import holds_chats
-from plait.data.chats import ChatEncoder
-from plait.data.document_rows import DocumentRows
-from plait.data.document_sources import divided, files_of
-from plait.data.encoded_documents import TextEncoding
-from plait.data.preparation import prepare_corpus
-from plait.data.shard_writing import write_shard
-from plait.data.token_shards import Corpus, TokenShard, open_corpus
+from plait.app.data.chat_records import holds_chats
+from plait.app.data.chats import ChatEncoder
+from plait.app.data.document_rows import DocumentRows
+from plait.app.data.document_sources import divided, files_of
+from plait.app.data.encoded_documents import TextEncoding
+from plait.app.data.preparation import prepare_corpus
+from plait.app.data.shard_writing import write_shard
+from plait.app.data.token_shards import Corpus, TokenShard, open_corpus
 from plait.errors import ConfigError, DataError
 
 MARKED = (

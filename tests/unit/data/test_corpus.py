@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from plait.data import corpus
-from plait.data.corpus import read_documents
-from plait.data.preparation import prepare_corpus
+from plait.app.data import corpus
+from plait.app.data.corpus import read_documents
+from plait.app.data.preparation import prepare_corpus
 from plait.errors import DataError
 
 

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from in_process import in_one_process
 
-from plait.cli.main import main
-from plait.data import whole_files
-from plait.data.corpus_check import _difference, require_intact
-from plait.data.corpus_index import CorpusIndex, ShardEntry, read_index, write_index
-from plait.data.preparation import prepare_corpus
-from plait.data.token_shards import open_corpus
+from plait.app.cli.main import main
+from plait.app.data import whole_files
+from plait.app.data.corpus_check import _difference, require_intact
+from plait.app.data.corpus_index import CorpusIndex, ShardEntry, read_index, write_index
+from plait.app.data.preparation import prepare_corpus
+from plait.app.data.token_shards import open_corpus
 from plait.errors import DataError
 
 

@@ -10,10 +10,10 @@ from zlib import crc32
 import numpy as np
 import pytest
 
-from plait.data import long_documents, text_files
-from plait.data.long_documents import Cut, DocumentEncoder, find_cut
-from plait.data.text_files import text_ahead, text_cuts
-from plait.data.tokenizer import Tokens
+from plait.app.data import long_documents, text_files
+from plait.app.data.long_documents import Cut, DocumentEncoder, find_cut
+from plait.app.data.text_files import text_ahead, text_cuts
+from plait.app.data.tokenizer import Tokens
 from plait.errors import DataError
 
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from plait.data import document_rows
-from plait.data.batches import ShuffledBatches, TokenWindows
-from plait.data.corpus_index import CorpusIndex, ShardEntry, shard_files, write_index
-from plait.data.document_rows import DocumentRows
-from plait.data.token_shards import Corpus, TokenShard, open_corpus
+from plait.app.data import document_rows
+from plait.app.data.batches import ShuffledBatches, TokenWindows
+from plait.app.data.corpus_index import CorpusIndex, ShardEntry, shard_files, write_index
+from plait.app.data.document_rows import DocumentRows
+from plait.app.data.token_shards import Corpus, TokenShard, open_corpus
 
 
 def greedy(lengths: list[int], context: int, firsts: list[int]) -> list[list[int]]:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from parity.chats import PLAIN, save_tokenizer
-from plait.data import chat_templates
-from plait.data.bounded_process import BoundedProcess, CallFailedError
-from plait.data.chats import ChatEncoder
+from plait.app.data import chat_templates
+from plait.app.data.bounded_process import BoundedProcess, CallFailedError
+from plait.app.data.chats import ChatEncoder
 from plait.errors import DataError
 
 pytestmark = pytest.mark.transformers

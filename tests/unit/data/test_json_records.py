@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from plait.data import json_records
-from plait.data.document_sources import divided, files_of, read_records
-from plait.data.json_records import json_kind
+from plait.app.data import json_records
+from plait.app.data.document_sources import divided, files_of, read_records
+from plait.app.data.json_records import json_kind
 from plait.errors import DataError
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import plait
-from plait.comm.rank_pool import RankPool
-from plait.data.batches import rank_rows
+from plait.app.data.batches import rank_rows
 from plait.errors import DataError
+from plait.ranks.launch.rank_pool import RankPool
 
 
 class Noisy(Dataset[Any]):

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.data.batches import ConcatenatedRows, RandomBatches, description, row_total
-from plait.data.document_rows import DocumentRows
-from plait.data.mixture import BLOCK, MixedBatches
-from plait.data.read_ahead import ReadAhead
-from plait.data.token_shards import Corpus, TokenShard
+from plait.app.data.batches import ConcatenatedRows, RandomBatches, description, row_total
+from plait.app.data.document_rows import DocumentRows
+from plait.app.data.mixture import BLOCK, MixedBatches
+from plait.app.data.token_shards import Corpus, TokenShard
+from plait.app.train.read_ahead import ReadAhead
 
 
 class Numbered:

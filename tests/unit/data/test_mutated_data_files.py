@@ -20,18 +20,18 @@ import pytest
 
 from mutated_files import Kind, mutations, outcome, remove
 from parity.chats import PLAIN, save_tokenizer
-from plait.data.chats import ChatEncoder
-from plait.data.corpus_check import require_intact
-from plait.data.corpus_index import CorpusIndex
-from plait.data.document_sources import divided, files_of, read_records, read_texts
-from plait.data.preparation import prepare_corpus
-from plait.data.record_fields import are_chats
-from plait.data.token_files import open_tokens
-from plait.data.token_shards import open_corpus
-from plait.data.tokenizer import open_tokenizer
+from plait.app.config.config_parser import config_from_arguments
+from plait.app.data.chats import ChatEncoder
+from plait.app.data.corpus_check import require_intact
+from plait.app.data.corpus_index import CorpusIndex
+from plait.app.data.document_sources import divided, files_of, read_records, read_texts
+from plait.app.data.preparation import prepare_corpus
+from plait.app.data.record_fields import are_chats
+from plait.app.data.token_files import open_tokens
+from plait.app.data.token_shards import open_corpus
+from plait.app.data.tokenizer import open_tokenizer
 from plait.errors import PlaitError
-from plait.prediction.hardware import load_hardware
-from plait.train.config_parser import config_from_arguments
+from plait.estimate.time.hardware import load_hardware
 
 TEXTS = [f"document {number} ä漢🙂 of some length\n" for number in range(40)]
 CHATS = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "de"}]
@@ -153,9 +153,9 @@ def write_tokenizer(folder: Path) -> None:
 def write_configurations(folder: Path) -> None:
     from importlib.resources import files
 
-    from plait.prediction.hardware import FILES
+    from plait.estimate.time.hardware import FILES
 
-    bundled = files("plait.prediction").joinpath(FILES)
+    bundled = files("plait.estimate.time").joinpath(FILES)
     first = min((one for one in bundled.iterdir() if one.name.endswith(".toml")), key=lambda one: one.name)
     (folder / "hardware.toml").write_text(first.read_text())
     (folder / "run.toml").write_text(

@@ -20,11 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_process import in_one_process
 
-from plait.cli.data import run
-from plait.data import preparation
-from plait.data.document_sources import SourceRange, divided, field_names, files_of, read_texts
-from plait.data.preparation import PreparationProgress, portion_size, prepare_corpus
-from plait.data.token_shards import Corpus, TokenShard, corpus_of, open_corpus
+from plait.app.cli.data import run
+from plait.app.data import preparation
+from plait.app.data.document_sources import SourceRange, divided, field_names, files_of, read_texts
+from plait.app.data.preparation import PreparationProgress, portion_size, prepare_corpus
+from plait.app.data.token_shards import Corpus, TokenShard, corpus_of, open_corpus
 from plait.errors import ConfigError, DataError
 
 
@@ -77,7 +77,7 @@ def test_with_lines_each_line_of_a_text_is_a_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, portion: int
 ) -> None:
     in_one_process(monkeypatch)
-    monkeypatch.setattr("plait.data.json_records._START", 2)
+    monkeypatch.setattr("plait.app.data.json_records._START", 2)
     (tmp_path / "a.txt").write_bytes(b"one\r\n\ntwo and more\nthree")
     prepare_corpus([str(tmp_path / "a.txt")], tmp_path / "out", "bytes", portion=portion, lines=True)
     assert documents_in(tmp_path / "out") == ["one", "two and more", "three"]
@@ -108,8 +108,8 @@ def test_a_text_read_in_chunks_is_the_text(
     path = tmp_path_factory.mktemp("texts") / ("a.txt.gz" if compressed else "a.txt")
     path.write_bytes(gzip.compress(text.encode()) if compressed else text.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("plait.data.text_files.PART", piece)
-        patch.setattr("plait.data.text_files._LONGEST_LINE", 8)
+        patch.setattr("plait.app.data.text_files.PART", piece)
+        patch.setattr("plait.app.data.text_files._LONGEST_LINE", 8)
         portions = [one for file in files_of(str(path)) for one in divided(file, size)]
         pieces = [one for portion in portions for one in read_texts(portion, "text")]
     assert "".join(one.text for one in pieces) == text
@@ -269,7 +269,7 @@ def test_a_source_that_cannot_be_read_is_refused_with_the_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes, message: str
 ) -> None:
     in_one_process(monkeypatch)
-    monkeypatch.setattr("plait.data.text_files.PART", 4)
+    monkeypatch.setattr("plait.app.data.text_files.PART", 4)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         prepare_corpus([str(tmp_path / name)], tmp_path / "out", "bytes")
@@ -429,7 +429,7 @@ def killed_again_and_again(tmp_path: Path, times: int) -> None:
     words = ["".join(generator.choices("abcdefgh", k=5)) for _ in range(100)]
     documents = [" ".join(generator.choices(words, k=400)) for _ in range(2500)]
     (tmp_path / "a.jsonl").write_text(as_jsonl(documents))
-    code = "import sys; from plait.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from plait.app.cli.main import main; sys.exit(main(sys.argv[1:]))"
     options = ["--tokenizer", "bytes", "--processes", "2", "--shard", "1"]
 
     def started(folder: str) -> subprocess.Popen[bytes]:

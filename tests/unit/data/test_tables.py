@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from in_process import in_one_process
 
-from plait.data import tables
-from plait.data.document_sources import divided, files_of, read_records, read_texts
-from plait.data.preparation import prepare_corpus
-from plait.data.tables import column_names, dataset_files, is_dataset, row_ranges
+from plait.app.data import tables
+from plait.app.data.document_sources import divided, files_of, read_records, read_texts
+from plait.app.data.preparation import prepare_corpus
+from plait.app.data.tables import column_names, dataset_files, is_dataset, row_ranges
 from plait.errors import DataError
 
 

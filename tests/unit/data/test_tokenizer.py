@@ -6,11 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from plait.data.corpus_index import CorpusIndex, write_index
-from plait.data.recorded_tokenizer import files_hash, record_tokenizer, recorded_tokenizer, tokenizer_files
-from plait.data.tokenizer import ByteTokenizer, FileTokenizer, open_tokenizer, printable
-from plait.data.tokenizer_file import SurroundingTokens
-from plait.data.tokenizer_match import tokenizer_mismatch
+from plait.app.data.corpus_index import CorpusIndex, write_index
+from plait.app.data.recorded_tokenizer import (
+    files_hash,
+    record_tokenizer,
+    recorded_tokenizer,
+    tokenizer_files,
+)
+from plait.app.data.tokenizer import ByteTokenizer, FileTokenizer, open_tokenizer, printable
+from plait.app.data.tokenizer_file import SurroundingTokens
+from plait.app.data.tokenizer_match import tokenizer_mismatch
 from plait.errors import ConfigError, DataError
 
 

@@ -13,10 +13,10 @@ from in_process import in_one_process
 
 from parity import tokenizers_of_all_kinds as kinds
 from parity.pairs import in_quick
-from plait.data.preparation import prepare_corpus
-from plait.data.token_shards import open_corpus
-from plait.data.tokenizer import open_tokenizer
-from plait.data.tokenizer_match import require_tokens_of_transformers
+from plait.app.data.preparation import prepare_corpus
+from plait.app.data.token_shards import open_corpus
+from plait.app.data.tokenizer import open_tokenizer
+from plait.app.data.tokenizer_match import require_tokens_of_transformers
 from plait.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.transformers
@@ -33,10 +33,10 @@ def cut_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut documents after some hundred characters, and write shards in this process."""
     in_one_process(monkeypatch)
     for module in ("long_documents", "encoded_documents", "text_files"):
-        monkeypatch.setattr(f"plait.data.{module}.PART", 1000)
+        monkeypatch.setattr(f"plait.app.data.{module}.PART", 1000)
     for module in ("long_documents", "text_files"):
-        monkeypatch.setattr(f"plait.data.{module}.AHEAD", 200)
-    monkeypatch.setattr("plait.data.text_files._WINDOW", 2400)
+        monkeypatch.setattr(f"plait.app.data.{module}.AHEAD", 200)
+    monkeypatch.setattr("plait.app.data.text_files._WINDOW", 2400)
 
 
 def learnt(source: Path, tokenizer: Path, portion: int | None = None, **options: Any) -> list[list[int]]:
@@ -115,7 +115,7 @@ def test_a_text_that_can_be_cut_nowhere_and_is_too_long_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut_often(monkeypatch)
-    monkeypatch.setattr("plait.data.long_documents.LARGEST", 4000)
+    monkeypatch.setattr("plait.app.data.long_documents.LARGEST", 4000)
     (tmp_path / "a.txt").write_text("a" * 5000)
     folder = kinds.save(tmp_path / "tokenizer", "byte level")
     with pytest.raises(DataError, match=r"a\.txt has a document of more than .*divide it into documents"):

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from plait.device import CPU
 from plait.engine import runner
 from plait.engine.local_batch import LocalInputs
+from plait.ranks.device import CPU
 
 
 def test_on_nccl_the_latest_calls_that_ranks_agreed_on_are_not_compared_again(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 import plait
-from plait.comm.rank_pool import RankPool
 from plait.errors import ModelError
+from plait.ranks.launch.rank_pool import RankPool
 
 CONTEXT, LENGTH = 4, 8
 

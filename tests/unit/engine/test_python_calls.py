@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import plait
-from plait.plan import Recompute
+from plait.plan.plan import Recompute
 
 WIDTH, LAYERS, MICROBATCHES = 16, 32, 8
 

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from plait.device import CPU
+from plait.engine.pipeline.executor import Executor
 from plait.engine.recorder import Recorder, Recording
 from plait.engine.rescheduling import MeasuredAction
 from plait.errors import DataError
-from plait.parameter_units import UnitTiming
-from plait.pipeline.executor import Executor
+from plait.plan.parameter_units import UnitTiming
+from plait.ranks.device import CPU
 from plait.schedules.action import Action
 from plait.schedules.lowering.lower import lower
+from plait.schedules.lowering.lowering_spec import LayerIndex, LoweringSpec
 from plait.schedules.lowering.program import Finish, Program
-from plait.schedules.lowering_spec import LayerIndex, LoweringSpec
 from plait.schedules.named_schedules import policy_schedule
 
 SHAPE = LoweringSpec((2, 2), {"a": (LayerIndex(0, 0),), "b": (LayerIndex(0, 1),), "c": (LayerIndex(1, 0),)})

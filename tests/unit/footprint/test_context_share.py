@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 import plait
-from plait.autograd.running_sequence import ContextParallelism
-from plait.comm.group import Group
-from plait.comm.traffic import Traffic
-from plait.context_attention.exchange_plan import Mask, exchange_plan
 from plait.errors import DataError
-from plait.footprint.context_share import as_input_batch, context_share, result_bytes
-from plait.footprint.memory_ledger import Category
-from plait.plan import Plan
+from plait.estimate.memory.context_share import as_input_batch, context_share, result_bytes
+from plait.estimate.memory.memory_ledger import Category
+from plait.plan.plan import Plan
+from plait.ranks.group import Group
+from plait.ranks.traffic import Traffic
+from plait.tensor.attention.exchange_plan import Mask, exchange_plan
+from plait.tensor.running_sequence import ContextParallelism
 
 ROWS = 3
 
@@ -87,7 +87,7 @@ def test_memory_under_cp_refuses_targets_without_a_sequence() -> None:
 
 def test_each_layout_and_method_is_traced_by_itself() -> None:
     """Though one estimator keeps what it has traced."""
-    from plait.footprint.estimate import MemoryEstimator
+    from plait.estimate.memory.predicted_memory import MemoryEstimator
 
     model = plait.models.llama(layers=1, hidden=24, heads=6, kv_heads=3, vocab=16, context=64)
     estimator = MemoryEstimator(model, device="cpu")

@@ -9,11 +9,11 @@ from torch import nn
 
 import plait
 from plait.errors import ModelError, PlanError
-from plait.footprint import estimate as forecast
-from plait.footprint.estimate import MemoryEstimator
-from plait.footprint.memory_ledger import Category
-from plait.footprint.memory_report import Memory
-from plait.plan import Plan
+from plait.estimate.memory import predicted_memory as forecast
+from plait.estimate.memory.memory_ledger import Category
+from plait.estimate.memory.memory_report import Memory
+from plait.estimate.memory.predicted_memory import MemoryEstimator
+from plait.plan.plan import Plan
 from plait.schedules.search.stage_cuts import schedule_and_cut
 
 SIZES: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 2, "vocab": 64, "context": 16}

@@ -9,9 +9,9 @@ import pytest
 from torch import nn
 
 import plait
-from plait.footprint.estimate import MemoryEstimator
-from plait.footprint.fit_plan import changed_fields, fit_plan, nearest
-from plait.plan import Plan
+from plait.estimate.memory.fit_plan import changed_fields, fit_plan, nearest
+from plait.estimate.memory.predicted_memory import MemoryEstimator
+from plait.plan.plan import Plan
 from plait.schedules.search.stage_cuts import schedule_and_cut
 
 ROWS = 8

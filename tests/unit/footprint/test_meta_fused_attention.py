@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plait.footprint.storage_tracker import StorageTracker
+from plait.estimate.memory.storage_tracker import StorageTracker
 from plait.models.gpt2 import Attention as OfGPT2
 from plait.models.llama import Attention as OfLlama
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import plait
-from plait.blueprint import build_blueprint
-from plait.footprint.model_traces import ModelTraces, trace_model
-from plait.plan import Plan
+from plait.engine.blueprint import build_blueprint
+from plait.estimate.memory.model_traces import ModelTraces, trace_model
+from plait.plan.plan import Plan
 
 ROWS = 3
 

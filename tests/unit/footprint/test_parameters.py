@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from plait.blueprint import build_blueprint
-from plait.comm.transport.shared_memory.transport import STAGING_LIMIT
-from plait.footprint.memory_ledger import Category, MemoryLedger, MemorySnapshot
-from plait.footprint.parameters import ParameterAccount, rank_buffers
-from plait.plan import Plan
+from plait.engine.blueprint import build_blueprint
+from plait.estimate.memory.memory_ledger import Category, MemoryLedger, MemorySnapshot
+from plait.estimate.memory.parameters import ParameterAccount, rank_buffers
+from plait.plan.plan import Plan
+from plait.ranks.transport.shared_memory.transport import STAGING_LIMIT
 from plait.schedules.lowering.program import (
     AllocateGradient,
     AwaitScatter,

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import torch
 
-from plait.footprint.activations import ReceiveBufferAccount
-from plait.footprint.memory_ledger import Category, MemoryBlock, MemoryLedger
-from plait.layers.shape_inference import TensorInfo
+from plait.estimate.memory.activations import ReceiveBufferAccount
+from plait.estimate.memory.memory_ledger import Category, MemoryBlock, MemoryLedger
+from plait.models.layers.shape_inference import TensorInfo
 from plait.schedules.action import Action
 from plait.schedules.lowering.program import Finish
 

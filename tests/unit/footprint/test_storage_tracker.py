@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.autograd.engine_calls import run_backward
-from plait.footprint.storage_tracker import StorageTracker
+from plait.estimate.memory.storage_tracker import StorageTracker
+from plait.tensor.autograd.engine_calls import run_backward
 
 
 def live(tracker: StorageTracker) -> list[int]:

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.autograd.deferred_weight_gradients import defer_weight_gradients
-from plait.autograd.weight_gradient_queue import WeightGradientQueue
-from plait.footprint.traces import Trace, trace_layer, trace_loss
-from plait.layers.nested import NamedLayer, tensors_of
-from plait.layers.shape_inference import infer
-from plait.pipeline.stage import Stage
+from plait.engine.pipeline.stage import Stage
+from plait.estimate.memory.layer_traces import Trace, trace_layer, trace_loss
+from plait.models.layers.shape_inference import infer
+from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradients
+from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.tensor.layer_values import NamedLayer, tensors_of
 from plait.tensor.losses import cross_entropy
 
 ROWS, WIDTH = 4, 8

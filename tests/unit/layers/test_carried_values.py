@@ -13,8 +13,8 @@ from torch.nn.utils import parametrizations
 
 import plait
 from plait.errors import ModelError
-from plait.layers.carried_values import refuse_carried_values
-from plait.layers.nested import NamedLayer
+from plait.models.layers.carried_values import refuse_carried_values
+from plait.tensor.layer_values import NamedLayer
 
 OUTSIDE = nn.Parameter(torch.tensor(2.0))
 BATCHES: list[Tensor] = []

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import plait
 from plait.errors import ModelError, PlanError
-from plait.plan import Plan
+from plait.plan.plan import Plan
 
 compiled: Callable[[Any], Any] = torch.compile
 """Its first call imports the compiler, which takes a second: no class is compiled where a module is read."""

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from plait.rules import column, row
 from torch import Tensor, nn
 
 import plait
-from plait.layers.fingerprint import fingerprint, fingerprint_of_tokens, lines_of_values
-from plait.layers.layer_sequence import sequence_of
-from plait.layers.nested import Microbatches
-from plait.layers.value_text import digest_of
-from plait.rules import column, row
+from plait.engine.fingerprint import fingerprint, fingerprint_of_tokens, lines_of_values
+from plait.models.layers.layer_sequence import sequence_of
+from plait.models.layers.value_text import digest_of
+from plait.tensor.layer_values import Microbatches
 
 
 class Loss:

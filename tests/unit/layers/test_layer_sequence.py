@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.layers.layer_sequence import (
+from plait.models.layers.layer_sequence import (
     MISSING,
     aliases_of,
     layer_costs,

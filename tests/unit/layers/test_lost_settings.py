@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import plait
-from plait.comm.gradient_hooks import first_gradient_hook
-from plait.comm.pickling import dumps_call
+from plait.engine.tensor_sources import LocalSource, locate_tensors
 from plait.errors import DataError, ModelError, PlanError
-from plait.layers.call_hooks import call_hooks
-from plait.layers.lost_settings import buffers_of_loss, refuse_lost_settings, refusing_changed_buffers
-from plait.models.tensor_sources import LocalSource, locate_tensors
+from plait.models.layers.lost_settings import buffers_of_loss, refuse_lost_settings, refusing_changed_buffers
+from plait.ranks.gradient_hooks import first_gradient_hook
+from plait.ranks.launch.pickling import dumps_call
 from plait.tensor import mean_loss
+from plait.tensor.call_hooks import call_hooks
 
 TARGETS = torch.arange(8) % 3
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from plait.errors import DataError, PlanError
-from plait.layers.nested import (
+from plait.tensor.layer_values import (
     Microbatches,
     Value,
     leaf_of,

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.layers.position_dims import OperationCall, PositionDim, positions_by_size
+from plait.proof.position_dims import OperationCall, PositionDim, positions_by_size
 
 LENGTH = 5
 

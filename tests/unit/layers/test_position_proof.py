@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plait.autograd.position_marks import gives_positions, positions_may_mix
 from plait.errors import ModelError
-from plait.layers.nested import NamedLayer, Value, map_tensors, tensors_of
-from plait.layers.position_proof import prove_positions_apart
+from plait.proof.position_proof import prove_positions_apart
+from plait.tensor.layer_values import NamedLayer, Value, map_tensors, tensors_of
+from plait.tensor.proof_marks import gives_positions, positions_may_mix
 
 LENGTH, HIDDEN = 16, 12
 PIECE = torch.tensor([2, 5, 6, 11])

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.layers.layer_sequence import private_copy, sequence_of
-from plait.layers.nested import Value
-from plait.layers.shape_inference import LayerInfo, TensorInfo, infer
+from plait.models.layers.layer_sequence import private_copy, sequence_of
+from plait.models.layers.shape_inference import LayerInfo, TensorInfo, infer
+from plait.tensor.layer_values import Value
 
 
 class Call(nn.Module):

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from plait.autograd.weight_gradient_queue import WeightGradientQueue
-from plait.layers.call_hooks import call_hooks
-from plait.layers.layer_sequence import sequence_of
-from plait.layers.shape_inference import infer
-from plait.layers.shared_inputs import PartialOutputs, Readers, join_linears, recording_readers
 from plait.models import gpt2, llama
+from plait.models.layers.layer_sequence import sequence_of
+from plait.models.layers.shape_inference import infer
+from plait.models.layers.shared_inputs import PartialOutputs, Readers, join_linears, recording_readers
+from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.tensor.call_hooks import call_hooks
 
 SIZES: dict[str, Any] = {"layers": 1, "hidden": 16, "heads": 2, "vocab": 16, "context": 8}
 

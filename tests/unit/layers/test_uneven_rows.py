@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from plait.errors import DataError
-from plait.layers.nested import Microbatches
-from plait.layers.uneven_rows import counted_microbatches
+from plait.models.layers.uneven_rows import counted_microbatches
+from plait.tensor.layer_values import Microbatches
 
 CASES: list[tuple[int, int, int | None, list[list[int]], int]] = [
     (5, 2, None, [[0, 1], [2, 3, 4]], 2),

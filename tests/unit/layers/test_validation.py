@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import plait
 from plait.errors import ModelError
-from plait.layers.layer_sequence import sequence_of
-from plait.layers.validation import refuse_layout_dependence
+from plait.models.layers.layer_sequence import sequence_of
+from plait.models.layers.model_validation import refuse_layout_dependence
 
 
 def test_a_module_that_draws_random_numbers_is_refused_with_its_path() -> None:

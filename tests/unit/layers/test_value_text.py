@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.layers.result_cache import ResultCache
-from plait.layers.value_text import ValueTexts
+from plait.models.layers.value_text import ValueTexts
+from plait.models.result_cache import ResultCache
 
 
 class Colour(enum.Enum):

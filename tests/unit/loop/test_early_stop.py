@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from plait.loop import Callback, Checkpoints, EarlyStop, Validation
 from torch import Tensor, nn
 
 import plait
+from plait.app.loop import training_loop as training
+from plait.app.loop.meter import Meter
 from plait.checkpoint.folders import resolve
-from plait.comm.rank_pool import RankPool
 from plait.errors import CheckpointError, ConfigError, DataError
-from plait.loop import Callback, Checkpoints, EarlyStop, Validation, training
-from plait.loop.meter import Meter
-from plait.plan import Plan
+from plait.plan.plan import Plan
+from plait.ranks.launch.rank_pool import RankPool
 
 WEIGHTS = (5.0, 3.0, 4.0, 2.0, 3.0, 3.0, 1.0)
 """The model's only weight after each step; its square is the validation loss."""

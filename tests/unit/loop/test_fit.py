@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from plait.loop import Callback, Checkpoints, History, JsonLines, Log, Progress, ReplicaChecks, TrainingLoop
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import plait
-from plait.comm.rank_pool import RankPool
 from plait.errors import ConfigError, DataError, NonFiniteError
-from plait.loop import Callback, Checkpoints, History, JsonLines, Log, Progress, ReplicaChecks, TrainingLoop
-from plait.plan import Plan
+from plait.plan.plan import Plan
+from plait.ranks.launch.rank_pool import RankPool
 
 STEPS, CLIP = 8, 0.5
 PLANS = {
@@ -281,7 +281,7 @@ def test_a_long_validation_is_announced(
     data = plait.Loader(dataset(), batch=8)
     fit_quietly(data, 1, validation=data)
     assert "is computed" not in capsys.readouterr().out
-    monkeypatch.setattr("plait.loop.validation._LONG", 0.0)
+    monkeypatch.setattr("plait.app.loop.validation._LONG", 0.0)
     fit_quietly(data, 1, validation=data)
     assert "step 1: the validation loss is computed of 22 rows, in about " in capsys.readouterr().out
 

@@ -1,7 +1,7 @@
 import pytest
 
+from plait.app.loop.learning_rates import warmup_constant, warmup_cosine, warmup_linear, warmup_stable_decay
 from plait.errors import ConfigError
-from plait.loop.learning_rates import warmup_constant, warmup_cosine, warmup_linear, warmup_stable_decay
 
 
 def rates(steps: int, warmup: int) -> list[float]:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 import plait
+from plait.app.loop.callbacks import ReplicaChecks
+from plait.app.loop.meter import StepNumbers
+from plait.app.loop.training_loop import TrainingLoop
+from plait.app.loop.validation import Validation
+from plait.app.loop.validation_rows import ValidationRows
 from plait.errors import ConfigError, DataError, NonFiniteError, ReplicaError
-from plait.loop.callbacks import ReplicaChecks
-from plait.loop.meter import StepNumbers
-from plait.loop.training import TrainingLoop
-from plait.loop.validation import Validation
-from plait.loop.validation_rows import ValidationRows
 
 ROWS: Any = SimpleNamespace(size=4, rows=0, batch=lambda step, rows: None)
 

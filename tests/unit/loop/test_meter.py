@@ -3,15 +3,15 @@ import math
 import pytest
 import torch
 
-from plait.comm import Mesh
-from plait.comm.rank_pool import RankPool
-from plait.loop.meter import Meter, StepNumbers, StepResult, flops_per_token
-from plait.plan import Plan
-from plait.prediction.decoder import Decoder
-from plait.prediction.hardware import load_hardware
-from plait.prediction.step_prediction import predict
-from plait.train.build import build_model
-from plait.train.config_sections import ModelConfig
+from plait.app.config.config_sections import ModelConfig
+from plait.app.loop.meter import Meter, StepNumbers, StepResult, flops_per_token
+from plait.app.train.build import build_model
+from plait.estimate.time.hardware import load_hardware
+from plait.estimate.time.prediction import predict
+from plait.plan.model_sizes import Decoder
+from plait.plan.plan import Plan
+from plait.ranks import Mesh
+from plait.ranks.launch.rank_pool import RankPool
 
 SIZES = Decoder(layers=2, hidden=64, heads=4, vocab=100, context=32)
 BUNDLED = {
@@ -42,13 +42,13 @@ def test_flops_per_token_of_llama_are_those_of_the_formula() -> None:
 
 def test_mfu_and_predictions_divide_by_the_same_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """By default fp32 is that of the plain units; MFU takes TF32's where torch is set to round to it."""
-    monkeypatch.setattr("plait.loop.meter.is_accelerator", lambda _: True)
+    monkeypatch.setattr("plait.app.loop.meter.is_accelerator", lambda _: True)
     for device, file in [
         *BUNDLED.items(),
         ("NVIDIA A100-PCIE-40GB", "a100-40"),
         ("NVIDIA GH200", "h100-sxm"),
     ]:
-        monkeypatch.setattr("plait.loop.meter.name_of", lambda _, device=device: device)
+        monkeypatch.setattr("plait.app.loop.meter.name_of", lambda _, device=device: device)
         for precision in ("fp64", "fp32", "bf16", "fp16"):
             predicted = predict(SIZES, Plan(precision=precision), file)
             peak = SIZES.operations_per_token * predicted.tokens_per_second / predicted.mfu
@@ -58,7 +58,7 @@ def test_mfu_and_predictions_divide_by_the_same_peak(monkeypatch: pytest.MonkeyP
             assert Meter(Mesh(), None, 1.0)._peak == load_hardware(file).peak["tf32"]
         finally:
             torch.backends.cuda.matmul.fp32_precision = "ieee"
-    monkeypatch.setattr("plait.loop.meter.name_of", lambda _: "something new")
+    monkeypatch.setattr("plait.app.loop.meter.name_of", lambda _: "something new")
     assert Meter(Mesh(), "bf16", 1.0)._peak is None
 
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from plait.loop import History, ParameterRate, freeze, parameter_groups
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import plait
-from plait.comm.rank_pool import RankPool
+from plait.app.loop.parameter_rates import fits_name
 from plait.errors import ConfigError
-from plait.loop import History, ParameterRate, freeze, parameter_groups
-from plait.loop.parameter_rates import fits_name
-from plait.plan import Plan
+from plait.plan.plan import Plan
+from plait.ranks.launch.rank_pool import RankPool
 
 RATES = [ParameterRate("0", 0.5), ParameterRate("bias", 2.0, weight_decay=0.3)]
 PLANS = [

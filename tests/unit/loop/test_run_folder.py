@@ -15,21 +15,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from plait.comm.mesh import GridMesh
-from plait.comm.rank_pool import RankPool
+from plait.app.config.config import Config
+from plait.app.loop import run_folder
+from plait.app.loop.loggers import Csv, JsonLines
+from plait.app.loop.run_folder import EARLIER, locked_folder, set_aside
+from plait.app.train.train_run import train
 from plait.errors import ConfigError
-from plait.file_lock import try_lock
-from plait.loop import run_folder
-from plait.loop.loggers import Csv, JsonLines
-from plait.loop.run_folder import EARLIER, locked_folder, set_aside
 from plait.pictures.report.events import write_event
-from plait.train.config import Config
-from plait.train.loop import train
+from plait.ranks.file_lock import try_lock
+from plait.ranks.launch.rank_pool import RankPool
+from plait.ranks.mesh import GridMesh
 
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from plait.file_lock import try_lock
+from plait.ranks.file_lock import try_lock
 file = try_lock(Path(sys.argv[1]))
 if os.fork():  # a worker of a killed rank lives a little longer, and has the lock too
     print(flush=True)

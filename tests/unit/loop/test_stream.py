@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plait.loop import Callback, Checkpoints, TrainingLoop
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import plait
-from plait.comm.rank_pool import RankPool
 from plait.errors import DataError
-from plait.loop import Callback, Checkpoints, TrainingLoop
-from plait.plan import Plan
+from plait.plan.plan import Plan
+from plait.ranks.launch.rank_pool import RankPool
 
 ROWS, BATCH = 10, 4
 PLANS = {

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 
+from plait.rules import Rules
 from torch import nn
 
-from plait.layers.layer_sequence import sequence_of
 from plait.models.initial import initial_value
-from plait.rules import Rules, match
+from plait.models.layers.layer_sequence import sequence_of
+from plait.plan.rules import match
 
 
 def filled(model: nn.Sequential) -> nn.Sequential:

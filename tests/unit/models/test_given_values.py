@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import plait
+from plait.engine.tensor_sources import LocalSource, locate_tensors
 from plait.errors import MOST_LISTED, ModelError
-from plait.models.tensor_sources import LocalSource, locate_tensors
 
 
 class Shift(nn.Module):

@@ -8,10 +8,10 @@ from model_cases import filled, half_of, uncut
 from torch import nn
 
 from plait.errors import ModelError
-from plait.layers.layer_sequence import sequence_of
-from plait.layers.validation import refuse_layout_dependence
 from plait.models import gpt2
 from plait.models.gpt2 import RULES, Attention
+from plait.models.layers.layer_sequence import sequence_of
+from plait.models.layers.model_validation import refuse_layout_dependence
 from plait.models.model_helpers import INITIAL_STD
 
 SMALL = {"layers": 2, "hidden": 16, "heads": 4, "vocab": 11, "context": 8}

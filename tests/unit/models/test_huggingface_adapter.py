@@ -12,18 +12,18 @@ from torch import nn
 import plait
 from parity import huggingface_cases as cases
 from parity.kernels import Kernels
-from plait.autograd.running_sequence import ContextParallelism, running
-from plait.comm.group import Group
-from plait.comm.traffic import Traffic
-from plait.context_attention.visibility import document_bounds
+from plait.app.loop.meter import flops_per_token
+from plait.engine.tensor_sources import locate_tensors
 from plait.errors import ModelError
-from plait.layers.layer_sequence import bits_of, layer_costs, sequence_of
-from plait.layers.result_cache import ResultCache
-from plait.loop.meter import flops_per_token
 from plait.models.huggingface.common import Rotary
 from plait.models.initial import initial_value
-from plait.models.tensor_sources import locate_tensors
-from plait.tensor.tensor_parallelism import named
+from plait.models.layers.layer_sequence import bits_of, layer_costs, sequence_of
+from plait.models.result_cache import ResultCache
+from plait.ranks.group import Group
+from plait.ranks.traffic import Traffic
+from plait.tensor.attention.visibility import document_bounds
+from plait.tensor.parallel.tensor_parallelism import named
+from plait.tensor.running_sequence import ContextParallelism, running
 
 pytestmark = pytest.mark.transformers
 

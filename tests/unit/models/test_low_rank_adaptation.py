@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from plait.rules import column, entrance, piece, replicated, row
 from torch import nn
 from torch.nn.utils import prune
 
@@ -11,8 +12,7 @@ import plait
 from parity.lora_cases import adapted
 from parity.norm import assert_equal
 from plait.errors import ModelError
-from plait.models.low_rank_adaptation import LoraLinear, adapter_values, adapters_of
-from plait.rules import column, entrance, piece, replicated, row
+from plait.models.lora import LoraLinear, adapter_values, adapters_of
 
 SIZES = {"layers": 2, "hidden": 8, "heads": 2, "vocab": 11, "context": 6}
 

@@ -15,7 +15,7 @@ from torch import nn
 import plait
 from parity.norm import assert_equal
 from plait.errors import ModelError
-from plait.models.peft_adapters import CONFIG, WEIGHTS, load_adapter, save_adapter
+from plait.models.peft_files import CONFIG, WEIGHTS, load_adapter, save_adapter
 
 
 def model(inner: int = 6) -> nn.Sequential:

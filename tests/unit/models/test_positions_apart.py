@@ -10,9 +10,9 @@ from torch import nn
 
 import plait
 from parity import huggingface_cases
-from plait.layers.layer_sequence import sequence_of
-from plait.layers.nested import Value
-from plait.layers.position_proof import prove_positions_apart
+from plait.models.layers.layer_sequence import sequence_of
+from plait.proof.position_proof import prove_positions_apart
+from plait.tensor.layer_values import Value
 
 
 def prove_all(model: nn.Module, context: int) -> None:

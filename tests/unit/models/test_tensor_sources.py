@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import plait
+from plait.engine.tensor_sources import LocalSource, RankZeroSource, locate_tensors
 from plait.errors import ModelError
-from plait.models.tensor_sources import LocalSource, RankZeroSource, locate_tensors
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
 

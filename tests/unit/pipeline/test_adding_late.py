@@ -10,7 +10,7 @@ import torch
 from test_stage import FailBackward, backward, forward, is_empty, stage_of
 from torch import Tensor, nn
 
-from plait.pipeline.stage import Stage
+from plait.engine.pipeline.stage import Stage
 
 
 class Twice(nn.Module):

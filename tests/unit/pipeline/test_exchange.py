@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plait.layers.shape_inference import TensorInfo
-from plait.pipeline.exchange import BufferPool, Exchange, receive_buffers
+from plait.engine.pipeline.exchange import BufferPool, Exchange, receive_buffers
+from plait.models.layers.shape_inference import TensorInfo
 from plait.schedules.action import Action
 
 CPU = torch.device("cpu")

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait.pipeline.executor import Executor
+from plait.engine.pipeline.executor import Executor
 from plait.schedules.action import Action
 from plait.schedules.lowering.program import Finish, ReduceGradient, TakeBatch
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from plait.engine.sharding.loss_scale import FIRST, LossScale, loss_scale
 from plait.errors import PlanError
-from plait.pipeline.loss_scale import FIRST, LossScale, loss_scale
 
 
 def test_only_fp16_has_a_loss_scale_by_default() -> None:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from plait.engine.pipeline.loss_stage import LossStage
 from plait.errors import ModelError
-from plait.pipeline.loss_stage import LossStage
 
 
 class SquaredError:

@@ -8,20 +8,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.autograd.deferred_weight_gradients import defer_weight_gradients
-from plait.autograd.weight_gradient_queue import WeightGradientQueue
-from plait.layers.layer_sequence import private_copy, sequence_of
-from plait.layers.shape_inference import infer
-from plait.pipeline.exchange import Exchange
-from plait.pipeline.executor import Executor
-from plait.pipeline.loss_stage import LossStage
-from plait.pipeline.pipeline_rank import PipelineRank
-from plait.pipeline.stage import Stage
+from plait.engine.pipeline.exchange import Exchange
+from plait.engine.pipeline.executor import Executor
+from plait.engine.pipeline.loss_stage import LossStage
+from plait.engine.pipeline.pipeline_rank import PipelineRank
+from plait.engine.pipeline.stage import Stage
+from plait.models.layers.layer_sequence import private_copy, sequence_of
+from plait.models.layers.shape_inference import infer
 from plait.schedules.action import Action
 from plait.schedules.check import check
 from plait.schedules.lowering.lower import lower
-from plait.schedules.lowering_spec import LoweringSpec
+from plait.schedules.lowering.lowering_spec import LoweringSpec
 from plait.schedules.schedule import Schedule
+from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradients
+from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.losses import cross_entropy
 
 COUNTS = (2, 2)

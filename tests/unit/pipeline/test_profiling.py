@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from plait.pipeline.executor import REMEMBERED_PROGRAMS, Executor, profiling
+from plait.engine.pipeline.executor import REMEMBERED_PROGRAMS, Executor, profiling
 from plait.schedules.action import Action
 from plait.schedules.lowering.program import (
     Finish,

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.autograd.deferred_weight_gradients import defer_weight_gradients
-from plait.autograd.weight_gradient_queue import WeightGradientQueue
-from plait.context_attention import attention
+from plait.engine.pipeline.recompute import RecomputingLayer, recomputing
+from plait.engine.pipeline.recomputed_runs import RecordOperations
 from plait.errors import ModelError
-from plait.pipeline.recompute import RecomputingLayer, recomputing
-from plait.pipeline.recomputed_runs import RecordOperations
-from plait.plan import Recompute
+from plait.plan.plan import Recompute
+from plait.tensor.attention import attention
+from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradients
+from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 PRODUCTS = ("mm", "addmm")

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.autograd.deferred_weight_gradients import defer_weight_gradients
-from plait.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.engine.pipeline.stage import Stage
 from plait.errors import ModelError
-from plait.layers.layer_sequence import private_copy, sequence_of
-from plait.layers.nested import Value, leaf_of
-from plait.layers.shape_inference import infer
-from plait.pipeline.stage import Stage
-from plait.plan import Recompute
+from plait.models.layers.layer_sequence import private_copy, sequence_of
+from plait.models.layers.shape_inference import infer
+from plait.plan.plan import Recompute
+from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradients
+from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.tensor.layer_values import Value, leaf_of
 
 
 class Call(nn.Module):

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from plait.plan import Plan
-from plait.prediction.collective_times import Network
-from plait.prediction.hardware import Link, load_hardware
-from plait.prediction.operations import Axis, AxisTransfer, Collective
+from plait.estimate.time.collective_times import Network
+from plait.estimate.time.hardware import Link, load_hardware
+from plait.estimate.time.operations import Axis, AxisTransfer, Collective
+from plait.plan.plan import Plan
 
 MEASURED = load_hardware("a100-80")
 HARDWARE = replace(

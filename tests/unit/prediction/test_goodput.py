@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.errors import PlanError
-from plait.prediction.goodput import (
+from plait.estimate.time.goodput import (
     Failures,
     best_interval,
     expected_goodput,

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from plait.errors import ConfigError
-from plait.prediction.hardware import (
+from plait.estimate.time.hardware import (
     GIB,
     Efficiency,
     Hardware,

@@ -10,13 +10,13 @@ import pytest
 
 import plait
 from parity.pairs import in_quick
-from plait.blueprint import build_blueprint
-from plait.footprint.estimate import MemoryEstimator
-from plait.footprint.traces import Trace
-from plait.plan import Plan
-from plait.prediction.decoder import Decoder, LayerKind, decoder_of
-from plait.prediction.layer_memory import LayerMemory, layer_memory
-from plait.prediction.layer_operations import StepShape
+from plait.engine.blueprint import build_blueprint
+from plait.estimate.memory.layer_traces import Trace
+from plait.estimate.memory.predicted_memory import MemoryEstimator
+from plait.estimate.time.layer_memory import LayerMemory, layer_memory
+from plait.estimate.time.layer_operations import StepShape
+from plait.plan.model_sizes import Decoder, LayerKind, decoder_of
+from plait.plan.plan import Plan
 
 SIZES: dict[str, Any] = {"layers": 1, "hidden": 128, "heads": 8, "vocab": 200, "context": 64}
 DIVISIONS: dict[str, dict[str, Any]] = {

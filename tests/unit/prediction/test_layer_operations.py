@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from plait.plan import Plan
-from plait.prediction.decoder import Decoder
-from plait.prediction.layer_operations import (
+from plait.estimate.search.memory_bounds import KINDS
+from plait.estimate.time.layer_operations import (
     LayerWork,
     Recomputation,
     StepShape,
     context_method,
     layer_work,
 )
-from plait.prediction.memory_bounds import KINDS
-from plait.prediction.operations import AxisTransfer, Collective, Elementwise, FusedAttention, Product
+from plait.estimate.time.operations import AxisTransfer, Collective, Elementwise, FusedAttention, Product
+from plait.plan.model_sizes import Decoder
+from plait.plan.plan import Plan
 
 LLAMA = Decoder(
     layers=2, hidden=96, heads=6, vocab=510, context=64, kv_heads=2, inner=160, gated=True, rotary=True

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from one_second_kernels import DECODER, FAST, HARDWARE
 
-from plait.plan import Plan
-from plait.prediction.decoder import LayerKind
-from plait.prediction.hardware import Hardware
-from plait.prediction.layer_operations import StepShape
-from plait.prediction.layer_times import LayerTimer, Parts, PassTimes
+from plait.estimate.time.hardware import Hardware
+from plait.estimate.time.layer_operations import StepShape
+from plait.estimate.time.layer_times import LayerTimer, Parts, PassTimes
+from plait.plan.model_sizes import LayerKind
+from plait.plan.plan import Plan
 
 TP = {"tp": 2, "sequence_parallel": "keep"}
 ON_CPU = replace(HARDWARE, overlaps=False)

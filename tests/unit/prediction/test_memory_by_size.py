@@ -8,12 +8,10 @@ import pytest
 
 import plait
 from parity.pairs import in_quick
-from plait.plan import Plan
-from plait.prediction.decoder import Decoder, decoder_of
-from plait.prediction.hardware import load_hardware
-from plait.prediction.layer_memory import LayerMemory, layer_memory
-from plait.prediction.layer_operations import StepShape
-from plait.prediction.memory_by_size import (
+from plait.estimate.time.hardware import load_hardware
+from plait.estimate.time.layer_memory import LayerMemory, layer_memory
+from plait.estimate.time.layer_operations import StepShape
+from plait.estimate.time.memory_by_size import (
     ActivationPeak,
     PredictedMemory,
     RankActivations,
@@ -22,8 +20,10 @@ from plait.prediction.memory_by_size import (
     activation_peaks,
     stage_memory,
 )
-from plait.prediction.state_memory import RankSizes, rank_sizes
-from plait.prediction.step_prediction import predict
+from plait.estimate.time.prediction import predict
+from plait.estimate.time.state_memory import RankSizes, rank_sizes
+from plait.plan.model_sizes import Decoder, decoder_of
+from plait.plan.plan import Plan
 from plait.schedules.action import Kind
 from plait.schedules.held_microbatches import ActionStart, HeldMicrobatches, RankHeld
 from plait.schedules.search.api import schedule

@@ -8,14 +8,14 @@ from random import Random
 
 import pytest
 
-from plait.plan import Plan
-from plait.prediction.decoder import Decoder
-from plait.prediction.hardware import Hardware, load_hardware
-from plait.prediction.plan_bounds import Bounds, pipeline_seconds
-from plait.prediction.plan_space import PlanChoices, divisions
-from plait.prediction.plan_steps import PlanSteps
-from plait.prediction.step_end import step_seconds
-from plait.prediction.step_prediction import Prediction, predict
+from plait.estimate.search.plan_bounds import Bounds, pipeline_seconds
+from plait.estimate.search.plan_space import PlanChoices, divisions
+from plait.estimate.search.plan_steps import PlanSteps
+from plait.estimate.time.hardware import Hardware, load_hardware
+from plait.estimate.time.prediction import Prediction, predict
+from plait.estimate.time.step_end import step_seconds
+from plait.plan.model_sizes import Decoder
+from plait.plan.plan import Plan
 
 H100, A100 = load_hardware("h100-sxm"), load_hardware("a100-40")
 SLOW_LINKS = replace(A100, devices=2, oversubscription=16.0)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from plait.plan import Plan
-from plait.prediction.decoder import Decoder
-from plait.prediction.hardware import load_hardware
-from plait.prediction.plan_changes import PlanChange, _by_help, _candidates, _helps, best_changes
-from plait.prediction.step_prediction import predict
+from plait.estimate.search.plan_changes import PlanChange, _by_help, _candidates, _helps, best_changes
+from plait.estimate.time.hardware import load_hardware
+from plait.estimate.time.prediction import predict
+from plait.plan.model_sizes import Decoder
+from plait.plan.plan import Plan
 
 MODEL = Decoder(layers=6, hidden=512, heads=8, vocab=5000, context=512, gated=True, rotary=True)
 H100 = load_hardware("h100-sxm")

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from plait.errors import PlanError
+from plait.estimate.search.plan_frontier import OTHERS, SEARCHES, search_frontier
+from plait.estimate.search.plan_search import plan_rank, plans, search
+from plait.estimate.search.plan_space import PlanChoices, divisions
+from plait.estimate.time.hardware import Hardware, load_hardware
+from plait.estimate.time.prediction import Prediction, predict
 from plait.models import llama
-from plait.plan import Plan
-from plait.prediction.decoder import Decoder, decoder_of
-from plait.prediction.hardware import Hardware, load_hardware
-from plait.prediction.plan_frontier import OTHERS, SEARCHES, search_frontier
-from plait.prediction.plan_search import plan_rank, plans, search
-from plait.prediction.plan_space import PlanChoices, divisions
-from plait.prediction.step_prediction import Prediction, predict
+from plait.plan.model_sizes import Decoder, decoder_of
+from plait.plan.plan import Plan
 
 MIXED = Plan(precision="bf16", master_precision="fp32")
 H100 = load_hardware("h100-sxm")

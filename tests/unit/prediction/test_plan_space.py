@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
-from plait.plan import Plan
-from plait.prediction.decoder import Decoder
-from plait.prediction.plan_space import PlanChoices, RankDivision, divisions, divisors_of
+from plait.estimate.search.plan_space import PlanChoices, RankDivision, divisions, divisors_of
+from plait.plan.model_sizes import Decoder
+from plait.plan.plan import Plan
 
 ALL = PlanChoices()
 MODEL = Decoder(layers=2, hidden=96, heads=6, kv_heads=2, inner=128, vocab=100, context=32)

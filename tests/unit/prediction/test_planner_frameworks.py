@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from one_second_kernels import DECODER, HARDWARE
 
-from plait.plan import Plan
-from plait.prediction.decoder import Decoder
-from plait.prediction.hardware import load_hardware
-from plait.prediction.layer_memory import LayerMemory
-from plait.prediction.layer_operations import Recomputation, StepShape, layer_work
-from plait.prediction.layer_times import LayerTimer, Parts, PassTimes
-from plait.prediction.operations import Elementwise, Product
-from plait.prediction.step_prediction import predict
+from plait.estimate.time.hardware import load_hardware
+from plait.estimate.time.layer_memory import LayerMemory
+from plait.estimate.time.layer_operations import Recomputation, StepShape, layer_work
+from plait.estimate.time.layer_times import LayerTimer, Parts, PassTimes
+from plait.estimate.time.operations import Elementwise, Product
+from plait.estimate.time.prediction import predict
+from plait.plan.model_sizes import Decoder
+from plait.plan.plan import Plan
 from plait.schedules.held_microbatches import HeldMicrobatches
 from plait.schedules.search.api import schedule
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from plait.prediction.hardware import load_hardware
-from plait.prediction.operations import DeviceOperation, Elementwise, FusedAttention, Product
-from plait.prediction.roofline import TILES, operation_seconds, product_efficiency
+from plait.estimate.time.hardware import load_hardware
+from plait.estimate.time.operation_times import TILES, operation_seconds, product_efficiency
+from plait.estimate.time.operations import DeviceOperation, Elementwise, FusedAttention, Product
 
 MEASURED = load_hardware("a100-80")
 PART = replace(

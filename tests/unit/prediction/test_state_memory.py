@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from plait.plan import Plan
-from plait.prediction.decoder import Decoder
-from plait.prediction.layer_operations import StepShape
-from plait.prediction.state_memory import (
-    RankSizes,
-    rank_sizes,
-    state_bytes,
-    whole_gradients,
-)
+from plait.estimate.time.layer_operations import StepShape
+from plait.estimate.time.state_memory import RankSizes, rank_sizes, state_bytes, whole_gradients
+from plait.plan.model_sizes import Decoder
+from plait.plan.plan import Plan
 from plait.schedules.action import Kind
 
 DECODER = Decoder(layers=2, hidden=96, heads=6, kv_heads=2, inner=160, vocab=510, context=64, tied=True)

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
-from plait.plan import Plan
-from plait.prediction.decoder import Decoder
-from plait.prediction.hardware import Hardware, Link, load_hardware
-from plait.prediction.layer_operations import StepShape
-from plait.prediction.layer_times import LayerTimer
-from plait.prediction.step_end import (
+from plait.estimate.time.hardware import Hardware, Link, load_hardware
+from plait.estimate.time.layer_operations import StepShape
+from plait.estimate.time.layer_times import LayerTimer
+from plait.estimate.time.step_end import (
     RankWork,
     gradient_sum_seconds,
     gradient_transfers,
@@ -20,6 +18,8 @@ from plait.prediction.step_end import (
     optimizer_seconds,
     step_seconds,
 )
+from plait.plan.model_sizes import Decoder
+from plait.plan.plan import Plan
 
 H100 = load_hardware("h100-sxm")
 PART = replace(H100.efficiency, memory=0.5, optimizer=0.8, collective=7.0, inside=0.5, across=0.5)

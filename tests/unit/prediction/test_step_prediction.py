@@ -5,11 +5,11 @@ import pytest
 
 import plait
 from plait.errors import PlanError
-from plait.plan import Plan
-from plait.prediction.decoder import Decoder
-from plait.prediction.hardware import load_hardware
-from plait.prediction.step_prediction import costs_for_cut, predict
-from plait.quantities import memory_text
+from plait.estimate.time.hardware import load_hardware
+from plait.estimate.time.prediction import costs_for_cut, predict
+from plait.pictures.quantities import memory_text
+from plait.plan.model_sizes import Decoder
+from plait.plan.plan import Plan
 
 SMALL = Decoder(layers=8, hidden=1024, heads=16, vocab=32000, context=1024, gated=True, rotary=True)
 LLAMA_405B = Decoder(

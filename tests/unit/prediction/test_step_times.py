@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from one_second_kernels import DECODER, HARDWARE
 
-from plait.plan import Plan
-from plait.prediction.hardware import Hardware, Link
-from plait.prediction.layer_operations import StepShape
-from plait.prediction.layer_times import LayerTimer
-from plait.prediction.step_prediction import Prediction, predict
-from plait.prediction.step_times import stage_kinds, stage_modes
+from plait.estimate.time.hardware import Hardware, Link
+from plait.estimate.time.layer_operations import StepShape
+from plait.estimate.time.layer_times import LayerTimer
+from plait.estimate.time.prediction import Prediction, predict
+from plait.estimate.time.step_times import stage_kinds, stage_modes
+from plait.plan.plan import Plan
 
 GPIPE = Plan(pp=2, microbatches=2, schedule="gpipe", layers_per_stage=(2, 2), overlap=True, precision="bf16")
 """Forward and backward take 8 and 14 seconds on the first stage, 12 and 16 on the last."""

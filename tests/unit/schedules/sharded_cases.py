@@ -9,8 +9,9 @@ from typing import Literal
 import schedule_cases
 from hypothesis import strategies as st
 
-from plait.parameter_units import UnitTiming
+from plait.plan.parameter_units import UnitTiming
 from plait.schedules.action import Kind
+from plait.schedules.lowering.lowering_spec import LayerIndex, LoweringSpec
 from plait.schedules.lowering.program import (
     AllocateGradient,
     AwaitParameters,
@@ -23,7 +24,6 @@ from plait.schedules.lowering.program import (
     RunLayer,
     ScatterGradient,
 )
-from plait.schedules.lowering_spec import LayerIndex, LoweringSpec
 
 UNIT_WORDS: dict[type, str] = {
     GatherParameters: "gather",

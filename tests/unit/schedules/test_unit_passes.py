@@ -16,9 +16,10 @@ from sharded_cases import (
     words,
 )
 
-from plait.parameter_units import UnitTiming
+from plait.plan.parameter_units import UnitTiming
 from plait.schedules.lowering.check_programs import check_programs
 from plait.schedules.lowering.lower import lower
+from plait.schedules.lowering.lowering_spec import LayerIndex, LoweringSpec
 from plait.schedules.lowering.program import (
     ComputeLoss,
     GatherParameters,
@@ -26,10 +27,9 @@ from plait.schedules.lowering.program import (
     ReleaseParameters,
     SeedGradient,
 )
-from plait.schedules.lowering_spec import LayerIndex, LoweringSpec
+from plait.schedules.lowering.unit_passes import insert_gathers
 from plait.schedules.named_schedules import forward_only, policy_schedule
 from plait.schedules.schedule import Schedule
-from plait.schedules.unit_passes import insert_gathers
 
 AB = {"a": (LayerIndex(0, 0),), "b": (LayerIndex(0, 1),)}
 EACH_USE = st.just(GATHERS)

@@ -10,16 +10,16 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from plait.comm.group import Group
-from plait.comm.mesh import Mesh
-from plait.comm.traffic import Traffic
-from plait.layers.precision import named_dtype
-from plait.layout import Layout, Shard, shard
-from plait.parameter_units import ModelParameter, kind_of, resolve_units
-from plait.plan import Plan
-from plait.sharding.buffer_specs import BufferSpecs, build_buffer_specs, piece_layouts
-from plait.sharding.flat_buffer import FlatBuffer
-from plait.sharding.unit import Unit, UnitFactory
+from plait.engine.sharding.flat_buffer import FlatBuffer
+from plait.engine.sharding.unit import Unit, UnitFactory
+from plait.plan.buffer_specs import BufferSpecs, build_buffer_specs, piece_layouts
+from plait.plan.layout import Layout, Shard, shard
+from plait.plan.parameter_units import ModelParameter, kind_of, resolve_units
+from plait.plan.plan import Plan
+from plait.ranks.group import Group
+from plait.ranks.mesh import Mesh
+from plait.ranks.traffic import Traffic
+from plait.tensor.precision import named_dtype
 
 CPU = torch.device("cpu")
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=6)

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from sharding_cases import SHAPES, case_of, layer_with
 from torch import nn
 
-from plait.layout import Flat, Layout, Replicate, Shard
-from plait.parameter_units import BufferKind, ModelParameter, resolve_units
-from plait.plan import Plan
-from plait.sharding.buffer_specs import BufferSpecs, build_buffer_specs
+from plait.plan.buffer_specs import BufferSpecs, build_buffer_specs
+from plait.plan.layout import Flat, Layout, Replicate, Shard
+from plait.plan.parameter_units import BufferKind, ModelParameter, resolve_units
+from plait.plan.plan import Plan
 
 
 class Mixed(nn.Module):

@@ -9,12 +9,12 @@ from sharding_cases import case_of, layer_with, only_buffer, unit_of
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plait.autograd.many_tensors import zero_each
+from plait.engine.sharding.flat_buffer import allocate_storage, free_storage
+from plait.engine.sharding.unit import Unit
 from plait.errors import PlanError
-from plait.layout import assemble
-from plait.plan import Plan
-from plait.sharding.flat_buffer import allocate_storage, free_storage
-from plait.sharding.unit import Unit
+from plait.plan.layout import assemble
+from plait.plan.plan import Plan
+from plait.tensor.autograd.many_tensors import zero_each
 
 STRATEGIES = ("none", "optimizer", "gradients", "full")
 

@@ -9,14 +9,14 @@ from sharding_cases import case_of, live_bytes, two_layers, unit_of
 from torch import Tensor, nn
 
 from parity.kernels import Kernels
-from plait.comm.collectives import barrier
-from plait.comm.mesh import Mesh
-from plait.comm.traffic import Count
-from plait.layout import assemble
-from plait.plan import Plan
+from plait.engine.sharding.gatherer import Gatherer
+from plait.engine.sharding.unit import Unit
+from plait.plan.layout import assemble
+from plait.plan.plan import Plan
+from plait.ranks.collectives import barrier
+from plait.ranks.mesh import Mesh
+from plait.ranks.traffic import Count
 from plait.schedules.lowering.program import AwaitParameters, Finish, GatherParameters, ReleaseParameters
-from plait.sharding.gatherer import Gatherer
-from plait.sharding.unit import Unit
 
 TRANSPORTS = pytest.mark.parametrize("messages", [False, True], ids=["shared", "sent"])
 

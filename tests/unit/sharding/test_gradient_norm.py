@@ -10,12 +10,12 @@ from sharding_cases import case_of, group_of, two_layers, unit_of
 from torch import nn
 
 from parity.kernels import Kernels
-from plait.comm.mesh import Mesh
+from plait.engine.sharding import gradient_norm
+from plait.engine.sharding.gradient_norm import scale_to, start_norm
+from plait.engine.sharding.unit import Unit
 from plait.errors import PlanError
-from plait.plan import Plan
-from plait.sharding import gradient_norm
-from plait.sharding.gradient_norm import scale_to, start_norm
-from plait.sharding.unit import Unit
+from plait.plan.plan import Plan
+from plait.ranks.mesh import Mesh
 
 CPU = torch.device("cpu")
 ALL = ("0.weight", "0.bias")

@@ -15,8 +15,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import Optimizer
 
 from plait.errors import PlanError
-from plait.plan import Plan
-from plait.sharding.optimizer_check import (
+from plait.plan.plan import Plan
+from plait.proof.optimizer_probe import ROWS, probe
+from plait.proof.optimizer_proof import (
     COUPLING,
     ELEMENTWISE,
     PARAMETERWISE,
@@ -24,7 +25,6 @@ from plait.sharding.optimizer_check import (
     Partitioning,
     require_elementwise,
 )
-from plait.sharding.optimizer_probe import ROWS, probe
 
 CUT, STAGES, BOTH = (
     Partitioning(1, sharded=True),
@@ -532,9 +532,7 @@ def test_an_optimizer_guard_checks_only_steps_of_its_own_parameters() -> None:
 
 def test_each_optimizer_is_tried_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[Optimizer] = []
-    monkeypatch.setattr(
-        "plait.sharding.optimizer_check.probe", lambda optimizer, reach: tried.append(optimizer)
-    )
+    monkeypatch.setattr("plait.proof.optimizer_proof.probe", lambda optimizer, reach: tried.append(optimizer))
     watched = parameters(2)
     guard = OptimizerGuard(watched, STAGES)
     first, second = Plain(watched[:1]), Plain(watched[:1])

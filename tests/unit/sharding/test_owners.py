@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from plait.blueprint import Blueprint, build_blueprint
-from plait.comm import Mesh, all_reduce
-from plait.layout import Flat, Layout, Shard
+from plait.engine.blueprint import Blueprint, build_blueprint
+from plait.engine.sharding.reduction_groups import counted_parameters, reduction_groups, reduction_ranks
 from plait.models.gpt2 import gpt2
 from plait.models.llama import llama
-from plait.parameter_units import ModelParameter, kind_of
-from plait.plan import Plan
-from plait.sharding.owners import counted_parameters, reduction_groups, reduction_ranks
+from plait.plan.layout import Flat, Layout, Shard
+from plait.plan.parameter_units import ModelParameter, kind_of
+from plait.plan.plan import Plan
+from plait.ranks import Mesh, all_reduce
 
 AXES = {"replicate": 1, "shard": 2, "tp": 2}
 WHOLE, CUT, COPIED = (Layout((4,), AXES, at) for at in ({}, {"tp": Shard(0)}, {"tp": Shard(0, copies=2)}))

@@ -7,11 +7,13 @@ import torch
 from sharding_cases import case_of, live_bytes, only_buffer, two_layers, unit_of
 from torch import Tensor, nn
 
-from plait.autograd.weight_gradient_queue import WeightGradientQueue
-from plait.comm.mesh import Mesh
-from plait.comm.traffic import Count
-from plait.layout import assemble
-from plait.plan import Plan
+from plait.engine.sharding.gatherer import Gatherer
+from plait.engine.sharding.reducer import Reducer
+from plait.engine.sharding.unit import Unit
+from plait.plan.layout import assemble
+from plait.plan.plan import Plan
+from plait.ranks.mesh import Mesh
+from plait.ranks.traffic import Count
 from plait.schedules.lowering.program import (
     AllocateGradient,
     AwaitScatter,
@@ -19,9 +21,7 @@ from plait.schedules.lowering.program import (
     ReduceGradient,
     ScatterGradient,
 )
-from plait.sharding.gatherer import Gatherer
-from plait.sharding.reducer import Reducer
-from plait.sharding.unit import Unit
+from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 
 TRANSPORTS = pytest.mark.parametrize("messages", [False, True], ids=["shared", "sent"])
 PLANS = (

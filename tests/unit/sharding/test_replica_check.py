@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 import plait
-from plait.comm import Count
 from plait.engine import Engine
 from plait.errors import ReplicaError
-from plait.plan import Plan
+from plait.plan.plan import Plan
+from plait.ranks import Count
 
 CUBE = Plan(pp=2, dp=2, tp=2, precision="fp64", layers_per_stage=(3, 3))
 FLAT = Plan(pp=2, tp=2, precision="fp64", layers_per_stage=(3, 3))

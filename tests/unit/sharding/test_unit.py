@@ -11,9 +11,9 @@ from sharding_cases import SHAPES, case_of, layer_with, live_bytes, only_buffer,
 from torch import nn
 from torch.nn import functional
 
-from plait.layout import assemble, shard
-from plait.plan import Plan
-from plait.sharding.offsets import ALIGNMENT
+from plait.plan.layout import assemble, shard
+from plait.plan.offsets import ALIGNMENT
+from plait.plan.plan import Plan
 
 STRATEGIES = ("none", "optimizer", "gradients", "full")
 MIXED = {"precision": "bf16", "master_precision": "fp32"}

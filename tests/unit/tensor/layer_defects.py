@@ -10,15 +10,15 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from plait.autograd import paired_collectives
-from plait.autograd.deferred_weight_gradients import embedding, linear
-from plait.autograd.paired_collectives import reduce
-from plait.comm import Group, Handle, all_gather, all_reduce
-from plait.tensor import embedding as embedding_module
-from plait.tensor import linear as linear_module
-from plait.tensor import region_boundary
-from plait.tensor.embedding import VocabParallelEmbedding
-from plait.tensor.linear import RowParallelLinear
+from plait.ranks import Group, Handle, all_gather, all_reduce
+from plait.tensor.autograd import paired_collectives
+from plait.tensor.autograd.deferred_weight_gradients import embedding, linear
+from plait.tensor.autograd.paired_collectives import reduce
+from plait.tensor.parallel import embedding_and_norm as embedding_module
+from plait.tensor.parallel import linear as linear_module
+from plait.tensor.parallel import region_boundary
+from plait.tensor.parallel.embedding_and_norm import VocabParallelEmbedding
+from plait.tensor.parallel.linear import RowParallelLinear
 
 
 @contextmanager

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.autograd.weight_gradient_queue import WeightGradientQueue
-from plait.comm import Group, Mesh
-from plait.layout import Layout, assemble, divide
-from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from plait.plan.layout import Layout, assemble, divide
+from plait.ranks import Group, Mesh
+from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.tensor.parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 WIDTH = 12
 """Of linears; divides by 2, 3 and 4."""

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import torch
 from parallel_cases import assert_close, draw
+from plait.rules import Rules, column, entrance, row, vocabulary
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from parity.layers import Conv1D
-from plait.autograd.weight_gradient_queue import INPUT_ONLY, WEIGHTS_NEXT, WeightGradientQueue
-from plait.comm import Count, Group, Mesh, Traffic
 from plait.errors import ModelError, PlanError
-from plait.layout import Layout, Shard, assemble, shard
-from plait.rules import Rules, column, entrance, row, vocabulary
-from plait.tensor.apply_rules import apply_rules, layouts_of, match_modules, partitioned_classes
-from plait.tensor.embedding import VocabParallelEmbedding
-from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from plait.tensor.region_boundary import RegionBoundary
+from plait.plan.layout import Layout, Shard, assemble, shard
+from plait.ranks import Count, Group, Mesh, Traffic
+from plait.tensor.autograd.weight_gradient_queue import INPUT_ONLY, WEIGHTS_NEXT, WeightGradientQueue
+from plait.tensor.parallel.apply_rules import apply_rules, layouts_of, match_modules, partitioned_classes
+from plait.tensor.parallel.embedding_and_norm import VocabParallelEmbedding
+from plait.tensor.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from plait.tensor.parallel.region_boundary import RegionBoundary
 
 AXES = {"replicate": 1, "shard": 2, "tp": 2}
 WIDTH = 8

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from plait.comm import Group, Mesh, Traffic
 from plait.errors import PlanError
-from plait.layout import Layout, Replicate, Shard
-from plait.tensor.feature_partition import (
+from plait.plan.layout import Layout, Replicate, Shard
+from plait.ranks import Group, Mesh, Traffic
+from plait.tensor.parallel.partition import (
     EVEN,
     UNEVEN,
     Partition,

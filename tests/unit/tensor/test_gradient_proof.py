@@ -11,12 +11,19 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from plait.autograd.paired_collectives import PairedCollective, collective_of, copy, gather, reduce, split
-from plait.comm.group import Group
-from plait.comm.traffic import Traffic
 from plait.errors import ModelError
 from plait.models import gpt2
-from plait.tensor.gradient_proof import Claims, prove_layer
+from plait.proof.gradient_proof import Claims, prove_layer
+from plait.ranks.group import Group
+from plait.ranks.traffic import Traffic
+from plait.tensor.autograd.paired_collectives import (
+    PairedCollective,
+    collective_of,
+    copy,
+    gather,
+    reduce,
+    split,
+)
 
 TP = Group("tp", (0, 1), 0, None, Traffic(), 1.0)
 HIDDEN, HEADS, VOCAB = 8, 4, 10

@@ -9,11 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plait.autograd.paired_collectives import copy, gather_in, reduce, scatter_out, split, to_pieces, to_whole
-from plait.comm.group import Group
-from plait.comm.traffic import Traffic
 from plait.errors import ModelError
-from plait.tensor.gradient_proof import Claims, prove_layer
+from plait.proof.gradient_proof import Claims, prove_layer
+from plait.ranks.group import Group
+from plait.ranks.traffic import Traffic
+from plait.tensor.autograd.paired_collectives import (
+    copy,
+    gather_in,
+    reduce,
+    scatter_out,
+    split,
+    to_pieces,
+    to_whole,
+)
 
 TP = Group("tp", (0, 1), 0, None, Traffic(), 1.0)
 HIDDEN, LENGTH = 8, 6

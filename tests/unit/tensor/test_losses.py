@@ -5,10 +5,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plait.comm import Count, Group, Mesh, Traffic
 from plait.errors import ModelError
+from plait.ranks import Count, Group, Mesh, Traffic
 from plait.tensor.losses import CrossEntropy, Loss, PiecewiseLoss, cross_entropy, loss_of_pieces
-from plait.tensor.vocabulary_partition import Vocabulary
+from plait.tensor.parallel.vocabulary_partition import Vocabulary
 
 
 @pytest.mark.parametrize("shape", [(6,), (2, 3), (1, 2, 3)])

@@ -4,16 +4,16 @@ import pytest
 import torch
 from torch import nn
 
-from plait.autograd.running_sequence import ContextParallelism, running
-from plait.blueprint import build_blueprint
-from plait.comm.group import Group
-from plait.comm.traffic import Traffic
-from plait.context_attention.visibility import document_bounds
+from plait.engine.blueprint import build_blueprint
 from plait.errors import ModelError
 from plait.models import gpt2
-from plait.plan import Plan
-from plait.tensor import meta_device_runs
-from plait.tensor.meta_device_runs import MetaLayers
+from plait.plan.plan import Plan
+from plait.proof import meta_layers as meta_device_runs
+from plait.proof.meta_layers import MetaLayers
+from plait.ranks.group import Group
+from plait.ranks.traffic import Traffic
+from plait.tensor.attention.visibility import document_bounds
+from plait.tensor.running_sequence import ContextParallelism, running
 
 TOKENS = torch.zeros(2, 4, dtype=torch.int64)
 

@@ -12,10 +12,10 @@ from parallel_cases import assert_close, draw, whole
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plait.comm import Count, GridMesh, Group, Mesh
-from plait.comm.rank_pool import RankPool
 from plait.errors import PlanError
-from plait.layout import Layout, assemble
+from plait.plan.layout import Layout, assemble
+from plait.ranks import Count, GridMesh, Group, Mesh
+from plait.ranks.launch.rank_pool import RankPool
 from plait.tensor import TensorParallelAttention, TensorParallelMLP
 
 HIDDEN, INNER, HEADS = 12, 24, 4

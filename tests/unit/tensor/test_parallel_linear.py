@@ -22,8 +22,8 @@ from parallel_cases import WIDTH, Trial, check, cut_block, draw, full_block, lin
 from torch import Tensor, nn
 
 from parity.pairs import in_quick
-from plait.comm import Mesh
-from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from plait.ranks import Mesh
+from plait.tensor.parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 SHAPES = [(WIDTH,), (5, WIDTH), (2, 3, WIDTH), (2, 2, 3, WIDTH), (0, WIDTH), (WIDTH, WIDTH), (WIDTH,) * 3]
 """The last ones are square: a wrong dim would fit."""

@@ -11,14 +11,14 @@ import torch
 from parallel_cases import WIDTH, assert_close, cut_block, defer, draw, full_block, linear
 from torch import Tensor, nn
 
-from plait.autograd import paired_collectives
-from plait.autograd.weight_gradient_queue import INPUT_ONLY, WEIGHTS_NEXT, WeightGradientQueue
-from plait.comm import Count, Group, Handle, Mesh, Traffic, all_reduce
 from plait.errors import PlanError
-from plait.layout import assemble
-from plait.tensor.feature_partition import Partition
-from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from plait.tensor.region_boundary import RegionBoundary
+from plait.plan.layout import assemble
+from plait.ranks import Count, Group, Handle, Mesh, Traffic, all_reduce
+from plait.tensor.autograd import paired_collectives
+from plait.tensor.autograd.weight_gradient_queue import INPUT_ONLY, WEIGHTS_NEXT, WeightGradientQueue
+from plait.tensor.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from plait.tensor.parallel.partition import Partition
+from plait.tensor.parallel.region_boundary import RegionBoundary
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

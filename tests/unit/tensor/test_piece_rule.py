@@ -6,21 +6,22 @@ from typing import Any
 
 import pytest
 import torch
+from plait.rules import Rule, Rules, column, entrance, piece, row
 from torch import Tensor, nn
 
 import plait
-from plait.autograd.dropout import Dropout
-from plait.autograd.dropout_mask import DimPiece
-from plait.comm import Group, Mesh, Traffic
-from plait.composer import parallelize
+from plait.engine.parallelize import parallelize
 from plait.errors import ModelError, PlanError
-from plait.footprint.estimate import memory
-from plait.layout import Layout
-from plait.plan import Plan
-from plait.rules import Rule, Rules, column, entrance, match, piece, row
-from plait.tensor.apply_rules import apply_rules, layouts_of, match_modules
+from plait.estimate.memory.predicted_memory import memory
+from plait.plan.layout import Layout
+from plait.plan.plan import Plan
+from plait.plan.rules import match
+from plait.ranks import Group, Mesh, Traffic
+from plait.tensor.dropout import Dropout
+from plait.tensor.dropout_mask import DimPiece
 from plait.tensor.losses import cross_entropy
-from plait.tensor.region_boundary import RegionBoundary
+from plait.tensor.parallel.apply_rules import apply_rules, layouts_of, match_modules
+from plait.tensor.parallel.region_boundary import RegionBoundary
 
 WIDTH = 8
 

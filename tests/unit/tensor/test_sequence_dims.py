@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from plait.rules import Rule, column, entrance, row, sequence, vocabulary
 from torch import nn
 
 from plait.errors import PlanError
-from plait.layout import Layout, Shard
-from plait.rules import Rule, column, entrance, row, sequence, vocabulary
-from plait.tensor.sequence_dims import SequenceDims, sequence_dims, summed_over_tp
+from plait.plan.layout import Layout, Shard
+from plait.tensor.parallel.sequence_dims import SequenceDims, sequence_dims, summed_over_tp
 
 WIDTH = 4
 

@@ -19,10 +19,10 @@ from layer_defects import (
 from parallel_cases import Trial, assert_close, check, defer, draw
 from torch import Tensor, nn
 
-from plait.comm import Count, Group, Mesh, Traffic
 from plait.errors import DataError, ModelError, PlanError
-from plait.layout import assemble
-from plait.tensor.embedding import VocabParallelEmbedding
+from plait.plan.layout import assemble
+from plait.ranks import Count, Group, Mesh, Traffic
+from plait.tensor.parallel.embedding_and_norm import VocabParallelEmbedding
 
 ROWS = 37
 """Uneven for 2, 3 and 4 ranks."""

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plait.comm import Group, Traffic
 from plait.errors import ModelError
-from plait.tensor.vocabulary_partition import Vocabulary
+from plait.ranks import Group, Traffic
+from plait.tensor.parallel.vocabulary_partition import Vocabulary
 
 
 def vocabulary(classes: int, ranks: int, index: int) -> Vocabulary:

@@ -10,10 +10,10 @@ import torch
 
 import plait
 from parity.one_rank import CONTEXT, SIZES, VOCAB, lively, saved, tensors_in
+from plait.app.cli.main import main
+from plait.app.config.config_sections import ModelConfig
+from plait.app.train.build import build_model
 from plait.checkpoint.manifest import read_manifest
-from plait.cli.main import main
-from plait.train.build import build_model
-from plait.train.config_sections import ModelConfig
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"name": "gpt2", "tied": True},

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from plait.app.config.config import Config
+from plait.app.config.config_parser import config_from_arguments, fields, takes
+from plait.app.config.config_sections import ModelConfig, ParallelConfig
+from plait.app.config.train_section import TrainConfig
 from plait.errors import ConfigError
-from plait.plan import Plan
-from plait.train.config import Config
-from plait.train.config_parser import config_from_arguments, fields, takes
-from plait.train.config_sections import ModelConfig, ParallelConfig
-from plait.train.train_section import TrainConfig
+from plait.plan.plan import Plan
 
 
 @pytest.fixture

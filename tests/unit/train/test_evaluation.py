@@ -13,14 +13,14 @@ import torch
 from train_runs import make, run
 
 import plait
+from plait.app.cli.main import main
+from plait.app.config.config import Config
+from plait.app.data.batches import NO_TARGET, ValidationBatches
+from plait.app.train.evaluation import checkpoint_of, evaluation_config
+from plait.app.train.validation_sets import _require_targets
 from plait.checkpoint.box_reader import FullTensors
-from plait.cli.main import main
-from plait.comm.rank_pool import RankPool
-from plait.data.batches import NO_TARGET, ValidationBatches
 from plait.errors import CheckpointError, ConfigError, DataError
-from plait.train.config import Config
-from plait.train.evaluation import checkpoint_of, evaluation_config
-from plait.train.validation_sets import _require_targets
+from plait.ranks.launch.rank_pool import RankPool
 
 THREADS = ["--run.ranks_as", "threads"]
 

@@ -11,14 +11,14 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from plait.comm import mesh
-from plait.comm.rank_pool import RankPool
+from plait.app.config.config import Config
+from plait.app.config.config_parser import config_from_arguments
+from plait.app.train.train_run import TrainingResult, train
+from plait.app.train.trainer import Trainer
 from plait.engine import Engine
 from plait.errors import ConfigError, PlaitError
-from plait.train.config import Config
-from plait.train.config_parser import config_from_arguments
-from plait.train.loop import TrainingResult, train
-from plait.train.trainer import Trainer
+from plait.ranks import mesh
+from plait.ranks.launch.rank_pool import RankPool
 
 
 def make(folder: Path, *, pp: int = 2, **run: Any) -> Config:

@@ -13,17 +13,17 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from parity import huggingface_cases as cases
-from plait.comm.mesh import Mesh
-from plait.comm.rank_pool import RankPool
-from plait.data.chats import ChatEncoder
+from plait.app.config.config import Config
+from plait.app.config.config_parser import config_from_arguments
+from plait.app.data.chats import ChatEncoder
+from plait.app.train.build import build_model
+from plait.app.train.run_data import load_data
+from plait.app.train.train_run import banner, train
 from plait.errors import ConfigError, ModelError
 from plait.models.huggingface import from_huggingface
 from plait.models.huggingface.pretrained import weights_in
-from plait.train.build import build_model
-from plait.train.config import Config
-from plait.train.config_parser import config_from_arguments
-from plait.train.loop import banner, train
-from plait.train.run_data import load_data
+from plait.ranks.launch.rank_pool import RankPool
+from plait.ranks.mesh import Mesh
 
 pytestmark = pytest.mark.transformers
 

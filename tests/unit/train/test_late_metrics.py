@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from train_runs import make, rows, run
 
 import plait
-from plait.comm.rank_pool import RankPool
+from plait.app.loop import training_loop as training
+from plait.app.loop.training_loop import Callback, TrainingLoop
+from plait.app.train.stop_signals import StopSignals
 from plait.errors import NonFiniteError
-from plait.loop import training
-from plait.loop.training import Callback, TrainingLoop
-from plait.train.stop_signals import StopSignals
+from plait.ranks.launch.rank_pool import RankPool
 
 TIMES = ("step_seconds", "data_seconds", "tokens_per_second", "peak_memory_bytes", "cpu_utilization")
 

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from train_runs import make, rows, run
 
-from plait.comm.rank_pool import RankPool
+from plait.app.config.config import Config
+from plait.app.config.config_sections import ParallelConfig
+from plait.app.train.train_run import TrainingResult, train
 from plait.engine import Engine
 from plait.errors import NonFiniteError
-from plait.train.config import Config
-from plait.train.config_sections import ParallelConfig
-from plait.train.loop import TrainingResult, train
+from plait.ranks.launch.rank_pool import RankPool
 
 
 def test_a_training_run_writes_its_files_and_matches_one_rank(thread_ranks: RankPool, tmp_path: Path) -> None:

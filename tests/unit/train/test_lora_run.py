@@ -11,15 +11,15 @@ from torch import nn
 
 from parity import huggingface_cases as cases
 from parity.norm import assert_equal
+from plait.app.cli.checkpoint import run as run_checkpoint
+from plait.app.config.config import Config
+from plait.app.config.config_parser import config_from_arguments
+from plait.app.train.build import build_model, initial_weights
+from plait.app.train.train_run import train
 from plait.checkpoint.box_reader import FullTensors
-from plait.cli.checkpoint import run as run_checkpoint
-from plait.comm.rank_pool import RankPool
 from plait.errors import ConfigError, ModelError
-from plait.models.low_rank_adaptation import adapters_of
-from plait.train.build import build_model, initial_weights
-from plait.train.config import Config
-from plait.train.config_parser import config_from_arguments
-from plait.train.loop import train
+from plait.models.lora import adapters_of
+from plait.ranks.launch.rank_pool import RankPool
 
 pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("ignore")]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from plait.app.config.config import Config
+from plait.app.train.build import build_model
+from plait.app.train.predicted_run import peak_line, predict_memory, prediction_line
 from plait.errors import ConfigError
-from plait.footprint.memory_ledger import Category
-from plait.footprint.memory_report import Memory, RankMemory
-from plait.plan import Plan
-from plait.train.build import build_model
-from plait.train.config import Config
-from plait.train.memory_limit import peak_line, predict_memory, prediction_line
+from plait.estimate.memory.memory_ledger import Category
+from plait.estimate.memory.memory_report import Memory, RankMemory
+from plait.plan.plan import Plan
 
 CPU = torch.device("cpu")
 SMALL = {"layers": 2, "hidden": 32, "heads": 2, "context": 16}

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from plait.app.loop import metrics
+from plait.app.loop.loggers import COLUMNS, LoggerGroup
+from plait.app.loop.metrics import FIELD, loggers_of
 from plait.errors import ConfigError
-from plait.loop.loggers import COLUMNS, LoggerGroup
-from plait.train import metrics
-from plait.train.metrics import FIELD, loggers_of
 
 ROWS = (
     {"step": 1, "loss": 5.5, "tokens": 2048},

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from mutated_files import ALL, QUICK, outcomes
-from plait.cli.schedule import run as schedule
-from plait.prediction.hardware import load_hardware
-from plait.train.config_parser import config_from_arguments
+from plait.app.cli.schedule import run as schedule
+from plait.app.config.config_parser import config_from_arguments
+from plait.estimate.time.hardware import load_hardware
 
 CONFIG = """# A small model.
 [model]
@@ -30,7 +30,7 @@ CSV = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "config.toml": (CONFIG, lambda path: config_from_arguments(["--config", str(path)])),
     "hardware.toml": (
-        (files("plait.prediction") / "hardware_files" / "h100-sxm.toml").read_text(),
+        (files("plait.estimate.time") / "hardware_files" / "h100-sxm.toml").read_text(),
         load_hardware,
     ),
     "schedule.csv": (CSV, lambda path: schedule([str(path)])),

@@ -10,12 +10,12 @@ import pytest
 import torch
 from train_runs import make, run
 
-from plait.comm.rank_pool import RankPool
+from plait.app.config.config import Config
+from plait.app.train.predicted_step import predicted_step, step_lines
 from plait.errors import ConfigError
 from plait.pictures.report.recorded_step import RecordedRank, RecordedStep, write_step
 from plait.pictures.report.run_record import read_run
-from plait.train.config import Config
-from plait.train.predicted_step import predicted_step, step_lines
+from plait.ranks.launch.rank_pool import RankPool
 
 
 def on(config: Config, hardware: str | None) -> Config:

@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 
 from mutated_files import ELSEWHERE
+from plait.app.config.config import Config
+from plait.app.data import preparation
+from plait.app.data.corpus_index import read_index, write_index
+from plait.app.data.preparation import prepare_corpus
+from plait.app.data.recorded_tokenizer import files_hash
+from plait.app.data.token_shards import open_corpus
+from plait.app.train import prepared_sources
+from plait.app.train.prepared_sources import holds_records, is_tokenized, prepared_folder
+from plait.app.train.run_data import check_data, load_data
+from plait.app.train.trained_model import TOKENIZER, trained_tokenizer
 from plait.checkpoint.manifest import Manifest
-from plait.data import preparation
-from plait.data.corpus_index import read_index, write_index
-from plait.data.preparation import prepare_corpus
-from plait.data.recorded_tokenizer import files_hash
-from plait.data.token_shards import open_corpus
 from plait.errors import CheckpointError, ConfigError, DataError
-from plait.train import prepared_sources
-from plait.train.config import Config
-from plait.train.prepared_sources import holds_records, is_tokenized, prepared_folder
-from plait.train.run_data import check_data, load_data
-from plait.train.trained_model import TOKENIZER, trained_tokenizer
 
 
 def make(tmp_path: Path, source: Path, timeout: float = 30) -> Config:

@@ -12,15 +12,15 @@ import pytest
 import torch
 from train_runs import make, rows, run
 
+from plait.app.config.config import Config
+from plait.app.config.config_parser import config_from_arguments, fields, nearest_field
+from plait.app.config.optimizer_section import OPTIONS
+from plait.app.config.planned_config import config_text, configured_decoder
+from plait.app.config.train_section import TrainConfig
+from plait.app.train.build import build_learning_rate, build_optimizer, trained_part
 from plait.checkpoint.inspecting import summary
-from plait.comm.rank_pool import RankPool
 from plait.errors import ConfigError, PlanError
-from plait.train.build import build_learning_rate, build_optimizer, trained_part
-from plait.train.config import Config
-from plait.train.config_parser import config_from_arguments, fields, nearest_field
-from plait.train.optimizer_section import OPTIONS
-from plait.train.planned_config import config_text, configured_decoder
-from plait.train.train_section import TrainConfig
+from plait.ranks.launch.rank_pool import RankPool
 
 EVERY_CLASS = {"params", "lr", "weight_decay"}
 IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable", "maximize"}

@@ -3,9 +3,9 @@ from typing import Any
 
 import pytest
 
-from plait.plan import Plan
-from plait.train.config_parser import config_from_arguments
-from plait.train.reference_steps import Comparison, _tolerance, largest_differences, single_rank_plan
+from plait.app.config.config_parser import config_from_arguments
+from plait.app.train.reference_steps import Comparison, _tolerance, largest_differences, single_rank_plan
+from plait.plan.plan import Plan
 
 
 def test_the_largest_relative_differences_of_loss_and_norm_are_found() -> None:

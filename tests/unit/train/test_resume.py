@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
+from plait.app.cli.main import main
+from plait.app.config.config import Config
+from plait.app.loop import checkpoint_callback as checkpoints
+from plait.app.train.run_checkpoints import run_checkpoints
+from plait.app.train.train_run import TrainingResult, train
 from plait.checkpoint.loading import Loaded
-from plait.cli.main import main
-from plait.comm.rank_pool import RankPool
 from plait.errors import CheckpointError, ConfigError, DataError, NonFiniteError
-from plait.loop import checkpoints
-from plait.train.checkpoints import run_checkpoints
-from plait.train.config import Config
-from plait.train.loop import TrainingResult, train
+from plait.ranks.launch.rank_pool import RankPool
 
 
 def make(folder: Path, *, parallel: dict[str, Any] | None = None, **settings: Any) -> Config:

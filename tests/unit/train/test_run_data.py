@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from plait.data.batches import ValidationBatches, row_total
-from plait.data.corpus_index import CorpusIndex, ShardEntry, shard_files, write_index
-from plait.data.recorded_tokenizer import record_tokenizer
-from plait.data.tokenizer import open_tokenizer
-from plait.data.tokenizer_match import tokenizer_mismatch
+from plait.app.config.config import Config
+from plait.app.data.batches import ValidationBatches, row_total
+from plait.app.data.corpus_index import CorpusIndex, ShardEntry, shard_files, write_index
+from plait.app.data.recorded_tokenizer import record_tokenizer
+from plait.app.data.tokenizer import open_tokenizer
+from plait.app.data.tokenizer_match import tokenizer_mismatch
+from plait.app.train.run_data import check_data, load_data
+from plait.app.train.sample import encode_prompt
 from plait.errors import ConfigError, DataError, PlaitError
-from plait.train.config import Config
-from plait.train.run_data import check_data, load_data
-from plait.train.sample import encode_prompt
 
 ALL = slice(None)
 
@@ -241,7 +241,7 @@ def test_a_corpus_of_exactly_one_sequence_for_each_part_is_accepted(tmp_path: Pa
 
 def test_checking_data_does_not_import_torch() -> None:
     program = (
-        "import sys; from plait.train.config import Config; from plait.train.run_data import check_data; "
+        "import sys; from plait.app.config.config import Config; from plait.app.train.run_data import check_data; "
         "check_data(Config()); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 from train_runs import make, rows, run
 
-from plait.comm.rank_pool import RankPool
+from plait.app.config.config import Config
+from plait.app.train.train_run import TrainingResult, _print_end
 from plait.errors import ConfigError, NonFiniteError
 from plait.pictures.report.recorded_step import StepTimeline
 from plait.pictures.report.run_record import read_run
 from plait.pictures.report.warnings import warnings_of
-from plait.train.config import Config
-from plait.train.loop import TrainingResult, _print_end
+from plait.ranks.launch.rank_pool import RankPool
 
 FIRST = """
 import sys
 from pathlib import Path
-from plait.file_lock import try_lock
+from plait.ranks.file_lock import try_lock
 file = try_lock(Path(sys.argv[1]))
 print(flush=True)
 input()

@@ -11,15 +11,15 @@ from unittest.mock import patch
 import pytest
 
 import plait
-from plait.comm.rank_pool import RankPool
+from plait.app.config.config import Config
+from plait.app.loop.progress import ProgressReporter
+from plait.app.train import measured_schedules as balance_reorder_trace
+from plait.app.train.train_run import train
 from plait.engine import Engine, Recording
 from plait.errors import ConfigError
-from plait.footprint.measured_balance import balance
-from plait.loop.progress import ProgressReporter
+from plait.estimate.measurement.measured_balance import balance
+from plait.ranks.launch.rank_pool import RankPool
 from plait.schedules.costs import Costs
-from plait.train import balance_reorder_trace
-from plait.train.config import Config
-from plait.train.loop import train
 
 SLOW = Costs(F=(1, 1), I=(1, 1), W=(1, 1), comm=0.1)
 

@@ -10,12 +10,12 @@ from unittest.mock import patch
 
 import pytest
 
-from plait.comm.rank_pool import RankPool
+from plait.app.config.config import Config
+from plait.app.config.config_parser import config_from_arguments
+from plait.app.loop.progress import ProgressReporter
+from plait.app.train.train_run import train
 from plait.errors import ConfigError
-from plait.loop.progress import ProgressReporter
-from plait.train.config import Config
-from plait.train.config_parser import config_from_arguments
-from plait.train.loop import train
+from plait.ranks.launch.rank_pool import RankPool
 
 LINE = re.compile(
     r"Trace of step 2: makespan ([\d,.]+) ms \(([\d,.]+) simulated with its costs\), "

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from parity.chats import WORDS, save_tokenizer
-from plait.data.tokenizer import open_tokenizer
+from plait.app.config.config import Config
+from plait.app.data.tokenizer import open_tokenizer
+from plait.app.train.sample import encode_prompt, sample_text
 from plait.engine import Engine
-from plait.train.config import Config
-from plait.train.sample import encode_prompt, sample_text
 
 pytestmark = pytest.mark.transformers
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from plait.train.trainer import Trainer
+from plait.app.train.trainer import Trainer
 
 
 def test_a_run_without_a_sample_says_why() -> None:

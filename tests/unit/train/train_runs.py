@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from plait.comm.rank_pool import RankPool
-from plait.train.config import Config
-from plait.train.loop import TrainingResult, train
+from plait.app.config.config import Config
+from plait.app.train.train_run import TrainingResult, train
+from plait.ranks.launch.rank_pool import RankPool
 
 
 def make(

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.axes import coordinate_of, sizes_of_plan
-from plait.plan import ContextLayout, Plan
+from plait.plan.axes import coordinate_of, sizes_of_plan
+from plait.plan.plan import ContextLayout, Plan
 from plait.tensor.losses import SequenceLoss, cross_entropy
-from plait.verification.activation_pieces import ActivationPieces
+from plait.verification.candidate.local_activations import ActivationPieces
 from plait.verification.location import RecordKey
-from plait.verification.reference_recording import NO_TOLERANCE, Tolerance
+from plait.verification.reference.recording import NO_TOLERANCE, Tolerance
 
 OUTPUT = RecordKey("output", 1, "0")
 WHOLE = torch.arange(2 * 8 * 3).view(2, 8, 3).double()

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from verification_cases import coordinates_of, difference_at, evidence_of
 
-from plait.plan import Plan
+from plait.plan.plan import Plan
 from plait.verification.diagnosis import Symptoms, likely_cause
 from plait.verification.diagnosis.cause import HYPOTHESES, UNEXPLAINED, unexplained
 from plait.verification.diagnosis.misplaced_values import permuted, range_of, shifted
 from plait.verification.diagnosis.rounding import rounded
 from plait.verification.diagnosis.single_tensor import _degrees, product_of
 from plait.verification.location import Location, StepPhase
-from plait.verification.tensor_sketches import InnerDifference
+from plait.verification.reference.tensor_sketches import InnerDifference
 
 ONE, TP, CUBE = Plan(), Plan(tp=2), Plan(pp=2, dp=2, tp=2, microbatches=4)
 FORWARD = Location(0, StepPhase.FORWARD, 1, 0)

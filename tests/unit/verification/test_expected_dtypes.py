@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from plait.plan import Plan
+from plait.plan.plan import Plan
 from plait.verification.expected_dtypes import GROWTH_INTERVAL, ReferenceLossScale, formats_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.layout import Flat, Layout, Shard, shard
+from plait.plan.layout import Flat, Layout, Shard, shard
 from plait.verification.findings import (
     EVIDENCE_ELEMENTS,
     MAX_LISTED,
@@ -21,7 +21,7 @@ from plait.verification.findings import (
     piece_of,
 )
 from plait.verification.location import Location, StepPhase
-from plait.verification.reference_recording import Tolerance
+from plait.verification.reference.recording import Tolerance
 
 FORWARD = Location(0, StepPhase.FORWARD, 1, 0)
 BOUND = Tolerance(size=8.0, allowed=1e-3)

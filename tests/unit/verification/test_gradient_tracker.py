@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from plait.verification.gradient_tracker import GradientTracker, ParameterUse, TrackedGradient
-from plait.verification.reference_recording import Tolerance
+from plait.verification.candidate.gradient_tracker import GradientTracker, ParameterUse, TrackedGradient
+from plait.verification.reference.recording import Tolerance
 
 NAME = ("weight", 0)
 LAYER = 2

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from plait.layers.layer_sequence import sequence_of
-from plait.verification.held_state import HeldState
+from plait.models.layers.layer_sequence import sequence_of
+from plait.verification.reference.held_state import HeldState
 
 
 class Counting(nn.Module):

@@ -17,11 +17,11 @@ from torch.nn import functional
 import plait
 from parity import huggingface_cases as cases
 from parity.pairs import in_quick
-from plait.comm.rank_pool import RankPool
 from plait.errors import DataError, ModelError, PlanError
-from plait.models.huggingface import decoder
+from plait.models.huggingface import families as decoder
 from plait.models.huggingface.pretrained import logits_of
-from plait.plan import Plan
+from plait.plan.plan import Plan
+from plait.ranks.launch.rank_pool import RankPool
 from plait.verification.case import Case
 from plait.verification.float64_mode import Float64Mode
 from plait.verification.independent_comparison import (

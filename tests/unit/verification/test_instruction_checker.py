@@ -12,23 +12,23 @@ import torch
 from verification_cases import mlp, mlp_case, phases_of, rows_and_classes
 
 from parity.cases import ONE_STAGE, gpt2
-from plait.comm.mesh import Mesh
-from plait.comm.rank_pool import RankPool
-from plait.composer import parallelize
-from plait.layers.layer_sequence import sequence_of
-from plait.plan import Plan
+from plait.engine.parallelize import parallelize
+from plait.models.layers.layer_sequence import sequence_of
+from plait.plan.plan import Plan
+from plait.ranks.launch.rank_pool import RankPool
+from plait.ranks.mesh import Mesh
 from plait.tensor.losses import cross_entropy
-from plait.verification.candidate_run import CandidateRun
+from plait.verification.candidate.candidate_run import CandidateRun
+from plait.verification.candidate.step_comparison import StepComparison
 from plait.verification.expected_dtypes import NumberFormats
 from plait.verification.findings import Findings
 from plait.verification.location import WHOLE_STEP, Location, RecordKey, RecordScope, StepPhase
 from plait.verification.options import VerifyOptions
-from plait.verification.perturbation import Perturbation
 from plait.verification.rank_verification import verify_rank
-from plait.verification.reference_recording import ReferenceRecording
-from plait.verification.reference_run import ReferenceRun
-from plait.verification.start_values import unchanged
-from plait.verification.step_comparison import StepComparison
+from plait.verification.reference.perturbation import Perturbation
+from plait.verification.reference.recording import ReferenceRecording
+from plait.verification.reference.reference_run import ReferenceRun
+from plait.verification.reference.start_values import unchanged
 
 PLAN = Plan(microbatches=2, precision="fp64")
 STEPS = 2

@@ -19,14 +19,16 @@ from verification_cases import CLASSES, case_of, label, mlp_case, rows_and_class
 from parity.case import Case as ParityCase
 from parity.cases import USER_CASES, gpt2, llama, with_values
 from parity.dropping import DROPPING, dropping
-from plait.comm.mesh import Mesh
-from plait.comm.rank_pool import RankPool
-from plait.context_attention.kernels import block_backward, block_forward, empty_result, merge
 from plait.errors import ModelError, PlanError
-from plait.plan import Plan, Recompute
-from plait.tensor.vocabulary_partition import Vocabulary
+from plait.plan.plan import Plan, Recompute
+from plait.ranks.launch.rank_pool import RankPool
+from plait.ranks.mesh import Mesh
+from plait.tensor.attention.kernels import block_backward, block_forward, empty_result, merge
+from plait.tensor.parallel.vocabulary_partition import Vocabulary
 from plait.verification.case import Case
-from plait.verification.integer_mode import (
+from plait.verification.options import VerifyOptions
+from plait.verification.rank_verification import verify_rank
+from plait.verification.reference.integer_mode import (
     GRAIN,
     LARGEST,
     PERIOD,
@@ -39,8 +41,6 @@ from plait.verification.integer_mode import (
     integer_parameter,
     require_integers,
 )
-from plait.verification.options import VerifyOptions
-from plait.verification.rank_verification import verify_rank
 from plait.verification.report_from_ranks import build_report
 from plait.verification.sweep import plans_on
 

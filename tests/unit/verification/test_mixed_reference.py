@@ -16,18 +16,18 @@ from torch import Tensor, nn
 from verification_cases import mlp, mlp_case, rows_and_classes, verify_here
 
 from plait.errors import ModelError
-from plait.layers.layer_sequence import sequence_of
-from plait.plan import Plan
+from plait.models.layers.layer_sequence import sequence_of
+from plait.plan.plan import Plan
 from plait.tensor.losses import cross_entropy
 from plait.verification.expected_dtypes import formats_of
 from plait.verification.location import WHOLE_STEP, RecordKey, Records, RecordScope
 from plait.verification.options import VerifyOptions
-from plait.verification.perturbation import Perturbation
 from plait.verification.rank_verification import settled_scale
-from plait.verification.reference_recording import ReferenceRecording
-from plait.verification.reference_run import ReferenceRun
-from plait.verification.reference_update import exact_bound
-from plait.verification.start_values import unchanged
+from plait.verification.reference.perturbation import Perturbation
+from plait.verification.reference.recording import ReferenceRecording
+from plait.verification.reference.reference_run import ReferenceRun
+from plait.verification.reference.reference_update import exact_bound
+from plait.verification.reference.start_values import unchanged
 
 MIXED = Plan(microbatches=2, precision="bf16", master_precision="fp32")
 STEPS = 2

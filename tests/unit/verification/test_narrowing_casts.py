@@ -15,13 +15,13 @@ from verification_cases import verify_here
 from parity.case import Case as ParityCase
 from parity.cases import GPT2_VOCAB, draw_contexts
 from parity.contexts import HIDDEN, MLP, Attention, Start
-from plait.pipeline.stage import Stage
-from plait.plan import Plan
+from plait.engine.pipeline.stage import Stage
+from plait.plan.plan import Plan
 from plait.verification.case import Case
-from plait.verification.narrowing_casts import NarrowingCasts
 from plait.verification.options import VerifyOptions
-from plait.verification.perturbation import Perturbation
 from plait.verification.rank_verification import verify_rank
+from plait.verification.reference.narrowing_casts import NarrowingCasts
+from plait.verification.reference.perturbation import Perturbation
 from plait.verification.report import VerificationReport
 from plait.verification.report_from_ranks import build_report
 from zoo.patching import each_alone

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plait.comm.mesh import Mesh
-from plait.comm.rank_pool import RankPool
-from plait.plan import Plan
-from plait.tensor.norm import ParallelRMSNorm
+from plait.plan.plan import Plan
+from plait.ranks.launch.rank_pool import RankPool
+from plait.ranks.mesh import Mesh
+from plait.tensor.parallel.norm import ParallelRMSNorm
 from plait.verification.norm_precision import FEATURES, RMSNorms, rounded_otherwise
-from plait.verification.tensor_sketches import ModuleSketches
+from plait.verification.reference.tensor_sketches import ModuleSketches
 
 
 class Wrapped(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from plait.errors import PlanError
-from plait.plan import Plan
+from plait.plan.plan import Plan
 from plait.verification.expected_dtypes import formats_of
 from plait.verification.options import VerifyOptions, adamw, usual_steps
 

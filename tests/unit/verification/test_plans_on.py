@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 from verification_cases import mlp_case, rows_and_classes, run_each
 
-from plait.comm.rank_pool import RankPool
-from plait.plan import Plan, Recompute
+from plait.plan.plan import Plan, Recompute
+from plait.ranks.launch.rank_pool import RankPool
 from plait.schedules.search.api import POLICY_NAMES
 from plait.tensor.losses import cross_entropy
 from plait.verification.case import Case

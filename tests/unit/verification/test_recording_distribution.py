@@ -10,19 +10,19 @@ import torch
 from torch import Tensor, nn
 from verification_cases import CLASSES, ROWS, rows_and_classes
 
-from plait.comm import collectives
-from plait.comm.mesh import Mesh
-from plait.comm.rank_pool import RankPool
 from plait.errors import ModelError, PlaitError
-from plait.layers.layer_sequence import bits_of
-from plait.plan import Plan
+from plait.models.layers.layer_sequence import bits_of
+from plait.plan.plan import Plan
+from plait.ranks import collectives
+from plait.ranks.launch.rank_pool import RankPool
+from plait.ranks.mesh import Mesh
 from plait.tensor.losses import cross_entropy
 from plait.verification.case import Case
 from plait.verification.location import WHOLE_STEP, RecordKey, RecordScope
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank
-from plait.verification.recording_distribution import broadcast_object, distribute_recording
-from plait.verification.reference_recording import ReferenceRecording
+from plait.verification.reference.recording import ReferenceRecording
+from plait.verification.reference.recording_distribution import broadcast_object, distribute_recording
 
 TENSORS: dict[str, Tensor] = {
     "double": torch.linspace(0, 1, 7, dtype=torch.float64),

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from verification_cases import mlp_case
 
-from plait.comm import Mesh
 from plait.errors import CommunicationError, ModelError
-from plait.plan import Plan
+from plait.plan.plan import Plan
+from plait.ranks import Mesh
 from plait.verification import rank_verification as rank
-from plait.verification.reference_layers import failure_named
+from plait.verification.reference.reference_layers import failure_named
 
 
 def test_a_lost_rank_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from plait.errors import ModelError
-from plait.verification.integer_mode import GRAIN
 from plait.verification.location import WHOLE_STEP, RecordKey, RecordScope
-from plait.verification.reference_recording import (
+from plait.verification.reference.integer_mode import GRAIN
+from plait.verification.reference.recording import (
     LEAST_EPSILONS,
     LOSS_KINDS,
     MARGIN,

@@ -16,7 +16,7 @@ from verification_cases import mlp, mlp_case, rows_and_classes
 
 import plait
 from plait.checkpoint.loading import load
-from plait.plan import Plan
+from plait.plan.plan import Plan
 from plait.verification import resumed_run
 from plait.verification.location import StepPhase
 from plait.verification.options import VerifyOptions

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from parity.models import buffers, on_meta, repeated, tied_table
-from plait.layers.layer_sequence import bits_of
-from plait.verification.start_values import (
+from plait.models.layers.layer_sequence import bits_of
+from plait.verification.reference.start_values import (
     OFFSET,
     OFFSET_OF_ZEROS,
     ValueChange,

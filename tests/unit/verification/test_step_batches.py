@@ -13,8 +13,8 @@ from verification_cases import mlp, rows_and_classes
 
 import plait
 from plait.engine.runner import Runner
-from plait.layers.nested import Microbatches
-from plait.plan import Plan
+from plait.plan.plan import Plan
+from plait.tensor.layer_values import Microbatches
 from plait.verification.step_batches import batches_of_steps
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait.verification.instruction_checker import InstructionChecker
+from plait.verification.candidate.instruction_checker import InstructionChecker
+from plait.verification.candidate.step_comparison import DIVIDED_IN_FLOAT16, StepComparison
 from plait.verification.location import StepPhase
-from plait.verification.reference_recording import RecordKey, RecordScope, Tolerance
-from plait.verification.step_comparison import DIVIDED_IN_FLOAT16, StepComparison
+from plait.verification.reference.recording import RecordKey, RecordScope, Tolerance
 
 
 def test_a_gradient_that_was_divided_in_float16_is_not_tolerated() -> None:

@@ -10,11 +10,11 @@ import pytest
 import torch
 from verification_cases import mlp_case, verify_here
 
-from plait.plan import Plan
+from plait.plan.plan import Plan
 from plait.verification.findings import Findings, Tally
 from plait.verification.location import Location, StepPhase
 from plait.verification.rank_verification import RankOutcome
-from plait.verification.reference_recording import Tolerance
+from plait.verification.reference.recording import Tolerance
 from plait.verification.report import VerificationReport
 from plait.verification.report_from_ranks import build_report
 from plait.verification.sweep import RefusedPlan, Sweep

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.verification.reference_recording import Tolerance
-from plait.verification.tensor_sketches import (
+from plait.verification.reference.recording import Tolerance
+from plait.verification.reference.tensor_sketches import (
     InnerDifference,
     ModuleSketches,
     first_inner_difference,

@@ -14,12 +14,12 @@ from verification_cases import case_of, label, mlp, mlp_case, rows_and_classes, 
 import plait
 from parity.cases import USER_CASES, gpt2, llama
 from parity.pairs import in_quick
-from plait.comm.mesh import Mesh
-from plait.comm.rank_pool import RankPool
 from plait.engine import Engine
 from plait.errors import DataError, ModelError, PlaitError, PlanError, ScheduleError
-from plait.layers.layer_sequence import bits_of
-from plait.plan import Plan
+from plait.models.layers.layer_sequence import bits_of
+from plait.plan.plan import Plan
+from plait.ranks.launch.rank_pool import RankPool
+from plait.ranks.mesh import Mesh
 from plait.tensor.losses import cross_entropy
 from plait.verification import verify as verify_module
 from plait.verification.case import Case

@@ -15,24 +15,24 @@ from parity.cases import gpt2, llama
 from parity.contexts import mixing, packed
 from parity.pairs import in_turns
 from parity.pieces import of_length
-from plait.comm.mesh import Mesh
-from plait.composer import parallelize
+from plait.engine.parallelize import parallelize
 from plait.errors import ModelError
-from plait.layers.layer_sequence import sequence_of
-from plait.plan import Plan
-from plait.verification.candidate_run import CandidateRun
+from plait.models.layers.layer_sequence import sequence_of
+from plait.plan.plan import Plan
+from plait.ranks.mesh import Mesh
+from plait.verification.candidate.candidate_run import CandidateRun
+from plait.verification.candidate.step_comparison import StepComparison
 from plait.verification.expected_dtypes import NumberFormats
 from plait.verification.findings import Findings
 from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
 from plait.verification.options import VerifyOptions
-from plait.verification.perturbation import Perturbation
 from plait.verification.rank_verification import verify_rank
-from plait.verification.reference_recording import ReferenceRecording
-from plait.verification.reference_run import ReferenceRun
+from plait.verification.reference.perturbation import Perturbation
+from plait.verification.reference.recording import ReferenceRecording
+from plait.verification.reference.reference_run import ReferenceRun
+from plait.verification.reference.start_values import unchanged
 from plait.verification.report import VerificationReport
 from plait.verification.report_from_ranks import build_report
-from plait.verification.start_values import unchanged
-from plait.verification.step_comparison import StepComparison
 
 RING = Plan(cp=2, microbatches=2, context_parallel="ring")
 GPT2 = gpt2(layers=1, hidden=24, heads=12)

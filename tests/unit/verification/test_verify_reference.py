@@ -14,15 +14,15 @@ from parity.case import Recipe as PlainRecipe
 from parity.cases import USER_CASES, gpt2, llama
 from parity.norm import assert_close, assert_equal
 from plait.errors import ModelError
-from plait.layers.layer_sequence import bits_of, sequence_of
-from plait.layers.nested import Value, map_tensors, split, tensors_of
+from plait.models.layers.layer_sequence import bits_of, sequence_of
+from plait.tensor.layer_values import Value, map_tensors, split, tensors_of
 from plait.verification.expected_dtypes import NumberFormats
 from plait.verification.location import WHOLE_STEP, RecordKey, Records, RecordScope
 from plait.verification.options import VerifyOptions
-from plait.verification.perturbation import Perturbation
-from plait.verification.reference_run import ReferenceRun
-from plait.verification.reference_update import CLIP_FRACTION
-from plait.verification.start_values import unchanged
+from plait.verification.reference.perturbation import Perturbation
+from plait.verification.reference.reference_run import ReferenceRun
+from plait.verification.reference.reference_update import CLIP_FRACTION
+from plait.verification.reference.start_values import unchanged
 
 DOUBLE = NumberFormats(compute=torch.float64)
 TOLERANCE, ROWS, MICROBATCHES, CLIP = 1e-12, 4, 2, 0.05

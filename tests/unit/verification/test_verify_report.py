@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 from verification_cases import coordinates_of, mlp_case, verify_here
 
-from plait.plan import Plan
+from plait.plan.plan import Plan
 from plait.verification.findings import Findings, Piece
 from plait.verification.location import Location, StepPhase
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import RankOutcome
-from plait.verification.reference_recording import Tolerance
+from plait.verification.reference.recording import Tolerance
+from plait.verification.reference.tensor_sketches import InnerDifference
 from plait.verification.report import LISTED, VerificationReport, formats_in, layout_of
 from plait.verification.report_from_ranks import build_report
-from plait.verification.tensor_sketches import InnerDifference
 
 PATHS = ("embedding", "blocks.0.attention", "blocks.0.mlp", "head")
 PLAN = Plan(pp=1, dp=2, tp=2, microbatches=4, schedule="zb-h1")

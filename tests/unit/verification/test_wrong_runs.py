@@ -15,9 +15,9 @@ from torch.nn import functional
 from verification_cases import mlp, mlp_case, verify_here
 
 from plait.engine import Engine
-from plait.plan import Plan
+from plait.plan.plan import Plan
+from plait.verification.candidate.step_comparison import LOSS_SCALE
 from plait.verification.location import Location, StepPhase
-from plait.verification.step_comparison import LOSS_SCALE
 
 PARAMETERS = len(list(mlp().parameters()))
 PLAN = Plan(microbatches=2)

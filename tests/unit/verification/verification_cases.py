@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from parity.case import Case as ParityCase
-from plait import axes
-from plait.plan import Plan
+from plait.plan import axes
+from plait.plan.plan import Plan
 from plait.tensor.losses import Loss, cross_entropy
 from plait.verification.case import Case
 from plait.verification.findings import Difference, Evidence

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from plait.checkpoint.converting import write_checkpoint
 from plait.checkpoint.disk import Disk
-from plait.checkpoint.huggingface.model_sizes import read_config, sizes_from_config
+from plait.checkpoint.huggingface.config_json import read_config, sizes_from_config
 from plait.checkpoint.huggingface.tensor_names import HEAD, TensorPair, tensor_pairs
 from plait.checkpoint.manifest import Manifest, TensorEntry
 from plait.checkpoint.rank_contents import parameter_key
 from plait.checkpoint.tensor_file import BoxToWrite, TensorFileReader
 from plait.errors import CheckpointError, ModelError, listed
-from plait.huggingface_files import NO_WEIGHTS, files_of_tensors
-from plait.layout.boxes import full_box
-from plait.prediction.decoder import Decoder
+from plait.models.huggingface.weight_files import NO_WEIGHTS, files_of_tensors
+from plait.plan.layout.boxes import full_box
+from plait.plan.model_sizes import Decoder
 from plait.version import VERSION
 
 

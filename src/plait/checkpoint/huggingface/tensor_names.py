@@ -13,7 +13,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from plait.prediction.decoder import Decoder
+from plait.plan.model_sizes import Decoder
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import nn
 
 from plait.errors import ModelError
 from plait.models.huggingface import gpt2, gpt_neox
-from plait.models.huggingface.decoder import adapt
+from plait.models.huggingface.families import adapt
 from plait.models.huggingface.family import (
     GEMMA2,
     GEMMA3,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.layers.result_cache import ResultCache
 from plait.models.model_helpers import InitializedLayer, require_length
+from plait.models.result_cache import ResultCache
 from plait.models.rotary import Angles, angles_of_positions, rotate
 
 STEADY_ROTARY = ("default", "linear", "llama3", "proportional", "yarn")

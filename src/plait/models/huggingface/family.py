@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from plait.rules import Rule, Rules, column, entrance, norm, piece, replicated, row, sequence, vocabulary
+from plait.plan.rules import Rule, Rules, column, entrance, norm, piece, replicated, row, sequence, vocabulary
 
 HEADS, KEY_HEADS = "config.num_attention_heads", "config.num_key_value_heads"
 GATED: Rules = {"gate_proj": column, "up_proj": column, "down_proj": row}

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from plait.autograd.running_sequence import positions
-from plait.context_attention import attend, share_keys
 from plait.errors import ModelError
 from plait.models.huggingface.common import MLP, Head
 from plait.models.huggingface.unmodified import require_causal, require_unmodified
@@ -20,7 +18,9 @@ from plait.models.model_helpers import (
     heads_of,
     require_length,
 )
-from plait.rules import Rules, column, entrance, piece, row, sequence, vocabulary
+from plait.plan.rules import Rules, column, entrance, piece, row, sequence, vocabulary
+from plait.tensor.attention.attention import attend, share_keys
+from plait.tensor.running_sequence import positions
 
 RULES: Rules = {
     "embedding.wte": vocabulary,

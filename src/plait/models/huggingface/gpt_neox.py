@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from plait.context_attention import attend, share_keys
 from plait.models.huggingface.common import (
     Embedding,
     Head,
@@ -15,7 +14,8 @@ from plait.models.huggingface.common import (
 )
 from plait.models.huggingface.unmodified import require_causal, require_unmodified
 from plait.models.model_helpers import InitializedLayer, assemble, attention_cost, heads_of
-from plait.rules import Rules, column, entrance, piece, row, sequence, vocabulary
+from plait.plan.rules import Rules, column, entrance, piece, row, sequence, vocabulary
+from plait.tensor.attention.attention import attend, share_keys
 
 RULES: Rules = {
     "embedding.embed_in": vocabulary,

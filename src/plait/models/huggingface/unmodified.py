@@ -12,9 +12,9 @@ from typing import Any
 from torch import nn
 
 from plait.errors import ModelError, listed
-from plait.layers.call_hooks import call_hooks, has_own_forward
-from plait.layers.validation import refuse_compiled_modules
 from plait.models.huggingface.family import Family
+from plait.models.layers.model_validation import refuse_compiled_modules
+from plait.tensor.call_hooks import call_hooks, has_own_forward
 
 _LIBRARY = "transformers."
 _UNDECLARED: Mapping[str, tuple[Any, ...]] = {

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal, NamedTuple
 
+from plait.pictures.quantities import bytes_text, duration_text, number_text, seconds_text
 from plait.pictures.report.run_record import RunRecord
-from plait.quantities import bytes_text, duration_text, number_text, seconds_text
 
 Format = Literal["number", "bytes", "seconds", "percent"]
 NAMED = ("step", "tokens", "trained_tokens")

@@ -8,8 +8,8 @@ from html import escape
 from math import ceil, floor
 
 from plait.pictures.markup import svg
+from plait.pictures.quantities import number_text
 from plait.pictures.timelines.text import round_times
-from plait.quantities import number_text
 
 _WIDTH, _HEIGHT = 860, 400
 _LEFT, _TOP, _RIGHT, _BOTTOM = 62, 26, 24, 46

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from plait.pictures.markup import bar, legend, section, table, wrappable
+from plait.pictures.quantities import bytes_text, seconds_text
 from plait.pictures.report.plan_pictures import layers_picture, ranks_picture, tensor_picture, tensor_text
 from plait.pictures.report.recorded_step import RecordedStep, StepTimeline
 from plait.pictures.report.run_description import PredictedRank, RunDescription
@@ -14,7 +15,6 @@ from plait.pictures.report.run_record import RunRecord
 from plait.pictures.report.samples import samples_section
 from plait.pictures.report.warnings import warnings_of
 from plait.pictures.timelines.html import timeline_markup
-from plait.quantities import bytes_text, seconds_text
 
 _MOST_RANKS = 16
 """Ranks that have a row in a table; of more, those with the extreme values do."""

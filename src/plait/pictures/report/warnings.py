@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import fmean, median
 
+from plait.pictures.quantities import bytes_text, seconds_text
 from plait.pictures.report.metrics import typical
 from plait.pictures.report.recorded_step import StepTimeline
 from plait.pictures.report.run_record import RunRecord
-from plait.quantities import bytes_text, seconds_text
 from plait.schedules.costs import Costs
 from plait.schedules.named_schedules import POLICIES, policy_schedule
 from plait.schedules.timed_schedule import simulated
@@ -105,7 +105,7 @@ def _uneven_stages(run: RunRecord) -> Iterator[str]:
             f"The stages are uneven: pp {longest} computes for {seconds_text(stages[longest])} of step "
             f"{run.step.step:,}, the ranks of pp on average for {seconds_text(fmean(stages))}. Leave out "
             "layers_per_stage, or cut by measured times: parallel.balance measured, "
-            "plait.footprint.measured_balance.balance."
+            "plait.estimate.measurement.measured_balance.balance."
         )
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from plait.arguments import require_instance
 from plait.errors import ScheduleError
 from plait.pictures.timelines.svg import draw_svg
 from plait.pictures.timelines.text import amount, title
+from plait.plan.arguments import require_instance
 from plait.schedules.costs import Costs
 from plait.schedules.schedule import Schedule
 from plait.schedules.timed_schedule import TimedSchedule, simulated

@@ -15,8 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from plait.plan import weights_at_once
+from plait.plan.plan import weights_at_once
 from plait.schedules.action import Action, Kind
+from plait.schedules.lowering.lowering_spec import LoweringSpec
 from plait.schedules.lowering.messages import AT_START, Inbox, StageMessage, inboxes
 from plait.schedules.lowering.program import (
     AwaitReceive,
@@ -33,9 +34,8 @@ from plait.schedules.lowering.program import (
     Send,
     TakeBatch,
 )
-from plait.schedules.lowering_spec import LoweringSpec
+from plait.schedules.lowering.unit_passes import insert_gathers, insert_reductions
 from plait.schedules.schedule import Schedule
-from plait.schedules.unit_passes import insert_gathers, insert_reductions
 
 Ending = Literal["loss", "output"]
 

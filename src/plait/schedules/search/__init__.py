@@ -6,7 +6,7 @@ justification; local search; exact search of small problems; joining of `I` and 
 
 from typing import Any
 
-from plait.submodules import submodule
+from plait.package import submodule
 
 
 def __getattr__(name: str) -> Any:

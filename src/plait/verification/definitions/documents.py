@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from plait.layers.nested import Value
+from plait.tensor.layer_values import Value
 
 DOCUMENT_IDS = "document_ids"
 """The key of the ids `[rows, length]` in a batch that is a dictionary."""

@@ -12,11 +12,12 @@ from weakref import proxy
 import torch
 from torch import Tensor, nn
 
-from plait.autograd.dropout import Dropout
-from plait.autograd.replaceable import Replacements, replacing
-from plait.autograd.running_sequence import longest_document, positions
-from plait.context_attention import attend, attention, share_keys
-from plait.context_attention.weight_dropout import AnyDropout, is_active
+from plait.tensor.attention import attention
+from plait.tensor.attention.attention import attend, share_keys
+from plait.tensor.attention.weight_dropout import AnyDropout, is_active
+from plait.tensor.autograd.replaceable import Replacements, replacing
+from plait.tensor.dropout import Dropout
+from plait.tensor.running_sequence import longest_document, positions
 from plait.verification.definitions.attention import Visibility, softmax_attention
 from plait.verification.definitions.documents import numbers_of, positions_in
 
@@ -27,7 +28,7 @@ Forward = Callable[..., Any]
 
 
 class GivenKeys(NamedTuple):
-    """The arguments of `plait.context_attention.share_keys`."""
+    """The arguments of `plait.tensor.attention.share_keys`."""
 
     key: Tensor
     value: Tensor

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.models.huggingface import common, decoder, gpt2, gpt_neox
+from plait.models.huggingface import common, gpt2, gpt_neox
+from plait.models.huggingface import families as decoder
 from plait.models.model_helpers import require_length
 from plait.verification.definitions.functions import Definitions, Forward
 from plait.verification.definitions.layers import joined_heads, split_heads

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plait.autograd.dropout import Dropout
 from plait.models.gpt2 import MLP as GPT2_MLP
 from plait.models.gpt2 import Attention as GPT2Attention
 from plait.models.gpt2 import Embedding as GPT2Embedding
@@ -14,6 +13,7 @@ from plait.models.llama import MLP as LLAMA_MLP
 from plait.models.llama import Attention as LlamaAttention
 from plait.models.llama import Embedding as LlamaEmbedding
 from plait.models.model_helpers import Head, require_length
+from plait.tensor.dropout import Dropout
 from plait.verification.definitions.functions import Definitions, Forward, dropout
 from plait.verification.definitions.rotary import angles_at, base_frequencies, rotated
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.axes import axes_of, index_along, sizes_of_plan
-from plait.plan import Plan
+from plait.plan.axes import axes_of, index_along, sizes_of_plan
+from plait.plan.plan import Plan
 from plait.verification.findings import Difference, Evidence
 from plait.verification.location import StepPhase
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from plait.layers.nested import Value
+from plait.tensor.layer_values import Value
 from plait.tensor.losses import Loss
 
 NamedTensors = Iterator[tuple[str, Tensor]]

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from plait.comm.transport.shared_memory.channel import ChannelMessage, Listener, PeerChannel
-from plait.comm.transport.shared_memory.group_channels import Channels
+from plait.ranks.transport.shared_memory.channel import ChannelMessage, Listener, PeerChannel
+from plait.ranks.transport.shared_memory.group_channels import Channels
 
 OWN = ChannelMessage(-1)
 

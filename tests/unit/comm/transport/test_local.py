@@ -11,7 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import plait
-from plait.comm import (
+from plait.errors import CommunicationError, MeshError, RankError
+from plait.ranks import (
     Group,
     Mesh,
     all_gather,
@@ -27,7 +28,6 @@ from plait.comm import (
     scatter,
     send,
 )
-from plait.errors import CommunicationError, MeshError, RankError
 
 
 def on_threads(function: Callable[..., Any], *arguments: Any, ranks: int) -> list[Any]:

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import plait
-from plait.comm import mesh
-from plait.comm.transport import torch_distributed
+from plait.ranks import mesh
+from plait.ranks.transport import torch_distributed
 
 
 class Options:

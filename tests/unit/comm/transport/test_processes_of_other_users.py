@@ -16,8 +16,8 @@ from strangers import (
     unix_socket,
 )
 
-from plait.comm.transport.shared_memory.channel import ChannelMessage, Listener
-from plait.comm.transport.shared_memory.group_channels import Channels
+from plait.ranks.transport.shared_memory.channel import ChannelMessage, Listener
+from plait.ranks.transport.shared_memory.group_channels import Channels
 
 pytestmark = NEEDS_TWO_USERS
 OWN = ChannelMessage(-1)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.comm.transport import reduction
-from plait.comm.transport.reduction import Op, blocks, fold, reduction_error
+from plait.ranks.transport import reduction
+from plait.ranks.transport.reduction import Op, blocks, fold, reduction_error
 
 ONE_BY_ONE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,

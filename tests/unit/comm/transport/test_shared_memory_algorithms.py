@@ -10,7 +10,8 @@ import signal
 import pytest
 import torch
 
-from plait.comm import (
+from plait.errors import CommunicationError, RankError
+from plait.ranks import (
     Group,
     Handle,
     Mesh,
@@ -25,9 +26,8 @@ from plait.comm import (
     reduce_scatter,
     scatter,
 )
-from plait.comm.collectives import SMALLEST_SHARED, shared_zeros
-from plait.comm.transport.shared_memory import shared_staging, transport
-from plait.errors import CommunicationError, RankError
+from plait.ranks.collectives import SMALLEST_SHARED, shared_zeros
+from plait.ranks.transport.shared_memory import shared_staging, transport
 
 RANKS = (2, 3, 4)
 CPU = torch.device("cpu")

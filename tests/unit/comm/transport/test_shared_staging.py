@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.comm.transport.shared_memory import shared_staging as module
-from plait.comm.transport.shared_memory.channel import Listener
-from plait.comm.transport.shared_memory.group_channels import Channels
-from plait.comm.transport.shared_memory.shared_staging import PendingRead, SharedStagingBuffers
+from plait.ranks.transport.shared_memory import shared_staging as module
+from plait.ranks.transport.shared_memory.channel import Listener
+from plait.ranks.transport.shared_memory.group_channels import Channels
+from plait.ranks.transport.shared_memory.shared_staging import PendingRead, SharedStagingBuffers
 
 MIB = 2**20
 

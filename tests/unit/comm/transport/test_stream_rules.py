@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from plait.comm.collectives import (
+from plait.errors import CommunicationError, RankError
+from plait.ranks.collectives import (
     all_gather,
     all_reduce,
     all_to_all_uneven,
@@ -16,11 +17,10 @@ from plait.comm.collectives import (
     broadcast,
     reduce_scatter,
 )
-from plait.comm.mesh import Mesh
-from plait.comm.point_to_point import receive, send
-from plait.comm.rank_threads import run_threads
-from plait.comm.transport.local.stream_rules import Completion, StreamRules
-from plait.errors import CommunicationError, RankError
+from plait.ranks.launch.rank_threads import run_threads
+from plait.ranks.mesh import Mesh
+from plait.ranks.point_to_point import receive, send
+from plait.ranks.transport.local.stream_rules import Completion, StreamRules
 
 COMPLETIONS: tuple[Completion, ...] = ("early", "late", 1, 2, 3)
 

@@ -12,6 +12,7 @@ import pytest
 from synthetic_runs import write_metrics, write_plan, write_ranks, write_recorded_step
 
 from plait.errors import ConfigError, DataError
+from plait.pictures.quantities import bytes_text
 from plait.pictures.report.charts import figures_of
 from plait.pictures.report.events import write_event
 from plait.pictures.report.page import read_runs, write_report
@@ -20,7 +21,6 @@ from plait.pictures.report.run_description import PlannedTensor, PredictedRank, 
 from plait.pictures.report.run_record import read_run
 from plait.pictures.report.samples import samples_section
 from plait.pictures.report.warnings import stragglers, warnings_of
-from plait.quantities import bytes_text
 
 
 def test_a_folder_with_metrics_alone_is_read_as_a_run(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from plait.schedules.action import Action, Kind
 from plait.schedules.check import check
 from plait.schedules.lowering.check_programs import check_programs
 from plait.schedules.lowering.lower import lower
+from plait.schedules.lowering.lowering_spec import LayerIndex, LoweringSpec
 from plait.schedules.lowering.program import (
     AwaitReceive,
     PostReceive,
@@ -20,7 +21,6 @@ from plait.schedules.lowering.program import (
     RunLayer,
     Send,
 )
-from plait.schedules.lowering_spec import LayerIndex, LoweringSpec
 from plait.schedules.named_schedules import POLICIES, forward_only, policy_schedule
 from plait.schedules.schedule import Schedule
 

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sharded_cases import shapes
 
-from plait.parameter_units import UnitTiming
+from plait.plan.parameter_units import UnitTiming
 from plait.schedules.action import Action, Kind
 from plait.schedules.lowering.lower import lower
+from plait.schedules.lowering.lowering_spec import LayerIndex, LoweringSpec
 from plait.schedules.lowering.program import (
     INSTRUCTION_TYPES,
     AwaitReceive,
@@ -20,7 +21,6 @@ from plait.schedules.lowering.program import (
     RunLayer,
     segments_of,
 )
-from plait.schedules.lowering_spec import LayerIndex, LoweringSpec
 from plait.schedules.named_schedules import policy_schedule
 
 

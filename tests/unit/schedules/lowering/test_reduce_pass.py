@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from schedule_cases import BRIEF, legal_schedules, listed, written
 from sharded_cases import SCATTERED, Gradients, every_sum, shapes, units_used, words
 
-from plait.parameter_units import UnitTiming
+from plait.plan.parameter_units import UnitTiming
 from plait.schedules.action import Kind
 from plait.schedules.lowering.check_programs import check_programs
 from plait.schedules.lowering.lower import lower
+from plait.schedules.lowering.lowering_spec import LayerIndex, LoweringSpec
 from plait.schedules.lowering.program import (
     AllocateGradient,
     AwaitScatter,
@@ -21,7 +22,6 @@ from plait.schedules.lowering.program import (
     RunLayer,
     ScatterGradient,
 )
-from plait.schedules.lowering_spec import LayerIndex, LoweringSpec
 from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.schedule import Schedule
 

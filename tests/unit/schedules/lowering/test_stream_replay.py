@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from schedule_cases import BRIEF, UNHURRIED, legal_schedules
 
 from parity.mesh_calls import SHARDINGS, WORDS, deadlock_in, mesh_of_schedule
+from plait.engine.step_programs import StepPrograms
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
 from plait.schedules.lowering.check_programs import check_programs, own, stream_calls
 from plait.schedules.lowering.lower import lower
+from plait.schedules.lowering.lowering_spec import LoweringSpec
 from plait.schedules.lowering.messages import Channel, channels_of
 from plait.schedules.lowering.program import (
     AwaitReceive,
@@ -27,10 +29,8 @@ from plait.schedules.lowering.program import (
     RunLayer,
 )
 from plait.schedules.lowering.stream_replay import Awaited, Call, Operation, Queued, deadlock_of, first_uses
-from plait.schedules.lowering_spec import LoweringSpec
 from plait.schedules.named_schedules import POLICIES, forward_only, policy_schedule
 from plait.schedules.schedule import Schedule
-from plait.schedules.step_programs import StepPrograms
 
 PAIR = (0, 1)
 UP, DOWN = Operation("a", PAIR, "up"), Operation("a", PAIR, "down")

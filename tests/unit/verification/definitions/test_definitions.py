@@ -13,11 +13,11 @@ from torch.nn import functional
 import plait
 from parity import huggingface_cases as cases
 from parity.cases import GPT2_VOCAB, draw_contexts
-from plait.autograd.replaceable import replaceable, replacing
-from plait.autograd.running_sequence import ContextParallelism, running
-from plait.context_attention.attention import attend, share_keys
 from plait.engine.local_batch import local_inputs
-from plait.layers.layer_sequence import sequence_of
+from plait.models.layers.layer_sequence import sequence_of
+from plait.tensor.attention.attention import attend, share_keys
+from plait.tensor.autograd.replaceable import replaceable, replacing
+from plait.tensor.running_sequence import ContextParallelism, running
 from plait.verification.definitions import Definitions, attention
 from plait.verification.definitions.attention import Visibility, softmax_attention
 from plait.verification.definitions.documents import numbers_of, positions_in, separated

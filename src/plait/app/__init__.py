@@ -1,0 +1,1 @@
+"""What a user starts: the command line, the configuration, data, the training loop, `plait train`."""

@@ -1,0 +1,227 @@
+"""What `plait plan` prints: tables and notes as text, and the same as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from plait.app.config.planned_config import SEARCHED
+from plait.estimate.search.plan_changes import PlanChange
+from plait.estimate.search.plan_search import PlanSearchResult
+from plait.estimate.time.goodput import PERIODS, Goodput
+from plait.estimate.time.hardware import Hardware
+from plait.estimate.time.prediction import Prediction
+from plait.pictures.quantities import memory_text, seconds_text, signed
+
+GIB = 2**30
+_DIGITS = 4
+"""Of times: plans that agree in them are of the same time."""
+PLAN_COLUMNS = (
+    "step",
+    "tokens/s",
+    "MFU",
+    "memory",
+    "pp",
+    "tp",
+    "cp",
+    "dp",
+    "copies",
+    "micro",
+    "options",
+    "bound by",
+    "alike",
+)
+
+
+def same_time(one: Prediction, other: Prediction) -> bool:
+    """Return whether the printed times of two plans are the same."""
+    return seconds_text(one.step_seconds, _DIGITS) == seconds_text(other.step_seconds, _DIGITS)
+
+
+def groups(found: Sequence[Prediction]) -> list[list[Prediction]]:
+    """Return the plans `found`, fastest first, in groups of equal printed time."""
+    made: list[list[Prediction]] = []
+    for one in found:
+        if made and same_time(made[-1][0], one):
+            made[-1].append(one)
+        else:
+            made.append([one])
+    return made
+
+
+def plan_table(found: Sequence[Sequence[Prediction]]) -> str:
+    """Return groups of plans as a text table: column names, then a line for each by its first plan."""
+    rows = [PLAN_COLUMNS, *map(group_cells, found)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    numbers = PLAN_COLUMNS.index("options")
+    lines = []
+    for row in rows:
+        padded = [*map(str.rjust, row[:numbers], widths), *map(str.ljust, row[numbers:], widths[numbers:])]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def group_cells(group: Sequence[Prediction]) -> tuple[str, ...]:
+    """Return the cells of a group's first plan, and how many plans are of the same time."""
+    more = len(group) - 1
+    return (*plan_cells(group[0])[:-1], f"{more} more of the same time" if more else "")
+
+
+def plan_cells(found: Prediction) -> tuple[str, ...]:
+    """Return the cells of a plan in the columns `PLAN_COLUMNS`."""
+    plan = found.plan
+    words = [plan.strategy if plan.reduce == "last" else f"{plan.strategy} ({plan.reduce})"]
+    if plan.pp > 1:
+        words.append(plan.schedule if plan.chunks in (None, 1) else f"{plan.schedule} × {plan.chunks}")
+    words += [f"recompute {plan.recompute}"] if plan.recompute != "none" else []
+    words += [f"sequence {plan.sequence_parallel}"] if plan.cuts_sequence else []
+    return (
+        seconds_text(found.step_seconds, _DIGITS),
+        f"{found.tokens_per_second:,.0f}",
+        f"{found.mfu:.1%}",
+        memory_text(found.peak_memory),
+        *(str(degree) for degree in (plan.pp, plan.tp, plan.cp, plan.dp)),
+        str(plan.replicate),
+        str(plan.microbatches),
+        ", ".join(words),
+        bound_text(found),
+        "",
+    )
+
+
+def bound_text(found: Prediction) -> str:
+    """Return the name of the largest part of a predicted step, with its share of the time."""
+    return f"{found.bound}, {found.breakdown[found.bound] / found.step_seconds:.0%} of the step"
+
+
+def notes(result: PlanSearchResult) -> list[str]:
+    """Return lines on why other plans were left out, and on how much slower the second plan is."""
+    lines = [
+        f"Of {result.plans:,} plans {result.predicted:,} fit and were predicted, {result.too_large:,} need "
+        f"more memory than a device has, and {result.slower:,} are not faster than those found."
+    ]
+    for reason, count in result.impossible.items():
+        divisions = "1 division of the ranks is" if count == 1 else f"{count:,} divisions of the ranks are"
+        lines.append(f"{divisions} impossible: {reason}.")
+    found = groups(result.best)
+    if len(found[0]) > 1:
+        lines.append(f"{len(found[0])} plans are the fastest, of the same time; --json lists each plan.")
+    if len(found) > 1:
+        lines.append(f"The next time is {behind(result):.2%} longer than the first.")
+    return lines
+
+
+def behind(result: PlanSearchResult) -> float:
+    """Return by how much the next slower plan is slower than the fastest, as a fraction; 0 without one."""
+    first, *others = groups(result.best)
+    return others[0][0].step_seconds / first[0].step_seconds - 1 if others else 0.0
+
+
+def change_lines(changes: Sequence[PlanChange], fits: bool) -> list[str]:
+    """Return a line for each change of one field; `fits`: whether the plan without them does."""
+    if not changes:
+        return [f"No change of one field makes it {'faster' if fits else 'fit'}."]
+    rows = [change_cells(one) for one in changes]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["Changes of one field that help most:"]
+    for name, *numbers in rows:
+        padded = [name.ljust(widths[0]), *map(str.rjust, numbers, widths[1:])]
+        lines.append("  ".join(["", *padded]).rstrip())
+    return lines
+
+
+def change_cells(one: PlanChange) -> tuple[str, str, str, str]:
+    """Return a change of one field, its seconds, its memory, and "fits" where only the changed plan does."""
+    return (
+        f"{_section(one.field)}.{one.field} = {'none' if one.value is None else one.value}",
+        signed(seconds_text(one.seconds)),
+        signed(memory_text(one.memory)),
+        "" if one.after.fits == one.before.fits else "fits",
+    )
+
+
+def _section(field: str) -> str:
+    return "train" if field == "microbatches" else "parallel"
+
+
+def calibration_text(found: Hardware) -> str:
+    """Return the figures of a measured machine, in two lines; it says if links were not measured."""
+    rates = ", ".join(f"{name} {rate / 1e12:.3g}" for name, rate in found.peak.items())
+    part = found.efficiency
+    return (
+        f"{found.name}, {found.devices} on the host. Matrix products in TFLOP/s: {rates}; memory "
+        f"{found.memory_bandwidth / 1e9:.3g} GB/s.\nAn operation takes {part.kernel * 1e6:.3g} µs at least. "
+        + _links_text(found)
+    )
+
+
+def _links_text(found: Hardware) -> str:
+    _, _, without = found.fitted.partition("; links were not measured, ")
+    if without:
+        return f"Links were not measured, with one rank: {without}."
+    link = found.inside
+    return f"All-reduce: {link.latency * 1e6:.3g} µs a step, {link.bandwidth / 1e9:.3g} GB/s."
+
+
+def goodput_lines(goodput: Goodput | None, found: Prediction) -> list[str]:
+    """Return a line that names the best interval of checkpoints and the resulting share of useful time."""
+    if goodput is None:
+        return []
+    steps = max(1, round(goodput.interval / found.step_seconds))
+    return [
+        "",
+        f"Saved every {seconds_text(goodput.interval, _DIGITS)} ({steps:,} steps), {goodput.expected:.1%} of "
+        "the time is "
+        f"progress, {found.tokens_per_second * goodput.expected:,.0f} tokens/s; in {PERIODS:,} simulated "
+        f"intervals {goodput.simulated:.1%} ± {goodput.deviation:.1%} (seed {goodput.seed}).",
+    ]
+
+
+def goodput_json(goodput: Goodput | None) -> dict[str, Any]:
+    """Return the best interval of saves and its goodput as JSON values; empty where not asked for."""
+    return {} if goodput is None else {"goodput": asdict(goodput)}
+
+
+def plan_json(found: Prediction, changes: Sequence[PlanChange]) -> dict[str, Any]:
+    """Return the prediction of a plan with its breakdown, and the changes that help most."""
+    best = [
+        {
+            "field": f"{_section(one.field)}.{one.field}",
+            "value": one.value,
+            "seconds": one.seconds,
+            "memory": one.memory,
+            "fits": one.after.fits,
+        }
+        for one in changes
+    ]
+    return _as_json(found) | {"breakdown": dict(found.breakdown), "changes": best}
+
+
+def search_json(result: PlanSearchResult, most: int) -> dict[str, Any]:
+    """Return the plans of a search as JSON values, and the number of plans left out for each reason."""
+    return {
+        "plans": result.plans,
+        "predicted": result.predicted,
+        "too_large": result.too_large,
+        "slower": result.slower,
+        "impossible_divisions": dict(result.impossible),
+        "second_behind": result.best[1].step_seconds / result.best[0].step_seconds - 1
+        if len(result.best) > 1
+        else None,
+        "best": [_as_json(found) for found in result.best[:most]],
+    }
+
+
+def _as_json(found: Prediction) -> dict[str, Any]:
+    return {
+        "plan": {name: getattr(found.plan, name) for name in (*SEARCHED, "microbatches")},
+        "layers_per_stage": found.layers_per_stage,
+        "step_seconds": found.step_seconds,
+        "tokens_per_second": found.tokens_per_second,
+        "mfu": found.mfu,
+        "hfu": found.hfu,
+        "peak_memory": found.peak_memory,
+        "fits": found.fits,
+        "bound": found.bound,
+    }

@@ -1,0 +1,116 @@
+"""Context managers of commands that run ranks: number of ranks, signals, imports."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from plait.errors import ConfigError
+from plait.plan.axes import PLAN_AXES
+from plait.plan.plan import Plan
+
+_MOST_LOCAL, _MOST_A_CORE = 64, 8
+"""Limits on local ranks: each is a process."""
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Context for `import torch`: Ctrl-C ends the process, as the import may swallow KeyboardInterrupt.
+
+    The first import leaves its objects out of garbage collection, now and at the end of the process, which
+    would take half a second to free nothing.
+    """
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    uncollected = "torch" not in sys.modules and gc.isenabled()
+    if uncollected:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if uncollected:
+            gc.freeze()
+            gc.enable()
+        signal.signal(signal.SIGINT, interrupt)
+
+
+@contextmanager
+def stoppable(*, local: bool) -> Iterator[list[int]]:
+    """Context: if `local`, the first SIGINT or SIGTERM stops a run after its current step, a second at once.
+
+    Yield the list of signals that this process has received and forwarded to its `local` ranks.
+    """
+    from plait.ranks.failure.signal_handling import GracefulStop
+    from plait.ranks.launch.rank_process import STOP_SIGNAL
+
+    received: list[int] = []
+
+    def forward(number: int) -> None:
+        children = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
+        if not children:  # no rank has started
+            stop.restore_and_raise(number)
+            return
+        received.append(number)
+        name = signal.Signals(number).name
+        print(f"plait: {name}: stops after this step; once more stops at once.", file=sys.stderr)
+        for child in children:
+            os.kill(child, STOP_SIGNAL)
+
+    with GracefulStop((signal.SIGINT, signal.SIGTERM) if local else (), forward) as stop:
+        yield received
+
+
+@contextmanager
+def local_ranks(ranks: int, subject: str) -> Iterator[bool]:
+    """Context: check that `ranks` ranks can start, or have; yield whether this process prints results.
+
+    Yield whether this process prints the results. `subject` is the subject of "… needs 4 ranks" in errors.
+    Raises ConfigError for a world of another size, and for too many local ranks.
+    """
+    from plait.ranks.world import find_world
+
+    world = find_world()
+    if world is not None and world.world_size != ranks:
+        raise ConfigError(
+            f"{subject} needs {ranks} ranks, but {world.launcher} started {world.world_size}: "
+            f"start {ranks}, or change the degrees."
+        )
+    most = max(_MOST_LOCAL, _MOST_A_CORE * (os.cpu_count() or 1))
+    if world is None and ranks > most:
+        raise ConfigError(
+            f"{subject} needs {ranks} ranks, and this machine starts at most {most}: "
+            "lower the degrees, or start the ranks on several hosts with torchrun."
+        )
+    if world is None:
+        signal.signal(signal.SIGTERM, _terminate)
+    yield world is None or world.rank == 0
+
+
+def end_rank(code: int) -> None:
+    """Exit with `code` where this process is a rank of a launcher's world; elsewhere return.
+
+    For use after a lost peer: the timeout has passed, and unloading torch would take another second or two.
+    """
+    from plait.ranks.world import find_world
+
+    if find_world() is not None:
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def degrees(plan: Plan) -> str:
+    """Return the degrees of a plan as text for errors: "parallel.pp = 2 times parallel.dp = 1 times …"."""
+    shown = [name for name in PLAN_AXES if name != "cp" or plan.cp > 1]
+    return " times ".join(f"parallel.{name} = {getattr(plan, name)}" for name in shown)
+
+
+def _terminate(number: int, frame: object) -> None:
+    """Handle SIGTERM by raising SystemExit, so that local ranks end and temporary folders are removed."""
+    print("plait: terminated.", file=sys.stderr)
+    raise SystemExit(128 + number)

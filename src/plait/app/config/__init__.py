@@ -1,0 +1,1 @@
+"""The configuration: typed sections, read from TOML and the command line."""

@@ -1,0 +1,315 @@
+"""`Config`: the configuration of a training run in five typed sections, validated on construction."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Self
+
+from pydantic import model_validator
+
+from plait.app.config.config_sections import DataConfig, ModelConfig, ParallelConfig, RunConfig
+from plait.app.config.model_section import invalid_path
+from plait.app.config.section import Section
+from plait.app.config.train_section import TrainConfig
+from plait.errors import ConfigError, ModelError, listed
+from plait.plan.model_sizes import MOST_BLOCKS, MOST_SIZE, Decoder, divisors, multiples
+from plait.plan.plan import Plan
+from plait.schedules.search.api import default_chunks
+
+LIMITS = {
+    "layers": MOST_BLOCKS,
+    "hidden": 2**24,
+    "heads": 2**16,
+    "kv_heads": 2**16,
+    "inner": 2**26,
+    "context": 2**24,
+    "microbatches": 2**16,
+    "pp": 2**16,
+    "cp": 2**16,
+    "tp": 2**16,
+    "dp": 2**16,
+    "replicate": 2**16,
+    "chunks": 2**16,
+}
+"""The largest values of fields whose value takes time or memory."""
+LONGEST_TIMEOUT = 10**6
+"""Seconds: timeouts are milliseconds in 32 bits."""
+NOT_COUNTS = ("seed",)
+RANDOM = "random"
+"""The source of random tokens, which have no end."""
+PATHS = ("model.name", "model.lora.adapter", "data.source", "data.tokenizer", "run.dir", "run.resume")
+
+
+class Config(Section):
+    """The configuration of a run. Raises `ConfigError` where fields contradict each other."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    run: RunConfig = RunConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        _check_magnitudes(self)
+        _check_paths(self)
+        _check_adapter(self.model)
+        if self.model.folder is None:
+            _check_family(self.model)
+            _check_tensor_parallel(self.model, _sizes(self.model), self.parallel.tp)
+            _check_context_parallel(self.model, self.parallel)
+        _check_batch(self.train, self.parallel.dp)
+        _check_parallel(self.parallel)
+        check_steps(self)
+        _check_epochs(self)
+        _check_validation(self)
+        _check_rates(self.train)
+        _check_saves(self.run)
+        return self
+
+    @property
+    def tokenizer(self) -> str:
+        """The tokenizer: "bytes" or a path, from `data.tokenizer`, the corpus, or the model's folder."""
+        known, folder = self.data.known_tokenizer, self.model.folder
+        if known is None and folder is not None and (folder / "tokenizer.json").is_file():
+            return str(folder / "tokenizer.json")
+        return known or "bytes"
+
+    def plan(self) -> Plan:
+        """Return the plan: the `parallel` section, and the micro-batches and precisions in `train`."""
+        return Plan(
+            **self.parallel.model_dump(exclude={"balance", "reorder"}),
+            microbatches=self.train.microbatches,
+            precision=self.train.precision,
+            master_precision=self.train.master_precision,
+            gradient_precision=self.train.gradient_precision,
+            reduce_precision=self.train.reduce_precision,
+            loss_scale=self.train.loss_scale,
+        )
+
+
+def _check_magnitudes(config: Config) -> None:
+    """Raise ConfigError for sizes and counts that no machine could hold or run, before they are used."""
+    for section, fields in config:
+        for name, value in fields:
+            if isinstance(value, int) and name not in NOT_COUNTS and value > LIMITS.get(name, MOST_SIZE):
+                raise ConfigError(
+                    f"{section}.{name} = {_short(value)} is more than {LIMITS.get(name, MOST_SIZE)}, the "
+                    "most that plait takes: give a smaller one."
+                )
+
+    if config.run.timeout > LONGEST_TIMEOUT:
+        raise ConfigError(
+            f"run.timeout = {config.run.timeout:g} is more than {LONGEST_TIMEOUT} seconds: "
+            "give a shorter time."
+        )
+
+
+def _short(value: int) -> str:
+    return str(value) if value < 10**24 else f"about 2^{value.bit_length() - 1}"
+
+
+def _check_paths(config: Config) -> None:
+    """Raise ConfigError for paths that no file system accepts."""
+    for field in PATHS:
+        text = str(attrgetter(field)(config))
+        reason = invalid_path(text)
+        if reason is not None:
+            raise ConfigError(
+                f"{field} is {text[:60]!r}{'…' * (len(text) > 60)}, {reason}: give another path."
+            )
+
+
+def _check_adapter(model: ModelConfig) -> None:
+    """Raise ConfigError if an adapter is to be trained on beside settings or a model that it has not."""
+    adapter, given = model.lora.adapter, model.lora.changed_fields()
+    if adapter is not None and model.folder is None:
+        raise ConfigError(
+            f"model.lora.adapter = {adapter!r} is given with model.name = {model.name}: set model.name to "
+            "the folder of the model for which the adapter was trained."
+        )
+    for name, value in given.items():
+        if adapter is not None and name != "adapter":
+            raise ConfigError(
+                f"model.lora.{name} = {value} is given with model.lora.adapter, with a {name} of its own: "
+                "leave one of them out."
+            )
+        if not model.lora.adapts:
+            raise ConfigError(
+                f"model.lora.{name} = {value} is given, and without model.lora.rank there are no adapters: "
+                "set model.lora.rank, such as to 8."
+            )
+
+
+def check_steps(config: Config) -> None:
+    """Raise ConfigError for a step, or a number of steps, beyond those of the run, once they are known."""
+    run, train, steps = config.run, config.train, config.train.steps
+    if train.epochs is not None:
+        return
+    decay = train.schedule.decay
+    if decay is not None and train.warmup + decay > steps:
+        raise ConfigError(
+            f"train.warmup = {train.warmup} and train.schedule.decay = {decay} are more than train.steps = "
+            f"{steps} together: lower one of them."
+        )
+    fields = {"run.compare": run.compare, "run.trace": run.trace, "parallel.reorder": config.parallel.reorder}
+    for name, value in fields.items():
+        if value > steps:
+            raise ConfigError(
+                f"{name} = {value} is more than train.steps = {steps}: set {name} to at most {steps}."
+            )
+
+
+def _check_epochs(config: Config) -> None:
+    """Raise ConfigError for epochs of data that have no end, or of several sources."""
+    epochs, data = config.train.epochs, config.data
+    if epochs is not None and RANDOM in data.sources:
+        raise ConfigError(
+            f"train.epochs = {epochs:g} is given, but data.source = {RANDOM} has no end: give train.steps."
+        )
+    if epochs is not None and len(data.sources) > 1:
+        raise ConfigError(
+            f"train.epochs = {epochs:g} is given, but each source of data.mixture has epochs of its own: "
+            "give train.steps; the run prints how many epochs of each they are."
+        )
+
+
+def _check_rates(train: TrainConfig) -> None:
+    """Raise ConfigError for parameters that have a rate, or are frozen, twice."""
+    patterns = [one.pattern for one in train.rates]
+    for field, given in (("train.rates", patterns), ("train.freeze", list(train.freeze))):
+        twice = next((one for one in given if given.count(one) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"{field} has the pattern {twice!r} twice: write it once.")
+    both = next((one for one in patterns if one in train.freeze), None)
+    if both is not None:
+        raise ConfigError(f"{both!r} is in train.rates and in train.freeze: leave it out of one of them.")
+
+
+def _check_saves(run: RunConfig) -> None:
+    """Raise ConfigError if checkpoints are to be saved in time, but never."""
+    if run.save_every is None and run.save_minutes:
+        raise ConfigError(
+            f"run.save_minutes = {run.save_minutes:g} is given, but run.save_every is none, never: set it to "
+            "0, for checkpoints at the end and after so many minutes."
+        )
+
+
+def _check_validation(config: Config) -> None:
+    """Raise ConfigError if validation losses are to be compared, but there are none during the run."""
+    settings, data, best = config.train, config.data, config.run.keep_best
+    asked = (
+        f"train.patience = {settings.patience}"
+        if settings.patience
+        else f"run.keep_best = {str(best).lower()}"
+    )
+    named = list(data.validation_sources)
+    if settings.watch is not None and settings.watch not in named:
+        others = f"those of data.validation_source, {listed(named)}" if any(named) else "none with a name"
+        raise ConfigError(
+            f"train.watch = {settings.watch!r} names a validation, but there are {others}: name one of "
+            "data.validation_source, or leave it out."
+        )
+    if not settings.patience and not best:
+        if settings.watch is not None:
+            raise ConfigError(
+                f"train.watch = {settings.watch!r} is given without train.patience or run.keep_best, which "
+                "compare its losses: set one of them, or leave it out."
+            )
+        return
+    if not data.validation_source and not data.validation:
+        raise ConfigError(
+            f"{asked} needs a validation loss, but data.validation is 0: raise it, or set "
+            "data.validation_source."
+        )
+    if not settings.validate_every:
+        raise ConfigError(
+            f"{asked} compares validations during the run, but train.validate_every is 0: set it to the "
+            "steps between them."
+        )
+
+
+def _check_family(model: ModelConfig) -> None:
+    """Raise ConfigError if fields that only llama has are given for another model."""
+    for name in ("kv_heads", "inner"):
+        value = getattr(model, name)
+        if model.name != "llama" and value is not None:
+            raise ConfigError(
+                f"model.{name} = {value} is a field of llama, but model.name is {model.name}: "
+                "leave it out, or set model.name to llama."
+            )
+
+
+def _sizes(model: ModelConfig) -> Decoder:
+    """Return the sizes of plait's own model. Raises ConfigError where they do not fit each other."""
+    try:
+        return model.decoder(1)
+    except ModelError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _check_tensor_parallel(model: ModelConfig, sizes: Decoder, tp: int) -> None:
+    """Raise ConfigError if `tp` ranks cannot share the model's attention heads and MLP features equally."""
+    undivided = sizes.undivided_by(tp)
+    if undivided == "heads":
+        raise ConfigError(
+            f"model.heads = {sizes.heads} is not divisible by parallel.tp = {tp}: "
+            f"set parallel.tp to {divisors(sizes.heads)}{_heads_for(model, tp)}."
+        )
+    if undivided == "kv_heads":
+        raise ConfigError(
+            f"model.kv_heads = {sizes.key_heads} is neither a multiple nor a divisor of parallel.tp = {tp}: "
+            f"set model.kv_heads to {divisors(tp)}, or change parallel.tp."
+        )
+    if undivided == "inner":
+        origin = "" if model.inner is not None else f", the default for model.hidden = {model.hidden},"
+        raise ConfigError(
+            f"model.inner = {sizes.inside}{origin} is not divisible by parallel.tp = {tp}: "
+            f"set model.inner to {multiples(sizes.inside, tp)}, or change parallel.tp."
+        )
+
+
+def _check_context_parallel(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raise ConfigError if `cp` ranks cannot share the heads of a `tp` rank, though Ulysses is asked for."""
+    heads = model.heads // parallel.tp
+    if parallel.context_parallel == "ulysses" and heads % parallel.cp:
+        raise ConfigError(
+            f"parallel.context_parallel is ulysses, but model.heads = {model.heads} over parallel.tp = "
+            f"{parallel.tp} is not divisible by parallel.cp = {parallel.cp}: set parallel.context_parallel "
+            f"to ring, or parallel.cp to {divisors(heads)}."
+        )
+
+
+def _heads_for(model: ModelConfig, tp: int) -> str:
+    """Return advice for an error: numbers of heads near `model.heads` that `tp` divides, or "" if none."""
+    fitting = [heads for heads in range(tp, model.hidden + 1, tp) if model.hidden % heads == 0]
+    nearest = sorted(sorted(fitting, key=lambda heads: abs(heads - model.heads))[:2])
+    return f", or model.heads to {' or '.join(map(str, nearest))}" if nearest else ""
+
+
+def _check_batch(train: TrainConfig, dp: int) -> None:
+    parts = dp * train.microbatches
+    if train.batch % parts:
+        raise ConfigError(
+            f"train.batch = {train.batch} does not divide into parallel.dp = {dp} times "
+            f"train.microbatches = {train.microbatches} equal parts: "
+            f"set train.batch to {multiples(train.batch, parts)}, or change train.microbatches."
+        )
+
+
+def _check_parallel(parallel: ParallelConfig) -> None:
+    if parallel.dp % parallel.replicate:
+        raise ConfigError(
+            f"parallel.replicate = {parallel.replicate} does not divide parallel.dp = {parallel.dp}: "
+            f"set parallel.replicate to {divisors(parallel.dp)}."
+        )
+    counts = parallel.layers_per_stage
+    if counts is None:
+        return
+    chunks = parallel.chunks or default_chunks(parallel.schedule, ranks=parallel.pp, stages=len(counts))
+    if len(counts) != parallel.pp * chunks:
+        raise ConfigError(
+            f"parallel.layers_per_stage = [{listed([*map(str, counts)])}] cuts another number of stages than "
+            f"parallel.pp = {parallel.pp} times parallel.chunks = {chunks}: "
+            "give one count for each stage, or leave it out."
+        )

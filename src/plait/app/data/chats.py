@@ -1,0 +1,180 @@
+"""Conversations as training data: tokens by a tokenizer's chat template, and which of them are answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plait.app.data.chat_records import (
+    ANSWERS,
+    ChatRecord,
+    Message,
+    chat_record,
+    message_fields,
+    text_record,
+    unknown_roles,
+)
+from plait.app.data.chat_templates import ChatTemplate, Span
+from plait.app.data.tokenizer import Tokens
+from plait.app.data.tokenizer_file import SurroundingTokens, post_processed
+from plait.errors import ConfigError, DataError, missing_package
+
+_CALLS = ("tool_calls", "function_call")
+"""Fields of messages that are the answer, where there is no content."""
+
+
+class EncodedChat(NamedTuple):
+    """A conversation in tokens."""
+
+    tokens: Tokens
+    answers: NDArray[np.bool_]
+    """Whether each token belongs to an answer, and so is to be predicted."""
+    unread: tuple[str, ...] = ()
+    """The fields of its row and messages that nothing reads."""
+    unknown_roles: tuple[str, ...] = ()
+    """Roles that are neither the assistant's nor others that are usual."""
+    left_out_roles: tuple[str, ...] = ()
+    """The roles of messages that the chat template leaves out."""
+
+
+class ChatEncoder:
+    """Encodes conversations with the tokenizer and chat template in a folder; needs transformers."""
+
+    def __init__(self, folder: str) -> None:
+        try:
+            from transformers import AutoTokenizer
+        except ImportError:
+            what = "a corpus of conversations"
+            raise ConfigError(f"{missing_package(what, 'transformers', 'huggingface')}.") from None
+        path = Path(folder).expanduser()
+        path = path.parent if path.is_file() else path
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                path, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # the library raises many types
+            reason = " ".join(str(error).split())[:200]
+            if "trust_remote_code" in str(error):
+                reason = "it needs Python code in that folder (auto_map), which plait does not run"
+            raise ConfigError(f"{path} holds no tokenizer that transformers can read: {reason}") from None
+        self._path = path
+
+    def encode(self, record: Mapping[str, Any]) -> EncodedChat:
+        """Return a conversation in tokens. Raises DataError for a record that is none, by what is missing."""
+        if (texts := text_record(record)) is not None:
+            prompt, completion, unread = texts
+            found = self._marked(prompt + completion, [(len(prompt), len(prompt + completion))])
+            return self._completed(found)._replace(unread=unread)
+        template = self._template if record.get("tools") is None else self._tool_template
+        chat = chat_record(record, template.variables)
+        unread = tuple(name for name in message_fields(chat) if not template.reads(name))
+        if calls := [name for name in unread if name in _CALLS]:
+            raise DataError(
+                f"has messages with {calls[0]}, which the chat template of {self._path} does not read: give "
+                "a template that does, or leave such conversations out"
+            )
+        messages = template.readable(chat.messages, chat.variables)
+        text, spans = self._answers(template, chat, messages)
+        return self._marked(text, spans)._replace(
+            unread=(*chat.unread, *(f"messages.{name}" for name in unread)),
+            unknown_roles=unknown_roles(chat),
+            left_out_roles=template.left_out(messages, text),
+        )
+
+    def question(self, text: str) -> Tokens:
+        """Return a user's message in tokens, up to where the answer begins."""
+        asked = self._template.text([{"role": "user", "content": text}], {}, asks=True)
+        return np.array(self._tokenizer(asked, add_special_tokens=False)["input_ids"], dtype=np.uint32)
+
+    @property
+    def end_of_answer(self) -> tuple[int, ...]:
+        """The token that ends an answer, if the tokenizer has one."""
+        number = self._tokenizer.eos_token_id
+        return () if number is None else (int(number),)
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(self._tokenizer, str(self._path), None)
+
+    @cached_property
+    def _tool_template(self) -> ChatTemplate:
+        """The template of conversations with tools, which may be another one."""
+        return ChatTemplate(self._tokenizer, str(self._path), [])
+
+    @cached_property
+    def _around(self) -> SurroundingTokens:
+        """The tokens around a prompt and its completion that are text."""
+        own = post_processed(self._tokenizer.backend_tokenizer, self._path)
+        return own.ending_with(self._tokenizer.eos_token_id)
+
+    def _answers(
+        self, template: ChatTemplate, chat: ChatRecord, messages: Sequence[Message]
+    ) -> tuple[str, list[Span]]:
+        """Return the text of a conversation, and where in it the answers are that are learnt."""
+        places = range(chat.first, len(messages))
+        if not template.marks_answers:
+            text = template.text(messages, chat.variables)
+            learnt = [place for place in places if chat.learnt[place]]
+            return text, [self._span(template, chat, messages, text, place) for place in learnt]
+        text, marked = template.marked_text(messages, chat.variables)
+        others = [place for place in places if messages[place]["role"] == ANSWERS and not chat.learnt[place]]
+        excepted = [self._span(template, chat, messages, text, place) for place in others]
+        if chat.first:
+            before = template.text(messages[: chat.first], chat.variables)
+            self._require_beginning(text, before, messages[: chat.first])
+            excepted.append((0, len(before)))
+        return text, [span for span in marked if not any(a <= span[0] < b for a, b in excepted)]
+
+    def _span(
+        self, template: ChatTemplate, chat: ChatRecord, messages: Sequence[Message], text: str, place: int
+    ) -> Span:
+        """Return where an answer stands in the text of a conversation."""
+        until = template.text(messages[: place + 1], chat.variables)
+        self._require_beginning(text, until, messages[: place + 1])
+        if not place:  # nothing is asked: the answer begins behind what a template writes to ask for one
+            asked = template.text(messages[:1], chat.variables, asks=True).removeprefix(until)
+            return until.find(asked) + len(asked) if asked in until else 0, len(until)
+        before = template.text(messages[:place], chat.variables, asks=True)
+        self._require_beginning(until, before, messages[:place])
+        return len(before), len(until)
+
+    def _require_beginning(self, text: str, beginning: str, messages: Sequence[Message]) -> None:
+        """Raise DataError unless the text of a conversation begins with the text of its first messages."""
+        if text.startswith(beginning):
+            return
+        same = next((at for at, (a, b) in enumerate(zip(text, beginning, strict=False)) if a != b), len(text))
+        raise DataError(
+            f"has an answer whose place in the text cannot be found: the chat template of {self._path} "
+            "changes "
+            f"what it wrote of the first {len(messages)} messages ({beginning[same:][:30]!r}) when a later "
+            "one "
+            "comes, as those of models that think do: give a template with generation marks, or write a row "
+            "for "
+            "each answer, with the messages before it as the prompt and the answer as the completion"
+        )
+
+    def _completed(self, found: EncodedChat) -> EncodedChat:
+        """Return a prompt and its completion with the tokens around a text, of which the last are learnt."""
+        before, after = self._around.opening(found.tokens), self._around.closing(found.tokens)
+        tokens = np.concatenate([np.array(part, np.uint32) for part in (before, found.tokens, after)])
+        answers = np.concatenate([np.zeros(len(before), bool), found.answers, np.ones(len(after), bool)])
+        return found._replace(tokens=tokens, answers=answers)
+
+    def _marked(self, text: str, spans: Sequence[Span]) -> EncodedChat:
+        """Encode a text; answers are the tokens that overlap `spans` of characters."""
+        try:
+            found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(
+                f"cannot be divided into tokens by the tokenizer in {self._path} ({error})"
+            ) from None
+        offsets = np.array(found["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        answers = np.zeros(len(offsets), dtype=bool)
+        for begin, end in spans:
+            answers |= (offsets[:, 0] < end) & (offsets[:, 1] > begin) & (begin < end)
+        return EncodedChat(np.array(found["input_ids"], dtype=np.uint32), answers)

@@ -1,0 +1,214 @@
+"""`index.json` of a prepared corpus: how its tokens were made, and the counts and checksums of its shards.
+
+    {"format": 3, "checksum": "9f3ac2d1", "tokenizer": …, "shards": […]}
+
+It is written last. The checksum is the CRC-32 of its content, and each shard has those of its files; corpora
+of earlier versions have none.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr, TypeAdapter
+
+from plait.app.data.json_files import read_json_object
+from plait.app.data.whole_files import write_text
+from plait.errors import DataError
+from plait.files import validated
+
+INDEX = "index.json"
+SETTINGS = "preparation.json"
+"""Sources and settings of the preparation, finished or not."""
+FORMAT = 3
+SHOWN_NAMES = 8
+"""The most roles and fields that are named."""
+REMEDY = "repeat its `plait data prepare`, which writes what is damaged again, or prepare another folder"
+_CHECKSUM = "checksum"
+Count = Annotated[StrictInt, Field(ge=0, lt=1 << 62)]
+Names = tuple[StrictStr, ...]
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    """One shard in the index of a folder."""
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
+    tokens: Count
+    documents: Count
+    """The number of documents that end in the shard."""
+    answers: Count = 0
+    """Of chats: the number of tokens in answers."""
+    unanswered: Count = 0
+    """Of chats: the number of conversations without any."""
+    left_out: Count = 0
+    """The number of documents of less than two tokens, of which none can be predicted."""
+    largest: Annotated[StrictInt, Field(ge=-1, lt=1 << 32)] = -1
+    """The largest token; −1 where there is none."""
+    unread: Names = ()
+    """Fields of rows and messages that nothing reads, a few of them."""
+    unknown_roles: Names = ()
+    """Of conversations without an answer: roles that are neither the assistant's nor others known."""
+    left_out_roles: Names = ()
+    """The roles of messages that the chat template leaves out."""
+    checksums: Annotated[Names, Field(max_length=4)] = ()
+    """The CRC-32 of each of the shard's files; empty in corpora of earlier versions."""
+
+
+@dataclass(frozen=True)
+class CorpusIndex:
+    """The contents of `index.json`."""
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
+    tokenizer: StrictStr
+    """Its file's name, or bytes."""
+    vocab: Annotated[StrictInt, Field(ge=0, le=1 << 32)]
+    dtype: Literal["uint16", "uint32"]
+    end: Count | None
+    """The token after each document, if any."""
+    chats: StrictBool
+    """Whether the documents are conversations, whose answers are known."""
+    shards: tuple[ShardEntry, ...]
+    tokenizer_hash: StrictStr = ""
+    """Of the content of the tokenizer's files, see `files_hash`; empty for bytes and in earlier versions."""
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of all shards."""
+        return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def documents(self) -> int:
+        """The number of documents of all shards."""
+        return sum(shard.documents for shard in self.shards)
+
+    def count(self, name: str) -> int:
+        """Return the sum of a count of all shards, such as answers."""
+        return sum(getattr(shard, name) for shard in self.shards)
+
+    @property
+    def largest(self) -> int:
+        """The largest token of all shards."""
+        return max((shard.largest for shard in self.shards), default=-1)
+
+    def names(self, name: str) -> str:
+        """Return a few of the roles or fields that the shards name, such as unread, in words."""
+        found = dict.fromkeys(one for shard in self.shards for one in getattr(shard, name))
+        return ", ".join(map(repr, [*found][:SHOWN_NAMES])) + (", …" if len(found) > SHOWN_NAMES else "")
+
+    def notes(self) -> list[str]:
+        """Return notes on documents and fields of the sources that are not used for training."""
+        notes = []
+        if left_out := self.count("left_out"):
+            of = "document" if left_out == 1 else "documents"
+            is_ = "is" if left_out == 1 else "are"
+            notes.append(f"{left_out:,} {of} of less than two tokens {is_} left out")
+        if roles := self.names("left_out_roles"):
+            notes.append(f"the chat template leaves out messages of the roles {roles}")
+        if unread := self.names("unread"):
+            notes.append(f"not read: {unread}")
+        return notes
+
+
+class ShardFiles(NamedTuple):
+    """The paths of a shard's files."""
+
+    tokens: Path
+    ends: Path
+    answers: Path
+    first_answers: Path
+
+
+SHARD_FILES = ("tokens.bin", "documents.bin", "answers.bin", "first_answers.bin")
+
+
+def shard_files(folder: Path, number: int) -> ShardFiles:
+    """Return the paths of a shard's files."""
+    names = (f"{number:05}.{name}" for name in SHARD_FILES)
+    return ShardFiles(*(folder / name for name in names))
+
+
+def shard_paths(folder: Path, number: int, chats: bool) -> list[Path]:
+    """Return the paths of the files that a shard has."""
+    return list(shard_files(folder, number))[: 4 if chats else 2]
+
+
+def write_index(folder: Path, index: CorpusIndex) -> None:
+    """Write `index.json`, the last file of a preparation. Raises OSError."""
+    content = asdict(index)
+    whole = {"format": FORMAT, _CHECKSUM: _content_checksum(content), **content}
+    write_text(folder / INDEX, json.dumps(whole, indent=1))
+
+
+def is_prepared(source: str) -> bool:
+    """Return whether `data.source` names a folder that `plait data prepare` has written, or begun."""
+    folder = Path(source).expanduser()
+    return (folder / INDEX).is_file() or (folder / SETTINGS).is_file()
+
+
+def read_index(folder: Path) -> CorpusIndex:
+    """Read `index.json`. Raises DataError where it is missing or damaged."""
+    path = folder / INDEX
+    if not path.exists():
+        raise DataError(f"{folder} has no {INDEX}: give a folder that `plait data prepare` has finished.")
+    found = read_json_object(path, REMEDY)
+    if found.pop("format", None) != FORMAT:
+        raise DataError(f"{path} is of another version of plait: prepare the corpus again.")
+    checksum = found.pop(_CHECKSUM, None)
+    index: CorpusIndex = _valid(_index_adapter(), found, path)
+    has_checksums = checksum is not None or any(shard.checksums for shard in index.shards)
+    if has_checksums and checksum != _content_checksum(found):
+        raise DataError(f"{path} is not what was written, by its checksum: {REMEDY}.")
+    if reason := _contradiction(index):
+        raise DataError(f"{path} is damaged ({reason}): {REMEDY}.")
+    return index
+
+
+def read_entry(path: Path) -> ShardEntry:
+    """Read the counts of a finished shard. Raises DataError where the file is missing or damaged."""
+    entry: ShardEntry = _valid(_entry_adapter(), read_json_object(path, REMEDY), path)
+    return entry
+
+
+@cache
+def _index_adapter() -> TypeAdapter[CorpusIndex]:
+    return TypeAdapter(CorpusIndex)
+
+
+@cache
+def _entry_adapter() -> TypeAdapter[ShardEntry]:
+    return TypeAdapter(ShardEntry)
+
+
+def _valid(adapter: TypeAdapter[Any], found: object, path: Path) -> Any:
+    try:
+        return validated(adapter, json.dumps(found))
+    except ValueError as error:
+        raise DataError(f"{path} is damaged ({error}): {REMEDY}.") from None
+
+
+def _content_checksum(content: Mapping[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+def _contradiction(index: CorpusIndex) -> str:
+    """Return in words how the counts of an index contradict each other, "" where they do not."""
+    if index.vocab > 1 << (16 if index.dtype == "uint16" else 32):
+        return f"vocab: {index.vocab} is more than {index.dtype} can count"
+    if index.end is not None and index.end >= index.vocab:
+        return f"end: {index.end} is no token of {index.vocab}"
+    for number, shard in enumerate(index.shards):
+        if shard.answers > shard.tokens:
+            return f"shards.{number}: it has more answers than tokens"
+        if shard.checksums and len(shard.checksums) != (4 if index.chats else 2):
+            return f"shards.{number}: it has {len(shard.checksums)} checksums"
+    return ""

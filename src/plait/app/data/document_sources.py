@@ -1,0 +1,207 @@
+"""Documents of a corpus before it is tokenized: text, JSON lines, Parquet, data sets of Hugging Face.
+
+A corpus is divided into *portions* of some size, which can be read independently, in any order and process:
+ranges of bytes of text files, cut where that changes no token, or ranges of rows. The division depends on the
+files, the size and the tokenizer alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from plait.app.data.chat_records import holds_chats, short_json
+from plait.app.data.corpus import source_files
+from plait.app.data.json_records import (
+    LinePlace,
+    Place,
+    RowPlace,
+    json_kind,
+    read_lines,
+    read_list,
+    read_record,
+)
+from plait.app.data.long_documents import Encode
+from plait.app.data.tables import column_names, dataset_files, is_dataset, read_rows, row_ranges
+from plait.app.data.text_files import decoded, is_compressed, read_text, text_ahead, text_cuts
+from plait.errors import DataError
+
+Kind = Literal["text", "lines", "jsonl", "json", "table"]
+"""text: a file is a document. lines: a line is one. jsonl, json, table: a row is one, of JSON lines, a list
+in JSON, or Parquet and Arrow."""
+_JSON_LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+_JSON, _TABLES = (".json", ".json.gz"), (".parquet", ".arrow")
+_OF_RECORDS = _JSON_LINES + _JSON + _TABLES
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One file of a corpus."""
+
+    path: str
+    kind: Kind
+    size: int
+    """In bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRange:
+    """A range of one file: of bytes, of row groups (Parquet), or of rows (Arrow)."""
+
+    path: str
+    kind: Kind
+    begin: int
+    end: int
+    size: int
+    """In bytes, for the progress."""
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """Text of one document, or a part of it."""
+
+    text: str
+    begins: bool = True
+    """Whether the document begins with it."""
+    ends: bool = True
+    """Whether the document ends with it."""
+    ahead: str = ""
+    """Of the last part of a portion: the characters behind it, where the document goes on."""
+    unread: tuple[str, ...] = ()
+    """The fields beside the text."""
+
+
+def files_of(source: str, *, lines: bool = False) -> list[SourceFile]:
+    """Return the files of a path, glob or data set, in the order in which they are read.
+
+    `lines`: whether each line of a text file is a document, instead of the file. Raises DataError where there
+    is nothing to read, ConfigError where a package is missing.
+    """
+    found = []
+    paths = dataset_files(source) if is_dataset(source) else source_files(source)
+    # Among other files of a folder, such as those of a program, a .json is no data set.
+    may_be_records = not lines and (
+        not Path(source).expanduser().is_dir()
+        or all(path.name.lower().endswith(_OF_RECORDS) for path in paths)
+    )
+    for path in paths:
+        kind: Kind = "lines" if lines else "text"
+        name = path.name.lower()
+        if name.endswith(_TABLES):
+            kind = "table"
+        elif name.endswith(_JSON_LINES):
+            kind = "jsonl"
+        elif name.endswith(_JSON) and may_be_records:
+            kind = json_kind(str(path)) or kind
+        found.append(SourceFile(str(path), kind, path.stat().st_size))
+    if not any(file.size for file in found):
+        raise DataError(f"{source!r} is empty: give a file, folder, glob or data set with text in it.")
+    return found
+
+
+def divided(file: SourceFile, size: int, encode: Encode | None = None) -> Iterator[SourceRange]:
+    """Yield the portions of a file, each of about `size` bytes; `encode`: see `text_cuts`."""
+    if file.kind == "table":
+        for begin, end, held in row_ranges(file.path, size):
+            yield SourceRange(file.path, file.kind, begin, end, held)
+        return
+    if is_compressed(file.path) or file.kind == "json":  # cannot be entered in the middle
+        ends: list[int] = [file.size]
+    elif file.kind == "text":
+        ends = list(text_cuts(file.path, size, file.size, encode))
+    else:
+        ends = [*range(size, file.size, size), file.size]
+    for begin, end in pairwise([0, *ends]):
+        yield SourceRange(file.path, file.kind, begin, end, end - begin)
+
+
+def read_texts(portion: SourceRange, column: str) -> Iterator[TextPart]:
+    """Yield the documents of a portion; `column` is the field of JSON or the column that holds the text.
+
+    Raises DataError for what is no UTF-8 text, no JSON, or has no such field.
+    """
+    if portion.kind == "text":
+        yield from _parts_of_text(portion)
+    elif portion.kind == "lines":
+        for at, line in read_lines(portion.path, portion.begin, portion.end):
+            if text := decoded(line, portion.path, at).rstrip("\r\n"):
+                yield TextPart(text)
+    else:
+        yield from _texts_of_records(portion, column)
+
+
+def read_records(
+    portion: SourceRange, columns: Collection[str] | None
+) -> Iterator[tuple[Place, Mapping[str, Any]]]:
+    """Yield the records in JSON, or those `columns` of the rows of a table, each with its place.
+
+    `columns`: None for all.
+    """
+    if portion.kind == "table":
+        for number, row in read_rows(portion.path, portion.begin, portion.end, columns):
+            yield RowPlace(portion.path, "row", number), row
+        return
+    if portion.kind == "json":
+        yield from read_list(portion.path)
+        return
+    if portion.kind != "jsonl":
+        raise DataError(f"{portion.path} holds no records: give JSON lines or tables.")
+    for at, line in read_lines(portion.path, portion.begin, portion.end):
+        if line.strip():
+            place = LinePlace(portion.path, at)
+            yield place, read_record(line, place)
+
+
+def field_names(file: SourceFile) -> list[str]:
+    """Return the columns of a table, or the fields of the first record in JSON; none of other files."""
+    if file.kind == "table":
+        return column_names(file.path)
+    if file.kind not in ("jsonl", "json"):
+        return []
+    records = read_records(SourceRange(file.path, file.kind, 0, file.size, file.size), None)
+    return next((list(record) for _, record in records), [])
+
+
+def _parts_of_text(portion: SourceRange) -> Iterator[TextPart]:
+    """Yield a range of a text file in parts; the whole file is one document."""
+    begins, held = portion.begin == 0, ""
+    for text in read_text(portion.path, portion.begin, portion.end):
+        if held:
+            yield TextPart(held, begins, ends=False)
+            begins = False
+        held = text
+    is_whole = is_compressed(portion.path)
+    size = portion.end if is_whole else Path(portion.path).stat().st_size
+    if held and portion.end < size:
+        yield TextPart(held, begins, ends=False, ahead=text_ahead(portion.path, portion.end))
+    elif held:
+        yield TextPart(held, begins)
+
+
+def _texts_of_records(portion: SourceRange, column: str) -> Iterator[TextPart]:
+    """Yield the text of each record, but for empty ones."""
+    columns = column_names(portion.path) if portion.kind == "table" else None
+    if columns is not None and column not in columns:
+        raise DataError(
+            f"{portion.path} has no column {column!r} (it has: {', '.join(columns)}): give --column."
+        )
+    for place, record in read_records(portion, (column,)):
+        text = record.get(column)
+        if not isinstance(text, str) and column == "text" and holds_chats(record.keys()):
+            raise DataError(
+                f"{place} is a conversation, and the column {column!r} is to be read: leave --column out, or "
+                "write texts and conversations to two files."
+            )
+        if column in record and not isinstance(text, str):
+            raise DataError(
+                f"{place} has a {column!r} that is {short_json(text)}, and no text: mend or remove it."
+            )
+        if not isinstance(text, str):
+            raise DataError(
+                f"{place} has no text {column!r} (it has: {', '.join(sorted(record))}): give --column."
+            )
+        if text:
+            yield TextPart(text, unread=tuple(name for name in columns or record if name != column))

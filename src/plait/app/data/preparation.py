@@ -1,0 +1,256 @@
+"""`prepare_corpus`: tokenize a corpus into token shards, in several processes, restartable at any point.
+
+Consecutive portions of the sources become a shard, whatever process does it and when. A shard is finished
+when the file with its counts is there, which is written last; so another call goes on after the finished
+ones, and gives the same files as a call that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Literal
+
+from plait.app.data.corpus_check import damaged_shards, is_whole
+from plait.app.data.corpus_index import CorpusIndex, ShardEntry, read_entry, read_index, write_index
+from plait.app.data.document_sources import SourceFile, SourceRange, divided, files_of
+from plait.app.data.encoded_documents import TextEncoding
+from plait.app.data.folder_lock import locked_folder
+from plait.app.data.preparation_folder import begin_preparation
+from plait.app.data.record_fields import are_chats
+from plait.app.data.recorded_tokenizer import files_hash, record_tokenizer
+from plait.app.data.shard_writing import counts_file, write_shard
+from plait.app.data.tokenizer import FileTokenizer, open_tokenizer
+from plait.app.data.tokenizer_file import SurroundingTokens
+from plait.app.data.tokenizer_match import require_tokens_of_transformers
+from plait.errors import ConfigError, DataError
+
+SMALLEST_PORTION, LARGEST_PORTION = 1 << 20, 1 << 26
+"""Bytes of text in a shard."""
+_SHARDS = 64
+"""The shards of a corpus of middle size: enough that all processes have work until the end."""
+_AHEAD = 2
+"""Portions that wait for each process, so that none is idle."""
+
+
+@dataclass(frozen=True)
+class PreparationProgress:
+    """The counts of the finished shards."""
+
+    size: int
+    """Bytes of the source."""
+    documents: int
+    tokens: int
+
+
+def prepare_corpus(
+    sources: Sequence[str],
+    folder: Path,
+    tokenizer: str,
+    *,
+    processes: int = 1,
+    column: str | None = None,
+    lines: bool = False,
+    end: str | None = None,
+    portion: int | None = None,
+    patience: float = 0.0,
+    report: Callable[[PreparationProgress, int], None] = lambda done, total: None,
+) -> CorpusIndex:
+    """Tokenize `sources` into `folder`, and return its index; goes on where an earlier call was interrupted.
+
+    `tokenizer`: bytes, or the path of a `tokenizer.json`. `column`: field of JSON lines, column of tables
+    that holds the text; None: text, but for conversations. `lines`: each line of a text file is a document,
+    instead of the file. `end`: the token after each document; None: see `FileTokenizer.surrounding`.
+    `portion`: bytes of text in a shard; None: by the size of the sources. `patience`: see `locked_folder`,
+    where another process prepares the same folder. `report` gets the progress and the bytes of all sources.
+    Raises DataError and ConfigError.
+    """
+    files = [file for source in sources for file in files_of(source, lines=lines)]
+    _require_used(files, column, lines=lines)
+    chats = column is None and _are_chats(files, tokenizer)
+    if chats and end is not None:
+        raise ConfigError(
+            f"--end {end!r}: conversations end as the tokenizer's chat template says; leave it out."
+        )
+    reader = open_tokenizer(tokenizer)
+    around = SurroundingTokens() if chats else reader.surrounding(end)
+    if isinstance(reader, FileTokenizer):
+        require_tokens_of_transformers(reader)
+    size = portion or portion_size(sum(file.size for file in files))
+    encode = reader.encode_each if isinstance(reader, FileTokenizer) else None
+    shards = _shards(chain.from_iterable(divided(file, size, encode) for file in files), size)
+    dtype: Literal["uint16", "uint32"] = "uint16" if reader.vocab <= 1 << 16 else "uint32"
+    found = files_hash(tokenizer)
+    settings = TextEncoding(tokenizer, column or "text", *around, reader.vocab, dtype, chats, found)
+    last = around.after[-1] if around.after else None
+    empty = CorpusIndex(reader.name, reader.vocab, dtype, last, chats, (), found)
+    with locked_folder(folder, patience), _one_sentence(folder):
+        begin_preparation(folder, shards, settings)
+        known = _intact_shards(folder, empty, len(shards))
+        entries = _all_written(folder, shards, settings, processes, report, known)
+        record_tokenizer(folder, tokenizer)
+        index = replace(empty, shards=entries)
+        if len(known) < len(entries) or not _is_written(folder, index):
+            write_index(folder, index)
+        for number in range(len(entries)):  # they stand in the index now
+            counts_file(folder, number).unlink(missing_ok=True)
+        return index
+
+
+def _require_used(files: Sequence[SourceFile], column: str | None, *, lines: bool) -> None:
+    """Raise ConfigError for an option of rows, or of text files, where there are none."""
+    kinds = {file.kind for file in files}
+    if column is not None and kinds <= {"text", "lines"}:
+        raise ConfigError(f"--column {column!r}: the sources are text, without fields; leave it out.")
+    if lines and "lines" not in kinds:
+        raise ConfigError("--lines: the sources hold rows, each a document already; leave it out.")
+
+
+def _intact_shards(folder: Path, empty: CorpusIndex, count: int) -> dict[int, ShardEntry]:
+    """Return the counts of the shards in a folder's index whose files are those that were written.
+
+    None where the folder has no index, or another one. `empty`: the index without shards.
+    """
+    try:
+        index = read_index(folder)
+    except DataError:
+        return {}
+    is_this = replace(index, shards=(), tokenizer_hash=empty.tokenizer_hash) == empty
+    if not is_this or len(index.shards) != count:
+        return {}
+    damaged = set(damaged_shards(folder, index))
+    return {number: entry for number, entry in enumerate(index.shards) if number not in damaged}
+
+
+def _is_written(folder: Path, index: CorpusIndex) -> bool:
+    try:
+        return read_index(folder) == index
+    except DataError:
+        return False
+
+
+@contextmanager
+def _one_sentence(folder: Path) -> Iterator[None]:
+    """Context manager that raises DataError where a file cannot be written, such as on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{error.filename or folder} cannot be written ({error.strerror or error}): make room or choose "
+            "another folder; the same command goes on after the shards that are finished."
+        ) from None
+
+
+def _are_chats(files: Sequence[SourceFile], tokenizer: str) -> bool:
+    """Return whether files are conversations. Raises DataError as `are_chats`, ConfigError for bytes."""
+    chats = are_chats(files)
+    if chats and tokenizer == "bytes":
+        raise ConfigError(
+            f"{files[0].path} holds conversations, and conversations need a tokenizer with a chat template: "
+            "set model.name or data.tokenizer (of `plait data prepare`: --tokenizer) to a folder with one."
+        )
+    return chats
+
+
+def portion_size(total: int) -> int:
+    """Return how many bytes of text go into each shard of a corpus of `total` bytes."""
+    return min(max(total // _SHARDS, SMALLEST_PORTION), LARGEST_PORTION)
+
+
+def _all_written(
+    folder: Path,
+    shards: Sequence[tuple[SourceRange, ...]],
+    settings: TextEncoding,
+    processes: int,
+    report: Callable[[PreparationProgress, int], None],
+    known: Mapping[int, ShardEntry],
+) -> tuple[ShardEntry, ...]:
+    """Write the shards that are neither in `known` nor finished; return the counts of all."""
+    sizes = [sum(one.size for one in shard) for shard in shards]
+    done: dict[int, ShardEntry] = {}
+    size = documents = tokens = 0
+
+    def count(number: int, entry: ShardEntry) -> None:
+        nonlocal size, documents, tokens
+        done[number] = entry
+        size, documents, tokens = size + sizes[number], documents + entry.documents, tokens + entry.tokens
+
+    for number in range(len(shards)):
+        if entry := known.get(number) or _finished(folder, number, settings):
+            count(number, entry)
+    report(PreparationProgress(size, documents, tokens), sum(sizes))
+    waiting = {number: one for number, one in enumerate(shards) if number not in done}
+    for number, entry in _written(folder, waiting, settings, processes) if waiting else ():
+        count(number, entry)
+        report(PreparationProgress(size, documents, tokens), sum(sizes))
+    return tuple(done[number] for number in range(len(shards)))
+
+
+def _shards(portions: Iterable[SourceRange], size: int) -> list[tuple[SourceRange, ...]]:
+    """Return the portions of each shard: consecutive ones, together of about `size` bytes."""
+    found: list[tuple[SourceRange, ...]] = []
+    held = 0
+    for one in portions:
+        if not found or held + one.size > size:
+            found.append(())
+            held = 0
+        found[-1] += (one,)
+        held += one.size
+    return found
+
+
+def _finished(folder: Path, number: int, settings: TextEncoding) -> ShardEntry | None:
+    """Return the counts of a shard that an earlier call has finished; None of one that is not whole."""
+    try:
+        entry = read_entry(counts_file(folder, number))
+    except DataError:
+        return None
+    return entry if is_whole(folder, number, entry, settings.dtype, settings.chats) else None
+
+
+def _written(
+    folder: Path, waiting: dict[int, tuple[SourceRange, ...]], settings: TextEncoding, processes: int
+) -> Iterator[tuple[int, ShardEntry]]:
+    """Write shards in `processes` processes; yield the number and counts of each when it is finished."""
+    if processes == 1 or len(waiting) <= 1:  # this one is enough, and need not be started
+        for number, shard in sorted(waiting.items()):
+            yield number, write_shard(folder, number, shard, settings)
+        return
+    left, running = sorted(waiting, reverse=True), dict[Future[ShardEntry], int]()
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(min(processes, len(waiting)), spawn, initializer=_end_with_parent)
+    try:
+        while left or running:
+            while left and len(running) < processes * _AHEAD:
+                number = left.pop()
+                running[pool.submit(write_shard, folder, number, waiting[number], settings)] = number
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                yield running.pop(future), future.result()
+    except BrokenProcessPool:
+        raise DataError(
+            f"a process that writes {folder} was killed, perhaps for lack of memory: repeat the command to "
+            "go on, with fewer --processes."
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _end_with_parent() -> None:
+    """Make this process end when its parent does, also where the parent is killed."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,0 +1,143 @@
+"""Text files in ranges of bytes that are read independently: together their tokens are those of the file."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from plait.app.data.long_documents import AHEAD, PART, Encode, find_cut
+from plait.errors import DataError
+from plait.files import open_file as open_regular_file
+
+_LONGEST_LINE = 1 << 20
+"""Bytes in which a line end is looked for, to cut a text."""
+_WINDOW = 12 * AHEAD
+"""Bytes that are tokenized to find where to cut."""
+_WINDOWS = 8
+"""Windows in which a cut is looked for, before the range is made longer."""
+_SHIFTS = (0, 1, 2, 3, 5, 7)
+"""Where a window is tokenized from: it may begin within a number, whose digits are taken in threes."""
+
+
+def text_cuts(path: str, size: int, total: int, encode: Encode | None) -> Iterator[int]:
+    """Yield the ends, in bytes, of the ranges of about `size` into which a text file of `total` bytes is cut.
+
+    `encode`: of the tokenizer, whose tokens no cut may change; None: of bytes, of which no cut does.
+    """
+    begin = 0
+    with open_file(path) as file:
+        while begin + size < total:
+            at = begin + size
+            cut = _line_cut(file, at, total) if encode is None else _token_cut(file, path, at, total, encode)
+            while cut is None and at + size < total and encode is not None:
+                at += size
+                cut = _token_cut(file, path, at, total, encode)
+            if cut is None or cut >= total:
+                break
+            yield (begin := cut)
+    yield total
+
+
+def read_text(path: str, begin: int, end: int) -> Iterator[str]:
+    """Yield a range of a text file in parts of about `PART` bytes; of a compressed file all of it."""
+    left = end - begin if not is_compressed(path) else None
+    at, data, ended = begin, b"", False
+    with open_file(path) as file:
+        file.seek(begin)
+        while not ended:
+            read = file.read(PART if left is None else min(PART, left))
+            left = None if left is None else left - len(read)
+            ended, data = not read, data + read
+            whole = len(data) if ended else _whole_characters(data)
+            if text := decoded(data[:whole], path, at):
+                yield text
+            at, data = at + whole, data[whole:]
+
+
+def text_ahead(path: str, begin: int) -> str:
+    """Return the `AHEAD` characters of a text file from byte `begin` on."""
+    with open_file(path) as file:
+        file.seek(begin)
+        data = file.read(4 * AHEAD)
+    return decoded(data[: _whole_characters(data)], path, begin)[:AHEAD]
+
+
+def is_compressed(path: str) -> bool:
+    """Return whether the ending of a path says that the file is compressed by gzip."""
+    return path.lower().endswith(".gz")
+
+
+@contextmanager
+def open_file(path: str) -> Iterator[BinaryIO]:
+    """Context manager that opens a file, compressed or not. Raises DataError where it cannot be read."""
+    try:
+        with open_regular_file(Path(path)) as file:
+            yield cast(BinaryIO, gzip.GzipFile(fileobj=file)) if is_compressed(path) else file
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        damaged = " as gzip" if is_compressed(path) else ""
+        raise DataError(f"{path} cannot be read{damaged}: {reason}.") from None
+
+
+def decoded(data: bytes, path: str, at: int) -> str:
+    """Return UTF-8 bytes as text. Raises DataError, naming the byte, for invalid UTF-8 and for NUL."""
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        text, at = "\0", at + error.start
+    if "\0" in text:
+        raise DataError(f"{path} is no UTF-8 text at byte {at}: {not_text_remedy(path)}.")
+    return text
+
+
+def not_text_remedy(path: str) -> str:
+    """Return the remedy, as text, for a file that is not UTF-8 text."""
+    if path.lower().endswith(_COMPRESSED):
+        return "decompress it"
+    return "name the text files alone, for instance with a glob such as 'folder/**/*.txt'"
+
+
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip", ".lz4")
+
+
+def _whole_characters(data: bytes) -> int:
+    """Return the number of bytes before a character of which bytes are missing at the end."""
+    try:
+        return codecs.utf_8_decode(data, "strict", False)[1]
+    except UnicodeDecodeError:
+        return len(data)
+
+
+def _line_cut(file: BinaryIO, at: int, total: int) -> int:
+    """Return where to cut a text near byte `at`: after the next line end, else between two characters."""
+    file.seek(at - 1)
+    line = file.readline(_LONGEST_LINE)
+    if line.endswith(b"\n") or at - 1 + len(line) == total:
+        return at - 1 + len(line)
+    while at < total and (line[1] & 0xC0) == 0x80:  # within a character of several bytes
+        at, line = at + 1, line[1:]
+    return at
+
+
+def _token_cut(file: BinaryIO, path: str, at: int, total: int, encode: Encode) -> int | None:
+    """Return where to cut a text behind byte `at` without other tokens; None where no such place is near."""
+    for window in range(_WINDOWS):
+        start = max(0, at - 2 * AHEAD) + window * _WINDOW // 2
+        file.seek(start)
+        data = file.read(_WINDOW)
+        if start + len(data) >= total:
+            return None
+        skipped = next((number for number in range(4) if (data[number] & 0xC0) != 0x80), 0)
+        data = data[skipped : skipped + _whole_characters(data[skipped:])]
+        text = decoded(data, path, start + skipped)
+        first = len(data[: max(0, at - start - skipped)].decode(errors="ignore")) + 1
+        found = encode([text[shift:] for shift in _SHIFTS if shift < first])
+        cut = find_cut(encode, text, found, first, len(text) - AHEAD)
+        if cut is not None:
+            return start + skipped + len(text[: cut.at].encode())
+    return None

@@ -1,0 +1,189 @@
+"""Prepared corpora: tokens in files, of which each access reads only its range, and the ends of documents.
+
+A folder that `plait data prepare` has written:
+
+    index.json               tokenizer, vocabulary, dtype, and per shard its tokens, documents and checksums
+    preparation.json         sources and settings, by which a repeated command is recognised
+    tokenizer/               copies of the tokenizer's files, but for bytes
+    00000.tokens.bin         the tokens of the shard, one after another, little-endian
+    00000.documents.bin      int64: the number of the shard's tokens up to the end of each document
+    00000.answers.bin        of chats: a byte for each token, 1 where it belongs to an answer
+    00000.first_answers.bin  of chats: uint32: the first token of each document that is to be predicted, or 0
+
+A document may continue in the next shard. Each access reads what it needs from the files, so that a corpus of
+any size opens in milliseconds, and takes no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plait.app.data.array_file import ArrayFile
+from plait.app.data.corpus_index import INDEX, REMEDY, CorpusIndex, read_index, shard_files
+from plait.app.data.tokenizer import Tokens
+from plait.errors import DataError
+
+
+@dataclass(frozen=True, eq=False)
+class TokenShard:
+    """Consecutive tokens of a corpus."""
+
+    tokens: Tokens | ArrayFile
+    ends: NDArray[np.int64] | ArrayFile | None
+    """The number of its tokens up to the end of each document; None: documents are not kept apart."""
+    answers: NDArray[np.uint8] | ArrayFile | None = None
+    """1 where a token belongs to an answer; None: all are to be predicted."""
+    first_answers: NDArray[np.uint32] | ArrayFile | None = None
+    """The first token of each document that is to be predicted, or 0; None: token 1."""
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Tokens of one or more shards in their order, as one long sequence."""
+
+    sizes: tuple[int, ...]
+    """The tokens of each shard."""
+    has_documents: bool
+    """Whether the ends of documents are known."""
+    _shards: Sequence[TokenShard] = field(repr=False)
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return int(self._starts[-1])
+
+    @cached_property
+    def _starts(self) -> NDArray[np.int64]:
+        return np.concatenate([[0], np.cumsum(self.sizes, dtype=np.int64)])
+
+    def read(self, first: int, count: int) -> Tokens:
+        """Return `count` consecutive tokens as a new array, or a view within one shard."""
+        parts = [shard.tokens[begin:end] for shard, begin, end in self._pieces(first, count)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    @cached_property
+    def _document_starts(self) -> NDArray[np.int64]:
+        """The number of documents that end before each shard, and of all."""
+        counts = [1 if shard.ends is None else len(shard.ends) for shard in self._shards]
+        return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+
+    @property
+    def document_count(self) -> int:
+        """The number of documents; a shard whose documents are not kept apart is one."""
+        return int(self._document_starts[-1])
+
+    def document_ends(self, first: int, stop: int) -> NDArray[np.int64]:
+        """Return the number of tokens up to the end of each of the documents `first` … `stop`."""
+        found = []
+        for number, begin, end in _pieces(self._document_starts, first, stop):
+            ends = self._shards[number].ends
+            ends = np.array([self.sizes[number]]) if ends is None else ends
+            found.append(int(self._starts[number]) + ends[begin:end])
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    def first_answers(self, first: int, stop: int) -> NDArray[np.int64]:
+        """Return the first token to be predicted of each of the documents `first` … `stop`, or 0."""
+        found = []
+        for number, begin, end in _pieces(self._document_starts, first, stop):
+            known = self._shards[number].first_answers
+            found.append(np.ones(end - begin, np.int64) if known is None else known[begin:end])
+        return np.concatenate(found).astype(np.int64) if found else np.empty(0, np.int64)
+
+    def answers(self, first: int, count: int) -> NDArray[np.bool_] | None:
+        """Return for `count` consecutive tokens whether each belongs to an answer; None where all count."""
+        parts = [
+            shard.answers[begin:end]
+            for shard, begin, end in self._pieces(first, count)
+            if shard.answers is not None
+        ]
+        return np.concatenate(parts).astype(bool) if parts else None
+
+    def documents(self, first: int, count: int) -> NDArray[np.int64]:
+        """Return for `count` consecutive tokens the number of document ends before each, from `first` on.
+
+        So a document is a run of equal numbers. Zeros where the ends of documents are not known.
+        """
+        found, before = [], 0
+        for shard, begin, end in self._pieces(first, count):
+            if (ends := shard.ends) is None:
+                found.append(np.zeros(end - begin, dtype=np.int64))
+                continue
+            # A document that goes on from the shard before may end before the first token of this one.
+            low = ends.searchsorted(begin, side="left" if found else "right")
+            ends = ends[low : ends.searchsorted(end, side="right")]
+            numbers = np.searchsorted(ends, np.arange(begin, end), side="right")
+            found.append(numbers + before)
+            before += len(ends)
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    def document_length(self, first: int) -> int:
+        """Return the number of tokens from `first` to the end of its document; to the last where unknown."""
+        length = 0
+        for shard, begin, end in self._pieces(first, len(self) - first):
+            ends = shard.ends
+            at = 0 if ends is None else int(ends.searchsorted(begin, side="left" if length else "right"))
+            if ends is not None and at < len(ends):
+                return length + int(ends[at : at + 1][0]) - begin
+            length += end - begin
+        return length
+
+    def _pieces(self, first: int, count: int) -> Iterator[tuple[TokenShard, int, int]]:
+        """Yield the shards that hold some tokens, and the range of these tokens in each."""
+        for number, begin, end in _pieces(self._starts, first, first + count):
+            yield self._shards[number], begin, end
+
+
+def _pieces(starts: NDArray[np.int64], first: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the shards that hold the elements `first` … `stop`, and the range of these in each.
+
+    `starts`: the number of elements before each shard, and of all. A shard without elements that lies within
+    is one of them: a document may end there.
+    """
+    number = int(np.searchsorted(starts, first, side="right")) - 1
+    while number < len(starts) - 1 and int(starts[number]) < stop:
+        start, after = int(starts[number]), int(starts[number + 1])
+        begin, end = max(first, start), min(stop, after)
+        if begin < end or start == after:
+            yield number, begin - start, end - start
+        number += 1
+
+
+def corpus_of(tokens: Tokens) -> Corpus:
+    """Return one array as a corpus whose documents are not kept apart."""
+    return Corpus((len(tokens),), False, [TokenShard(tokens, None)])
+
+
+def open_corpus(folder: Path) -> tuple[Corpus, CorpusIndex]:
+    """Return the corpus that `plait data prepare` has written into `folder`, and its index.
+
+    Raises DataError where files are missing, or have another size than the index says.
+    """
+    index = read_index(folder)
+    return corpus_in(folder, index), index
+
+
+def corpus_in(folder: Path, index: CorpusIndex) -> Corpus:
+    """Return the corpus in `folder`, which `index` describes; raises DataError as `open_corpus`."""
+    shards = []
+    for number, entry in enumerate(index.shards):
+        paths = shard_files(folder, number)
+        shards.append(
+            TokenShard(
+                _array(paths.tokens, index.dtype, entry.tokens),
+                _array(paths.ends, "<i8", entry.documents, entry.tokens),
+                _array(paths.answers, "u1", entry.tokens) if index.chats else None,
+                _array(paths.first_answers, "<u4", entry.documents) if index.chats else None,
+            )
+        )
+    return Corpus(tuple(shard.tokens for shard in index.shards), True, shards)
+
+
+def _array(path: Path, dtype: str, count: int, ends_of: int | None = None) -> ArrayFile:
+    if not path.is_file() or path.stat().st_size != count * np.dtype(dtype).itemsize:
+        raise DataError(f"{path} is missing or has not the {count:,} elements that {INDEX} counts: {REMEDY}.")
+    return ArrayFile(path, dtype, count, ends_of=ends_of)

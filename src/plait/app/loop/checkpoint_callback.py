@@ -1,0 +1,320 @@
+"""`Checkpoints`: the callback that saves checkpoints of a training run and resumes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from plait.app.data.batches import description
+from plait.app.loop.early_stop import watched_validation
+from plait.app.loop.run_folder import locked_folder
+from plait.app.loop.stream import RankStream
+from plait.app.loop.training_loop import Callback, TrainingLoop
+from plait.app.loop.validation import LowestLoss, Validation
+from plait.checkpoint.best_marker import BEST, BestCheckpoint, best_checkpoints, best_step, with_new_best
+from plait.checkpoint.checkpoint_manager import CheckpointManager
+from plait.checkpoint.folders import all_checkpoints
+from plait.checkpoint.loading import load_checkpoint
+from plait.checkpoint.manifest import section
+from plait.checkpoint.optimizer_options import option_line
+from plait.errors import CheckpointError, ConfigError, DataError, NonFiniteError, ReplicaError, listed
+from plait.plan.arguments import require_instance, require_number, require_path, require_whole
+from plait.ranks.text_collectives import broadcast_result
+
+LOCK = "checkpoints.lock"
+"""Names the process that saves checkpoints into a folder."""
+
+
+class Checkpoints(Callback):
+    """Saves checkpoints of a training run and resumes it; every rank makes one with the same arguments."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        every: int | None = 0,
+        minutes: float = 0.0,
+        keep_last: int = 2,
+        keep_every: int = 0,
+        keep_best: bool | int = False,
+        watch: str | None = None,
+        resume: str | Path = "auto",
+        state: Mapping[str, Any] | None = None,
+        check: Callable[[Mapping[str, Any], Path], None] | None = None,
+        start_over: str = "resume='no'",
+    ) -> None:
+        """Save into `folder` every `every` steps; 0: only at the end; None: never.
+
+        `minutes`: save also after the first step that ends so long after the last save, by rank 0's clock.
+        `keep_last` newest ones are kept (0: all), and those at multiples of `keep_every` steps. `keep_best`:
+        save after each validation with the lowest loss so far, too, and keep the last of these: `FOLDER/best`
+        names it; a number: keep so many, those with the lowest losses, of equal ones the earlier. Of several
+        validations the one named `watch` counts, or the first. `resume`: "auto", from the newest one in
+        `folder` that is not damaged, if there is one; "no"; or the folder of a checkpoint.
+        `state`: JSON values that are saved too; `check(state, path)` may refuse those of a checkpoint. Each
+        checkpoint has the `state_dict` of all callbacks. Raises `ConfigError` for other arguments.
+        """
+        _require_arguments(folder, resume, state, check, start_over)
+        _require_times(every, minutes, keep_last, keep_every, keep_best)
+        if watch is not None and not keep_best:
+            raise ConfigError(
+                f"Checkpoints' watch is {watch!r}, but keep_best is False: set it to True, too."
+            )
+        self._folder, self._every, self._start_over = Path(folder), every, start_over
+        self._resume, self._watch = str(resume), watch
+        self._state = {} if state is None else dict(state)
+        self._check = check or (lambda state, path: None)
+        self._most_best, self._best = int(keep_best), list[BestCheckpoint]()
+        self._best_before: Mapping[str, Any] = {}
+        self._minutes, self._saved_at = minutes, 0.0
+        self._validation = Validation(None)
+        self._tell: Callable[[str], None] = print
+        self._manager = CheckpointManager(
+            self._folder, keep_last=keep_last, keep_every=keep_every, start_step=0
+        )
+        self._warned = False
+        self._stack = ExitStack()
+
+    def resume(self, run: TrainingLoop) -> None:
+        """Load the checkpoint to resume from, if there is one, and set `run.done`.
+
+        Raises `CheckpointError`, `DataError` where batches are others, and the errors of `check`.
+        """
+        self._tell, source = run.tell, self._resume
+        if source == "no":
+            return
+        if source != "auto":
+            self._load(Path(source).expanduser(), run)
+            return
+        damaged: list[str] = []
+        for path in self._saved(run):
+            try:
+                self._load(path, run)
+                return
+            except CheckpointError as error:
+                if not error.damaged:
+                    raise
+                self._tell(f"WARNING: {error}")
+                damaged.append(path.name)
+        if damaged:
+            raise CheckpointError(
+                f"all checkpoints in {self._folder} are damaged ({listed(damaged)}): mend one, or start over "
+                f"with {self._start_over}."
+            )
+        self._tell(f"There is no checkpoint in {self._folder}: the run starts from the beginning.")
+
+    def begin(self, run: TrainingLoop) -> None:
+        """Find the validation whose lowest loss counts, and lock the folder.
+
+        Raises `ConfigError` where another run saves there, `DataError` where there is no validation.
+        """
+        self._tell = run.tell
+        if self._most_best:
+            self._validation = watched_validation(self, run, self._watch)
+            self._best = self._known_best()
+        if self._every is not None or self._most_best:
+            group, device = run.mesh.group("world"), run.mesh.device
+            lock = locked_folder(self._folder, LOCK, group, device, must_be_writable=False)
+            self._stack.enter_context(lock)
+        if self._best and run.resumed_steps and run.mesh.rank == 0:
+            with suppress(OSError):  # a folder that cannot be written to is told when a checkpoint is due
+                self._manager.restore_best(self._best)
+
+    def _known_best(self) -> list[BestCheckpoint]:
+        """Return the best checkpoints of before, where they are of the same validation, on the same data."""
+        lowest, before = self._validation.lowest, self._best_before
+        if lowest is None:
+            return []
+        kept = [BestCheckpoint(step, loss) for step, loss in before.get("best", ())]
+        if before.get("watch") == self._validation.loss_name and kept:
+            return kept[: self._most_best]
+        return [BestCheckpoint(lowest.step, lowest.loss)]
+
+    @property
+    def failed(self) -> bool:
+        """Whether the last checkpoint could not be written."""
+        return not self._manager.complete
+
+    def is_due(self, step: int) -> bool:
+        """Return whether `step` is a multiple of `every`."""
+        return bool(self._every) and step % (self._every or 1) == 0
+
+    def after_step(self, run: TrainingLoop) -> None:
+        """Save if due, after the last step, or if the loss is among the lowest; a failure is a warning."""
+        step, best = run.done, self._best_with(run)
+        is_planned = self._every is not None and (run.is_last or self.is_due(step))
+        clock = 0.0 if run.numbers is None else run.numbers.clock
+        in_time = bool(self._minutes) and clock - self._saved_at >= 60 * self._minutes
+        if not is_planned and not in_time and best is None:
+            self._warn_early()
+            return
+        self._saved_at, self._best = clock, self._best if best is None else best
+        callbacks = {name: dict(callback.state_dict()) for name, callback in run.named_callbacks()}
+        state = {
+            "step": step,
+            "batches": description(run.batches),
+            "callbacks": {name: values for name, values in callbacks.items() if values},
+            **({"position": run.batches.state_dict()} if isinstance(run.batches, RankStream) else {}),
+            **self._state,
+        }
+        self.finish()
+        self._try(lambda: self._manager.save(run.engine, run.optimizer, step, state, best))
+
+    def _best_with(self, run: TrainingLoop) -> list[BestCheckpoint] | None:
+        """Return the best checkpoints with that of the step that has ended; None where it is none of them."""
+        loss = run.row.get(self._validation.loss_name) if self._most_best else None
+        if loss is None or int(run.row["step"]) != run.done:
+            return None
+        new = BestCheckpoint(run.done, loss)
+        best = with_new_best(self._best, new, self._most_best)
+        return best if new in best else None
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the checkpoints that are kept for their validation losses, and the name of the loss."""
+        if not self._best:
+            return {}
+        return {"watch": self._validation.loss_name, "best": [list(one) for one in self._best]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the list of best checkpoints from a `state_dict`."""
+        self._best_before = state
+
+    def finish(self) -> None:
+        """Block until the last checkpoint is written."""
+        self._try(self._manager.finish)
+        self._warned = False
+
+    def end(self, run: TrainingLoop, error: BaseException | None) -> None:
+        """Wait for the last checkpoint, unless the run ended by an error that other ranks may not have."""
+        with self._stack:
+            if error is None or isinstance(error, NonFiniteError | ReplicaError):
+                self.finish()
+        lowest = self._validation.lowest
+        if error is None and run.mesh.rank == 0 and lowest is not None:
+            self._tell(self._best_line(lowest))
+
+    def _best_line(self, lowest: LowestLoss) -> str:
+        """Return which step had the lowest validation loss, and where its checkpoint is."""
+        is_kept = best_step(self._folder) == lowest.step
+        where = f": {self._folder / BEST}" if is_kept else f", which has no checkpoint in {self._folder}"
+        others = best_checkpoints(self._folder)[1:] if self._most_best > 1 else []
+        next_ones = ", ".join(f"{one.loss:.3f} of step {one.step}" for one in others)
+        kept = f" The next ones are kept, too: {next_ones}." if others else ""
+        return f"The lowest validation loss, {lowest.loss:.3f}, is that of step {lowest.step}{where}.{kept}"
+
+    def _load(self, path: Path, run: TrainingLoop) -> None:
+        loaded = load_checkpoint(run.engine, run.optimizer, path, "given")
+        state = loaded.state
+        step = state.get("step")
+        if type(step) is not int or step < 0:
+            raise CheckpointError(
+                f"the state of the checkpoint {path} has no number of steps: give one of plait train, "
+                "or of save with a state of {'step': …}."
+            )
+        self._check(state, path)
+        self._require_same_batches(section(state, "batches"), run, path)
+        self._load_position(state, run, path)
+        self._load_callbacks(state, run, path)
+        if self._folder.resolve() in (path.resolve(), path.resolve().parent):
+            run.resumed_steps = self._manager.start_step = step
+        self._tell(f"Resumed from {path}, after step {step}.")
+        # A rate that the run sets in each step is none of the optimizer's settings.
+        options = {key: both for key, both in loaded.options.items() if key != "lr" or not run.sets_rate}
+        if options:
+            self._tell(option_line(options, "given"))
+        if loaded.precision:
+            self._tell(loaded.precision)
+        run.done = step
+
+    def _load_position(self, state: Mapping[str, Any], run: TrainingLoop, path: Path) -> None:
+        """Let a stream go on from its position. Raises `DataError` for one where the other has none."""
+        if isinstance(run.batches, RankStream):
+            run.batches.load_state_dict(section(state, "position"))
+        elif "position" in state:
+            raise DataError(
+                f"{path} holds the position of a plait.Stream, and the batches are an object of "
+                f"{type(run.batches).__name__}: give the stream, or start over with {self._start_over}."
+            )
+
+    def _load_callbacks(self, state: Mapping[str, Any], run: TrainingLoop, path: Path) -> None:
+        """Load the state of each callback; say which state there is no callback for."""
+        saved = dict(section(state, "callbacks"))
+        for name, callback in run.named_callbacks():
+            if found := saved.pop(name, None):
+                callback.load_state_dict(found)
+        if saved:
+            self._tell(
+                f"WARNING: {path} holds the state of {listed(sorted(saved))}, and the run has no such "
+                "callback: it is left out."
+            )
+
+    def _require_same_batches(self, before: Mapping[str, Any], run: TrainingLoop, path: Path) -> None:
+        """Raise `DataError` where the batches would not go on with the samples of those in the checkpoint."""
+        now = description(run.batches)
+        for name in now:
+            if name in before and before[name] != now[name]:
+                raise DataError(
+                    f"the batches have {name} = {now[name]}, and had {before[name]} when {path} was written: "
+                    f"give the same batches, or start over with {self._start_over}."
+                )
+
+    def _saved(self, run: TrainingLoop) -> list[Path]:
+        """Return on every rank the checkpoints of this run found by rank 0, newest first, damaged or not."""
+
+        def find() -> str:
+            try:
+                return json.dumps([str(path) for _, path in all_checkpoints(self._folder)])
+            except OSError:
+                error = f"{self._folder} cannot be read: mend its permissions, or the disk."
+                raise CheckpointError(error) from None
+
+        found = broadcast_result(find, CheckpointError, run.mesh.group("world"), run.mesh.device)
+        return [Path(path) for path in json.loads(found)]
+
+    def _try(self, action: Callable[[], None]) -> None:
+        """Call `action`; print a `CheckpointError` as a warning, unless `_warn_early` has done so."""
+        try:
+            action()
+        except CheckpointError as error:
+            if not self._warned:
+                self._tell(f"WARNING: {error}")
+
+    def _warn_early(self) -> None:
+        """On rank 0, print once that the background save has failed; other ranks learn it when they wait."""
+        if self._manager.error and not self._warned:
+            self._warned = True
+            self._tell(f"WARNING: {self._manager.error}")
+
+
+def _require_arguments(
+    folder: object, resume: object, state: object, check: object, start_over: object
+) -> None:
+    """Raise ConfigError for an argument of `Checkpoints` of another type."""
+    require_path("Checkpoints' folder", folder)
+    require_instance("Checkpoints' resume", resume, (str, Path), 'give "auto", "no" or a folder')
+    if state is not None:
+        require_instance("Checkpoints' state", state, Mapping, "give a dictionary of JSON values")
+    if check is not None and not callable(check):
+        raise ConfigError(f"Checkpoints' check is {check!r}: give a function of state and path.")
+    require_instance("Checkpoints' start_over", start_over, str, "give the words of an option")
+
+
+def _require_times(
+    every: int | None, minutes: float, keep_last: object, keep_every: object, keep_best: object
+) -> None:
+    """Raise ConfigError for numbers of `Checkpoints` that are out of range, or contradict each other."""
+    if every is not None:
+        require_whole("Checkpoints' every", every, least=0)
+    require_whole("Checkpoints' keep_last", keep_last, least=0)
+    require_whole("Checkpoints' keep_every", keep_every, least=0)
+    if not isinstance(keep_best, bool):
+        require_whole("Checkpoints' keep_best, unless it is True or False,", keep_best)
+    require_number("Checkpoints' minutes", minutes)
+    if minutes and every is None:
+        raise ConfigError(
+            f"Checkpoints' minutes is {minutes:g}, but every is None, never: set it to 0, for "
+            "checkpoints at the end and after so many minutes."
+        )

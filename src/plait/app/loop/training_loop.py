@@ -1,0 +1,331 @@
+"""`TrainingLoop`: one rank's engine, optimizer and batches, and the loop over steps; its `Callback`s."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.app.data.batches import Batches
+from plait.app.loop.batch_shares import repeated_rows, require_divisible, token_count
+from plait.app.loop.meter import Meter, StepNumbers, StepResult
+from plait.app.loop.parameter_rates import SCALE
+from plait.app.loop.stream import RankStream, Stream
+from plait.engine.engine import Engine
+from plait.errors import ConfigError, DataError, NonFiniteError, terminal_text
+from plait.plan.arguments import require_instance, require_number
+from plait.ranks.device import is_accelerator
+
+
+class Callback:
+    """Base class of callbacks: each method does nothing. All ranks call them, in the order of the list."""
+
+    @property
+    def key(self) -> str:
+        """The name of the callback's state in checkpoints: by default the name of its class."""
+        return type(self).__name__
+
+    def resume(self, run: TrainingLoop) -> None:
+        """Called before the `begin` of all callbacks: load earlier state and set `run.done`."""
+
+    def begin(self, run: TrainingLoop) -> None:
+        """Called before the first step of this run; `run.done` steps were finished before."""
+
+    def is_due(self, step: int) -> bool:
+        """Return whether `measured` needs the state of the model right after `step`, counted from 1.
+
+        On a GPU the numbers of other steps are read after the next step was submitted.
+        """
+        return False
+
+    def before_step(self, run: TrainingLoop) -> None:
+        """Called before the step `run.done`, counted from 0."""
+
+    def submitted(self, run: TrainingLoop) -> None:
+        """Called right after a step was submitted to the device, before its numbers are read."""
+
+    def measured(self, run: TrainingLoop, row: dict[str, float]) -> None:
+        """Called with the numbers of step `row["step"]`, counted from 1; entries added to it are logged."""
+
+    def after_step(self, run: TrainingLoop) -> None:
+        """Called after each step; `run.done` steps are finished."""
+
+    def end(self, run: TrainingLoop, error: BaseException | None) -> None:
+        """Called after the last step, or after an `error` that other ranks may not have raised."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return state for checkpoints as JSON values, the same on every rank; empty for none."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the `state_dict` of the checkpoint from which a run resumes; called before `begin`."""
+
+
+class TrainingLoop:
+    """Trains an engine's model on one rank; every rank makes one with the same arguments.
+
+    On a GPU the numbers of a step are read after the next one has been submitted, so that the host does not
+    wait for the device; at once where a callback `is_due`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+        batches: Batches | Stream,
+        *,
+        steps: int,
+        learning_rate: Callable[[int], float] | None = None,
+        clip: float = math.inf,
+        flops_per_token: float | None = None,
+        advice: str = "lower the learning rate or raise its warm-up",
+    ) -> None:
+        """`advice`: how to mend a loss that is not finite; other arguments as for `plait.fit`.
+
+        Raises `DataError` where data-parallel ranks cannot share a batch, `ConfigError` where a learning rate
+        would replace different ones of parameter groups.
+        """
+        _require_rates_apart(optimizer, learning_rate)
+        self.engine, self.optimizer, self.mesh = engine, optimizer, engine.mesh
+        self.batches: Batches = batches.on(self.mesh) if isinstance(batches, Stream) else batches
+        self.steps, self.max_norm, self.advice = steps, clip, advice
+        self.done = 0
+        """Number of finished steps."""
+        self.resumed_steps = 0
+        """Steps of this run before it was resumed; 0 if it started from another run's checkpoint."""
+        self.row: dict[str, float] = {"loss": math.nan, "peak_memory_bytes": 0.0}
+        """The numbers of the latest step that were read."""
+        self.numbers: StepNumbers | None = None
+        """The same, with those of each rank."""
+        self.stopped = 0
+        """Not 0 where the run ends before its last step: the signal that a rank had received, or -1."""
+        self.requested_stop: Callable[[], int] = int
+        """Returns the signal to stop that this rank has received; 0: none."""
+        self.tell: Callable[[str], None] = _print if self.mesh.rank == 0 else _ignore
+        """Prints a line for the user, on rank 0."""
+        self.callbacks: Sequence[Callback] = ()
+        """The callbacks of `run`, in their order."""
+        self.notes = ""
+        """Text of the user about the run, for its report."""
+        self._rate = learning_rate
+        self._meter = Meter(self.mesh, engine.plan.precision, flops_per_token)
+        self._rows = require_divisible(self.batches, self.mesh)
+        self._tokens, self._data_seconds = 0, 0.0
+        self._unread: tuple[int, Callable[[], StepNumbers]] | None = None
+
+    def run(self, callbacks: Sequence[Callback] = ()) -> None:
+        """Train until `steps` are done, or until a callback or a signal stops the run on all ranks.
+
+        Raises `NonFiniteError` on every rank where a loss or a gradient norm is not finite.
+        """
+        self.callbacks = _callbacks(callbacks)
+        for callback in callbacks:
+            callback.resume(self)
+        with ExitStack() as stack:
+            for callback in callbacks:
+                stack.push(_ending(callback, self))
+                callback.begin(self)
+            if line := repeated_rows(self.batches):
+                self.tell(line)
+            if self.done >= self.steps:
+                self.tell(
+                    f"{self.done} steps were done before, and the run has {self.steps}: none is left to take."
+                )
+            self._end_with_data()
+            while self.done < self.steps and not self.stopped:
+                self.run_step()
+
+    def run_step(self) -> None:
+        """Run step number `done`, with its measurements and callbacks."""
+        step = self.done
+        self._call("before_step")
+        self._meter.start()
+        loss, norm = self.step(step)
+        rate = self.learning_rate(step)
+        numbers = self._meter.measure(
+            step,
+            StepResult(loss, norm, self.engine.loss_weight(), self.engine.non_finite()),
+            rate,
+            tokens=self._tokens,
+            data_seconds=self._data_seconds,
+            signal=self.requested_stop(),
+        )
+        self._call("submitted")
+        self.finish()
+        self._unread = step, numbers
+        self.done = step + 1
+        at_once = not is_accelerator(self.mesh.device) or self.is_last
+        if at_once or any(callback.is_due(self.done) for callback in self.callbacks):
+            self.finish()
+        self._call("after_step")
+
+    def finish(self) -> None:
+        """Read the last step's numbers, if unread; raise if not finite, else call callbacks' `measured`."""
+        if self._unread is None:
+            return
+        (step, read), self._unread = self._unread, None
+        numbers = read()
+        self.stopped = self.stopped or numbers.signal
+        self._refuse_non_finite(step, numbers)
+        self.row, self.numbers = numbers.row, numbers
+        self._call("measured", self.row)
+
+    def stop(self) -> None:
+        """End the run after this step; to be called on all ranks."""
+        self.stopped = self.stopped or -1
+
+    def named_callbacks(self) -> Iterator[tuple[str, Callback]]:
+        """Yield the callbacks by their keys; a second one with the same key as `KEY 2`."""
+        seen = Counter[str]()
+        for callback in self.callbacks:
+            name = callback.key
+            seen[name] += 1
+            yield name if seen[name] == 1 else f"{name} {seen[name]}", callback
+
+    @property
+    def sets_rate(self) -> bool:
+        """Whether the run sets the learning rate of each step; else it is the optimizer's."""
+        return self._rate is not None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the current step is the last one."""
+        return self.done >= self.steps or bool(self.stopped)
+
+    def step(self, step: int) -> tuple[Tensor, Tensor]:
+        """Train on the batch of `step`, counted from 0; return its loss and gradient norm, 0-d.
+
+        The loss is the mean over the global batch, the norm is that before clipping. Both are
+        the same on every rank, and returned without waiting for the device.
+        Communication: the engine's (activations over `pp`, attention over `cp`, regions and the loss over
+        `tp`, gradients over `dp_cp`, the norm over `model`).
+        """
+        loss = self.forward_backward(step)
+        return loss, self.engine.step(self.optimizer, self.max_norm)
+
+    def forward_backward(self, step: int) -> Tensor:
+        """Set the learning rate of `step` and compute its gradients; return the loss."""
+        if self._rate is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self._rate(step) * group.get(SCALE, 1.0)
+        began = time.perf_counter()
+        inputs, targets = self.batches.batch(step, self._rows)
+        self._data_seconds = time.perf_counter() - began
+        self._end_with_data(step + 1)
+        self._tokens = token_count(targets, self.batches.size)
+        self.optimizer.zero_grad()
+        return self.engine.forward_backward(inputs, targets)
+
+    def _end_with_data(self, steps: int | None = None) -> None:
+        """Reduce `steps` to what a stream that ends still allows."""
+        last = self.done if steps is None else steps
+        if not isinstance(self.batches, RankStream) or self.batches.left is None or last >= self.steps:
+            return
+        self.steps = last
+        left = f", of which the last {self.batches.left} fill no batch" if self.batches.left else ""
+        self.tell(f"The run ends after step {last}: the stream has no more samples{left}.")
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of `step`, counted from 0."""
+        return float(self.optimizer.param_groups[0]["lr"]) if self._rate is None else self._rate(step)
+
+    def _call(self, method: str, *arguments: object) -> None:
+        for callback in self.callbacks:
+            getattr(callback, method)(self, *arguments)
+
+    def _refuse_non_finite(self, step: int, numbers: StepNumbers) -> None:
+        """Raise `NonFiniteError` on every rank, with rank and stage, where the loss or norm is not finite.
+
+        `DataError` where the reason is that no target counts. `numbers` are those of `step`. A norm that
+        overflows a loss scale which can be lowered is no error, unless it is that of some replicas only.
+        """
+        world = self.mesh.size("world")
+        if 0 < len(numbers.norm_ranks) < world:
+            raise NonFiniteError(_of_some_replicas(step, numbers, world))
+        loss, norm = numbers.row["loss"], numbers.row["grad_norm"]
+        overflows = self.engine.adapts_loss_scale and self.engine.loss_scale >= 1
+        if math.isfinite(loss) and (math.isfinite(norm) or overflows):
+            return
+        if numbers.row["trained_tokens"] == 0:
+            raise DataError(
+                f"step {step + 1}: none of the batch's targets counts, all are -100: give larger batches, or "
+                "leave out samples without a target, such as conversations that are cut before their answer."
+            )
+        mesh, schedule = self.mesh, self.engine.schedule
+        if not math.isfinite(loss):
+            stages, what, value = [schedule.stages - 1], "loss", loss
+            rank = numbers.loss_rank % world
+        else:
+            rank = numbers.gradient_rank % world
+            stages = list(schedule.stages_of(mesh.coordinate_of(rank)["pp"]))
+            what, value = "gradient norm", norm
+        where = f"stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))}"
+        raise NonFiniteError(
+            f"step {step + 1}: the {what} is {value} on rank {rank}, {where}: "
+            f"{self.advice}, or look at the data of that step."
+        )
+
+
+def _of_some_replicas(step: int, numbers: StepNumbers, world: int) -> str:
+    """Return a sentence about replicas of the model whose gradient norms differ in being finite."""
+    bad = numbers.norm_ranks
+    rank = numbers.gradient_rank if numbers.gradient_rank in bad else bad[0]
+    sound = next(other for other in range(world) if other not in bad)
+    return (
+        f"step {step + 1}: the gradient norm is not finite on rank {rank}, and is on rank {sound}, whose "
+        "replica of the model should have the same gradients: go back to a checkpoint, and look for what "
+        "only some ranks did, such as a write to gradients, or a faulty device."
+    )
+
+
+def _require_rates_apart(
+    optimizer: torch.optim.Optimizer, learning_rate: Callable[[int], float] | None
+) -> None:
+    """Raise `ConfigError` where the rates of parameter groups would be replaced, or their scales not used."""
+    groups = optimizer.param_groups
+    rates = sorted({float(group["lr"]) for group in groups if "lr" in group})
+    if learning_rate is not None and len(rates) > 1:
+        raise ConfigError(
+            f"the optimizer's groups have learning rates from {rates[0]:g} to {rates[-1]:g}, which "
+            f"learning_rate would replace: leave it out, or give the groups one rate, and a factor of it as "
+            f"{SCALE}."
+        )
+    for group in groups:
+        require_number(f"{SCALE} of a parameter group", group.get(SCALE, 1.0))
+    if learning_rate is None and any(group.get(SCALE, 1.0) != 1.0 for group in groups):
+        raise ConfigError(
+            f"parameter groups have {SCALE}, a factor of learning_rate, which is not given: give "
+            "learning_rate, a number or a schedule."
+        )
+
+
+def _callbacks(given: object) -> Sequence[Callback]:
+    """Return the callbacks `given`. Raises `ConfigError` where they are no sequence of them."""
+    if not isinstance(given, Sequence):
+        raise ConfigError(f"callbacks are an object of {type(given).__name__}: give a list of callbacks.")
+    for one in given:
+        require_instance("a callback", one, Callback, "give objects of subclasses of plait.loop.Callback")
+    return given
+
+
+def _print(line: str) -> None:
+    """Print a line, which may quote files: the `tell` of rank 0."""
+    print(terminal_text(line))
+
+
+def _ignore(line: str) -> None:
+    """Discard the line: the `tell` of ranks other than 0."""
+
+
+def _ending(
+    callback: Callback, run: TrainingLoop
+) -> Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], None]:
+    """Return a function for an `ExitStack` that calls `callback.end`."""
+    return lambda kind, error, trace: callback.end(run, error)

@@ -1,0 +1,185 @@
+"""Validation during a run: its loss and metrics, and the lowest loss so far."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from plait.app.data.batches import Batches
+from plait.app.loop.training_loop import Callback, TrainingLoop
+from plait.app.loop.validation_means import Metric, validation_means
+from plait.app.loop.validation_rows import ValidationRows
+from plait.errors import ConfigError, NonFiniteError
+from plait.pictures.quantities import duration_text
+from plait.plan.arguments import require_instance, require_whole
+
+_LONG = 15.0
+"""Seconds of a validation that is announced."""
+
+
+@dataclass(frozen=True)
+class LowestLoss:
+    """The lowest validation loss of a run, and the step after which it was measured."""
+
+    step: int
+    loss: float
+
+
+class Validation(Callback):
+    """Puts the mean loss over validation data into the row, every `every` steps and at the end."""
+
+    def __init__(
+        self,
+        batches: Batches | None,
+        *,
+        every: int = 0,
+        count: int | None = None,
+        metrics: Mapping[str, Metric] | None = None,
+        name: str = "",
+    ) -> None:
+        """Use each row of `batches` once; with `count` those of the first `count` batches.
+
+        Data without a number of `rows`, which a `Loader` has, are endless: of them the first batch is used
+        where `count` is None. `every` 0: at the end only; no `batches`: never. The loss is `validation_loss`
+        in the row, and the mean of each of `metrics` over all values that it returns is
+        `validation_METRIC`; with a `name` they are `validation_NAME_loss` and `validation_NAME_METRIC`.
+        Raises `ConfigError` for other arguments.
+        """
+        require_whole("Validation's every", every, least=0)
+        if count is not None:
+            require_whole("Validation's count", count)
+        if metrics is not None:
+            require_instance("Validation's metrics", metrics, Mapping, "give a dictionary of functions")
+        self.name, self._metrics = name, _named_metrics(metrics or {})
+        if not isinstance(name, str) or (name and not _is_name(name)):
+            raise ConfigError(f"a Validation is called {name!r}: {_NAMES}.")
+        self._prefix = f"validation_{name}_" if name else "validation_"
+        self._data = None if batches is None else ValidationRows(batches, count)
+        self._every = every
+        self._run: TrainingLoop | None = None
+        self._is_anew = False
+        self.loss: float | None = None
+        """The latest validation loss."""
+        self.lowest: LowestLoss | None = None
+        """The lowest validation loss, also of steps before the run was resumed."""
+        self.worse = 0
+        """The number of validations since then."""
+
+    @property
+    def key(self) -> str:
+        """The name of the validation's state in checkpoints."""
+        return f"Validation {self.name}" if self.name else "Validation"
+
+    @property
+    def loss_name(self) -> str:
+        """The name of the validation loss in the row of metrics."""
+        return f"{self._prefix}loss"
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether there are validations before the end of the run."""
+        return self._data is not None and self._every > 0
+
+    def begin(self, run: TrainingLoop) -> None:
+        """Print which rows are used, unless all. ConfigError if two validations use the same names."""
+        self._run = run
+        if self._is_anew:
+            run.tell("Validation data differ from those before: the lowest validation loss is searched anew.")
+        if self._data is not None:
+            _require_own_names(self, run)
+            if self._data.selection:
+                run.tell(f"{self.key} takes {self._data.selection}.")
+
+    def names(self) -> list[str]:
+        """Return the names of the validation's numbers in the row of metrics."""
+        if self._data is None:
+            return []
+        return [self.loss_name, *(f"{self._prefix}{name}" for name in self._metrics)]
+
+    def is_due(self, step: int) -> bool:
+        """Return whether `step` is the last one or a multiple of `every`."""
+        at_end, every = self._run is not None and step == self._run.steps, self._every
+        return self._data is not None and (at_end or (every > 0 and step % every == 0))
+
+    def measured(self, run: TrainingLoop, row: dict[str, float]) -> None:
+        """If due, add validation loss and metrics, equal on all ranks, to `row`. Raises `NonFiniteError`."""
+        step = int(row["step"])
+        if self._data is None or not self.is_due(step):
+            return
+        of_name = f" of {self.name}" if self.name else ""
+        # A forward takes about a third of a step.
+        seconds = row["step_seconds"] / 3 * self._data.count / run.batches.size
+        if seconds > _LONG:
+            run.tell(
+                f"step {step}: the validation loss{of_name} is computed of {self._data.count:,} rows, in "
+                f"about {duration_text(seconds)}."
+            )
+        loss, *others = validation_means(self._data, run.engine, self._metrics)
+        if not math.isfinite(loss):
+            raise NonFiniteError(
+                f"step {step}: the validation loss{of_name} is {loss} after it, seen on the last stage: "
+                f"{run.advice}."
+            )
+        row.update(zip(self.names(), [loss, *others], strict=True))
+        is_lowest = self.lowest is None or loss < self.lowest.loss
+        self.loss, self.worse = loss, 0 if is_lowest else self.worse + 1
+        if is_lowest:
+            self.lowest = LowestLoss(step, loss)
+        means = "".join(f", {name} {mean:.3f}" for name, mean in zip(self._metrics, others, strict=True))
+        run.tell(f"step {step}: validation loss{of_name} {loss:.3f}{means}")
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the lowest loss, the number of validations since, and a description of their data."""
+        if self.lowest is None:
+            return {}
+        return {
+            "step": self.lowest.step,
+            "loss": self.lowest.loss,
+            "worse": self.worse,
+            "data": self._description(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the lowest loss from a `state_dict`, unless that is of other validation data."""
+        self._is_anew = self._data is not None and state["data"] != self._description()
+        if not self._is_anew:
+            self.lowest, self.worse = LowestLoss(state["step"], state["loss"]), state["worse"]
+
+    def _description(self) -> dict[str, Any]:
+        return {} if self._data is None else self._data.describe()
+
+
+_NAMES = "give a name of letters, digits and . _ - / @"
+
+
+def _is_name(name: object) -> bool:
+    """Return whether `name` can be a column of a table and a tag of a logger."""
+    return isinstance(name, str) and re.fullmatch(r"[\w.@/-]+", name) is not None
+
+
+def _named_metrics(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Return the metrics as a dictionary. Raises `ConfigError` for names and values that cannot be used."""
+    for name, metric in metrics.items():
+        if not _is_name(name):
+            raise ConfigError(f"a metric is called {name!r}: {_NAMES}.")
+        if name == "loss":
+            raise ConfigError("a metric is called loss, as the validation loss is: give it another name.")
+        if not callable(metric):
+            raise ConfigError(f"the metric {name} is {metric!r}: give a function of output and targets.")
+    return dict(metrics)
+
+
+def _require_own_names(validation: Validation, run: TrainingLoop) -> None:
+    """Raise `ConfigError` where a validation before `validation` writes a number of the same name."""
+    for other in run.callbacks:
+        if other is validation:
+            return
+        shared = set(validation.names()) & set(other.names() if isinstance(other, Validation) else ())
+        if shared:
+            raise ConfigError(
+                f"two validations write {min(shared)} into the row of a step: give each a name of its own, "
+                "as Validation(…, name='test') or fit(validation={'test': …})."
+            )

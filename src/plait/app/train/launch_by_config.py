@@ -1,0 +1,27 @@
+"""`launch_by_config`: call a function in the ranks of a configuration's plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from plait.app.config.config import Config
+from plait.ranks.launch.launch import launch
+
+Result = TypeVar("Result")
+
+
+def launch_by_config(config: Config, function: Callable[..., Result], *arguments: Any) -> list[Result]:
+    """Call `function(config, *arguments)` in every rank, as `run` says; return all results, rank 0 first."""
+    run = config.run
+    return launch(
+        function,
+        config,
+        *arguments,
+        ranks=config.plan().world,
+        threads=run.threads,
+        timeout=run.timeout,
+        device=run.device,
+        ranks_as=run.ranks_as,
+        ranks_per_gpu=run.ranks_per_gpu,
+    )

@@ -1,0 +1,79 @@
+"""Checkpoints of a training run: `run.resume`, `run.save_every` and `run.keep_…`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from plait.app.config.config import Config
+from plait.app.config.config_parser import config_from_arguments
+from plait.app.data.recorded_tokenizer import files_hash
+from plait.app.loop.checkpoint_callback import Checkpoints
+from plait.app.train.build import build_model
+from plait.app.train.trained_model import TOKENIZER, vocabulary
+from plait.checkpoint.manifest import Manifest, section
+from plait.engine.blueprint import build_blueprint
+from plait.errors import ConfigError
+from plait.plan.shard_plan import ShardPlan
+
+FOLDER = "checkpoints"
+"""The folder in `run.dir`."""
+DATA_FIELDS = (
+    "train.seed",
+    "train.batch",
+    "model.context",
+    "data.source",
+    "data.mixture",
+    "data.tokenizer",
+    "data.dtype",
+    "data.validation",
+    "data.validation_source",
+)
+"""Fields that decide which tokens a step trains on; a resumed run has the same."""
+
+
+def run_checkpoints(config: Config) -> Checkpoints:
+    """Return the callback that saves and resumes a run as `run` configures."""
+    run, tokenizer = config.run, config.data.known_tokenizer or "bytes"
+    return Checkpoints(
+        run.dir / FOLDER,
+        every=run.save_every,
+        minutes=run.save_minutes,
+        keep_last=run.keep_last,
+        keep_every=run.keep_every,
+        keep_best=run.keep_best,
+        watch=config.train.watch if run.keep_best else None,
+        resume=run.resume,
+        state={"config": json.loads(config.model_dump_json()), TOKENIZER: files_hash(tokenizer)},
+        check=partial(_require_same_data, config),
+        start_over="--run.resume no",
+    )
+
+
+def shard_plan_for(manifest: Manifest, arguments: Sequence[str]) -> ShardPlan:
+    """Return the `ShardPlan` by which a run with these `arguments` would shard the checkpoint of `manifest`.
+
+    Fields of the model, data and training that are not given are those of the run that wrote the checkpoint,
+    if it was one of `plait train`; degrees, strategy and schedule have their defaults. Raises `PlaitError`
+    for an invalid configuration or plan.
+    """
+    defaults = {name: section(manifest.state, "config", name) for name in ("model", "data", "train")}
+    config = config_from_arguments(arguments, defaults, "the checkpoint")
+    model = build_model(config.model, vocabulary(config.model, manifest))
+    return build_blueprint(model, config.plan()).shard_plan
+
+
+def _require_same_data(config: Config, state: Mapping[str, Any], path: Path) -> None:
+    """Raise `ConfigError` where a field that decides the training data differs from the checkpoint's."""
+    now = json.loads(config.model_dump_json())
+    for field in DATA_FIELDS:
+        part, _, name = field.partition(".")
+        was = section(state, "config", part).get(name)
+        if was is not None and was != now[part][name]:
+            raise ConfigError(
+                f"{field} is {now[part][name]!r}, and was {was!r} when {path} was written: a "
+                "resumed run needs the same data; give the same, or start over without run.resume."
+            )

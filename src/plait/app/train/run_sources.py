@@ -1,0 +1,153 @@
+"""One source of a run's data, opened: rows for training, and rows that are held out for validation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from plait.app.config.config import Config
+from plait.app.data.batches import Rows, TokenWindows
+from plait.app.data.corpus import read_documents
+from plait.app.data.corpus_check import require_intact
+from plait.app.data.corpus_index import CorpusIndex
+from plait.app.data.document_rows import DocumentRows
+from plait.app.data.recorded_tokenizer import recorded_tokenizer
+from plait.app.data.token_files import holds_tokens, open_tokens
+from plait.app.data.token_shards import Corpus, corpus_of, open_corpus
+from plait.app.data.tokenizer import ByteTokenizer, Tokenizer
+from plait.app.data.tokenizer_match import tokenizer_mismatch
+from plait.app.train.prepared_sources import prepared_folder
+from plait.errors import ConfigError, DataError
+
+# Tokens that are checked against the vocabulary when a corpus is opened (a fraction of a second); later ones
+# are checked with their batch, so that a huge array opens at once.
+_CHECKED_AT_ONCE = 1 << 26
+_READ_AT_ONCE = 1 << 26
+"""Bytes of a prepared corpus whose checksums are compared at once; `plait data inspect` compares all."""
+
+
+@dataclass(frozen=True)
+class OpenSource:
+    """A source of data. `unreadable`: why the run's tokenizer cannot turn its tokens into text, or ""."""
+
+    training: Rows
+    held_out: Rows | None
+    vocab: int
+    unreadable: str
+    summary: str
+    holds_chats: bool = False
+
+
+def open_source(config: Config, source: str, tokenizer: Tokenizer, fraction: float) -> OpenSource:
+    """Open a source, and hold the last `fraction` of it out. Raises `DataError` or `ConfigError`."""
+    vocab, name, unreadable = config.model.vocab or tokenizer.vocab, tokenizer.name, ""
+    if (folder := prepared_folder(config, source)) is not None:
+        corpus, index = open_corpus(folder)
+        require_intact(folder, index, _READ_AT_ONCE)
+        vocab, name = config.model.vocab or index.vocab, index.tokenizer
+        unreadable = _mismatch(config, folder, index, tokenizer)
+        if index.largest >= vocab:
+            raise DataError(
+                f"data.source = {source!r} holds token {index.largest}, outside the vocabulary of {vocab}: "
+                f"set model.vocab to at least {index.largest + 1}, or use the tokenizer the model is meant "
+                "for."
+            )
+        if index.chats:
+            return _split_chats(config, source, corpus, index, vocab, unreadable, fraction)
+    elif holds_tokens(source):
+        corpus = open_tokens(source, config.data.dtype)
+        if isinstance(tokenizer, ByteTokenizer) and vocab > tokenizer.vocab:
+            name = "of an unknown tokenizer"
+            unreadable = f"the tokens of {source} are {name}: set data.tokenizer to it"
+    else:
+        corpus = corpus_of(tokenizer.encode(read_documents(source)))
+    return _split(config, source, corpus, name, vocab, unreadable, fraction)
+
+
+def _mismatch(config: Config, folder: Path, index: CorpusIndex, tokenizer: Tokenizer) -> str:
+    """Return why the tokenizer does not fit a prepared corpus that does not record its own, or "".
+
+    Raises ConfigError where the tokenizer is given, or that of another source.
+    """
+    found = tokenizer_mismatch(folder, index, tokenizer)
+    if found and config.data.tokenizer is not None:
+        raise ConfigError(f"{found}: leave data.tokenizer out, or prepare the corpus again, with that one.")
+    if found and recorded_tokenizer(str(folder)) is not None:
+        raise ConfigError(
+            f"{found}, by another source of the run: sources that are mixed need the same tokenizer."
+        )
+    return f"{found}: set data.tokenizer to the corpus's own" if found else ""
+
+
+def _split(
+    config: Config,
+    source: str,
+    corpus: Corpus,
+    tokenizer: str,
+    vocab: int,
+    unreadable: str,
+    fraction: float,
+) -> OpenSource:
+    """Return windows of tokens; the last tokens are held out."""
+    context, size = config.model.context, len(corpus)
+    TokenWindows(corpus, context, vocab, source).check(_CHECKED_AT_ONCE)
+    cut = size - int(size * fraction)
+    training = TokenWindows(corpus, context, vocab, source, stop=cut)
+    held_out = TokenWindows(corpus, context, vocab, source, start=cut)
+    if not training.count:
+        raise DataError(
+            f"data.source = {source!r} has {cut} tokens for training, fewer than the {context + 1} of one "
+            f"sequence (model.context = {context} and the next one): give more data or lower model.context."
+        )
+    if fraction and not held_out.count:
+        raise DataError(
+            f"data.validation = {fraction:g} leaves {size - cut} tokens of data.source = {source!r} "
+            f"for validation, fewer than the {context + 1} of one sequence (model.context = {context} and "
+            "the next one): raise it, or set it to 0 for none."
+        )
+    title = "Python's standard library" if source == "stdlib" else source
+    share = f", {fraction:.1%} of them for validation" if fraction else ""
+    summary = f"{title}, {size:,} tokens ({tokenizer}){share}"
+    return OpenSource(training, held_out if fraction else None, vocab, unreadable, summary)
+
+
+def _split_chats(
+    config: Config,
+    source: str,
+    corpus: Corpus,
+    index: CorpusIndex,
+    vocab: int,
+    unreadable: str,
+    fraction: float,
+) -> OpenSource:
+    """Return rows of whole conversations; the last ones are held out."""
+    context = config.model.context
+    kept = index.documents - (max(1, int(index.documents * fraction)) if fraction else 0)
+    if kept < 1:
+        raise DataError(
+            f"data.source = {source!r} has {index.documents} conversations, of which data.validation = "
+            f"{fraction:g} leaves none for training: give more, or set it to 0."
+        )
+    training = DocumentRows(corpus, context, vocab, source, stop=kept)
+    held_out = DocumentRows(corpus, context, vocab, source, first=kept)
+    left_out = training.left_out + held_out.left_out
+    late = f"with an answer in its first {context} tokens (model.context)"
+    if not training.count:
+        raise DataError(
+            f"{source!r} has no conversation{' for training' * bool(fraction)} {late}: raise model.context."
+        )
+    if fraction and not held_out.count:
+        raise DataError(
+            f"{source!r} has no conversation for validation {late}: raise data.validation = {fraction:g} or "
+            "model.context, or give data.validation_source."
+        )
+    notes = [f"{index.tokens:,} tokens, {index.count('answers'):,} of them in answers"]
+    if cut := training.cut + held_out.cut:
+        notes.append(f"{cut:,} conversations longer than model.context = {context} are cut")
+    if left_out:
+        roles = index.names("unknown_roles")
+        named = f" (no answers to plait: the roles {roles})" if roles else ""
+        notes.append(f"{left_out:,} without an answer in their first {context} tokens are left out{named}")
+    notes += index.notes()
+    summary = f"{source}, {index.documents:,} conversations in {training.count:,} rows, {'; '.join(notes)}"
+    return OpenSource(training, held_out if fraction else None, vocab, unreadable, summary, holds_chats=True)

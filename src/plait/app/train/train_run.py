@@ -1,0 +1,254 @@
+"""`train(config)`: the training run, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from plait.app.config.config import Config
+from plait.app.loop.callbacks import Log, ReplicaChecks
+from plait.app.loop.describe_run import describe, plan_line
+from plait.app.loop.early_stop import EarlyStop
+from plait.app.loop.metrics import FIELD, loggers_of
+from plait.app.loop.progress import Progress, ProgressReporter
+from plait.app.loop.report_callback import Report
+from plait.app.loop.run_folder import LOCK, locked_folder
+from plait.app.loop.validation import Validation
+from plait.app.train.build import trained_part
+from plait.app.train.measured_schedules import balanced
+from plait.app.train.predicted_run import peak_line, predict_memory, prediction_line
+from plait.app.train.predicted_step import predicted_step, step_lines
+from plait.app.train.reference_steps import Comparison, LossAndNorm, compare_steps
+from plait.app.train.run_callbacks import WRITTEN, FirstSteps, FolderOfRun, Recordings, Samples
+from plait.app.train.run_checkpoints import FOLDER, run_checkpoints
+from plait.app.train.run_data import Data, load_data, with_steps_of_epochs
+from plait.app.train.stop_signals import StopSignals
+from plait.app.train.trainer import Trainer
+from plait.estimate.memory.memory_report import Memory
+from plait.estimate.time.prediction import Prediction
+from plait.pictures.report.page import REPORT_FILE
+from plait.plan.plan import Plan
+from plait.ranks.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """The result of a run, the same on every rank."""
+
+    steps: int
+    """Number of finished steps, including steps before the run was resumed."""
+    loss: float
+    """Loss of the last step; NaN where a resumed run had no steps left."""
+    validation_loss: float | None
+    """That of the first validation."""
+    sample: str | None
+    metrics: Path
+    validation_losses: Mapping[str, float | None]
+    """Latest loss of each validation, by name; that of a single one without a name is called ""."""
+    stopped: int
+    """The signal that ended the run; 0: none."""
+    saved: bool
+    """False where the last checkpoint could not be written."""
+    reported: bool
+    """False where rank 0 could not write the report."""
+    comparison: Comparison | None = None
+
+    @property
+    def matches(self) -> bool:
+        """Whether `run.compare` found the same results as on a single rank; True without a comparison."""
+        return self.comparison is None or self.comparison.matches
+
+
+def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
+    """Train as configured by `config`; called by every rank of a world of `config.plan().world` ranks.
+
+    Rank 0 shows the progress and writes to `run.dir`. A signal in `stop_on` on any rank ends the run
+    after its step, with a checkpoint. Raises `ConfigError`, `DataError`, `PlanError`, `MeshError`,
+    `CheckpointError` when there is nothing to resume from, `NonFiniteError` when the loss or the gradient
+    norm is not finite, and `ReplicaError` when `run.check_replicas` finds a difference. A checkpoint
+    that cannot be written is a warning, and the run goes on.
+    """
+    plan, run = config.plan(), config.run
+    device = None if run.device == "auto" else run.device
+    mesh = Mesh(plan, device=device, timeout=run.timeout, guarded=run.guard)
+    world = mesh.group("world")
+    lock = locked_folder(run.dir, LOCK, world, mesh.device, field=FIELD, written=WRITTEN)
+    with lock, StopSignals(stop_on) as stop:
+        data = load_data(config)
+        config = with_steps_of_epochs(config, data)
+        progress = ProgressReporter(config.train.steps, shown=mesh.rank == 0, bar=run.progress)
+        plan = balanced(config, plan, mesh, data)
+        memory = _predicted_memory(config, plan, mesh, data)
+        predicted = predicted_step(config, plan, mesh.device)
+        trainer = Trainer(config, plan, mesh, data)
+        report = Report(run.dir, step=run.trace, page=run.report, metrics=False, field=FIELD, locks=False)
+        trainer.tell, trainer.requested_stop = report.tell_through(progress.print), lambda: stop.local
+        _introduce(config, trainer, data, memory, predicted, report)
+        result, first = _trained(config, trainer, data, report, progress)
+        peak = trainer.row["peak_memory_bytes"]
+    del trainer  # the comparison needs the memory
+    _print_end(config, result, memory, predicted, peak, mesh, progress)
+    if not first or result.stopped:
+        return result
+    comparison = compare_steps(config, data, mesh, first)
+    progress.print(str(comparison))
+    return replace(result, comparison=comparison)
+
+
+def _trained(
+    config: Config, trainer: Trainer, data: Data, report: Report, progress: ProgressReporter
+) -> tuple[TrainingResult, list[LossAndNorm]]:
+    """Train with the callbacks of `config`; return the result, and the numbers of the first steps."""
+    settings, run = config.train, config.run
+    first, checkpoints = FirstSteps(run.compare), run_checkpoints(config)
+    validations, samples = _validations(config, data), Samples(config)
+    trainer.run(
+        [
+            FolderOfRun(config),
+            Recordings(config),
+            ReplicaChecks(run.check_replicas),
+            Progress(progress),
+            first,
+            *validations,
+            *([EarlyStop(settings.patience, watch=settings.watch)] if settings.patience else []),
+            report,
+            _log(config),
+            checkpoints,
+            samples,
+        ]
+    )
+    signal = max(0, trainer.stopped)
+    result = TrainingResult(
+        steps=trainer.done,
+        loss=trainer.row["loss"],
+        validation_loss=validations[0].loss if validations else None,
+        validation_losses={one.name: one.loss for one in validations},
+        sample=None if signal else samples.last(trainer),
+        metrics=run.dir / "metrics.jsonl",
+        stopped=signal,
+        saved=not checkpoints.failed,
+        reported=report.has_page,
+    )
+    return result, first.numbers
+
+
+def _introduce(
+    config: Config,
+    trainer: Trainer,
+    data: Data,
+    memory: Memory | None,
+    predicted: Prediction | None,
+    report: Report,
+) -> None:
+    """Print the lines before the first step, and set on rank 0 what `run.json` says of the run."""
+    mesh = trainer.mesh
+    lines = [*banner(config, mesh, data, *trainer.sizes, has_weights=trainer.has_weights)]
+    lines += [] if memory is None else [prediction_line(memory)]
+    if mesh.rank == 0:
+        title, changed = config.run.dir.resolve().name, [*_changed_fields(config)]
+        about = describe(
+            trainer.engine,
+            title,
+            lines,
+            rows=config.train.batch,
+            memory=memory,
+            seconds=None if predicted is None else predicted.step_seconds,
+            changed_fields=changed,
+            notes=config.run.notes,
+        )
+        report.describe(about)
+    for line in lines:
+        trainer.tell(line)
+
+
+def _changed_fields(config: Config) -> Iterator[str]:
+    """Yield the names of the fields that differ from their default."""
+    for (section, values), (_, defaults) in zip(config, Config(), strict=True):
+        for (name, value), (_, default) in zip(values, defaults, strict=True):
+            if value != default:
+                yield f"{section}.{name}"
+
+
+def banner(
+    config: Config, mesh: Mesh, data: Data, parameters: int, trained: int, *, has_weights: bool = False
+) -> Iterator[str]:
+    """Yield the lines that are printed before the first step: model, plan, data and folder.
+
+    `parameters` and `trained`: of the whole model, and how many of them are not frozen. `has_weights`:
+    whether the folder of a Hugging Face model holds weights to start from.
+    """
+    model, settings, plan = config.model, config.train, config.plan()
+    count = _count(parameters) + ("" if trained == parameters else f", of which {trained:,} are trained")
+    yield (
+        f"Model: {model.name}, {count} ({model.layers} blocks, hidden {model.hidden}, "
+        f"context {model.context}, vocabulary {data.vocab:,})."
+    )
+    if model.folder is not None and has_weights:
+        yield f"Weights: those in {model.folder}."
+    elif model.folder is not None:
+        yield (
+            f"WARNING: {model.folder} holds no weights: the run starts from random values (train.seed = "
+            f"{settings.seed})."
+        )
+    yield plan_line(plan, mesh, settings.batch)
+    epochs = " and ".join(f"{each:.3g} epochs{of}" for of, each in data.epochs(settings.steps).items())
+    yield f"Data: {data.summary}." + (f" {settings.steps} steps are {epochs}." if epochs else "")
+    for one in data.validations:
+        if one.summary:
+            yield f"Validation{f' {one.name}' * bool(one.name)}: {one.summary}."
+    yield f"Run: {config.run.dir}"
+
+
+def _count(parameters: int) -> str:
+    """Return a number of parameters as text."""
+    return f"{parameters / 1e6:.1f} M parameters" if parameters >= 1e6 else f"{parameters:,} parameters"
+
+
+def _print_end(
+    config: Config,
+    result: TrainingResult,
+    memory: Memory | None,
+    predicted: Prediction | None,
+    peak: float,
+    mesh: Mesh,
+    progress: ProgressReporter,
+) -> None:
+    """Print after the last step: the sample, memory and time, the metrics' path, how to resume if stopped."""
+    if result.sample is not None:
+        progress.print(f"\n{result.sample}\n")
+    if memory is not None and peak:
+        progress.print(peak_line(memory, peak, mesh.device))
+    for line in step_lines(config.run.dir, predicted) if predicted is not None and mesh.rank == 0 else ():
+        progress.print(line)
+    has_report = config.run.report and result.reported
+    report = f"; the report is {config.run.dir / REPORT_FILE}" if has_report else ""
+    progress.print(f"Metrics are in {result.metrics}{report}.")
+    if result.saved and config.run.save_every is not None and not result.stopped:
+        saved = config.run.dir / FOLDER
+        progress.print(f"Checkpoints are in {saved}; `plait checkpoint export` writes them for transformers.")
+    if result.stopped:
+        how_to_resume = (
+            ": go on with --run.resume auto" if result.saved and config.run.save_every is not None else ""
+        )
+        progress.print(f"Stopped after step {result.steps}{how_to_resume}.")
+
+
+def _log(config: Config) -> Log:
+    """Return the callback that writes the metrics as `run` configures."""
+    run = config.run
+    loggers = loggers_of(run.dir, csv_too=run.csv, tensorboard=run.tensorboard)
+    return Log(*loggers, folder=run.dir, field=FIELD)
+
+
+def _validations(config: Config, data: Data) -> list[Validation]:
+    """Return the callbacks that validate as `train` configures."""
+    every = config.train.validate_every
+    return [Validation(one.batches, every=every, count=one.count, name=one.name) for one in data.validations]
+
+
+def _predicted_memory(config: Config, plan: Plan, mesh: Mesh, data: Data) -> Memory | None:
+    """Return the predicted memory if this rank prints it or `run.memory_limit` is set, else None."""
+    if mesh.rank != 0 and config.run.memory_limit is None:
+        return None
+    return predict_memory(config, trained_part(config, data.vocab), plan, mesh.device)

@@ -1,9 +1,0 @@
-"""Corpora, tokenizers, prepared token shards, and the order of training batches."""
-
-from typing import Any
-
-from plait.submodules import submodule
-
-
-def __getattr__(name: str) -> Any:
-    return submodule(__name__, name)

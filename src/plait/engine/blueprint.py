@@ -1,0 +1,337 @@
+"""The blueprint of a run: everything that follows from a model and a plan alone, without ranks or tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, cast
+
+from torch import nn
+
+from plait.engine.sharding.reduction_groups import Owners
+from plait.engine.step_programs import StepPrograms
+from plait.engine.structure_key import structure_of
+from plait.errors import PlanError
+from plait.models.layers.layer_sequence import (
+    LayerSequence,
+    aliases_of,
+    layer_costs,
+    saved_buffers,
+    sequence_of,
+    without_values,
+)
+from plait.models.layers.model_validation import refuse_compiled_modules, refuse_layout_dependence
+from plait.plan.axes import layout_degrees, sizes_of_plan
+from plait.plan.buffer_specs import BufferSpecs, build_buffer_specs, piece_layouts
+from plait.plan.layout.layout import Layout
+from plait.plan.parameter_units import FLOAT16, BufferKind, ModelParameter, UnitSpec, resolve_units
+from plait.plan.plan import Plan, Recompute
+from plait.plan.rules import Rule, Rules
+from plait.plan.shard_plan import ShardPlan
+from plait.proof.meta_layers import MetaLayers
+from plait.ranks.group import Group
+from plait.schedules.lowering.lowering_spec import LayerIndex, LoweringSpec
+from plait.schedules.schedule import Schedule
+from plait.schedules.search.layer_costs import LayerCosts
+from plait.schedules.search.stage_cuts import StageCut, schedule_and_cut
+from plait.tensor.output_linear import output_linear_name
+from plait.tensor.parallel.apply_rules import layouts_of, match_modules
+from plait.tensor.parallel.sequence_dims import SequenceDims, sequence_dims, summed_over_tp
+from plait.tensor.parallel.tensor_parallelism import TensorParallelism, named
+from plait.tensor.precision import DTYPES, named_dtype
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """Stages, layouts, flat buffers and schedule of a whole model under a plan; the same on every rank."""
+
+    plan: Plan
+    sequence: LayerSequence
+    module_rules: Mapping[str, Rule]
+    """The rule of each module that is partitioned over `tp`."""
+    whole_layouts: Mapping[str, Layout]
+    """The layout of each parameter as layers use it: sharded over `tp` only."""
+    summed: Mapping[str, int]
+    """The number of neighbours along `tp` over which the gradient of each parameter is summed."""
+    sequence_dims: tuple[SequenceDims, ...]
+    """The sequence dims of each layer."""
+    units: Mapping[str, UnitSpec]
+    """How each unit of parameters is stored, gathered and reduced, by its name."""
+    schedule: Schedule
+    layers_per_stage: tuple[int, ...]
+    recompute: tuple[Recompute, ...]
+    """How much of its forward each layer runs again in its backward."""
+    output_linear: str | None
+    """The name, within the last layer, of the linear whose logits the loss computes in chunks; None: none."""
+
+    @cached_property
+    def buffer_specs(self) -> BufferSpecs:
+        """The flat buffers of each unit."""
+        return build_buffer_specs(self.units, self.whole_layouts)
+
+    @cached_property
+    def layouts(self) -> Mapping[str, Layout]:
+        """The layout of each parameter's pieces, as the ranks' optimizers update them."""
+        return piece_layouts(self.buffer_specs, self.whole_layouts)
+
+    @cached_property
+    def stage_layers(self) -> tuple[range, ...]:
+        """The range of layer numbers that each stage runs, counted over the model."""
+        bounds = accumulate(self.layers_per_stage, initial=0)
+        return tuple(range(first, stop) for first, stop in pairwise(bounds))
+
+    @cached_property
+    def lowering_spec(self) -> LoweringSpec:
+        """Input of `lower` besides the schedule: layers per stage and parameter unit, timing, overlap."""
+        counts = enumerate(self.layers_per_stage)
+        places = [LayerIndex(stage, layer) for stage, count in counts for layer in range(count)]
+        return LoweringSpec(
+            self.layers_per_stage,
+            {name: tuple(places[layer] for layer in unit.users) for name, unit in self.units.items()},
+            self.plan.overlap,
+            {name: unit.timing for name, unit in self.units.items()},
+            replicated=self.plan.world > self.plan.pp,
+            loss_computes_logits=self.output_linear is not None,
+        )
+
+    @cached_property
+    def programs(self) -> StepPrograms:
+        """The instructions of each rank of `pp`, lowered from `schedule`, for training and inference."""
+        return StepPrograms(self.schedule, self.lowering_spec)
+
+    @cached_property
+    def output_classes(self) -> int | None:
+        """The number of classes of all logits, where the loss computes these; else None."""
+        if self.output_linear is None:
+            return None
+        return cast(nn.Linear, self.sequence.layers[-1].module.get_submodule(self.output_linear)).out_features
+
+    @cached_property
+    def structures(self) -> tuple[Hashable, ...]:
+        """A key of each layer, equal for layers that run alike on the meta device; see `structure_of`."""
+        return tuple(structure_of(layer.module) for layer in self.sequence.layers)
+
+    @cached_property
+    def owners(self) -> Owners:
+        """The ranks of `pp` that hold each parameter: those that run a layer which uses it."""
+        rank_of = self.schedule.rank_of
+        ranks = {
+            unit: tuple(sorted({rank_of[place.stage] for place in places}))
+            for unit, places in self.lowering_spec.units.items()
+        }
+        return {name: ranks[self.sequence.unit_of(name)] for name in self.sequence.parameters}
+
+    @cached_property
+    def kinds(self) -> Mapping[str, BufferKind]:
+        """How each parameter is stored, gathered and reduced."""
+        return {name: kind for unit in self.units.values() for name, kind in unit.kinds.items()}
+
+    @cached_property
+    def norm_axis(self) -> str:
+        """The axis over which the gradient norm is summed: all ranks, or those of a whole model."""
+        sharded = any(kind.trains and kind.sharded for kind in self.kinds.values())
+        return "world" if sharded else "model"
+
+    @cached_property
+    def shard_plan(self) -> ShardPlan:
+        """The distribution of parameters and buffers over ranks, as checkpoints need it."""
+        layers, rank_of = self.sequence.layers, self.schedule.rank_of
+        names = (name for specs in self.buffer_specs.values() for spec in specs for name in spec.names)
+        buffers = {
+            name: (rank_of[stage], tuple(buffer.shape))
+            for stage, numbers in enumerate(self.stage_layers)
+            for name, buffer in saved_buffers(layers[number] for number in numbers)
+        }
+        return ShardPlan(
+            plan=self.plan,
+            layouts={name: self.layouts[name] for name in names},
+            buffer_shapes={name: shape for name, (_, shape) in buffers.items()},
+            aliases=aliases_of(layers),
+            owners={**self.owners, **{name: (rank,) for name, (rank, _) in buffers.items()}},
+        )
+
+    def stages_with(self, unit: str, stages: Iterable[int]) -> tuple[int, ...]:
+        """Return the stages among `stages` whose layers use the parameters of `unit`, in model order."""
+        users = {place.stage for place in self.lowering_spec.units[unit]}
+        return tuple(sorted(users.intersection(stages)))
+
+    @property
+    def trains_in_fp16(self) -> bool:
+        """Whether gradients may overflow: a trainable parameter is computed or reduced in fp16."""
+        kinds = (kind for kind in self.kinds.values() if kind.trains)
+        return any(FLOAT16 in (kind.compute, kind.gradient, kind.reduce) for kind in kinds)
+
+    def tensor_parallel(self, group: Group) -> TensorParallelism:
+        """Return the tensor-parallel rules, ready to be applied to the layers of a rank of `group`."""
+        paths = (layer.path for layer in self.sequence.layers)
+        sequence_dims = dict(zip(paths, self.sequence_dims, strict=True))
+        return TensorParallelism(
+            self.module_rules, sequence_dims, self.plan.sequence_parallel == "regather", group
+        )
+
+    def meta_layers(
+        self, rules: TensorParallelism, coordinate: Mapping[str, int], results: dict[Hashable, Any]
+    ) -> MetaLayers:
+        """Return the layers on the meta device, as the rank at `coordinate` holds them; see `MetaLayers`."""
+        dtype = DTYPES[self.plan.precision]
+        return MetaLayers(
+            self.sequence,
+            self.structures,
+            self.whole_layouts,
+            self.summed,
+            rules,
+            coordinate=coordinate,
+            dtype=dtype,
+            results=results,
+            output_linear=self.output_linear,
+        )
+
+
+def shared_blueprint(
+    model: nn.Module, plan: Plan, rules: Rules | None, results: dict[Hashable, Any]
+) -> Blueprint:
+    """Return the blueprint of `model`, without tensor values; ranks that are threads of one process share it.
+
+    The engine must not keep the values alive. The latest blueprint stays in `results`, which these ranks
+    share: the first one builds it for all that call with an equal model.
+    """
+    sequence = sequence_of(model)
+    chosen = chosen_rules(model, rules)
+    paths = tuple(layer.path for layer in sequence.layers)
+    whole = structure_of(*(layer.module for layer in sequence.layers))
+    key = plan, paths, whole, tuple(chosen.items()) if isinstance(chosen, Mapping) else chosen
+    known, blueprint = results.get(Blueprint, (None, None))
+    if known != key:
+        built = build_blueprint(model, plan, rules)
+        blueprint = replace(built, sequence=without_values(sequence))
+        results[Blueprint] = key, blueprint
+    return cast(Blueprint, blueprint)
+
+
+def build_blueprint(
+    model: nn.Module,
+    plan: Plan,
+    rules: Rules | None = None,
+    order_of: Callable[..., tuple[Schedule, StageCut]] = schedule_and_cut,
+) -> Blueprint:
+    """Return the blueprint of `model` under `plan`. Raises PlanError, ModelError or ScheduleError.
+
+    `order_of` is `schedule_and_cut`, or a cached version of it for many plans.
+    """
+    sequence = sequence_of(model)
+    if plan.pp > 1 and len(sequence.layers) == 1 and sequence.layers[0].module is model:
+        raise PlanError(
+            f"plan.pp is {plan.pp}, but the model is a {type(model).__name__}, one layer for plait: give an "
+            "nn.Sequential of its parts, which run one after the other."
+        )
+    refuse_compiled_modules(model)
+    recompute = recompute_per_layer(plan, len(sequence.layers))
+    refuse_layout_dependence(sequence)
+    module_rules = rules_of_partitioned_modules(model, rules, plan, sequence)
+    whole_layouts, summed = parameter_layouts(sequence, module_rules, plan)
+    dims = sequence_dims(named(sequence.layers), module_rules)
+    units = units_of(sequence, summed, plan)
+    output_linear = None
+    if plan.loss_rows is not None:
+        last, in_pieces = sequence.layers[-1], dims[-1].output is not None
+        output_linear = output_linear_name(last, module_rules, plan.loss_rows, ends_in_pieces=in_pieces)
+    schedule, counts = order_of(
+        plan.schedule,
+        assumed_costs(sequence, output_linear).with_messages(plan.pp),
+        ranks=plan.pp,
+        microbatches=plan.microbatches,
+        chunks=plan.chunks,
+        limit=plan.memory_limit,
+        cut=plan.layers_per_stage,
+    )
+    return Blueprint(
+        plan,
+        sequence,
+        module_rules,
+        whole_layouts,
+        summed,
+        dims,
+        units,
+        schedule,
+        counts,
+        recompute,
+        output_linear,
+    )
+
+
+def assumed_costs(sequence: LayerSequence, output_linear: str | None) -> LayerCosts:
+    """Return the assumed costs of the layers; those of `output_linear` all belong to `I`."""
+    costs = LayerCosts.evenly(layer_costs(sequence.layers))
+    if output_linear is None:
+        return costs
+    linear = cast(nn.Linear, sequence.layers[-1].module.get_submodule(output_linear))
+    return costs.in_input_gradient(-1, linear.weight.numel())
+
+
+def recompute_per_layer(plan: Plan, layers: int) -> tuple[Recompute, ...]:
+    """Return the recompute mode of each layer. Raises PlanError if the plan gives another number of modes."""
+    if isinstance(plan.recompute, str):
+        return (plan.recompute,) * layers
+    if len(plan.recompute) != layers:
+        raise PlanError(
+            f"plan.recompute has {len(plan.recompute)} values, but the model has {layers} layers: "
+            "give one value per layer, or one for all."
+        )
+    return plan.recompute
+
+
+def units_of(sequence: LayerSequence, summed: Mapping[str, int], plan: Plan) -> dict[str, UnitSpec]:
+    """Return how each unit of the model's parameters is stored, gathered and reduced under `plan`."""
+    parameters = {
+        name: ModelParameter(named_dtype(one.dtype), one.is_floating_point(), one.requires_grad, summed[name])
+        for name, one in sequence.parameters.items()
+    }
+    members = sequence.units
+    users = {unit: sequence.users[names[0]] for unit, names in members.items()}
+    return resolve_units(plan, parameters, members, users)
+
+
+def rules_of_partitioned_modules(
+    model: nn.Module, rules: Rules | None, plan: Plan, sequence: LayerSequence
+) -> dict[str, Rule]:
+    """Return the rule of each partitioned module. Raises PlanError where `tp` > 1 and there are no rules."""
+    if plan.tp == 1:
+        if rules is not None:
+            match_modules(rules, named(sequence.layers))  # raises for rules that are wrong
+        return {}
+    chosen = chosen_rules(model, rules)
+    if chosen is None:
+        raise PlanError(
+            f"plan.tp is {plan.tp}, but the model has no rules for tensor parallelism: give parallelize "
+            "rules, such as plait.models.gpt2.RULES, or set plan.tp to 1."
+        )
+    matched = match_modules(chosen, named(sequence.layers))
+    if not plan.cuts_sequence:
+        return {path: rule for path, rule in matched.items() if rule.kind != "sequence"}
+    if all(rule.kind != "sequence" for rule in matched.values()):
+        raise PlanError(
+            f"plan.sequence_parallel is {plan.sequence_parallel!r}, but no layer has the rule sequence: give "
+            "it to layers that work on each position by itself outside of their regions, or choose 'none'."
+        )
+    return matched
+
+
+def chosen_rules(model: nn.Module, rules: Rules | None) -> Rules | None:
+    """Return `rules`, or the model's own (`model.rules`, or None) where `rules` is None."""
+    return getattr(model, "rules", None) if rules is None else rules
+
+
+def parameter_layouts(
+    sequence: LayerSequence, module_rules: Mapping[str, Rule], plan: Plan
+) -> tuple[dict[str, Layout], dict[str, int]]:
+    """Return each parameter's layout over `tp`, and over how many `tp` ranks its gradient is summed."""
+    layers = named(sequence.layers)
+    layouts = layouts_of(layers, module_rules, layout_degrees(sizes_of_plan(plan)))
+    summed = summed_over_tp(layers, module_rules, layouts)
+    names = {name: id(parameter) for name, parameter in sequence.parameters.items()}
+    return (
+        {name: layouts[parameter] for name, parameter in names.items()},
+        {name: summed[parameter] for name, parameter in names.items()},
+    )

@@ -1,0 +1,174 @@
+"""Weight gradients taken out of a layer's backward, as summands that the queue adds to parameters' buffers.
+
+A gradient that is a matrix product, through transposes and views, becomes its two operands; one that is the
+scatter of an embedding becomes the rows and their indexes. Sums of them are taken apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from plait.engine.compilation.torch_compiler import example_of, is_view
+from plait.tensor.autograd.deferred_weight_gradients import add_product, add_rows
+from plait.tensor.autograd.regather import Regathered
+from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
+
+_ATEN = torch.ops.aten
+View = tuple[Callable[..., Tensor], tuple[Any, ...]]
+"""An operation that returns a view of its first argument, and the other arguments."""
+
+_TRANSPOSE: View = (Tensor.t, ())
+_METHODS: Mapping[object, Callable[..., Tensor]] = MappingProxyType(
+    {_ATEN.t.default: Tensor.t, _ATEN.view.default: Tensor.view, _ATEN.transpose.int: Tensor.transpose}
+)
+"""What does the same as an operator of a graph, with less work in Python."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor that is a view of a node's value."""
+
+    base: Node
+    views: tuple[View, ...]
+
+    @staticmethod
+    def of(node: Node) -> Operand:
+        """Return `node` as the chain of views of the nearest earlier node that is not a view."""
+        views: list[View] = []
+        while is_view(node) and not node.kwargs and isinstance(node.args[0], Node):
+            operation: Any = _METHODS.get(node.target, node.target)
+            views.insert(0, (operation, tuple(node.args[1:])))
+            node = node.args[0]
+        return Operand(node, tuple(views))
+
+    @property
+    def transposed(self) -> Operand:
+        """The transpose of a matrix."""
+        if self.views and self.views[-1] == _TRANSPOSE:
+            return Operand(self.base, self.views[:-1])
+        return Operand(self.base, (*self.views, _TRANSPOSE))
+
+
+@dataclass(frozen=True)
+class WeightTerm:
+    """A summand of a parameter's gradient that the backward leaves to the weight gradient queue."""
+
+    parameter: int
+    """The number of the parameter among the arguments of the joint graph."""
+    operands: tuple[Operand, ...]
+    add: Callable[..., None]
+    """Adds the summand to a buffer, given that, the operands, and whether it is the first: then writes it."""
+
+    def add_to(
+        self, queue: WeightGradientQueue, weight: Tensor, values: Sequence[Tensor | Regathered]
+    ) -> None:
+        """Add this part of the gradient of `weight` to its buffer; the operands are views of `values`.
+
+        Communication: gathers what is to be gathered again.
+        """
+        found = list(values)
+        for number, operand in enumerate(self.operands):
+            value = found[number]
+            if isinstance(value, Regathered):
+                value = value.whole()
+            for operation, arguments in operand.views:
+                value = operation(value, *arguments)
+            found[number] = value
+        first = bool(queue.unwritten) and queue.begins((weight,))
+        self.add(queue.buffer_of(weight), *found, first)
+
+
+def viewed(tensor: Tensor, views: Sequence[View]) -> Tensor:
+    """Return `tensor` after the operations `views`, each a view of the one before."""
+    for operation, arguments in views:
+        tensor = operation(tensor, *arguments)
+    return tensor
+
+
+def terms_of(gradient: Node, parameter: Node, number: int) -> tuple[list[WeightTerm], list[Node]]:
+    """Return the summands of a parameter's gradient that can be deferred, and the nodes of the others."""
+    term = _product(gradient, parameter, number) or _scatter(gradient, number)
+    if term is not None:
+        return [term], []
+    if gradient.target == _ATEN.add.Tensor and len(gradient.users) == 1 and not gradient.kwargs:
+        terms, others = [], []
+        for summand in gradient.args:
+            assert isinstance(summand, Node)
+            more, rest = terms_of(summand, parameter, number)
+            terms += more
+            others += rest
+        if terms and all(example_of(one).shape == example_of(gradient).shape for one in others):
+            return terms, others
+    return [], [gradient]
+
+
+def _product(gradient: Node, parameter: Node, number: int) -> WeightTerm | None:
+    """Return the term of a matrix product that reaches the gradient through views only."""
+    before: list[tuple[int, ...]] = []  # the shape before each view, last view first
+    transposes: list[bool] = []
+    node = gradient
+    while is_view(node) and isinstance(node.args[0], Node) and len(node.users) == 1:
+        inner = node.args[0]
+        before.append(tuple(example_of(inner).shape))
+        transposes.append(_is_transpose(node, example_of(inner).dim()))
+        if not transposes[-1] and node.target not in (_ATEN.view.default, _ATEN.detach.default):
+            return None
+        node = inner
+    if node.target != _ATEN.mm.default or len(node.users) != 1:
+        return None
+    views: list[View] = [
+        _TRANSPOSE if transposed else (Tensor.view, (shape,))
+        for shape, transposed in zip(before, transposes, strict=True)
+    ]
+    a, b = (Operand.of(operand) for operand in node.args if isinstance(operand, Node))
+    while views and views[-1] == _TRANSPOSE:  # of the product: that of the transposed operands, swapped
+        views.pop()
+        a, b = b.transposed, a.transposed
+    try:
+        viewed(example_of(parameter), views)
+    except RuntimeError:  # a buffer with the parameter's strides has no such view
+        return None
+    return WeightTerm(number, (a, b), partial(_add_product, tuple(views)) if views else add_product)
+
+
+def _is_transpose(node: Node, dims: int) -> bool:
+    if dims != 2:
+        return False
+    swapped = {(0, 1), (1, 0), (-2, -1), (-1, -2), (0, -1), (-1, 0)}
+    return (
+        node.target == _ATEN.t.default
+        or (node.target == _ATEN.transpose.int and tuple(node.args[1:]) in swapped)
+        or (node.target == _ATEN.permute.default and list(node.args[1]) in ([1, 0], [-1, -2]))  # type: ignore[arg-type]
+    )
+
+
+def _add_product(views: Sequence[View], buffer: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    add_product(viewed(buffer, views), a, b, first)
+
+
+def _scatter(gradient: Node, number: int) -> WeightTerm | None:
+    """Return the term of an embedding's gradient."""
+    if gradient.target != _ATEN.embedding_dense_backward.default or len(gradient.users) != 1:
+        return None
+    rows, tokens, _, padding, scales = gradient.args
+    if scales:
+        return None
+    assert isinstance(rows, Node)
+    assert isinstance(tokens, Node)
+    assert isinstance(padding, int)
+    operands = Operand.of(rows), Operand.of(tokens)
+    return WeightTerm(number, operands, partial(_add_rows, None if padding == -1 else padding))
+
+
+def _add_rows(padding: int | None, buffer: Tensor, rows: Tensor, tokens: Tensor, first: bool) -> None:
+    if first:
+        buffer.zero_()
+    add_rows(buffer, tokens, rows, padding)

@@ -1,0 +1,135 @@
+"""Fingerprints: texts and hashes by which ranks check that they run the same model and step.
+
+A text has a line for each thing that ranks must have alike, `name = value`: where texts differ the line that
+differs is shown (`plait.ranks.consistency_check`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+
+import torch
+from torch import Tensor, nn
+
+from plait.models.layers.layer_sequence import LayerSequence, bits_of
+from plait.models.layers.value_text import ValueTexts, attributes_of, digest_of
+from plait.plan.plan import Plan
+from plait.plan.rules import Rule, join
+from plait.ranks.device import computation_settings
+from plait.ranks.transport.buffers import describe
+from plait.schedules.schedule import Schedule
+from plait.tensor.call_hooks import HOOKS
+from plait.tensor.layer_values import Microbatches, Value, tensors_of
+from plait.version import VERSION
+
+_UNCOUNTED = frozenset(
+    {
+        *("_parameters", "_buffers", "_modules", *HOOKS),
+        *("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+        *("_forward_pre_hooks_with_kwargs", "_state_dict_hooks", "_state_dict_pre_hooks"),
+        *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_is_full_backward_hook"),
+        *("_non_persistent_buffers_set", "_compiled_call_impl"),
+    }
+)
+"""Attributes of every module that are not its own, or that are compared in another way."""
+_VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
+_VARIABLES_OF_NCCL = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_BUFFSIZE", "NCCL_NTHREADS")
+"""Environment variables that change results, or by which NCCL's ranks understand each other."""
+
+
+def fingerprint(
+    model: nn.Module,
+    sequence: LayerSequence,
+    plan: Plan,
+    counts: Sequence[int],
+    order: Schedule,
+    rules: Mapping[str, Rule],
+    loss: object,
+    options: Mapping[str, object],
+) -> str:
+    """Return the call of `parallelize` as text: environment, plan, options, loss, and the model's behaviour.
+
+    That is everything but the values of parameters and buffers: classes and their code, attributes, hooks,
+    shapes, dtypes and what trains. `counts`: layers of each stage.
+    """
+    texts = ValueTexts()
+    lines = [*environment_lines(), *(f"{name} = {texts.of(value)}" for name, value in options.items())]
+    lines += [f"plan.{one.name} = {texts.of(getattr(plan, one.name))}" for one in fields(plan)]
+    lines += [f"layers per stage = {tuple(counts)}", f"the order of actions = {fingerprint_of_order(order)}"]
+    lines += [f"rules of {name} = {texts.of(rule)}" for name, rule in sorted(rules.items())]
+    lines += [f"loss = {texts.of_class(type(loss))}"]
+    lines += [f"loss.{name} = {texts.of(value)}" for name, value in attributes_of(loss).items()]
+    lines += _lines_of_model(model, texts)
+    lines += [f"{name} in layers {users}" for name, users in sequence.users.items() if len(users) > 1]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def environment_lines() -> Iterator[str]:
+    """Yield versions, torch's settings and environment variables that change what is computed."""
+    yield f"Python = {'.'.join(platform.python_version_tuple()[:2])}"
+    yield f"plait = {VERSION}"
+    yield f"torch = {torch.__version__.partition('+')[0]}"
+    yield from settings_lines()
+    for name in (*_VARIABLES, *_VARIABLES_OF_NCCL):
+        if name in os.environ:
+            yield f"environment variable {name} = {os.environ[name]}"
+
+
+def settings_lines() -> Iterator[str]:
+    """Yield torch's settings that change what is computed, such as the default dtype."""
+    for name, value in computation_settings().items():
+        yield f"{name} = {value}"
+
+
+def _lines_of_model(model: nn.Module, texts: ValueTexts) -> Iterator[str]:
+    """Yield the lines of all modules of a model, in order; for what occurs again, its first name."""
+    names: dict[int, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        place = path or "model"
+        if names.setdefault(id(module), place) != place:
+            yield f"{place} = {names[id(module)]}"
+            continue
+        yield f"{place} = {texts.of_class(type(module))}"
+        for name, value in attributes_of(module, _UNCOUNTED).items():
+            yield f"{place}.{name} = {texts.of(value)}"
+        hooks = {kind[1:]: list(vars(module)[kind].values()) for kind in HOOKS if vars(module).get(kind)}
+        yield f"hooks of {place} = {texts.of(hooks)}"
+        own = {"recurse": False, "remove_duplicate": False}
+        for name, tensor in (*module.named_parameters(**own), *module.named_buffers(**own)):
+            full = join(path, name)
+            known = names.setdefault(id(tensor), full)
+            trains = f", requires_grad = {tensor.requires_grad}"
+            yield f"{full} = {known if known != full else describe(tensor) + trains}"
+
+
+def fingerprint_of_order(order: Schedule) -> str:
+    """Return a hash of a schedule: the actions of all ranks, in order."""
+    rows = "\n".join(" ".join(row) for row in order.order)
+    return digest_of(rows.encode())
+
+
+def fingerprint_of_tokens(*values: Value, every: bool = False) -> str:
+    """Return a hash of the integer CPU tensors in `values`, including those in items of `Microbatches`.
+
+    With `every` of all tensors. Else those on a GPU are left out, since reading them would block the host,
+    and those with fractions, which may be large.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    whole = [list(value.values) if isinstance(value, Microbatches) else value for value in values]
+    for tensor in tensors_of(whole):
+        if every or (tensor.device.type == "cpu" and not tensor.is_floating_point()):
+            digest.update(f"{tensor.dtype}".encode() + bits_of(tensor))
+    return digest.hexdigest()
+
+
+def lines_of_values(values: Iterable[tuple[str, Tensor]]) -> str:
+    """Return a line for each of the named tensors, with a hash of its bits."""
+    lines = []
+    for name, value in values:
+        lines.append(f"{name} = bits {digest_of(bits_of(value))}")
+        del value  # before the next is read
+    return "\n".join(lines)

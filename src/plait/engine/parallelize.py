@@ -1,0 +1,320 @@
+"""`parallelize`: builds an engine from a model, a plan and a mesh.
+
+model ┐
+      ├ blueprint ─ programs, units, stages ┐
+plan  ┘                                     ├→ Engine
+mesh  ─ groups ─────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from itertools import chain
+
+from torch import Tensor, nn
+
+from plait.engine.blueprint import Blueprint, shared_blueprint
+from plait.engine.compilation.compiled_layer import LayerCompiler
+from plait.engine.engine import Engine
+from plait.engine.fingerprint import fingerprint, lines_of_values
+from plait.engine.pipeline.exchange import Exchange
+from plait.engine.pipeline.loss_stages import build_loss_stage
+from plait.engine.pipeline.pipeline_rank import PipelineRank
+from plait.engine.pipeline.stage import Stage
+from plait.engine.runtime import Runtime
+from plait.engine.sharding.reduction_groups import counted_parameters, reduction_groups
+from plait.engine.sharding.unit import Unit, UnitFactory
+from plait.engine.tensor_sources import LocalSource, RankZeroSource, TensorSource, locate_tensors
+from plait.errors import ModelError, PlanError, listed
+from plait.models.layers.late_hooks import LateHooks
+from plait.models.layers.layer_sequence import LayerSequence, copy_attributes, private_copy, sequence_of
+from plait.models.layers.lost_settings import refuse_lost_settings
+from plait.models.layers.model_validation import refuse_compiled_loss
+from plait.models.layers.value_text import DIFFERS_BY_RANK
+from plait.plan.arguments import require_flag, require_instance, require_whole
+from plait.plan.layout.shards import shard
+from plait.plan.plan import Plan
+from plait.plan.rules import Rules
+from plait.proof.meta_layers import MetaLayers
+from plait.ranks.consistency_check import different_texts, require_same_text
+from plait.ranks.mesh import Mesh
+from plait.ranks.rank_device import device_change
+from plait.schedules.lowering.messages import channels_of
+from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradients
+from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.tensor.dropout import DropoutGenerator
+from plait.tensor.layer_values import NamedLayer
+from plait.tensor.losses import Loss
+from plait.tensor.parallel.partition import is_sharded
+from plait.tensor.parallel.tensor_parallelism import TensorParallelism, named
+from plait.tensor.precision import DTYPES, convert
+from plait.tensor.running_sequence import ContextParallelism
+from plait.tensor.torch_losses import GivenLoss, as_loss
+
+
+def parallelize(
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    loss: GivenLoss,
+    *,
+    rules: Rules | None = None,
+    seed: int = 0,
+    values: Mapping[str, Tensor] | None = None,
+    broadcast: bool = False,
+) -> Engine:
+    """Return an engine of `model` over the ranks of `mesh`; all ranks call it with the same arguments.
+
+    The model (best an `nn.Sequential`, nested ones are flattened) is not changed. Parameters with values keep
+    them; those on the meta device get values that depend on their name, `seed` and global index only.
+    `values` replace the model's own: one for each name in `model.state_dict()`, read one at a time. With
+    `broadcast` rank 0's values are used on all ranks. `rules` say which modules are partitioned over `tp`, by
+    default the model's own, `model.rules`. `loss` has `total` and `weight`, or is one of PyTorch's, or a
+    function within `plait.tensor.mean_loss`: see `as_loss`.
+
+    Communication, once: the ranks compare model, plan, loss, environment and values (256 bytes each), make
+    groups for messages, tied parameters and repeated heads, and map each other's gradients on one host; with
+    `broadcast` every parameter and buffer goes over `world`. Raises PlanError, MeshError, ModelError or
+    ScheduleError before anything runs, ModelError also where ranks have different values without
+    `broadcast`, and CommunicationError where anything else differs that `differs_by_rank` does not name.
+    """
+    _require_arguments(plan, mesh, loss, rules, seed, values, broadcast)
+    mesh.check_plan(plan)
+    loss = as_loss(loss)
+    refuse_lost_settings(model, loss)
+    blueprint, sequence = shared_blueprint(model, plan, rules, mesh.shared_results), sequence_of(model)
+    require_alike(model, blueprint, sequence, loss, mesh, {"seed": seed, "broadcast": broadcast})
+    source = agreed_source(sequence, mesh, seed, values, broadcast=broadcast)
+    local = blueprint.schedule.stages_of(mesh.index("pp"))
+    spans = {stage: blueprint.stage_layers[stage] for stage in local}
+    units = build_units(blueprint, spans, mesh, source)
+    dropout, queue = DropoutGenerator(seed), WeightGradientQueue()
+    tensor_parallel = blueprint.tensor_parallel(mesh.group("tp"))
+    stages = build_stages(blueprint, sequence, spans, units, tensor_parallel, mesh, source, dropout, queue)
+    meta_layers = blueprint.meta_layers(tensor_parallel, mesh.coordinate, mesh.shared_results)
+    compile_layers(stages, blueprint, meta_layers, queue)
+    vocabulary = tensor_parallel.vocabulary_of(blueprint.sequence.layers[-1])
+    loss_stage = build_loss_stage(blueprint, loss, vocabulary, last_layer(stages, blueprint), queue)
+    exchange = Exchange(mesh.index("pp"), mesh.channel_groups(channels_of(blueprint.schedule)), mesh.device)
+    runtime = Runtime(
+        blueprint=blueprint,
+        mesh=mesh,
+        loss=loss,
+        pipeline=PipelineRank(stages, exchange, loss_stage, blueprint.layers_per_stage),
+        units=units,
+        queue=queue,
+        context_parallelism=ContextParallelism.of(plan, mesh.group("cp"), queue.overlap),
+        dropout=dropout,
+        counted=counted_parameters(blueprint.owners, blueprint.layouts, mesh, blueprint.norm_axis),
+        vocabulary=vocabulary,
+        meta_layers=meta_layers,
+        late_hooks=LateHooks(model),
+        context=getattr(model, "context", None),
+    )
+    return Engine(runtime)
+
+
+def _require_arguments(
+    plan: object,
+    mesh: object,
+    loss: GivenLoss,
+    rules: object,
+    seed: object,
+    values: object,
+    broadcast: object,
+) -> None:
+    """Raise PlanError for an argument of another type or out of range, and for a compiled loss."""
+    require_instance("the plan", plan, Plan, "give a plait.Plan", PlanError)
+    require_instance("the mesh", mesh, Mesh, "give plait.Mesh(plan)", PlanError)
+    if rules is not None:
+        require_instance(
+            "rules", rules, Mapping, "give a dictionary of rules by the paths of modules", PlanError
+        )
+    require_whole("seed", seed, PlanError, least=0)
+    if values is not None:
+        require_instance("values", values, Mapping, "give a dictionary of tensors by name", PlanError)
+    require_flag("broadcast", broadcast, PlanError)
+    refuse_compiled_loss(loss)
+
+
+def warn_of_another_device(tensors: Iterable[Tensor], mesh: Mesh) -> None:
+    """Warn on rank 0 where the model's tensors are moved to a device where its user may not expect them."""
+    chosen_by_default = mesh.has_default_device and mesh.world == 1
+    change = device_change((one.device for one in tensors), mesh.device, by_default=chosen_by_default)
+    if change and mesh.rank == 0:
+        warnings.warn(change, stacklevel=4)
+
+
+def require_alike(
+    model: nn.Module,
+    blueprint: Blueprint,
+    sequence: LayerSequence,
+    loss: Loss,
+    mesh: Mesh,
+    options: Mapping[str, object],
+) -> None:
+    """Raise CommunicationError on every rank where ranks call `parallelize` with unlike arguments.
+
+    The values of tensors aside, and attributes that `differs_by_rank` names.
+    """
+    text = fingerprint(
+        model,
+        sequence,
+        blueprint.plan,
+        blueprint.layers_per_stage,
+        blueprint.schedule,
+        blueprint.module_rules,
+        loss,
+        {"device": mesh.device.type, "guarded": mesh.guarded, **options},
+    )
+    remedy = (
+        "give every rank the same model, loss, plan and environment, or name an attribute that may be unlike "
+        f"in `{DIFFERS_BY_RANK}` of its class"
+    )
+    require_same_text(text, mesh.group("world"), mesh.device, doing="parallelize", remedy=remedy)
+
+
+def agreed_source(
+    sequence: LayerSequence,
+    mesh: Mesh,
+    seed: int,
+    given: Mapping[str, Tensor] | None,
+    *,
+    broadcast: bool,
+) -> TensorSource:
+    """Return the source of initial parameter and buffer values, which with `broadcast` are rank 0's.
+
+    Raises ModelError where the values of a rank differ from rank 0's.
+    """
+    world = mesh.group("world")
+    places = locate_tensors(named(sequence.layers))
+    warn_of_another_device((place.tensor for place in places.values()), mesh)
+    own = LocalSource(places, seed, given)
+    if broadcast:
+        return RankZeroSource(own, world, mesh.device)
+    values = lines_of_values(own.known())
+    versions = different_texts(values, world, mesh.device, about="the initial values")
+    if versions:
+        (first, _), *unlike = versions.items()
+        others = sorted(rank for _, ranks in unlike for rank in ranks)
+        raise ModelError(
+            f"the model starts from other values on {'rank' if len(others) == 1 else 'ranks'} "
+            f"{listed(list(map(str, others)))} than on rank 0, first in {first.partition(' = ')[0]}: give "
+            "parallelize broadcast=True, and those of rank 0 count, or seed each rank alike "
+            "(torch.manual_seed) before it builds the model."
+        )
+    return own
+
+
+def build_units(
+    blueprint: Blueprint, spans: Mapping[int, range], mesh: Mesh, source: TensorSource
+) -> dict[str, Unit]:
+    """Return by name this rank's `Unit`s (parameters gathered together); `source` may broadcast values."""
+
+    def value_of(name: str) -> Tensor:
+        whole, layout = source.read(name), blueprint.whole_layouts[name]
+        return shard(whole, layout, mesh.coordinate) if is_sharded(layout) else whole
+
+    kinds = blueprint.kinds.values()  # in one order on all ranks, as new groups require
+    factory = UnitFactory(
+        device=mesh.device,
+        layouts=blueprint.layouts,
+        coordinate=mesh.coordinate,
+        shard_groups={kind.sharded_over: mesh.group(kind.sharded_over) for kind in kinds if kind.sharded},
+        replica_groups=reduction_groups(blueprint.owners, blueprint.kinds, mesh),
+        value_of=value_of,
+    )
+    units = {}
+    for unit, specs in blueprint.buffer_specs.items():
+        stages = blueprint.stages_with(unit, spans)
+        if stages:
+            units[unit] = factory.build(unit, specs, stages)
+            for name, piece in units[unit].pieces.items():
+                copy_attributes(blueprint.sequence.parameters[name], piece)
+        else:
+            for name in (name for spec in specs for name in spec.names):
+                source.skip(name)
+    return units
+
+
+def build_stages(
+    blueprint: Blueprint,
+    sequence: LayerSequence,
+    spans: Mapping[int, range],
+    units: Mapping[str, Unit],
+    tensor_parallel: TensorParallelism,
+    mesh: Mesh,
+    source: TensorSource,
+    dropout: DropoutGenerator,
+    queue: WeightGradientQueue,
+) -> dict[int, Stage]:
+    """Return this rank's stages: copies of its layers, with parameters of `units`, buffers from `source`."""
+    plan = blueprint.plan
+    mine = {number: [sequence.layers[layer] for layer in layers] for number, layers in spans.items()}
+    buffers = read_buffers(sequence, chain.from_iterable(mine.values()), source, plan, mesh)
+    adds_late = blueprint.lowering_spec.adds_late
+    stages = {}
+    for number, layers in mine.items():
+        # One copy of all layers of a stage, so that modules that they share stay shared.
+        real = buffers | parameters_of(number, units.values(), sequence)
+        copies = tensor_parallel.apply(private_copy(layers, real), queue)
+        for layer in copies:
+            defer_weight_gradients(layer.module, queue)
+        dropout.attach_to(layer.module for layer in copies)
+        recompute = [blueprint.recompute[layer] for layer in spans[number]]
+        stages[number] = Stage(
+            number, copies, queue, adds_late=adds_late, recompute=recompute, dropout=dropout
+        )
+    return stages
+
+
+def last_layer(stages: Mapping[int, Stage], blueprint: Blueprint) -> NamedLayer | None:
+    """Return this rank's copy of the model's last layer; None on ranks of other stages."""
+    stage = stages.get(len(blueprint.stage_layers) - 1)
+    return None if stage is None else stage.layers[-1]
+
+
+def compile_layers(
+    stages: Mapping[int, Stage],
+    blueprint: Blueprint,
+    meta_layers: MetaLayers,
+    queue: WeightGradientQueue,
+) -> None:
+    """Replace the forward of this rank's layers in training by compiled graphs, if the plan has `compile`."""
+    compiler = LayerCompiler.of(blueprint.plan, queue)
+    if compiler is None:
+        return
+    for number, stage in stages.items():
+        numbers = blueprint.stage_layers[number]
+        stage.run_compiled(
+            [
+                compiler.compiled(layer, meta_layers.structures[index], blueprint.recompute[index])
+                for layer, index in zip(stage.layers, numbers, strict=True)
+            ]
+        )
+
+
+def parameters_of(stage: int, units: Iterable[Unit], sequence: LayerSequence) -> dict[int, Tensor]:
+    """Return the parameters that a stage's layers use, by the `id` of the model's parameters."""
+    return {
+        id(sequence.parameters[name]): parameter
+        for unit in units
+        if stage in unit.stages
+        for name, parameter in unit.parameters_of(stage).items()
+    }
+
+
+def read_buffers(
+    sequence: LayerSequence, mine: Iterable[NamedLayer], source: TensorSource, plan: Plan, mesh: Mesh
+) -> dict[int, Tensor]:
+    """Return this rank's buffers, by `id` of the model's; `source` may broadcast them from rank 0."""
+    held = {id(buffer) for layer in mine for buffer in layer.module.buffers()}
+    read = {}
+    for name, place in locate_tensors(named(sequence.layers)).items():
+        if place.is_buffer and id(place.tensor) in held:
+            dtype = DTYPES[plan.precision] or place.tensor.dtype
+            read[id(place.tensor)] = convert(source.read(name), dtype, mesh.device)
+        elif place.is_buffer:
+            source.skip(name)
+    return read

@@ -1,0 +1,108 @@
+"""The loss stage, after the model's last layer: the loss and the gradient that starts the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from plait.engine.pipeline.stage import Gradients
+from plait.errors import ModelError
+from plait.models.layers.graph_leaves import other_leaf
+from plait.models.layers.lost_settings import refusing_changed_buffers
+from plait.tensor.autograd.engine_calls import run_backward
+from plait.tensor.layer_values import Value, tensors_of
+
+
+class LossLike(Protocol):
+    """Interface of losses: `total` sums over a micro-batch; the engine scales gradients to the mean loss."""
+
+    def total(self, output: Any, targets: Any) -> Tensor:
+        """Return the summed loss of one micro-batch, 0-d."""
+
+
+class LossStage:
+    """Computes the loss of each micro-batch and, for training, its gradient, scaled for the mean loss."""
+
+    def __init__(self, loss: LossLike, *, writes_output: bool = False) -> None:
+        """`writes_output`: whether the loss may write to the memory of the output."""
+        self.loss = loss
+        self.writes_output = writes_output
+        self._runs = 0
+        """In training, up to two. The second may write to no buffer; the first may fill what is kept."""
+        self._totals: dict[int, Tensor] = {}
+        self._outputs: dict[int, Value] = {}
+        self._targets: Sequence[Value] = ()
+        self._scale: Tensor | None = None
+        self._open: dict[int, tuple[Tensor, list[Tensor]]] = {}
+
+    def begin(self, targets: Sequence[Value], scale: Tensor | None) -> None:
+        """Begin a step, with the targets of each micro-batch and the factor of the loss's gradient, 0-d."""
+        self._totals, self._outputs = {}, {}
+        self._targets, self._scale = targets, scale
+
+    def compute(self, microbatch: int, output: Value) -> None:
+        """Compute the summed loss of one micro-batch."""
+        total = self._total_of(output, self._targets[microbatch])
+        if not isinstance(total, Tensor) or total.dim():
+            shape = list(total.shape) if isinstance(total, Tensor) else type(total).__name__
+            raise ModelError(f"loss.total gave {shape}: give the summed loss as a 0-d tensor.")
+        self._totals[microbatch] = total.detach()
+        if torch.is_grad_enabled():
+            leaves = list(tensors_of(output))
+            _refuse_other_leaves(total, leaves)
+            self._open[microbatch] = total, leaves
+
+    def _total_of(self, output: Value, targets: Value) -> Any:
+        if self._runs == 2 or not torch.is_grad_enabled():
+            return self.loss.total(output, targets)
+        self._runs += 1
+        with refusing_changed_buffers(self.loss) if self._runs == 2 else nullcontext():
+            return self.loss.total(output, targets)
+
+    def total(self, microbatch: int) -> Tensor:
+        """Return the summed loss of a micro-batch of the latest step."""
+        return self._totals[microbatch]
+
+    @property
+    def totals(self) -> list[Tensor]:
+        """The summed loss of each micro-batch, in the order of the batch."""
+        return [self._totals[microbatch] for microbatch in sorted(self._totals)]
+
+    def keep(self, microbatch: int, output: Value) -> None:
+        """Keep the output of one micro-batch, in a step without targets."""
+        self._outputs[microbatch] = output
+
+    def take_outputs(self) -> list[Value]:
+        """Remove and return the outputs that were kept, in the order of the batch."""
+        outputs, self._outputs = self._outputs, {}
+        return [outputs[microbatch] for microbatch in sorted(outputs)]
+
+    def seed(self, microbatch: int) -> Gradients:
+        """Return the gradient of the global mean loss with respect to the last layer's output."""
+        total, leaves = self._open.pop(microbatch)
+        if total.requires_grad:
+            assert self._scale is not None, "a training step has a scale"
+            run_backward([total], [self._scale.to(total.dtype)])
+        return [leaf.grad for leaf in leaves]
+
+    def clear(self) -> None:
+        """Discard all unfinished micro-batches."""
+        self._open.clear()
+        self._outputs.clear()
+
+
+def _refuse_other_leaves(total: Tensor, outputs: Sequence[Tensor]) -> None:
+    """Raise ModelError where a loss depends on a leaf tensor besides `outputs`, such as a parameter.
+
+    In each run: a gradient buffer holds nothing of this step yet when the loss's backward would add to it.
+    """
+    leaf = other_leaf([total], outputs)
+    if leaf is not None:
+        raise ModelError(
+            f"the loss computes with a tensor {list(leaf.shape)} that requires a gradient but is not the "
+            "model's output: detach it, or compute with it in a layer that returns what the loss needs."
+        )

@@ -1,0 +1,263 @@
+"""The reduction of gradients: once per unit and step or micro-batch, as soon as the gradient is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.engine.sharding.flat_buffer import FlatBuffer, allocate_storage, free_storage
+from plait.engine.sharding.unit import Unit
+from plait.ranks.collectives import all_reduce, reduce_scatter
+from plait.ranks.device import moved_later, read_later
+from plait.ranks.handle import Handle
+from plait.schedules.lowering.program import (
+    AllocateGradient,
+    AwaitScatter,
+    Finish,
+    ReduceGradient,
+    ScatterGradient,
+)
+from plait.tensor.autograd.many_tensors import zero_each
+from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
+
+
+class GradientState(Enum):
+    """Whether a unit's gradients are being accumulated, being reduced, or reduced to this rank's shard.
+
+    from          to            by
+    SHARD         ACCUMULATING  begin; open, where whole gradients are not kept
+    ACCUMULATING  REDUCING      scatter; reduce, where the unit is not sharded
+    REDUCING      SHARD         collect: the piece of this rank holds the sum so far
+    SHARD         REDUCING      reduce, over the other ranks with the same piece
+    any           SHARD         finish; clear: the step has failed
+    """
+
+    ACCUMULATING = 1
+    REDUCING = 2
+    SHARD = 3
+
+
+class Reducer:
+    """Reduces gradients between the ranks that hold the same parameters, unit by unit, buffer by buffer."""
+
+    def __init__(self, units: Mapping[str, Unit], queue: WeightGradientQueue | None = None) -> None:
+        """`queue`: writes a step's first gradient of the weights that are its `products`."""
+        self.units, self._queue = units, queue or WeightGradientQueue()
+        self.states = dict.fromkeys(units, GradientState.SHARD)
+        self.scale = 1.0
+        """The factor of this step's loss, by which the reduced gradients are divided."""
+        self._parts: dict[str, tuple[dict[int, Tensor], list[Tensor]]] = {}
+        """Of the units that have begun once: see `_parts_of`."""
+        self._attached: list[tuple[FlatBuffer, Tensor | None]] = []
+        """The buffers of the current step, with their gradients of earlier steps."""
+        self._scattered: dict[str, list[tuple[FlatBuffer, Handle[Tensor]]]] = {}
+        self._arriving: tuple[Tensor, Callable[[], Tensor]] | None = None
+        """The last offloaded gradient that is being copied from the GPU, and its sum on the CPU."""
+        self._reduced: list[tuple[FlatBuffer, Handle[Tensor]]] = []
+        self._stale: list[tuple[FlatBuffer, Handle[Tensor]]] = []
+        """Reductions of a failed step, whose input a backend may still read."""
+
+    def handlers(self) -> dict[type, Callable[[Any], None]]:
+        """Return a dict from instruction type (allocate, scatter, reduce, …) to the method that runs it."""
+        return {
+            AllocateGradient: lambda i: self.open(i.unit),
+            ScatterGradient: lambda i: self.scatter(i.unit),
+            AwaitScatter: lambda i: self.collect(i.unit),
+            ReduceGradient: lambda i: self.reduce(i.unit),
+            Finish: lambda i: self.finish(),
+        }
+
+    @property
+    def starts_anew(self) -> bool:
+        """Whether the next step's gradients start at zero: parameters train and no `.grad` is set."""
+        trains = False
+        for unit in self.units.values():
+            for piece in unit.pieces.values():
+                if piece.grad is not None:
+                    return False
+                trains = trains or piece.requires_grad
+        return trains
+
+    def drop(self) -> None:
+        """Set all `.grad` to None, so that optimizers skip the parameters."""
+        for unit in self.units.values():
+            for piece in unit.pieces.values():
+                piece.grad = None
+
+    def begin(self, scale: float = 1.0) -> None:
+        """Begin a step whose loss is multiplied by `scale`: set each `.grad` to a view of its buffer.
+
+        Buffers are set to zero; of a weight that the queue writes first, only where nothing has written it.
+        Gradients of earlier steps are set aside and added in `finish`.
+        """
+        self.scale = scale
+        for buffer, handle in self._stale:
+            handle.wait()
+            _release(buffer)
+        self._stale = []
+        for unit in self.units.values():
+            for buffer in unit.buffers:
+                buffer.check_settings()
+        added_to: list[Tensor] = []
+        for name, unit in self.units.items():
+            for buffer in unit.trainable:
+                self._attached.append((buffer, buffer.attach_gradients()))
+                if buffer.adds_to_piece and buffer.piece_gradient is not None:
+                    added_to.append(buffer.piece_gradient)
+            if unit.keeps_gradients:
+                added_to += self._started(name)
+        zero_each(added_to)
+
+    def open(self, name: str) -> None:
+        """Allocate the unsharded gradient of a unit's parameters; zero where a step adds to it first."""
+        for buffer in self.units[name].trainable:
+            for gradient in buffer.whole_gradients:
+                allocate_storage(gradient)
+        zero_each(self._started(name))
+
+    def _started(self, name: str) -> list[Tensor]:
+        """Note that a step's gradients of a unit begin; return the parts of them that must be set to zero."""
+        self.states[name] = GradientState.ACCUMULATING
+        if name not in self._parts:  # now, since there are no views of storage that is not allocated
+            self._parts[name] = _parts_of(self.units[name], self._queue.products)
+        first, rest = self._parts[name]
+        self._queue.unwritten.update(first)
+        return rest
+
+    def _complete(self, name: str) -> None:
+        """Set a unit's gradients to zero where nothing was added in this step; call before they are read."""
+        unwritten = self._queue.unwritten
+        if unwritten and name in self._parts:
+            first, _ = self._parts[name]
+            zero_each([gradient for key, gradient in first.items() if key in unwritten])
+            unwritten.difference_update(first)
+
+    def scatter(self, name: str) -> None:
+        """Start the reduce-scatter of a unit's whole gradient over the axes of its shards."""
+        assert self.states[name] is GradientState.ACCUMULATING
+        self.states[name] = GradientState.REDUCING
+        self._complete(name)
+        self._scattered[name] = []
+        for buffer in self.units[name].trainable:
+            buffer.add_up_stages()
+            self._scattered[name].append((buffer, _scatter(buffer).about(_gradient_of(name))))
+
+    def collect(self, name: str) -> None:
+        """Wait for a unit's reduce-scatter, and add its result to the gradients of this rank's pieces."""
+        self.states[name] = GradientState.SHARD
+        for buffer, handle in self._scattered.pop(name):
+            assert buffer.piece_gradient is not None
+            summed = handle.wait()
+            if buffer.offloads_gradients:
+                self._add_arrived()
+                self._arriving = buffer.piece_gradient, read_later(summed)
+            elif buffer.has_gradient_of_piece:
+                buffer.piece_gradient.add_(summed)
+            elif summed is not buffer.piece_gradient:
+                buffer.piece_gradient.copy_(summed)
+            _release(buffer)
+
+    def _add_arrived(self) -> None:
+        """Wait for the last gradient's copy to the CPU, and add it to the gradient of its piece."""
+        if self._arriving is not None:
+            piece_gradient, read = self._arriving
+            self._arriving = None
+            piece_gradient.add_(read())
+
+    def reduce(self, name: str) -> None:
+        """Start the all-reduce of a unit's gradients (its shards, if sharded) over the replica group."""
+        self.states[name] = GradientState.REDUCING
+        self._complete(name)
+        for buffer in self.units[name].trainable:
+            if buffer.shard_group is None:  # else `scatter` has added them up
+                buffer.add_up_stages()
+            if buffer.replica_group is not None and buffer.replica_group.size > 1:
+                self._add_arrived()
+                self._reduced.append((buffer, _reduce(buffer).about(_gradient_of(name))))
+
+    def finish(self) -> None:
+        """Wait for all reductions; gradients are then final, and equal on all ranks that hold them.
+
+        Without `begin`, as in a program without a backward, nothing changes.
+        """
+        self._add_arrived()
+        for name in self.units if self._queue.unwritten else ():
+            self._complete(name)
+        for buffer, handle in self._reduced:
+            summed, target = handle.wait(), _accumulated(buffer)
+            if summed.data_ptr() != target.data_ptr():
+                target.copy_(summed)
+        self._reduced = []
+        with torch.no_grad():
+            for buffer, carried in self._attached:
+                buffer.finish_gradients(carried, self.scale)
+        self._attached = []
+        self.states = dict.fromkeys(self.units, GradientState.SHARD)
+
+    def clear(self) -> None:
+        """Clean up after an exception within a step: restore the gradients from before the step."""
+        self._queue.unwritten.clear()
+        started = [*self._reduced, *(pair for pairs in self._scattered.values() for pair in pairs)]
+        self._stale += [(buffer, handle) for buffer, handle in started if not handle.abandon()]
+        still_read = [buffer for buffer, _ in self._stale]
+        for buffer, carried in self._attached:
+            buffer.restore_gradients(carried)
+            if buffer not in still_read:
+                _release(buffer)
+        self._scattered.clear()
+        self._arriving = None
+        self._reduced = []
+        self._attached = []
+        self.states = dict.fromkeys(self.units, GradientState.SHARD)
+
+
+def _parts_of(unit: Unit, products: Collection[int]) -> tuple[dict[int, Tensor], list[Tensor]]:
+    """Return a unit's gradients that are written first, those of `products`, by the parameter's id.
+
+    And the rest of its whole gradients, which start at zero.
+    """
+    first: dict[int, Tensor] = {}
+    rest: list[Tensor] = []
+    for view in (view for buffer in unit.trainable for view in buffer.stage_views):
+        names = [name for name, parameter in view.parameters.items() if id(parameter) in products]
+        first |= {id(view.parameters[name]): view.gradients[name] for name in names}
+        rest += view.gradient_without(names)
+    return first, rest
+
+
+def _gradient_of(unit: str) -> str:
+    return f"gradient of {unit or 'the model'}"
+
+
+def _release(buffer: FlatBuffer) -> None:
+    if buffer.spec.gradient is not None and not buffer.spec.gradient.kept:
+        for gradient in buffer.whole_gradients:
+            free_storage(gradient)
+
+
+def _scatter(buffer: FlatBuffer) -> Handle[Tensor]:
+    """Start the reduce-scatter of a buffer's whole gradient; in place if `spec.scatters_in_place`."""
+    assert buffer.shard_group is not None
+    assert buffer.gradient is not None
+    out = buffer.piece_gradient if buffer.spec.scatters_in_place else None
+    return reduce_scatter(buffer.gradient.to(buffer.reduce_dtype), buffer.shard_group, out=out, checked=False)
+
+
+def _reduce(buffer: FlatBuffer) -> Handle[Tensor]:
+    """Start the all-reduce of a buffer's gradient over the replica group; in place where possible."""
+    assert buffer.replica_group is not None
+    assert buffer.gradient is not None
+    # An offloaded gradient is in pinned memory, and is next written when this all-reduce has ended.
+    reduced = moved_later(_accumulated(buffer).to(buffer.reduce_dtype), buffer.gradient.device)
+    return all_reduce(reduced, buffer.replica_group, checked=False)
+
+
+def _accumulated(buffer: FlatBuffer) -> Tensor:
+    """Return the gradient that is all-reduced over the replica group: the piece's, if sharded."""
+    gradient = buffer.piece_gradient if buffer.spec.kind.sharded else buffer.gradient
+    assert gradient is not None
+    return gradient

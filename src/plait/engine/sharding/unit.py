@@ -1,0 +1,208 @@
+"""Units: parameters that are gathered and reduced together, in one flat buffer per kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from plait.engine.sharding.flat_buffer import FlatBuffer, StageView, free_storage
+from plait.plan.buffer_specs import BufferSpec, FlatSpec
+from plait.plan.layout.layout import Layout
+from plait.plan.offsets import Slot
+from plait.ranks.collectives import shared_zeros
+from plait.ranks.device import host_zeros
+from plait.ranks.group import Group
+from plait.tensor.precision import torch_dtype
+
+CPU = torch.device("cpu")
+
+
+@dataclass(eq=False)
+class Unit:
+    """Parameters that are gathered and reduced together: a layer's, or one that several layers share.
+
+    Named after the layer or the parameter.
+    """
+
+    name: str
+    buffers: tuple[FlatBuffer, ...]
+    stages: tuple[int, ...]
+    """The stages of this rank that use it, in order."""
+
+    def parameters_of(self, stage: int) -> dict[str, nn.Parameter]:
+        """Return the parameters of one stage's layers, by full name in the model."""
+        views = self._views_of(stage)
+        return {name: parameter for view in views for name, parameter in view.parameters.items()}
+
+    def gradients_of(self, stage: int) -> dict[tuple[str, int], Tensor]:
+        """Return the gradients that a stage's backward adds to, keyed by (full name in the model, stage)."""
+        views = self._views_of(stage)
+        return {(name, stage): gradient for view in views for name, gradient in view.gradients.items()}
+
+    def _views_of(self, stage: int) -> list[StageView]:
+        index = self.stages.index(stage)
+        return [buffer.stage_views[index if buffer.spec.kind.trains else 0] for buffer in self.buffers]
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that the layers of the first stage use, by full name in the model."""
+        return self.parameters_of(self.stages[0])
+
+    @cached_property
+    def pieces(self) -> dict[str, nn.Parameter]:
+        """The parameters that the optimizer updates, by full name in the model."""
+        return {name: piece for buffer in self.buffers for name, piece in buffer.pieces.items()}
+
+    @cached_property
+    def keeps_gradients(self) -> bool:
+        """Whether whole gradients stay allocated between the layers that add to them."""
+        gradients = (buffer.spec.gradient for buffer in self.trainable)
+        return all(gradient is None or gradient.kept for gradient in gradients)
+
+    @cached_property
+    def trainable(self) -> tuple[FlatBuffer, ...]:
+        """The buffers that have gradients."""
+        return tuple(buffer for buffer in self.buffers if buffer.spec.kind.trains)
+
+
+@dataclass(frozen=True)
+class UnitFactory:
+    """Builds the `Unit`s of one rank: allocates their flat buffers, and writes the initial values.
+
+    All ranks of a group build the same units in the same order, as `shared_zeros` requires.
+    """
+
+    device: torch.device
+    """The device where layers run."""
+    layouts: Mapping[str, Layout]
+    """The layouts of the pieces that the optimizer updates."""
+    coordinate: Mapping[str, int]
+    shard_groups: Mapping[tuple[str, ...], Group]
+    """By the axes over which a buffer is sharded, the ranks between which it is."""
+    replica_groups: Mapping[str, Group]
+    """By parameter, the ranks over which its gradient, or its piece's gradient, is all-reduced."""
+    value_of: Callable[[str], Tensor]
+    """Returns the initial value of a parameter as this rank's layers have it."""
+
+    def build(self, name: str, specs: Sequence[BufferSpec], stages: tuple[int, ...]) -> Unit:
+        """Return a unit with initial values, for the `stages` of this rank that use it, in order."""
+        return Unit(name, tuple(self._buffer(self._local(spec), len(stages)) for spec in specs), stages)
+
+    def _local(self, spec: BufferSpec) -> BufferSpec:
+        """Return `spec` with the shapes of this rank's shards along `tp`."""
+        slots = (
+            replace(slot, shape=torch.Size(self.layouts[slot.name].sizes(self.coordinate)))
+            for slot in spec.offsets.slots
+        )
+        return replace(spec, offsets=replace(spec.offsets, slots=tuple(slots)))
+
+    def _buffer(self, spec: BufferSpec, stages: int) -> FlatBuffer:
+        kind, offsets = spec.kind, spec.offsets
+        shard_group = self.shard_groups[kind.sharded_over] if kind.sharded else None
+        replica_group = self.replica_groups.get(spec.names[0]) if kind.trains else None
+        whole = self._allocate(spec.whole)
+        views = [_stage_view(spec, whole, self._gradient(spec, shard_group or replica_group))]
+        if kind.trains:
+            views += (_stage_view(spec, whole, self._gradient(spec, None)) for _ in range(1, stages))
+        gradient = views[0].gradient
+        first = 0 if shard_group is None else shard_group.index * offsets.piece
+        own = slice(first, first + offsets.piece)
+        slots = self._piece_slots(spec, first)
+        piece, pieces = whole, views[0].parameters
+        piece_gradient, piece_gradients = gradient, views[0].gradients
+        if spec.has_pieces:
+            piece = whole[own] if spec.piece is None else self._allocate(spec.piece)
+            pieces = {
+                name: _parameter(slot.view_of(piece), trains=kind.trains) for name, slot in slots.items()
+            }
+        if spec.has_pieces and gradient is not None:
+            flat = spec.piece_gradient
+            piece_gradient = gradient[own] if flat is None else self._allocate(flat)
+            piece_gradients = {name: slot.view_of(piece_gradient) for name, slot in slots.items()}
+        buffer = FlatBuffer(
+            spec=spec,
+            shard_group=shard_group,
+            replica_group=replica_group,
+            whole=whole,
+            own=whole[own],
+            piece=piece,
+            pieces=pieces,
+            piece_slots=slots,
+            piece_gradient=piece_gradient,
+            piece_gradients=piece_gradients,
+            stage_views=tuple(views),
+        )
+        self._fill(buffer)
+        return buffer
+
+    def _gradient(self, spec: BufferSpec, group: Group | None) -> Tensor | None:
+        """Return a flat gradient of zeros, None if frozen; where possible in memory that `group` shares."""
+        if spec.gradient is None or group is None or not spec.gradient.kept:
+            return None if spec.gradient is None else self._allocate(spec.gradient)
+        return shared_zeros(spec.gradient.elements, torch_dtype(spec.gradient.dtype), self.device, group)
+
+    def _allocate(self, flat: FlatSpec) -> Tensor:
+        """Return a flat tensor of zeros; in pinned memory if offloaded, so that copies do not block."""
+        dtype = torch_dtype(flat.dtype)
+        if flat.offloaded:
+            return host_zeros(flat.elements, dtype, beside=self.device)
+        return torch.zeros(flat.elements, dtype=dtype, device=self.device)
+
+    def _piece_slots(self, spec: BufferSpec, first: int) -> dict[str, Slot]:
+        """Return the position of each parameter's elements in the flat piece that starts at `first`."""
+        offsets = spec.offsets
+        slots = {}
+        for slot in offsets.slots:
+            start = min(max(slot.start + self._interval(slot).start - first, 0), offsets.piece)
+            shape = torch.Size(self.layouts[slot.name].local_shape(self.coordinate))
+            slots[slot.name] = Slot(slot.name, shape, start)
+        return slots
+
+    def _fill(self, buffer: FlatBuffer) -> None:
+        """Write the initial values of the parameters; free storage that is allocated only while in use."""
+        spec = buffer.spec
+        with torch.no_grad():
+            for slot in spec.offsets.slots:
+                value = self.value_of(slot.name)
+                if spec.piece is None:
+                    buffer.parameters[slot.name].copy_(value)
+                else:  # gathered before the first use
+                    interval, piece = self._interval(slot), buffer.pieces[slot.name]
+                    piece.copy_(value.reshape(-1)[interval.start : interval.stop].view(piece.shape))
+                del value  # before the next is read
+        if not spec.whole.kept:
+            free_storage(buffer.whole)
+        if spec.gradient is not None and not spec.gradient.kept:
+            for gradient in buffer.whole_gradients:
+                free_storage(gradient)
+        buffer.copy_to_device()
+
+    def _interval(self, slot: Slot) -> range:
+        """Return the range of a parameter's elements, flattened, that are in this rank's piece."""
+        interval = self.layouts[slot.name].interval(self.coordinate)
+        return range(slot.shape.numel()) if interval is None else interval
+
+
+def _stage_view(spec: BufferSpec, whole: Tensor, gradient: Tensor | None) -> StageView:
+    slots, trains = spec.offsets.slots, spec.kind.trains
+    parameters = {slot.name: _parameter(slot.view_of(whole), trains=trains) for slot in slots}
+    if gradient is None:
+        return StageView(parameters, None, {})
+    for parameter in parameters.values():
+        parameter.grad_dtype = None  # what is added to a buffer of another dtype is not cast before
+    return StageView(parameters, gradient, {slot.name: slot.view_of(gradient) for slot in slots})
+
+
+def _parameter(view: Tensor, *, trains: bool) -> nn.Parameter:
+    """Return a parameter on the memory of `view`, with its own version counter.
+
+    Through .data, so that the flat tensor can be refilled (by a collective) without autograd taking that for
+    a change of a saved weight.
+    """
+    parameter = nn.Parameter(torch.empty(0, dtype=view.dtype, device=view.device), requires_grad=trains)
+    parameter.data = view
+    return parameter

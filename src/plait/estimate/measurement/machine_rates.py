@@ -1,0 +1,185 @@
+"""`measure_device`: rates of matrix products, attention and element-wise operations of a rank's device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import AdamW
+
+from plait.estimate.measurement.timer import Timer
+from plait.plan.plan import Precision
+from plait.ranks.device import StreamEvent, is_accelerator, synchronize
+from plait.tensor.precision import DTYPES
+
+_LONG = 0.02
+"""Seconds from which on an operation is long enough to be timed."""
+_DEPTHS = (64, 1024)
+"""Lengths of the summed dim at which products are timed."""
+_SMALL_OPERATIONS = 1000
+_BIAS = 512
+"""Elements of a small parameter, of which a layer has as many as of large ones."""
+
+
+@dataclass(frozen=True)
+class DeviceRates:
+    """Measured figures of a device. Rates in operations or bytes a second, times in seconds."""
+
+    products: Mapping[str, float]
+    """By precision: of a large matrix product of `side` × `side` × `side`."""
+    side: int
+    half_depth: float
+    """Length of the summed dim at which a product reaches half the rate of a long one; 0 on a CPU, where
+    predictions add the time of a product's bytes."""
+    attention: float
+    """Of causal attention in one kernel, counting half of the scores; `attention_backward`: its backward."""
+    attention_backward: float
+    memory_bandwidth: float
+    """Of additions, which read and write."""
+    optimizer: float
+    """Of a step of AdamW, in bytes as predictions count them."""
+    elementwise: float
+    """Of a norm and a residual connection, forward and backward, in bytes likewise."""
+    activation: float
+    """Of GELU, forward and backward, in bytes likewise."""
+    kernel: float
+    """Time of a GPU for an element-wise operation on few elements; on the CPU 0, see `calibrate`."""
+    launch: float
+    """Time in which the host starts such an operation on a GPU; on the CPU 0."""
+
+
+def measure_device(timer: Timer) -> DeviceRates:
+    """Return the rates of the timer's device. There is no communication."""
+    device = timer.device
+    precisions: tuple[Precision, ...] = ("bf16", "fp32", "fp64")
+    best: Precision = "bf16" if is_accelerator(device) else "fp32"
+    side = _side(best, timer)
+    rates: Mapping[str, float] = {
+        one: 2 * side**3 / timer(_product(device, one, side, side)) for one in precisions
+    }
+    forward, backward, operations = _attention(best, timer)
+    elementwise, activation = _elementwise(best, timer)
+    elements = 1 << (26 if is_accelerator(device) else 23)
+    one, other = (torch.zeros(elements, device=device) for _ in range(2))
+    bandwidth = 3 * one.nbytes / timer(lambda: torch.add(one, other, out=one))
+    kernel, launch = _small_operation(device) if is_accelerator(device) else (0.0, 0.0)
+    return DeviceRates(
+        products=rates,
+        side=side,
+        half_depth=_half_depth(best, side, timer) if is_accelerator(device) else 0.0,
+        attention=operations / forward,
+        attention_backward=2.5 * operations / backward,
+        memory_bandwidth=bandwidth,
+        optimizer=_optimizer(timer),
+        elementwise=elementwise,
+        activation=activation,
+        kernel=kernel,
+        launch=launch,
+    )
+
+
+def _product(device: torch.device, precision: Precision, side: int, depth: int) -> Callable[[], Tensor]:
+    a, b = (torch.ones(side, depth, dtype=DTYPES[precision], device=device) for _ in range(2))
+    return lambda: a @ b.t()
+
+
+def _side(precision: Precision, timer: Timer) -> int:
+    """Return the side of square matrices whose product takes long enough."""
+    device, side, most = timer.device, 256, 1 << 14
+    while side < most and timer(_product(device, precision, side, side), times=3) < _LONG:
+        side *= 2
+    return side
+
+
+def _half_depth(precision: Precision, side: int, timer: Timer) -> float:
+    shallow, deep = (timer(_product(timer.device, precision, side, depth)) for depth in _DEPTHS)
+    slope = max((deep - shallow) / (_DEPTHS[1] - _DEPTHS[0]), 1e-12)
+    return max(shallow / slope - _DEPTHS[0], 0.0)
+
+
+def _attention(precision: Precision, timer: Timer) -> tuple[float, float, float]:
+    """Return the seconds of forward and backward of causal attention, and the operations of the forward."""
+    device = timer.device
+    rows, heads, length, width = (8, 16, 2048, 64) if is_accelerator(device) else (1, 4, 512, 64)
+    given = torch.ones(3, rows, heads, length, width, dtype=DTYPES[precision], device=device)
+    q, k, v = (one.clone().requires_grad_() for one in given)
+
+    def run() -> Tensor:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def both() -> None:
+        output = run()
+        torch.autograd.grad(output, (q, k, v), output)
+
+    forward = timer(run)
+    backward = max(timer(both) - forward, forward / 2)
+    return forward, backward, 2 * 2 * rows * heads * length**2 * width / 2
+
+
+def _optimizer(timer: Timer) -> float:
+    """Measure clipping and an AdamW step; return the bytes a second that they move.
+
+    Gradients are read for their norm and again, parameters and moments read and written.
+    """
+    device = timer.device
+    count, elements = (16, 1 << 22) if is_accelerator(device) else (32, 1 << 17)  # as large as a layer's
+    sizes = [elements, _BIAS] * count
+    parameters = [torch.zeros(size, device=device, requires_grad=True) for size in sizes]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = AdamW(parameters)
+
+    def step() -> None:
+        clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+
+    return 8 * 4 * sum(sizes) / timer(step)
+
+
+def _elementwise(precision: Precision, timer: Timer) -> tuple[float, float]:
+    """Measure layer norm with a residual add, and GELU; return the bytes a second that each moves.
+
+    Forward and backward. Of `n` bytes, a norm reads and writes 2 n and 4 n in its backward, a residual
+    connection 3 n and 2 n, GELU 2 n and 3 n: as `plait.estimate.time.layer_operations` counts them.
+    """
+    device = timer.device
+    tokens, width = (16384, 4096) if is_accelerator(device) else (512, 512)
+    few, many = (
+        torch.randn(tokens, features, dtype=DTYPES[precision], device=device, requires_grad=True)
+        for features in (width, 4 * width)
+    )
+    gradients = torch.ones_like(few), torch.ones_like(many)
+
+    def norm() -> None:
+        torch.autograd.grad(few + functional.layer_norm(few, [width]), few, gradients[0])
+
+    def activation() -> None:
+        torch.autograd.grad(functional.gelu(many, approximate="tanh"), many, gradients[1])
+
+    return 11 * few.nbytes / timer(norm), 5 * many.nbytes / timer(activation)
+
+
+def _small_operation(device: torch.device) -> tuple[float, float]:
+    """Return a GPU's and its host's seconds of an element-wise operation on few elements."""
+    few = torch.zeros(8, device=device)
+
+    def several() -> None:
+        for _ in range(_SMALL_OPERATIONS):
+            few.add_(1.0)
+
+    large = _product(device, "fp32", 1 << 13, 1 << 13)
+    several()
+    synchronize(device)
+    for _ in range(8):  # long enough for the host to be ahead of the device
+        large()
+    first, start = StreamEvent(device, timed=True), time.perf_counter()
+    several()
+    launch = (time.perf_counter() - start) / _SMALL_OPERATIONS
+    last = StreamEvent(device, timed=True)
+    synchronize(device)
+    return last.milliseconds_since(first) / 1e3 / _SMALL_OPERATIONS, launch

@@ -1,0 +1,211 @@
+"""Traces of the memory that a layer or the loss allocates and saves, recorded on the meta device.
+
+Storages are numbered, so that a trace also shows what shares memory: an output that is saved for the
+backward, or an output gradient that is passed on and saved for the weight gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plait.engine.pipeline.chunked_loss_stage import ChunkedLossStage
+from plait.engine.pipeline.loss_stage import LossLike, LossStage
+from plait.engine.pipeline.stage import Gradients, Stage
+from plait.estimate.memory.storage_tracker import StorageTracker
+from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.tensor.layer_values import Value, leaf_of, map_tensors, tensors_of
+
+StorageNumbers = tuple[int | None, ...]
+"""The storage numbers of several tensors; None for a missing tensor."""
+
+
+@dataclass(frozen=True)
+class PhaseTrace:
+    """Memory that the forward of a layer, or its backward for input gradients, allocates and saves."""
+
+    allocated: Mapping[int, int]
+    """The bytes of each new storage that outlives the phase."""
+    saved: tuple[int, ...]
+    """The storages that are saved for later phases."""
+    results: StorageNumbers
+    """The outputs, or the gradients of the inputs."""
+    peak: int
+    """Peak bytes within the phase, minus the bytes at its start."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Memory that forward and backward of one layer, or of the loss, allocate and save for a micro-batch."""
+
+    inputs: StorageNumbers
+    output_gradients: StorageNumbers
+    forward: PhaseTrace
+    backward: PhaseTrace
+    weight_peak: int = 0
+    """Peak bytes within the backward of the weights, minus the bytes at its start."""
+    output_is_read: bool = False
+    """Whether the backward reads the output."""
+
+
+def trace_layer(stage: Stage, given: Value) -> tuple[Trace, Value]:
+    """Return the memory that a one-layer stage allocates and saves for the input `given`, and its output.
+
+    It runs on the meta device. A layer whose backward does not run there is assumed to save for `W` all that
+    it saves for `I`.
+    """
+    tracker = StorageTracker()
+    with tracker.tracking():
+        value = map_tensors(meta_leaf, given)
+        inputs = _numbers(tracker, tensors_of(value))
+        stage.values[0] = value
+        del value
+        forward = _PhaseRecorder(tracker)
+        stage.forward(0, 0)
+        output_is_read = stage.output_is_read(0)
+        output = stage.values.pop(0)
+        forward.end(tensors_of(output))
+        following = map_tensors(meta_leaf, output)
+        seeds: Gradients = [
+            torch.empty_like(t, device="meta") if t.requires_grad else None for t in tensors_of(output)
+        ]
+        del output
+        next_inputs, numbers = _numbers(tracker, tensors_of(following)), _numbers(tracker, seeds)
+        forward.saved = tracker.live() - {*next_inputs, *numbers}
+        stage.gradients[0] = seeds
+        del seeds
+        backward = _trace_backward(tracker, stage, next_inputs)
+        weights = _PhaseRecorder(tracker)
+        if backward is not None:
+            stage.backward_weight(0, 0)
+        weights.end(())
+        stage.clear()
+    resident = tracker.live()
+    first = forward.phase(resident)
+    second = _unknown_backward(first, given) if backward is None else backward.phase(resident)
+    return Trace(inputs, numbers, first, second, weights.phase(resident).peak, output_is_read), following
+
+
+def trace_loss(loss: LossLike, given: Value, targets: Value) -> Trace:
+    """Return the memory that the loss allocates and saves; if it fails on meta, that of an input copy."""
+    try:
+        return _trace_loss(LossStage(loss), given, targets)
+    except Exception:
+        return _copying_loss(given)
+
+
+def trace_chunked_loss(
+    end: ChunkedLossStage, queue: WeightGradientQueue, given: Value, targets: Value
+) -> Trace:
+    """Return the memory that a loss of features, on the meta device, allocates and saves.
+
+    What its backward saves in `queue` is for `W`.
+    """
+    return _trace_loss(end, given, targets, queue)
+
+
+def _trace_backward(
+    tracker: StorageTracker, stage: Stage, next_inputs: StorageNumbers
+) -> _PhaseRecorder | None:
+    """Run the backward for input gradients, and record its memory; None where it fails on the meta device."""
+    backward = _PhaseRecorder(tracker)
+    try:
+        stage.backward_input(0, 0)
+    except Exception:
+        return None
+    gradients = stage.gradients.pop(0)
+    backward.end(gradients)
+    del gradients
+    backward.saved = tracker.live() - {*next_inputs}
+    return backward
+
+
+def _unknown_backward(forward: PhaseTrace, given: Value) -> PhaseTrace:
+    """Return the memory assumed for a backward that fails on meta: all saved tensors, and input gradients."""
+    first = max((*forward.saved, *forward.allocated), default=0) + 1
+    tensors = dict(enumerate(tensors_of(given), start=first))
+    allocated = {number: tensor.nbytes for number, tensor in tensors.items() if tensor.requires_grad}
+    results = tuple(number if number in allocated else None for number in tensors)
+    return PhaseTrace(allocated, forward.saved, results, sum(allocated.values()))
+
+
+def _trace_loss(
+    end: LossStage, given: Value, targets: Value, queue: WeightGradientQueue | None = None
+) -> Trace:
+    tracker = StorageTracker()
+    with tracker.tracking():
+        output = map_tensors(meta_leaf, given)
+        inputs = _numbers(tracker, tensors_of(output))
+        end.begin([targets], torch.ones((), dtype=torch.float64))
+        forward = _PhaseRecorder(tracker)
+        end.compute(0, output)
+        forward.end(())
+        del output
+        forward.saved = tracker.live()
+        backward = _PhaseRecorder(tracker)
+        gradients = end.seed(0)
+        backward.end(gradients)
+        del gradients
+        if queue is not None:
+            backward.saved = tracker.live()
+            queue.take()
+    resident = tracker.live()
+    return Trace(inputs, (), forward.phase(resident), backward.phase(resident))
+
+
+def _copying_loss(given: Value) -> Trace:
+    """Return the memory assumed for a loss that fails on meta: a copy of its input, in float32 at least."""
+    tensors = list(tensors_of(given))
+    count = len(tensors)
+    learning = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
+    copies = {count + index: tensors[index].numel() * max(4, tensors[index].itemsize) for index in learning}
+    gradients = {2 * count + index: tensors[index].nbytes for index in learning}
+    results = tuple(2 * count + index if index in learning else None for index in range(count))
+    forward = PhaseTrace(copies, (*range(count), *copies), (), sum(copies.values()))
+    return Trace(
+        tuple(range(count)), (), forward, PhaseTrace(gradients, (), results, 2 * sum(gradients.values()))
+    )
+
+
+class _PhaseRecorder:
+    """Records the storages alive in a phase (forward or backward), from the recorder's start to `end`."""
+
+    def __init__(self, tracker: StorageTracker) -> None:
+        self._tracker = tracker
+        self._start = tracker.live()
+        self._first = len(tracker.samples)
+        self._samples: Sequence[frozenset[int]] = ()
+        self.saved: Collection[int] = ()
+        """The storages that are saved for later phases."""
+        self._results: StorageNumbers = ()
+
+    def end(self, results: Iterable[Tensor | None]) -> None:
+        """End the phase, and record the storages of its `results`."""
+        self._samples = [*self._tracker.samples[self._first :], self._tracker.live()]
+        self._results = _numbers(self._tracker, results)
+
+    def phase(self, resident: Collection[int]) -> PhaseTrace:
+        """Return the phase's memory without the storages in `resident`, which are allocated at all times."""
+        sizes = self._tracker.sizes
+
+        def total(numbers: Iterable[int]) -> int:
+            return sum(sizes[number] for number in numbers if number not in resident)
+
+        saved = tuple(number for number in sorted(self.saved) if number not in resident)
+        left = {*saved, *(number for number in self._results if number is not None)}
+        allocated = {number: sizes[number] for number in sorted(left - self._start)}
+        return PhaseTrace(
+            allocated, saved, self._results, max(map(total, self._samples)) - total(self._start)
+        )
+
+
+def meta_leaf(tensor: Tensor) -> Tensor:
+    """Return a new tensor like `tensor` on the meta device, without an autograd history."""
+    return leaf_of(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
+
+
+def _numbers(tracker: StorageTracker, tensors: Iterable[Tensor | None]) -> StorageNumbers:
+    return tuple(None if tensor is None else tracker.number(tensor) for tensor in tensors)

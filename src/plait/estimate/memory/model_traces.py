@@ -1,0 +1,228 @@
+"""`trace_model`: the memory that each layer of a model and its loss allocate and save, on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from plait.engine.blueprint import Blueprint
+from plait.engine.compilation.compiled_layer import CompiledLayer, LayerCompiler
+from plait.engine.pipeline.chunked_loss_stage import ChunkedLossStage
+from plait.engine.pipeline.loss_stages import build_loss_stage
+from plait.engine.pipeline.stage import Stage
+from plait.estimate.memory.context_share import (
+    ContextShare,
+    as_input,
+    as_input_batch,
+    context_share,
+    lasting_bytes,
+    method_choices,
+    result_bytes,
+)
+from plait.estimate.memory.layer_traces import Trace, meta_leaf, trace_chunked_loss, trace_layer, trace_loss
+from plait.models.layers.layer_sequence import on_meta, private_copy
+from plait.models.layers.shape_inference import LayerInfo, LayerInput, MetaRun, run_on_meta
+from plait.models.result_cache import result_caches
+from plait.plan.axes import AXES, layout_degrees
+from plait.ranks.group import Group
+from plait.ranks.traffic import Traffic
+from plait.tensor.attention.method_choice import MethodChoice
+from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradients
+from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.tensor.layer_values import NamedLayer, Value, map_tensors, tensors_of
+from plait.tensor.losses import Loss
+from plait.tensor.parallel.tensor_parallelism import TensorParallelism
+from plait.tensor.precision import DTYPES, torch_dtype
+from plait.tensor.running_sequence import LocalSequence, running
+
+FIRST = dict.fromkeys(layout_degrees(dict.fromkeys(AXES, 1)), 0)
+"""The coordinate of the rank that is traced."""
+
+
+@dataclass(frozen=True)
+class ModelTraces:
+    """Memory that each layer of a model, in order, and its loss allocate and save for one micro-batch."""
+
+    layers: Sequence[Trace]
+    infos: Sequence[LayerInfo]
+    loss: Trace
+    output_copy: int
+    """Bytes of a copy of the output for the loss; 0 where it is not copied."""
+    inputs: Sequence[int]
+    """Bytes of each tensor of the input."""
+    targets: Sequence[int]
+    caches: Sequence[Mapping[Hashable, int]]
+    """Of each layer the bytes that its `ResultCache`s hold, by a number of the cache."""
+    lasting: Sequence[Mapping[Hashable, int]]
+    """Of each layer the bytes of what all layers of a rank share for all micro-batches, by key."""
+    shared: Sequence[Mapping[Hashable, int]]
+    """Of each layer the bytes of the results that layers share for a micro-batch's sequences, by key."""
+    uncut: int
+    """Bytes of the given tensors of which `inputs` and `targets` are copies, or which are neither."""
+    attention: frozenset[MethodChoice]
+    """The methods that attention layers choose under context parallelism."""
+
+
+def trace_model(blueprint: Blueprint, microbatch: Value, targets: Value | None, loss: Loss) -> ModelTraces:
+    """Return the memory that each layer and the loss allocate and save on the first rank of `tp`.
+
+    Layers of equal structure that read equal inputs are traced once. The rank has the largest shards; which
+    rank of `cp` it is, see `context_share`. Raises ModelError where a layer does not run on meta.
+    Without `targets` there is a class for each row of the output.
+    """
+    queue = WeightGradientQueue()
+    tensor_parallel = blueprint.tensor_parallel(
+        Group("tp", tuple(range(blueprint.plan.tp)), 0, None, Traffic(), 0.0)
+    )
+    layers = _layers_on_meta(blueprint, tensor_parallel, queue)
+    vocabulary = tensor_parallel.vocabulary_of(blueprint.sequence.layers[-1])
+    end = build_loss_stage(blueprint, loss, vocabulary, layers[-1], queue)
+    share = context_share(
+        blueprint.plan, as_input_batch(microbatch, DTYPES[blueprint.plan.precision]), targets
+    )
+    traced = _trace_layers(blueprint, tensor_parallel, layers, queue, share)
+    value = traced[-1].output
+    traces = [one.trace for one in traced]
+    copies = end.writes_output and traces[-1].output_is_read
+    classes = share.targets
+    if classes is None:
+        classes = map_tensors(lambda one: one.new_empty(one.shape[:-1], dtype=torch.int64), value)
+    classes = map_tensors(lambda tensor: as_input(tensor, None), classes)
+    if isinstance(end, ChunkedLossStage):
+        of_loss = trace_chunked_loss(end, queue, value, classes)
+    else:
+        of_loss = trace_loss(end.loss, value, classes)
+    return ModelTraces(
+        traces,
+        [one.run.info for one in traced],
+        of_loss,
+        sum(_bytes(value)) if copies else 0,
+        _bytes(share.inputs),
+        _bytes(classes),
+        [_cache_bytes(layer, one) for layer, one in zip(layers, traced, strict=True)],
+        [lasting_bytes(one.sequence) for one in traced],
+        [result_bytes(one.sequence) for one in traced],
+        share.uncut_beside(classes),
+        frozenset(chain.from_iterable(method_choices(one.sequence) for one in traced)),
+    )
+
+
+@dataclass(frozen=True)
+class _LayerTrace:
+    """What the trace of a layer found, for it and the layers of equal structure that read such inputs."""
+
+    run: MetaRun
+    trace: Trace
+    output: Value
+    cached: Sequence[int]
+    """The bytes of each of its `ResultCache`s, in the order of `result_caches`."""
+    sequence: LocalSequence | None
+    """The sequence for which it ran, with what it computed to share."""
+
+
+def _trace_layers(
+    blueprint: Blueprint,
+    tensor_parallel: TensorParallelism,
+    layers: Sequence[NamedLayer],
+    queue: WeightGradientQueue,
+    share: ContextShare,
+) -> list[_LayerTrace]:
+    """Return the trace of each layer, given the layer before's output; those that run alike share a trace."""
+    structures = blueprint.meta_layers(tensor_parallel, FIRST, {}).structures
+    adds_late = blueprint.lowering_spec.adds_late
+    compiled = _compiled_layers(blueprint, structures, layers, queue)
+    given, value = LayerInput.of_batch(share.inputs, input_gradients=False), share.inputs
+    known: dict[Hashable, _LayerTrace] = {}
+    traced: list[_LayerTrace] = []
+    for number, layer in enumerate(layers):
+        recompute = blueprint.recompute[number]
+        key = structures[number], recompute, given.length, given.repeats, _described(value)
+        if key not in known:
+            with running(share.sequence):
+                run, _ = run_on_meta(layer, given)  # fills the layer's caches, too
+            sequence = share.new_sequence()
+            stage = Stage(0, [layer], queue, [[run.info]], adds_late, [recompute], sequences=[sequence])
+            by_graphs = bool(compiled) and _run_compiled(stage, compiled[number], value)
+            if recompute == "selective" and not by_graphs:
+                trace_layer(stage, value)  # what to keep is known from the first backward
+            trace, output = trace_layer(stage, value)
+            # Graphs compute what eager layers cache.
+            cached = [] if by_graphs else [cache.nbytes for cache in result_caches(layer.module)]
+            known[key] = _LayerTrace(run, trace, output, cached, sequence)
+        traced.append(known[key])
+        given, value = known[key].run.next_input(), known[key].output
+    return traced
+
+
+def _cache_bytes(layer: NamedLayer, traced: _LayerTrace) -> dict[Hashable, int]:
+    """Return the bytes that a layer's `ResultCache`s hold, by a number of the cache."""
+    caches = result_caches(layer.module) if traced.cached else ()
+    return {id(cache): nbytes for cache, nbytes in zip(caches, traced.cached, strict=True)}
+
+
+def _compiled_layers(
+    blueprint: Blueprint,
+    structures: Sequence[Hashable],
+    layers: Sequence[NamedLayer],
+    queue: WeightGradientQueue,
+) -> list[CompiledLayer]:
+    """Return a compiled layer for each layer; an empty list where the plan compiles nothing."""
+    if not blueprint.plan.compile:
+        return []
+    compiler = LayerCompiler.for_estimates(queue)
+    return [
+        compiler.compiled(layer, structure, recompute)
+        for layer, structure, recompute in zip(layers, structures, blueprint.recompute, strict=True)
+    ]
+
+
+def _described(value: Value) -> str:
+    """Return shapes, strides, dtypes and `requires_grad` of a value's tensors, and which share memory."""
+    seen: dict[int, int] = {}
+
+    def described(one: Tensor) -> tuple[object, ...]:
+        number = seen.setdefault(id(one.untyped_storage()), len(seen))
+        return tuple(one.shape), one.stride(), one.storage_offset(), one.dtype, one.requires_grad, number
+
+    return repr(map_tensors(described, value))
+
+
+def _run_compiled(stage: Stage, compiled: CompiledLayer, given: Value) -> bool:
+    """Run a one-layer stage by its graphs from now on; return False, leaving it eager, where they cannot.
+
+    Traces the layer for inputs like `given`, which must not happen while storages are tracked.
+    """
+    stage.run_compiled([compiled])
+    stage.values[0] = map_tensors(meta_leaf, given)
+    try:
+        with torch.enable_grad():
+            stage.forward(0, 0)
+    except Exception:
+        stage.run_compiled([])
+    stage.clear()
+    return bool(stage.compiled)
+
+
+def _layers_on_meta(
+    blueprint: Blueprint, tensor_parallel: TensorParallelism, queue: WeightGradientQueue
+) -> list[NamedLayer]:
+    """Return copies of all layers on the meta device, with a rank's shapes and allocated gradients."""
+    shapes = {name: layout.local_shape(FIRST) for name, layout in blueprint.whole_layouts.items()}
+    empty = on_meta(blueprint.sequence, DTYPES[blueprint.plan.precision], shapes)
+    layers = tensor_parallel.apply(private_copy(blueprint.sequence.layers, empty), queue)
+    for layer in layers:
+        defer_weight_gradients(layer.module, queue)
+    for name, parameter in blueprint.sequence.parameters.items():
+        if parameter.requires_grad:
+            meta, dtype = empty[id(parameter)], torch_dtype(blueprint.kinds[name].gradient)
+            meta.grad_dtype = None
+            meta.grad = torch.empty_like(meta, dtype=dtype)
+    return layers
+
+
+def _bytes(value: Value) -> list[int]:
+    return [tensor.nbytes for tensor in tensors_of(value)]

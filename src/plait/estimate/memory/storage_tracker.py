@@ -1,0 +1,164 @@
+"""Tracking of live storages while layers run on the meta device, where storages have no memory.
+
+Three public hooks report tensors: the results of each function (`TorchFunctionMode`), what autograd saves
+(`saved_tensors_hooks`), and the input and output gradients of each node of a graph. A weak reference to each
+storage determines how long it is alive: in autograd, a closure or a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from plait.tensor.attention.fused_kernels import cpu_attention
+from plait.tensor.layer_values import tensors_of
+
+
+class StorageTracker(TorchFunctionMode):
+    """Numbers new storages; records which are alive after each torch operation and backward node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        """The bytes of each storage, by number."""
+        self.samples: list[frozenset[int]] = []
+        """The storages alive at each report."""
+        self._numbers: dict[int, tuple[ref[torch.UntypedStorage], int]] = {}
+        self._in_node = False
+        self._is_python = False
+        """Whether the node runs the backward of a `torch.autograd.Function` in Python."""
+        self._at_begin: frozenset[int] = frozenset()
+
+    @contextmanager
+    def tracking(self) -> Iterator[None]:
+        """Track all operations on the meta device within the context, with gradients enabled."""
+        saving = saved_tensors_hooks(self._save, lambda saved: saved)
+        with torch.device("meta"), torch.enable_grad(), saving, self:
+            yield
+
+    def number(self, tensor: Tensor) -> int:
+        """Return the index in `sizes` of a tensor's storage; a storage not seen before gets the next one."""
+        storage = tensor.untyped_storage()
+        found = self._numbers.get(id(storage))
+        if found is not None:
+            return found[1]
+        number, key = len(self.sizes), id(storage)
+        self.sizes.append(storage.nbytes())
+        self._numbers[key] = ref(storage, lambda _: self._forget(key)), number
+        return number
+
+    def live(self) -> frozenset[int]:
+        """Return the numbers of the storages that are alive."""
+        return frozenset(number for _, number in self._numbers.values())
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Run `func`, and record the storages that are alive after it."""
+        kwargs = kwargs or {}
+        if func is torch.autograd.backward:
+            self._track_backward(args[0])
+        if func is Tensor.__bool__ and args[0].is_meta:
+            return True  # there are no values: checks of them pass
+        if func is functional.scaled_dot_product_attention and fuses(*args, **kwargs):
+            with self:  # a mode is off within its own hook
+                result = fused(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
+        self._record(result)
+        return result
+
+    def _track_backward(self, roots: Iterable[Tensor]) -> None:
+        """Track the storages that the backward of the autograd graph of `roots` will make, by hooks."""
+        seen: set[Node] = set()
+        waiting = [root.grad_fn for root in roots]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            is_python = isinstance(node, BackwardCFunction)
+            node.register_prehook(partial(self._begin_node, is_python))
+            node.register_hook(self._end_node)
+            waiting += [before for before, _ in node.next_functions]
+
+    def _begin_node(self, is_python: bool, gradients: Any) -> None:
+        self._record(gradients)
+        self._is_python = is_python
+        # A mode is off within its own hook, and a backward is called through it.
+        self.__enter__()  # type: ignore[no-untyped-call]
+        self._in_node = True
+        self._at_begin = self.live()
+
+    def _end_node(self, gradients: Any, outer: Any) -> None:
+        self._in_node = False
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._record((gradients, outer))
+        # What a node reads is alive until the node ends, also where it is recomputed for the node alone.
+        self.samples.append(self.live() | self._at_begin)
+
+    def _save(self, tensor: Tensor) -> Tensor:
+        self._record(tensor)
+        return tensor.detach()
+
+    def _record(self, value: Any) -> None:
+        tensors = [tensor for tensor in tensors_of(value) if tensor.is_meta]
+        for tensor in tensors:
+            self.number(tensor)
+        # Within a node devices need less than the meta device, which composes some operations; but a node in
+        # Python runs the same everywhere, and where gradients are enabled, a node runs a forward again.
+        if tensors and (not self._in_node or self._is_python or torch.is_grad_enabled()):
+            self.samples.append(self.live())
+
+    def _forget(self, key: int) -> None:
+        del self._numbers[key]
+
+
+def fuses(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    *_: Any,
+    **__: Any,
+) -> bool:
+    """Return whether real devices have a fused kernel for this call of `scaled_dot_product_attention`."""
+    sizes = {tensor.shape[-1] for tensor in (query, key, value)}
+    learns_mask = attn_mask is not None and attn_mask.requires_grad
+    return all(tensor.dim() == 4 for tensor in (query, key, value)) and not (
+        len(sizes) > 1 or dropout_p or learns_mask
+    )
+
+
+def fused(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
+) -> Tensor:
+    """Return attention's output `[batch, heads, length, size]`; save what a fused backward needs."""
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
+    mixed: Tensor = _Fused.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
+    return mixed
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        output, normalisers = cpu_attention(query, key, value)
+        ctx.save_for_backward(query, key, value, mask, output, normalisers)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        query, key, value, *_ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None

@@ -1,0 +1,221 @@
+"""Lower bounds of the step time of a plan, for every cut of the model into stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from plait.estimate.search.memory_bounds import KINDS, LINEAR, WHOLE, MemoryBounds
+from plait.estimate.time.hardware import Hardware
+from plait.estimate.time.layer_operations import StepShape
+from plait.estimate.time.layer_times import LayerTimer, LayerVariant, PassTimes, WholeLayerTimes
+from plait.estimate.time.step_end import gradient_transfers, optimizer_seconds
+from plait.estimate.time.step_times import NANOSECOND, StepTimes
+from plait.plan.model_sizes import Decoder, LayerKind
+from plait.plan.parameter_units import timing_of
+from plait.plan.plan import Plan
+
+ROUNDING = 1 - 1e-9
+"""Bounds are lowered by it, so that no rounding of sums makes one larger than what it bounds."""
+_CHUNKED = ("interleaved", "zb-v", "v-half")
+"""Policies of several stages on each rank, of which that of the first forward is the rank's number."""
+
+
+@dataclass(frozen=True)
+class ModelTime:
+    """Seconds of a micro-batch over all layers."""
+
+    forward: float
+    inputs: float
+    weights: float
+    forward_part: float
+    """The least part of a layer's time that is its forward."""
+    weights_part: float
+    """The largest part that is its weight gradient."""
+    layers: Mapping[LayerKind, tuple[float, float]]
+    """Forward and backward of a layer of each kind."""
+
+    @property
+    def total(self) -> float:
+        """Forward, input gradient and weight gradient."""
+        return self.forward + self.inputs + self.weights
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Lower bounds for plans of one model and batch on given hardware."""
+
+    model: Decoder
+    hardware: Hardware
+    batch: int
+    _layers: dict[tuple[object, ...], dict[LayerVariant, PassTimes]] = field(default_factory=dict)
+    _whole: dict[tuple[object, ...], dict[LayerVariant, WholeLayerTimes]] = field(default_factory=dict)
+    _times: dict[tuple[object, ...], ModelTime] = field(default_factory=dict)
+
+    def shape(self, plan: Plan) -> StepShape:
+        """Return what the sizes of a plan's layers depend on."""
+        rows = self.batch / plan.dp / plan.microbatches
+        return StepShape(self.model, plan, rows, on_cpu=not self.hardware.overlaps)
+
+    def timer(self, plan: Plan) -> LayerTimer:
+        """Return the `LayerTimer` of a plan; plans with equal layers share the times that it has computed."""
+        shape = self.shape(plan)
+        key = self._key(plan)
+        known, whole = self._layers.setdefault(key, {}), self._whole.setdefault(key[:4], {})
+        return LayerTimer(shape, self.hardware, plan.precision or "fp32", known, whole)
+
+    def _key(self, plan: Plan) -> tuple[object, ...]:
+        """Return a cache key of the times of a plan's layers, without their recomputation."""
+        timing = timing_of(plan)
+        state = (timing, plan.state_ranks) if timing.allocates else ()
+        rows = self.batch / plan.dp / plan.microbatches
+        return plan.tp, plan.cp, rows, plan.sequence_parallel, state
+
+    def model_time(self, plan: Plan, *, at_once: bool) -> ModelTime:
+        """Return the time of all layers; plans that differ only in what no layer depends on share it.
+
+        `at_once`: as if weight gradients ran during sums over `tp` on all stages.
+        """
+        key = (self._key(plan), plan.recompute, at_once)
+        if key not in self._times:
+            self._times[key] = self._computed(plan, at_once)
+        return self._times[key]
+
+    def _computed(self, plan: Plan, at_once: bool) -> ModelTime:
+        timer, sums, part, weights_part = self.timer(plan), [0.0, 0.0, 0.0], 1.0, 0.0
+        layers: dict[LayerKind, tuple[float, float]] = {}
+        assert not isinstance(plan.recompute, tuple)
+        for kind in KINDS:
+            passes, times = timer.times(kind, plan.recompute, at_once=at_once), self._number(kind)
+            for number, one in enumerate((passes.forward, passes.inputs, passes.weights)):
+                sums[number] += times * one.total
+            whole = passes.total.total
+            part = min(part, passes.forward.total / whole) if whole else 0.0
+            weights_part = max(weights_part, passes.weights.total / whole) if whole else weights_part
+            layers[kind] = passes.forward.total, passes.backward
+        return ModelTime(sums[0], sums[1], sums[2], part, weights_part, layers)
+
+    def _number(self, kind: LayerKind) -> int:
+        return self.model.layers if kind in ("attention", "mlp") else 1
+
+    def step_seconds(
+        self, plan: Plan, policy: str | None = None, chunks: int = 1, *, state: bool = True
+    ) -> float:
+        """Return a time in which no cut of the model finishes the step under a policy (None: any).
+
+        Without `state`, sums of gradients and the optimizer take no time: a bound for all strategies. It is
+        the largest of these bounds of the last gradient's time, and the optimizer's step after it:
+
+        - the mean over ranks of their work, and of sums of gradients that backwards do not hide; with several
+          stages on each rank after the wait for the first layers, one at least on each rank before;
+        - the path of one micro-batch through all forwards and backwards, with its messages;
+        - for one stage on each rank, what `pipeline_seconds` returns.
+
+        Where ranks share cores the first holds too, and the others for actions that are as short as they can
+        be, see `LayerTimer.speedup`.
+        """
+        timer, ranks = self.timer(plan), plan.pp
+        whole, sends = policy in WHOLE, plan.sends_inputs_first
+        time = self.model_time(plan, at_once=policy is None or whole)
+        waits = whole and not sends  # stages before wait for weight gradients too
+        # Each action's duration is rounded to nanoseconds, and so is a message's.
+        rounding = 1.5 * NANOSECOND * ranks * chunks
+        hop = max(timer.message_seconds - NANOSECOND, 0.0)
+        backward, sums, after = time.inputs + time.weights, 0.0, 0.0
+        if state:
+            sums = self._exposed_sums(timer, (backward + rounding) / ranks)
+            after = sum(optimizer_seconds(timer, max(self._mean(plan), self._largest(plan))))
+        busy = plan.microbatches * (time.total - rounding) / ranks + sums
+        path = time.forward + (backward if waits else time.inputs) - rounding
+        path += 2 * chunks * (ranks - 1) * hop
+        found = max(busy, path / timer.speedup)
+        if policy in _CHUNKED:
+            before, after_last = self._waits(plan, time, hop)
+            work = plan.microbatches * (time.total - rounding) / ranks
+            end = (before + work) / timer.speedup
+            found = max(found, end + (max(sums, after_last / timer.speedup) if waits else sums))
+        if policy in LINEAR:
+            last = time.weights_part if whole and sends else 0.0
+            part, hops = (1 - last, 2 * hop) if whole else (time.forward_part, hop)
+            least = pipeline_seconds(time.total - rounding, plan, part, hops, last)
+            found = max(found, least / timer.speedup)
+        return (found + after) * ROUNDING
+
+    def _waits(self, plan: Plan, time: ModelTime, hop: float) -> tuple[float, float]:
+        """Return mean seconds for which ranks wait for earlier stages at the start, and at the end of a step.
+
+        The stages before that of rank r have r layers or more.
+        """
+        first, means = self.model.kinds[: plan.pp - 1], [0.0, 0.0]
+        for number, kind in enumerate(first):
+            later = (plan.pp - 1 - number) / plan.pp
+            for which, seconds in enumerate(time.layers[kind]):
+                means[which] += later * (seconds + hop - 2 * NANOSECOND)
+        return max(means[0], 0.0), max(means[1], 0.0)
+
+    def _exposed_sums(self, timer: LayerTimer, window: float) -> float:
+        """Return the mean over ranks of the sums of gradients that a mean `window` of backwards leaves."""
+        seconds = gradient_transfers(timer, self._mean(timer.shape.plan))
+        return max(seconds - window, 0.0) if timer.hides_gradient_sums else seconds
+
+    def memory(self, plan: Plan, policy: str | None = None, *, gathered: bool = True) -> float:
+        """Return bytes that some rank allocates or reserves at least under a policy (None: any), for any cut.
+
+        `gathered`: see `MemoryBounds.least`.
+        """
+        least = self._memory.least(self.shape(plan), policy, gathered=gathered)
+        return (least + self.hardware.reserved) * ROUNDING
+
+    @cached_property
+    def _memory(self) -> MemoryBounds:
+        return MemoryBounds(self.model)
+
+    def _mean(self, plan: Plan) -> float:
+        """Return the parameters of the model on a rank of `tp`, over the ranks of `pp`."""
+        return self._memory.parameters(plan.tp).whole / plan.pp
+
+    def _largest(self, plan: Plan) -> float:
+        """Return the parameters of the largest layer, which some rank has."""
+        return self._memory.parameters(plan.tp).largest
+
+
+def pipeline_seconds(total: float, plan: Plan, part: float, hops: float, last: float = 0.0) -> float:
+    """Return a time in which stages of `total` seconds a micro-batch, one on each rank, cannot be done.
+
+    Let stage r take x_r for a micro-batch, of which the fraction φ (`part`) at least passes on every stage
+    before rank r can start, or can be done after it ends, and r · `hops` for messages; and let the part ω
+    (`last`) of its last micro-batch be left when others go on. Then a step takes
+    T ≥ φ · (x_0 + … + x_{r−1}) + r · hops + (m − ω) · x_r for every r. So x_0 + … + x_r is at most what it is
+    where all are equations: linear in T, with the coefficients computed here. The least T makes it `total`.
+    """
+    count, slope, offset = plan.microbatches - last, 0.0, 0.0
+    keep = 1 - part / count
+    for rank in range(plan.pp):
+        slope, offset = keep * slope + 1 / count, keep * offset + rank * hops / count
+    return (total + offset) / slope
+
+
+def least_ends(step: StepTimes) -> list[float]:
+    """Return for each rank a time before which its last action, and those that wait for it, cannot end.
+
+    A rank waits for the forwards of the stages before its first, and then does all its work. Where backwards
+    are whole, those of the stages before follow its last, or that one's input gradient.
+    """
+    schedule, passes = step.schedule, step.passes
+    first, hop = step.timer.shape.plan.sends_inputs_first, step.timer.message_seconds
+    before, ends, count = 0.0, [], step.timer.shape.plan.microbatches
+    for rank in range(schedule.ranks):
+        own = schedule.stages_of(rank)
+        work = sum(passes[stage].total.total for stage in own)
+        rounding = NANOSECOND * (1.5 * count * len(own) + rank)
+        ends.append((before + count * work - rounding) * ROUNDING)
+        before += passes[rank].forward.total + hop
+    if schedule.policy in WHOLE:
+        sent = 0.0  # when the rank behind sends its last gradient
+        for rank in reversed(range(schedule.ranks)):
+            weights = passes[rank].weights.total if first else 0.0
+            before = passes[rank].backward - weights + hop - 2 * NANOSECOND
+            sent = max(ends[rank] - weights - NANOSECOND, (sent + before) * ROUNDING)
+            ends[rank] = max(ends[rank], sent + weights - NANOSECOND)
+    return [end / step.timer.speedup for end in ends]

@@ -1,0 +1,261 @@
+"""`search`: the fastest plans of a number of ranks that fit the memory, exactly as `predict` judges them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from heapq import heappop, heappush
+from math import floor
+from pathlib import Path
+
+from plait.errors import PlanError
+from plait.estimate.search.plan_bounds import ROUNDING, Bounds
+from plait.estimate.search.plan_space import PlanChoices, RankDivision, divisions
+from plait.estimate.search.plan_steps import PlanSteps
+from plait.estimate.time.hardware import Hardware, load_hardware
+from plait.estimate.time.prediction import Prediction
+from plait.estimate.time.step_end import step_seconds
+from plait.estimate.time.step_times import NANOSECOND
+from plait.plan.arguments import require_instance, require_whole
+from plait.plan.model_sizes import Decoder, decoder_of
+from plait.plan.plan import Plan, Recompute, SequenceParallel
+
+ALL = PlanChoices()
+AXES = ("pp", "tp", "cp", "dp")
+
+
+@dataclass(frozen=True)
+class PlanSearchResult:
+    """The fastest plans that fit, and the numbers of plans left out by reason."""
+
+    best: tuple[Prediction, ...]
+    """In the order of `plan_rank`; their plans leave the cut to `parallelize`, which makes the same."""
+    plans: int
+    """Plans of the space whose divisions are possible."""
+    predicted: int
+    """Plans that fit and whose step time was computed."""
+    too_large: int
+    """Plans that need more memory than a device has."""
+    slower: int
+    """Plans that a lower bound of their step time rules out; whether they fit was not computed."""
+    impossible: Mapping[str, int]
+    """Divisions of the ranks that model or batch do not allow, by reason."""
+
+
+def plan_rank(seconds: float, memory: float, plan: Plan) -> tuple[int, int, int]:
+    """Return the key by which plans are ordered: step time in nanoseconds, then memory, then used axes.
+
+    `memory`: the most bytes that a rank allocates.
+    """
+    axes = sum(getattr(plan, axis) > 1 for axis in AXES)
+    return round(seconds / NANOSECOND), round(memory), axes
+
+
+def plans(
+    model: object,
+    hardware: Hardware | str | Path,
+    *,
+    ranks: int,
+    batch: int,
+    base: Plan | None = None,
+    most: int = 10,
+) -> tuple[Prediction, ...]:
+    """Return the predictions of the `most` fastest plans of `ranks` ranks that fit the memory, best first.
+
+    `batch`: sequences of a step over all ranks. `base`: a plan with what is not searched, such as the
+    precisions, `loss_rows` and `overlap`; degrees, micro-batches, strategy, schedule, recomputation and
+    sequence parallelism are chosen. `model` and `hardware` are those of `plait.predict`. Each result has its
+    `plan`, its `rows` for a data-parallel rank, and the figures that `plait.predict` gives for them. No plan
+    that is not returned is faster; of equal times, plans that need less memory come first. Empty where none
+    fits.
+
+    Nothing runs, and there is no communication. Raises PlanError where the ranks cannot be divided, and
+    ModelError or ConfigError as `plait.predict` does.
+    """
+    for name, number in (("ranks", ranks), ("batch", batch), ("most", most)):
+        require_whole(name, number, PlanError, least=1)
+    if base is not None:
+        require_instance("base", base, Plan, "give a plait.Plan", PlanError)
+        if base.offload != "none" or base.memory_limit is not None:
+            name = "memory_limit" if base.offload == "none" else "offload"
+            raise PlanError(
+                f"base has {name} = {getattr(base, name)!r}, which a search of plans does not know: leave it "
+                "out."
+            )
+    return search(decoder_of(model), load_hardware(hardware), ranks, batch, base=base, most=most).best
+
+
+def search(
+    model: Decoder,
+    hardware: Hardware,
+    ranks: int,
+    batch: int,
+    *,
+    base: Plan | None = None,
+    choices: PlanChoices = ALL,
+    most: int = 10,
+    alike: Callable[[Prediction, Prediction], bool] | None = None,
+) -> PlanSearchResult:
+    """Return the `most` fastest plans of `ranks` ranks for `batch` sequences a step over all of them.
+
+    Plans that are `alike`, such as in time, count once: at most ten times `most` are returned then. `base`
+    has what is not searched, such as the precisions. A plan is left out only where a lower bound of
+    its time is above the times of all that are returned, or a lower bound of its memory above the device's:
+    the result is that of predicting every plan. Raises PlanError where the ranks cannot be divided.
+    """
+    found, impossible = divisions(model, ranks, batch)
+    if not found:
+        reasons = ", ".join(f"{reason} ({count})" for reason, count in impossible.most_common())
+        raise PlanError(
+            f"{ranks} ranks cannot be divided for this model and a batch of {batch}: {reasons}: change the "
+            "ranks, the batch or the sizes."
+        )
+    bounds = Bounds(model, hardware, batch)
+    queue = _PlanQueue(bounds, PlanSteps(bounds), base or Plan(), choices)
+    with _collection_paused():
+        for division in found:
+            queue.add(division)
+        best: list[Plan] = []
+        unlike, limit = 0, most if alike is None else 10 * most
+        while queue.entries and unlike <= most and len(best) < limit:
+            plan = queue.next()
+            if plan is None:
+                continue
+            if not best or alike is None or not alike(*map(queue.steps.prediction, (best[-1], plan))):
+                unlike += 1
+            best.append(plan)
+        queue.entries.clear()  # they refer to the queue
+    return PlanSearchResult(
+        tuple(queue.steps.prediction(plan) for plan in best),
+        queue.plans,
+        queue.fits,
+        queue.too_large,
+        queue.plans - queue.too_large - queue.fits,
+        impossible,
+    )
+
+
+@contextmanager
+def _collection_paused() -> Iterator[None]:
+    """Pause the collection of reference cycles: a search makes millions of objects, and breaks its cycles."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+_Key = tuple[int, int, int, int, int]
+"""Nanoseconds; 1 for a plan whose time is known, after all bounds that are equal; `plan_rank`; a number."""
+
+
+@dataclass
+class _PlanQueue:
+    """Parts of the space of plans and single plans, by lower bounds of their step time, least first.
+
+    A part is split when it comes first: a division of the ranks by recomputation and sequence parallelism,
+    then by the strategies of state, then by schedule; a plan gets a better bound when its cut is known, and
+    then its time. A plan whose time is known and that comes first cannot be beaten by what is left.
+    """
+
+    bounds: Bounds
+    steps: PlanSteps
+    base: Plan
+    choices: PlanChoices
+    entries: list[tuple[_Key, Callable[[], None] | Plan]] = field(default_factory=list)
+    plans: int = 0
+    fits: int = 0
+    too_large: int = 0
+
+    def next(self) -> Plan | None:
+        """Take the first entry: split it, or return it if it is a plan whose time is known."""
+        _, entry = heappop(self.entries)
+        if isinstance(entry, Plan):
+            return entry
+        entry()
+        return None
+
+    def add(self, division: RankDivision) -> None:
+        """Add all plans of a division."""
+        schedules = len(division.schedules(len(self.bounds.model.kinds), self.choices))
+        states = sum(1 for _ in division.states(self.choices))
+        options = [*division.layer_options(self.choices)]
+        self.plans += len(options) * states * schedules
+        # Recomputation only adds time.
+        quickest = {(min(self.choices.recompute, key=_RECOMPUTE.index), sequence) for _, sequence in options}
+        least = min(self._least(self._plan(division, *one)) for one in quickest)
+        self._push(least, partial(self._split_division, division, states * schedules))
+
+    def _split_division(self, division: RankDivision, plans: int) -> None:
+        """Split by recomputation and sequence parallelism, and drop what no strategy of state makes fit."""
+        strategies = {(strategy, reduce) for strategy, reduce, _ in division.states(self.choices)}
+        for recompute, sequence in division.layer_options(self.choices):
+            plan = self._plan(division, recompute, sequence)
+            least = min(
+                self.bounds.memory(replace(plan, strategy=strategy, reduce=reduce), gathered=False)
+                for strategy, reduce in strategies
+            )
+            if least > self.bounds.hardware.memory:
+                self.too_large += plans
+            else:
+                self._push(self._least(plan), partial(self._split_states, division, plan))
+
+    def _split_states(self, division: RankDivision, plan: Plan) -> None:
+        schedules = division.schedules(len(self.bounds.model.kinds), self.choices)
+        for strategy, reduce, copies in division.states(self.choices):
+            one = replace(plan, strategy=strategy, reduce=reduce, replicate=copies)
+            if self.bounds.memory(one) > self.bounds.hardware.memory:
+                self.too_large += len(schedules)
+            else:
+                self._push(self.bounds.step_seconds(one), partial(self._split_schedules, one, schedules))
+
+    def _split_schedules(self, plan: Plan, schedules: tuple[tuple[str, int], ...]) -> None:
+        for policy, chunks in schedules:
+            if self.bounds.memory(plan, policy) > self.bounds.hardware.memory:
+                self.too_large += 1
+            else:
+                least = self.bounds.step_seconds(plan, policy, chunks)
+                self._push(least, partial(self._cut, plan, policy, chunks))
+
+    def _cut(self, plan: Plan, policy: str, chunks: int) -> None:
+        """Put a plan that fits back with the bound that its cut into stages gives."""
+        plan, hardware = replace(plan, schedule=policy, chunks=chunks), self.bounds.hardware
+        if self.steps.memory(plan) + hardware.reserved > hardware.memory:
+            self.too_large += 1
+            return
+        least = self.steps.step(plan).least
+        self._push(step_seconds(self.bounds.timer(plan), least) * ROUNDING, partial(self._predict, plan))
+
+    def _predict(self, plan: Plan) -> None:
+        """Put a plan back with its step time."""
+        seconds = step_seconds(self.bounds.timer(plan), self.steps.step(plan).latest)
+        nanoseconds, memory, axes = plan_rank(seconds, self.steps.memory(plan), plan)
+        self.fits += 1
+        heappush(self.entries, ((nanoseconds, 1, memory, axes, self._number()), plan))
+
+    def _plan(self, division: RankDivision, recompute: Recompute, sequence: SequenceParallel) -> Plan:
+        return division.plan(
+            self.base, recompute=recompute, sequence_parallel=sequence, strategy="none", replicate=1
+        )
+
+    def _least(self, plan: Plan) -> float:
+        """Return a bound for all strategies of state: as if nothing were summed, gathered or updated."""
+        return self.bounds.step_seconds(plan, state=False)
+
+    def _push(self, bound: float, split: Callable[[], None]) -> None:
+        heappush(self.entries, ((floor(bound / NANOSECOND), 0, 0, 0, self._number()), split))
+
+    def _number(self) -> int:
+        self._added += 1
+        return self._added
+
+    _added: int = 0
+
+
+_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+"""From the least time to the most."""

@@ -1,0 +1,270 @@
+"""Seconds of each kind of layer on one rank for one micro-batch: forward, input and weight gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from operator import add
+
+from plait.estimate.time.collective_times import Network
+from plait.estimate.time.hardware import Hardware
+from plait.estimate.time.layer_operations import LayerWork, Recomputation, StepShape, layer_work
+from plait.estimate.time.operation_times import operation_seconds
+from plait.estimate.time.operations import AxisTransfer, DeviceOperation, Elementwise, Product
+from plait.plan.model_sizes import LayerKind
+from plait.plan.plan import Recompute
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of a pass, divided by use; their sum is its duration."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    recomputation: float = 0.0
+    tp: float = 0.0
+    """Communication over `tp` that no computation overlaps; `cp` and `dp`: over those axes."""
+    cp: float = 0.0
+    dp: float = 0.0
+    host: float = 0.0
+    """Time in which the device waits for the host to start operations."""
+
+    @cached_property
+    def seconds(self) -> tuple[float, ...]:
+        """The parts in the order of the fields."""
+        return (
+            self.products,
+            self.attention,
+            self.elementwise,
+            self.recomputation,
+            self.tp,
+            self.cp,
+            self.dp,
+            self.host,
+        )
+
+    @cached_property
+    def total(self) -> float:
+        """The sum of all parts."""
+        return math.fsum(self.seconds)
+
+    def __add__(self, other: Parts) -> Parts:
+        return Parts(*map(add, self.seconds, other.seconds))
+
+    def times(self, count: float) -> Parts:
+        """Return the seconds of `count` repetitions."""
+        return Parts(*[part * count for part in self.seconds])
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Times of a layer's or a stage's forward, input gradient and weight gradient for one micro-batch."""
+
+    forward: Parts
+    inputs: Parts
+    weights: Parts
+
+    def __add__(self, other: PassTimes) -> PassTimes:
+        return PassTimes(
+            self.forward + other.forward, self.inputs + other.inputs, self.weights + other.weights
+        )
+
+    def times(self, count: float) -> PassTimes:
+        """Return the times of `count` equal layers."""
+        return PassTimes(self.forward.times(count), self.inputs.times(count), self.weights.times(count))
+
+    @cached_property
+    def backward(self) -> float:
+        """Seconds of input and weight gradient."""
+        return self.inputs.total + self.weights.total
+
+    @cached_property
+    def total(self) -> Parts:
+        """The sum of forward, input gradient and weight gradient, by use."""
+        return self.forward + self.inputs + self.weights
+
+
+@dataclass(frozen=True)
+class WholeLayerTimes:
+    """Times of a layer without the gathers and gradient sums of sharded parameters."""
+
+    forward: Parts
+    inputs: Parts
+    weights: Parts
+    hiding_forward: float
+    """Seconds of the forward in which parameters of the next layer can be gathered; `hiding_backward` too."""
+    hiding_backward: float
+    sums_forward: float
+    """Seconds of transfers over `tp` in it, which may use the same links."""
+    sums_backward: float
+    started_forward: float
+    """Operations that the host starts."""
+    started_backward: float
+
+
+LayerVariant = tuple[LayerKind, Recompute, bool]
+"""A kind of layer, its recomputation, and whether its weight gradients run during the sums over `tp`."""
+
+
+@dataclass(frozen=True)
+class LayerTimer:
+    """Times layers of a plan on given hardware; equal layers are timed once."""
+
+    shape: StepShape
+    hardware: Hardware
+    precision: str
+    """Precision of the products."""
+    known: dict[LayerVariant, PassTimes] = field(default_factory=dict, compare=False)
+    """Times computed before; timers of plans that differ in nothing that a layer depends on may share it."""
+    whole: dict[LayerVariant, WholeLayerTimes] = field(default_factory=dict, compare=False)
+    """Likewise without what depends on the sharding of parameters."""
+
+    @cached_property
+    def network(self) -> Network:
+        """The network of the plan's axes, which times transfers."""
+        return Network(self.shape.plan, self.hardware)
+
+    @property
+    def speedup(self) -> float:
+        """The factor by which a rank computes faster while other ranks of its pipeline wait."""
+        return self.hardware.waiting_speedup if self.shape.plan.pp > 1 else 1.0
+
+    @property
+    def message_seconds(self) -> float:
+        """The seconds of a message between neighbouring stages."""
+        if self.shape.plan.pp == 1:
+            return 0.0
+        return self.network.seconds(AxisTransfer("message", "pp", self.shape.outside))
+
+    @property
+    def hides_gradient_sums(self) -> bool:
+        """Whether gradients are summed over data-parallel ranks during the last backward."""
+        return self.hardware.overlaps
+
+    def work(self, kind: LayerKind) -> LayerWork:
+        """Return the operations and collectives of a layer of `kind`."""
+        return layer_work(kind, self.shape)
+
+    def times(self, kind: LayerKind, recompute: Recompute, *, at_once: bool = True) -> PassTimes:
+        """Return the times of a layer of `kind`.
+
+        `at_once`: its weight gradients follow its input gradient, so that they run during sums over `tp`.
+        """
+        variant = kind, recompute, at_once
+        if variant not in self.known:
+            self.known[variant] = self._times(variant)
+        return self.known[variant]
+
+    def _times(self, variant: LayerVariant) -> PassTimes:
+        if variant not in self.whole:
+            self.whole[variant] = self._whole_times(*variant)
+        one, kind = self.whole[variant], variant[0]
+        share = self.network.share_links("tp", "shard")
+        free, free_backward = (
+            max(seconds - sums, 0.0) if share else seconds
+            for seconds, sums in (
+                (one.hiding_forward, one.sums_forward),
+                (one.hiding_backward, one.sums_backward),
+            )
+        )
+        forward = one.forward + Parts(dp=self._exposed_gather(kind, free, backward=False))
+        inputs = one.inputs + Parts(dp=self._exposed_gather(kind, free_backward, backward=True))
+        return PassTimes(
+            self._with_host(forward, one.started_forward),
+            self._with_host(inputs, one.started_backward),
+            one.weights,
+        )
+
+    def _whole_times(self, kind: LayerKind, recompute: Recompute, at_once: bool) -> WholeLayerTimes:
+        work = self.work(kind)
+        forward = self._parts(work.forward)
+        backward, weights = self._parts(work.backward), self._parts(work.weights)
+        again = {"none": Recomputation(), "selective": work.selective, "full": work.full}[recompute]
+        tp_forward = self.exposed_forward(work.forward_transfers)
+        recomputed = self._parts(again.operations).total + self.exposed_forward(again.transfers)
+        recomputed += self.hardware.efficiency.repetition if again.operations else 0.0
+        tp_backward = self.exposed_backward(work, weights.total if at_once else 0.0)
+        exchanges = self._exposed_exchanges(work.forward_exchanges, forward)
+        exchanges_backward = self._exposed_exchanges(work.backward_exchanges, backward)
+        exchanges_backward += self._exposed_exchanges(again.exchanges, forward)
+        transfers = work.backward_gathers + work.backward_transfers + again.transfers
+        return WholeLayerTimes(
+            forward + Parts(tp=tp_forward, cp=exchanges),
+            backward + Parts(recomputation=recomputed, tp=tp_backward, cp=exchanges_backward),
+            weights,
+            forward.total + tp_forward,
+            backward.total + weights.total + recomputed + tp_backward,
+            self._transfers(work.forward_transfers),
+            self._transfers(transfers),
+            _started(work.forward),
+            # All of the forward and of every layer, as when the constants of the hardware files were fitted.
+            _started(work.backward + (work.forward if recompute == "full" else ())),
+        )
+
+    def _parts(self, operations: Iterable[DeviceOperation]) -> Parts:
+        products = attention = elementwise = 0.0
+        for operation in operations:
+            seconds = operation_seconds(operation, self.hardware, self.precision, self.shape.item)
+            if isinstance(operation, Product) and operation.batch == 1:
+                products += seconds
+            elif isinstance(operation, Elementwise):
+                elementwise += seconds
+            else:
+                attention += seconds
+        return Parts(products, attention, elementwise)
+
+    def _transfers(self, transfers: Iterable[AxisTransfer]) -> float:
+        return sum(map(self.network.seconds, transfers))
+
+    def exposed_forward(self, transfers: Iterable[AxisTransfer]) -> float:
+        """Return the seconds of a forward's `tp` communication that no computation hides: all."""
+        return self._transfers(transfers)
+
+    def exposed_backward(self, work: LayerWork, meanwhile: float) -> float:
+        """Return the seconds of a backward's `tp` communication that no computation hides.
+
+        `meanwhile`: seconds of weight gradients that run during its sums.
+        """
+        gathers, others = self._transfers(work.backward_gathers), self._transfers(work.backward_transfers)
+        return gathers + (max(others - meanwhile, 0.0) if self.hardware.overlaps else others)
+
+    def _exposed_exchanges(self, exchanges: tuple[AxisTransfer, ...], computed: Parts) -> float:
+        """Return the time of `cp` communication that does not overlap with computing attention."""
+        seconds, ranks = self._transfers(exchanges), self.shape.plan.cp
+        in_ring = all(one.collective == "ring" for one in exchanges)
+        if not in_ring or not self.hardware.overlaps:
+            return seconds
+        return max(seconds - computed.attention * (ranks - 1) / ranks, 0.0)
+
+    def _exposed_gather(self, kind: LayerKind, computed: float, *, backward: bool) -> float:
+        """Return the seconds of parameter gathers and gradient sums that no computation overlaps.
+
+        Sharded parameters of the next layer are gathered while a layer runs; with `reduce` `each` the
+        gradients of the one before are summed during a backward.
+        """
+        plan, timing = self.shape.plan, self.shape.timing
+        if not timing.allocates or plan.state_ranks == 1:
+            return 0.0
+        count, seconds = self.shape.decoder.parameters(kind, plan.tp), 0.0
+        if timing.gathers == "each use":
+            seconds += self.gather_seconds(count, backward=backward)
+        if backward and timing.scatters == "each":
+            nbytes = count * self.shape.kind.reduce.itemsize
+            seconds += self.network.seconds(AxisTransfer("reduce-scatter", "shard", nbytes))
+        return max(seconds - computed, 0.0) if self.hardware.overlaps else seconds
+
+    def gather_seconds(self, count: float, *, backward: bool) -> float:
+        """Return the seconds of gathering `count` sharded parameters for a forward or a backward."""
+        return self.network.seconds(AxisTransfer("all-gather", "shard", count * self.shape.item))
+
+    def _with_host(self, parts: Parts, started: float) -> Parts:
+        """Return `parts` with the time that the device waits for the host to start the operations."""
+        needed = started * self.hardware.efficiency.host
+        return parts + Parts(host=max(needed - parts.total, 0.0))
+
+
+def _started(operations: Iterable[DeviceOperation]) -> float:
+    return sum(operation.kernels if isinstance(operation, Elementwise) else 1 for operation in operations)

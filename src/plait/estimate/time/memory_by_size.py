@@ -1,0 +1,211 @@
+"""Memory of each rank of a plan, from sizes alone: state, activations in flight, and temporary memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import mul
+from typing import NamedTuple, TypeAlias
+
+from plait.estimate.time.layer_memory import LayerMemory, layer_memory
+from plait.estimate.time.layer_operations import StepShape
+from plait.estimate.time.state_memory import RankSizes, rank_sizes, state_bytes, whole_gradients
+from plait.plan.model_sizes import LayerKind
+from plait.plan.plan import Recompute
+from plait.schedules.action import Kind
+from plait.schedules.held_microbatches import HeldMicrobatches, RankHeld
+from plait.schedules.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class PredictedMemory:
+    """Bytes that a rank of `pp` allocates at the peak of a step, by use."""
+
+    parameters: float
+    gradients: float
+    """Kept ones, and whole ones beside pieces of them, where those are allocated at the peak."""
+    optimizer: float
+    activations: float
+    """What unfinished micro-batches keep for their backward, and messages, when the action starts in which
+    memory peaks."""
+    temporary: float
+    """What that action allocates beside it, and gathered parameters."""
+    reserved: float
+    """Memory of the driver, of communicators and of fragmentation, which no tensor allocates."""
+
+    @property
+    def allocated(self) -> float:
+        """The sum of all but `reserved`."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.temporary
+
+
+class ActivationPeak(NamedTuple):
+    """Bytes of activations at the moment when some actions of a rank need most."""
+
+    kept: float
+    """What unfinished micro-batches keep when the action starts, with messages."""
+    running: float
+    """The most that the action allocates beside it."""
+
+
+PeakKey: TypeAlias = tuple[Kind, bool]
+"""The kind of an action; whether the weight gradients of all layers may be allocated while it runs: after a
+backward, and while the last layer of the first one runs."""
+
+
+@dataclass(frozen=True)
+class RankActivations:
+    """Activation memory and parameter counts of a rank, from which a strategy gives the whole memory."""
+
+    sizes: RankSizes
+    peaks: Mapping[PeakKey, ActivationPeak]
+
+    @property
+    def splits(self) -> bool:
+        """Whether the schedule runs weight gradients apart from input gradients, as zero-bubble ones do."""
+        return any(kind is Kind.W for kind, _ in self.peaks)
+
+    def with_state(self, shape: StepShape, reserved: float) -> PredictedMemory:
+        """Return the rank's memory with parameters, gradients and optimizer state as the plan shards them."""
+        parameters, gradients, optimizer, gathered = state_bytes(shape, self.sizes)
+        added = whole_gradients(shape, self.sizes, splits=self.splits)
+        peaks = [(added.after_backward(Kind.F), 0.0, 0.0)]
+        for (kind, after), peak in self.peaks.items():
+            peaks.append((added.after_backward(kind) if after else added.of_layers(kind), *peak))
+        in_use, kept, running = max(peaks, key=sum)
+        return PredictedMemory(parameters, gradients + in_use, optimizer, kept, running + gathered, reserved)
+
+    def joined(self, other: RankActivations) -> RankActivations:
+        """Return, for each kind of action, the larger of the peaks of two ranks with equal parameters."""
+        peaks = {**self.peaks}
+        for key, peak in other.peaks.items():
+            peaks[key] = max(peak, peaks.get(key, peak), key=sum)
+        return RankActivations(self.sizes, peaks)
+
+
+def predicted_memory(
+    shape: StepShape,
+    schedule: Schedule,
+    stages: Sequence[Sequence[LayerKind]],
+    recompute: Sequence[Sequence[Recompute]],
+    reserved: float,
+) -> tuple[PredictedMemory, ...]:
+    """Return the memory of each rank of `pp`; `stages` has the kinds of the layers of each stage."""
+    known = RankMemories(shape, schedule, stages, recompute)
+    return tuple(
+        known.activations(rank).with_state(shape, reserved) for rank in HeldMicrobatches(schedule).ranks
+    )
+
+
+@dataclass(frozen=True)
+class RankMemories:
+    """Computes the bytes of activations of each pipeline rank; equal stages are computed once."""
+
+    shape: StepShape
+    schedule: Schedule
+    stages: Sequence[Sequence[LayerKind]]
+    recompute: Sequence[Sequence[Recompute]]
+    _layers: dict[tuple[LayerKind, Recompute], LayerMemory] = field(default_factory=dict)
+    _stages: dict[tuple[object, ...], StageMemory] = field(default_factory=dict)
+    _sizes: dict[tuple[Sequence[LayerKind], ...], RankSizes] = field(default_factory=dict)
+
+    def activations(self, rank: RankHeld) -> RankActivations:
+        """Return a rank's peaks of activations, and its parameter counts."""
+        kinds = tuple(self.stages[stage] for stage in rank.stages)
+        if kinds not in self._sizes:
+            self._sizes[kinds] = rank_sizes(self.shape, kinds)
+        own = [self._stage(stage) for stage in rank.stages]
+        received, sent = self.messages(rank)
+        return RankActivations(self._sizes[kinds], activation_peaks(rank, own, received, sent))
+
+    def messages(self, rank: RankHeld) -> tuple[float, float]:
+        """Return the bytes of a rank's receive buffers, and of what it sends after its first backwards."""
+        return rank.receive_buffers * self.shape.outside, rank.sending * self.shape.outside
+
+    def layer(self, kind: LayerKind, recompute: Recompute) -> LayerMemory:
+        """Return the memory of a layer of `kind`."""
+        return layer_memory(kind, recompute, self.shape)
+
+    def stage(self, layers: Sequence[LayerMemory], *, at_once: bool, receives: bool) -> StageMemory:
+        """Return the memory of a stage, see `stage_memory`."""
+        return stage_memory(layers, at_once=at_once, receives=receives)
+
+    def _stage(self, stage: int) -> StageMemory:
+        schedule = self.schedule
+        receives = stage + 1 < schedule.stages and schedule.exchanges_before(stage + 1)
+        at_once = self.shape.plan.weights_at_once(sends=schedule.exchanges_before(stage))
+        layers = tuple(zip(self.stages[stage], self.recompute[stage], strict=True))
+        if (layers, at_once, receives) not in self._stages:
+            for kind in {*layers} - {*self._layers}:
+                self._layers[kind] = self.layer(*kind)
+            found = [self._layers[kind] for kind in layers]
+            self._stages[layers, at_once, receives] = self.stage(found, at_once=at_once, receives=receives)
+        return self._stages[layers, at_once, receives]
+
+
+def activation_peaks(
+    rank: RankHeld, stages: Sequence[StageMemory], received: float, sent: float
+) -> dict[PeakKey, ActivationPeak]:
+    """Return the most bytes of activations on a rank, by the kind of action that reaches them.
+
+    `stages`: the memory of the rank's stages; `received`, `sent`: bytes of messages, the latter after a
+    backward.
+    """
+    sizes = [*(one.until_inputs for one in stages), *(one.until_weights for one in stages)]
+    peaks: dict[PeakKey, ActivationPeak] = {}
+    for (place, kind, after), most in rank.starts.items():
+        kept = max(sum(map(mul, held, sizes)) for held in most) + received + (sent if after else 0.0)
+        found = [(after, stages[place].most[kind])]
+        if not after and kind is not Kind.F:
+            found.append((True, stages[place].last[kind]))
+        for whole_gradients_in_use, running in found:
+            key, peak = (kind, whole_gradients_in_use), ActivationPeak(kept, running)
+            peaks[key] = max(peak, peaks.get(key, peak), key=sum)
+    return peaks
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of activations of a pipeline stage for one micro-batch: kept, and at most in each pass."""
+
+    until_inputs: float
+    """Kept from the forward to the end of the input gradient."""
+    until_weights: float
+    """Kept from the end of the input gradient to that of the weight gradient, where `W` is an action."""
+    most: Mapping[Kind, float]
+    """The most that an action of each kind allocates: a forward beside what it keeps in the end, a backward
+    beside what is kept when it starts."""
+    last: Mapping[Kind, float]
+    """The same of a backward while all weight gradients may be allocated, as its last layer runs."""
+
+
+def stage_memory(layers: Sequence[LayerMemory], *, at_once: bool, receives: bool) -> StageMemory:
+    """Return the activation memory of a pipeline stage from that of its layers, first layer first.
+
+    `at_once`: full backwards compute each layer's weight gradient at once, else after all input gradients.
+    `receives`: the last output's gradient is in a receive buffer, which is counted apart.
+    """
+    kept = forward = 0.0
+    for layer in layers:
+        forward = max(forward, kept + layer.forward)
+        kept += layer.until_inputs
+    # Relative to the start of the action: `left` is what the layers until then have left allocated.
+    inputs, both, weights = [], [], []
+    left = left_at_once = left_of_weights = 0.0
+    received = layers[-1].gradient if receives else 0.0
+    for layer, before in zip(reversed(layers), [*reversed(layers[:-1]), None], strict=True):
+        running = layer.gradient - received + layer.backward
+        later, received = layer.until_weights - received, 0.0
+        inputs.append(left + running)
+        weighing = later + layer.weights - layer.until_inputs + (before.gradient if before else 0.0)
+        both.append(max(running, weighing) + left_at_once)
+        weights.append(left_of_weights + layer.weights)
+        left += later - layer.until_inputs
+        left_at_once -= layer.until_inputs
+        left_of_weights -= later
+    if not at_once:  # its last part: the last input gradient, and all weight gradients
+        both = [*inputs, max(inputs[-1], left + max(weights))]
+    backwards = {Kind.I: inputs, Kind.W: weights, Kind.B: both}
+    most = {kind: max(added) for kind, added in backwards.items()}
+    last = {kind: added[-1] for kind, added in backwards.items()}
+    return StageMemory(kept, -left_of_weights, {Kind.F: forward - kept, **most}, last)

@@ -1,0 +1,88 @@
+"""Memory of a rank's parameters, gradients and optimizer state, from sizes, as a strategy shards them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import NamedTuple
+
+from plait.estimate.time.layer_operations import ITEM, StepShape
+from plait.plan.model_sizes import LayerKind
+from plait.plan.plan import Plan
+from plait.schedules.action import Kind
+
+
+class RankSizes(NamedTuple):
+    """Parameters of a rank of `pp`, before sharding."""
+
+    whole: float
+    twice: float
+    """Those that two of its stages use, which have a gradient for each: a tied table."""
+    pair: float
+    """The most of two layers that follow each other."""
+
+
+def rank_sizes(shape: StepShape, stages: Sequence[Sequence[LayerKind]]) -> RankSizes:
+    """Return the parameters of a rank of `pp`; `stages`: the kinds of the layers of each of its stages."""
+    decoder, tp = shape.decoder, shape.plan.tp
+    whole = decoder.parameters_of([*chain(*stages)], tp)
+    twice = sum(decoder.parameters_of(kinds, tp) for kinds in stages) - whole
+    each = {kind: decoder.parameters(kind, tp) for kind in {*chain(*stages)}}
+    pairs = (each[one] + each[other] for kinds in stages for one, other in pairwise(kinds))
+    return RankSizes(whole, twice, max([*each.values(), *pairs]))
+
+
+def state_bytes(shape: StepShape, sizes: RankSizes) -> tuple[float, float, float, float]:
+    """Return bytes of a rank: parameters, kept gradients, optimizer state, gathered parameters."""
+    plan, count = shape.plan, sizes.whole
+    compute = ITEM[plan.precision or "fp32"]
+    master = ITEM[plan.master_precision or plan.precision or "fp32"]
+    ranks = plan.state_ranks if plan.strategy != "none" else 1
+    optimizer = count / ranks * 2 * master
+    gradients = (count / ranks if shards_gradients(plan) else count + sizes.twice) * shape.gradient_item
+    if plan.strategy != "full" or ranks == 1:
+        masters = count / ranks * master if plan.has_master else 0
+        return count * compute, gradients, optimizer + masters, 0.0
+    # Pieces are kept in the optimizer's precision alone; the layer that runs and the next one are whole.
+    return count * master / ranks, gradients, optimizer, sizes.pair * compute
+
+
+@dataclass(frozen=True)
+class WholeGradients:
+    """Bytes of whole gradients beside the rank's pieces of them, where gradients are sharded."""
+
+    always: float
+    """Once allocated: those of all layers where they are reduced after the last micro-batch."""
+    layer: float
+    """While weight gradients are computed: of a layer, and of the one before, which is being reduced."""
+    inputs_add: bool
+    """Whether input gradients add to weight gradients, as those of biases and norms."""
+
+    def of_layers(self, kind: Kind) -> float:
+        """Return the bytes while an action of `kind` runs, before any backward has ended."""
+        adds = kind in (Kind.W, Kind.B) or (kind is Kind.I and self.inputs_add)
+        return self.layer if adds else 0.0
+
+    def after_backward(self, kind: Kind) -> float:
+        """Return the bytes while an action of `kind` runs, once a backward has ended."""
+        return max(self.always, self.of_layers(kind))
+
+
+def whole_gradients(shape: StepShape, sizes: RankSizes, *, splits: bool) -> WholeGradients:
+    """Return the whole gradients of a rank: none where they are not sharded, as all are kept whole.
+
+    `splits`: whether its backwards are split. Then those of one micro-batch are all whole at once, too.
+    """
+    plan, item = shape.plan, shape.gradient_item
+    if not shards_gradients(plan):
+        return WholeGradients(0.0, 0.0, False)
+    at_end = plan.reduce == "last"
+    together = plan.microbatches > 1 or splits or plan.sends_inputs_first
+    added_up = sizes.whole if at_end and together else 0.0
+    return WholeGradients((added_up + sizes.twice) * item, (sizes.pair + sizes.twice) * item, at_end)
+
+
+def shards_gradients(plan: Plan) -> bool:
+    """Return whether each data-parallel rank keeps a piece of the gradients instead of all."""
+    return plan.strategy in ("gradients", "full") and plan.state_ranks > 1

@@ -1,0 +1,205 @@
+"""`StepTimes`: the times of a step: its actions by event simulation, then gradient sums and the optimizer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from itertools import chain, pairwise
+
+from plait.estimate.time.layer_operations import StepShape
+from plait.estimate.time.layer_times import LayerTimer, Parts, PassTimes
+from plait.estimate.time.step_end import (
+    RankWork,
+    gradient_sum_seconds,
+    latest_ends,
+    optimizer_seconds,
+    step_seconds,
+)
+from plait.pictures.timelines.timeline import Timeline, simulate
+from plait.plan.model_sizes import LayerKind
+from plait.plan.plan import Plan, Recompute
+from plait.schedules.action import Kind
+from plait.schedules.costs import Costs
+from plait.schedules.event_simulation import Timing, simulate_shared
+from plait.schedules.schedule import Schedule
+from plait.schedules.timed_schedule import Cell
+
+NANOSECOND = 1e-9
+"""Times of actions are whole multiples of it, so that the simulation is exact."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """The times of a step: its actions by event simulation, then gradient sums and the optimizer."""
+
+    timer: LayerTimer
+    schedule: Schedule
+    stages: Sequence[Sequence[LayerKind]]
+    """The kinds of each stage's layers."""
+    modes: Sequence[Sequence[Recompute]]
+
+    @cached_property
+    def passes(self) -> tuple[PassTimes, ...]:
+        """The times of each stage for one micro-batch; equal layers and equal stages are timed once."""
+        known: dict[tuple[object, bool], PassTimes] = {}
+        found = []
+        for number, (kinds, modes) in enumerate(zip(self.stages, self.modes, strict=True)):
+            counts = Counter(zip(kinds, modes, strict=True))
+            stage = frozenset(counts.items()), hides_sums(self.timer.shape, self.schedule, number)
+            if stage not in known:
+                total = PassTimes(Parts(), Parts(), Parts())
+                for kind, count in counts.items():
+                    total = total + self.timer.times(*kind, at_once=stage[1]).times(count)
+                known[stage] = total
+            found.append(known[stage])
+        return tuple(found)
+
+    def _executed(self, schedule: Schedule) -> Schedule:
+        """Return the schedule as ranks run it: where input gradients are sent first, backwards are split."""
+        return schedule.split_backward if self.timer.shape.plan.sends_inputs_first else schedule
+
+    @property
+    def costs(self) -> Costs:
+        """The costs of actions and messages, in nanoseconds."""
+        timing = self.timing(self.timer.message_seconds)
+        durations = timing.durations
+        return Costs(
+            F=durations[Kind.F],
+            I=durations[Kind.I],
+            W=durations[Kind.W],
+            comm=max((*timing.forward_hops, *timing.backward_hops)),
+        )
+
+    def timeline(self) -> Timeline:
+        """Return the simulated actions with their times in nanoseconds."""
+        schedule, timing = self._executed(self.schedule), self.timing(self.timer.message_seconds)
+        found = simulate(schedule, self.costs)
+        if self.timer.speedup == 1:
+            return found
+        shared = simulate_shared(schedule.event_order, timing, self.timer.speedup)
+        cells = tuple(
+            tuple(Cell(action, round(start), round(end)) for action, start, end in zip(*row, strict=True))
+            for row in zip(schedule.actions, *shared, strict=True)
+        )
+        return replace(found, tick=Fraction(1), cells=cells, hop=max(timing.forward_hops))
+
+    @cached_property
+    def ends(self) -> tuple[float, ...]:
+        """Seconds from the start of the step to each rank's last action."""
+        return self.ends_with(self.timer.message_seconds)
+
+    def ends_with(self, hop: float) -> tuple[float, ...]:
+        """Return `ends` where a message takes `hop` seconds."""
+        return tuple(end * NANOSECOND for end in self.last_ends(self.schedule, self.timing(hop)))
+
+    def last_ends(self, schedule: Schedule, timing: Timing) -> Sequence[float]:
+        """Return the nanoseconds to each rank's last action of `schedule`."""
+        order = self._executed(schedule).event_order
+        if self.timer.speedup == 1:
+            return order.last_ends(timing)
+        return [ends[-1] for ends in simulate_shared(order, timing, self.timer.speedup).ends]
+
+    def timing(self, hop: float) -> Timing:
+        """Return the durations of actions and messages in nanoseconds; a message takes `hop` seconds."""
+        forward = [_whole(one.forward.total) for one in self.passes]
+        inputs = [_whole(one.inputs.total) for one in self.passes]
+        weights = [_whole(one.weights.total) for one in self.passes]
+        both = [first + second for first, second in zip(inputs, weights, strict=True)]
+        hops = [0 if here == there else _whole(hop) for here, there in pairwise(self.schedule.rank_of)]
+        durations = {Kind.F: forward, Kind.I: inputs, Kind.W: weights, Kind.B: both}
+        return Timing(durations, [0, *hops], [*hops, 0])
+
+    @cached_property
+    def work(self) -> tuple[RankWork, ...]:
+        """For each rank the sizes on which its time after the last action depends."""
+        decoder, tp = self.timer.shape.decoder, self.timer.shape.plan.tp
+        sizes: dict[tuple[tuple[LayerKind, ...], ...], float] = {}
+        found = []
+        for rank in range(self.schedule.ranks):
+            own = self.schedule.stages_of(rank)
+            kinds = tuple(tuple(self.stages[stage]) for stage in own)
+            if kinds not in sizes:
+                sizes[kinds] = decoder.parameters_of([*chain(*kinds)], tp)
+            window = sum(self.passes[stage].backward for stage in own)
+            found.append(RankWork(sizes[kinds], sum(map(len, kinds)), window))
+        return tuple(found)
+
+    @cached_property
+    def latest(self) -> Mapping[RankWork, float]:
+        """Seconds to the last action of the ranks with equal work, of those that end last."""
+        return latest_ends(self.work, self.ends)
+
+    @cached_property
+    def seconds(self) -> float:
+        """The time of the step."""
+        return step_seconds(self.timer, self.latest)
+
+    @cached_property
+    def breakdown(self) -> dict[str, float]:
+        """Seconds by use on the rank that ends last; waiting for messages and for other ranks apart."""
+        plan = self.timer.shape.plan
+        sums = [gradient_sum_seconds(self.timer, work) for work in self.work]
+        after = [optimizer_seconds(self.timer, work.parameters, work.layers) for work in self.work]
+        last = max(range(plan.pp), key=lambda rank: self.ends[rank] + sums[rank])
+        slowest = max(after, key=sum)
+        parts = Parts()
+        for stage in self.schedule.stages_of(last):
+            parts = parts + self.passes[stage].total
+        parts = parts.times(plan.microbatches * self._busy(last))
+        waiting = self.ends[last] - parts.total
+        without = self.ends_with(0.0)[last] if self.timer.message_seconds else self.ends[last]
+        pp = min(max(self.ends[last] - without, 0.0), max(waiting, 0.0))
+        return {
+            "matrix products": parts.products,
+            "attention": parts.attention,
+            "element-wise": parts.elementwise,
+            "recomputation": parts.recomputation,
+            "tp communication": parts.tp,
+            "cp communication": parts.cp,
+            "pp communication": pp,
+            "dp communication": parts.dp + sums[last] + slowest[1],
+            "bubble": waiting - pp,
+            "optimizer": slowest[0],
+            "host overhead": parts.host,
+        }
+
+    def _busy(self, rank: int) -> float:
+        """Return a rank's computing time as a fraction of what it would be if no other rank ever waited."""
+        if self.timer.speedup == 1:
+            return 1.0
+        order, timing = self._executed(self.schedule).event_order, self.timing(self.timer.message_seconds)
+        shared, alike = (simulate_shared(order, timing, speedup) for speedup in (self.timer.speedup, 1.0))
+        return shared.busy(rank) / alike.busy(rank)
+
+
+def hides_sums(shape: StepShape, schedule: Schedule, stage: int) -> bool:
+    """Return whether the weight gradients of a stage's layers run during sums over `tp`."""
+    sends = schedule.exchanges_before(stage)
+    return not schedule.splits and shape.plan.weights_at_once(sends=sends)
+
+
+def _whole(seconds: float) -> int:
+    return round(seconds / NANOSECOND)
+
+
+def stage_modes(plan: Plan, cut: Sequence[int]) -> tuple[tuple[Recompute, ...], ...]:
+    """Return the recompute mode of each layer of each stage."""
+    modes: Sequence[Recompute]
+    modes = plan.recompute if isinstance(plan.recompute, tuple) else (plan.recompute,) * sum(cut)
+    first, found = 0, []
+    for count in cut:
+        found.append(tuple(modes[first : first + count]))
+        first += count
+    return tuple(found)
+
+
+def stage_kinds(kinds: Sequence[LayerKind], cut: Sequence[int]) -> tuple[tuple[LayerKind, ...], ...]:
+    """Return the kinds of each stage's layers; `cut` has the number of layers of each stage."""
+    first, stages = 0, []
+    for count in cut:
+        stages.append(tuple(kinds[first : first + count]))
+        first += count
+    return tuple(stages)

@@ -1,9 +1,0 @@
-"""Models as sequences of layers: names, nested values, shapes on the meta device, and their checks."""
-
-from typing import Any
-
-from plait.submodules import submodule
-
-
-def __getattr__(name: str) -> Any:
-    return submodule(__name__, name)

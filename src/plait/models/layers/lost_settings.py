@@ -1,0 +1,213 @@
+"""Refusal of settings on a model, such as hooks on parameters, that copies of its layers would lose.
+
+The layers of a rank are copies, whose parameters are new memory. Modules are copied with their hooks and
+attributes, parameters and buffers with their attributes. What cannot be copied is refused, by name: hooks on
+parameters, their gradients, classes of their own; hooks and tensors of an `nn.Sequential`, whose layers run
+one by one; tensors that are trained without being parameters; and what a `state_dict` has beside parameters
+and buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from plait.errors import ModelError, PlanError
+from plait.models.layers.layer_sequence import NO_SHAPE, LayerSequence, sequence_of, sequentials_of
+from plait.plan.rules import join
+from plait.ranks.gradient_hooks import first_gradient_hook
+from plait.tensor.autograd.regather import version_of
+from plait.tensor.call_hooks import call_hooks, computed_by_hooks, weight_utility
+from plait.tensor.layer_values import tensors_of
+
+WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
+def refuse_lost_settings(model: nn.Module, loss: object) -> None:
+    """Raise ModelError for the first thing set on `model` that the copies of its layers would not have.
+
+    Raises PlanError for a loss with parameters that require a gradient.
+    """
+    sequence = sequence_of(model)
+    _refuse_trained_loss(loss)
+    for path, container in sequentials_of(model):
+        _refuse_on_sequential(container, path)
+    for name, parameter in sequence.parameters.items():
+        _refuse(name, _lost_of_parameter(parameter))
+    for layer in sequence.layers:
+        for name, module in layer.module.named_modules():
+            _refuse(join(layer.path, name) or "the model", _lost_of_module(module))
+        for name, buffer in layer.module.named_buffers():
+            _refuse(join(layer.path, name), _lost_of_buffer(buffer))
+        _refuse_attributes(layer.module, layer.path)
+    _refuse_other_state(model, sequence)
+
+
+def _refuse_trained_loss(loss: object) -> None:
+    """Raise PlanError for a loss with parameters that require a gradient: an engine trains layers only."""
+    for name, module in _modules_of_loss(loss):
+        for local, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                raise PlanError(
+                    f"{join(name, local)}, a parameter of the loss {type(loss).__name__}, requires a "
+                    "gradient, but an engine trains the parameters of layers only: put it into the last "
+                    "layer, or set its requires_grad to False."
+                )
+
+
+def _modules_of_loss(loss: object) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the loss, and what it holds, where it is a module, by the name in the loss."""
+    for name, held in [("", loss), *getattr(loss, "__dict__", {}).items()]:
+        if isinstance(held, nn.Module):
+            yield name, held
+
+
+def buffers_of_loss(loss: object) -> dict[str, Tensor]:
+    """Return the buffers of a loss that is a module, or holds some, by name."""
+    return {
+        join(name, local): buffer
+        for name, module in _modules_of_loss(loss)
+        for local, buffer in module.named_buffers()
+    }
+
+
+@contextmanager
+def refusing_changed_buffers(loss: object) -> Iterator[None]:
+    """Within the context, raise ModelError where a run of the loss in training changes a buffer."""
+    before = {
+        name: (buffer, version_of(buffer), buffer.clone()) for name, buffer in buffers_of_loss(loss).items()
+    }
+    yield
+    for name, buffer in buffers_of_loss(loss).items():
+        held, version, value = before.get(name, (None, 0, buffer))
+        if buffer.is_meta or (held is buffer and version_of(buffer) == version):
+            continue
+        if held is not None and buffer.shape == value.shape and torch.equal(buffer.to(value), value):
+            continue
+        raise ModelError(
+            f"{name}, a buffer of the loss {type(loss).__name__}, is set in training: its value "
+            "would depend on the rank and on how the batch is cut, so compute it outside of the loss, from "
+            "all rows."
+        )
+
+
+def _refuse(name: str, reason: str | None) -> None:
+    if reason is not None:
+        raise ModelError(f"{name} {reason}.")
+
+
+def _refuse_on_sequential(container: nn.Module, path: str) -> None:
+    place = f"{path or 'the model'} ({type(container).__name__})"
+    for register, _ in call_hooks(container):
+        raise ModelError(
+            f"{place} has a hook of {register}, but plait runs the layers of an nn.Sequential by themselves "
+            "and would not call it: register it on one of them, or put the nn.Sequential into a module of "
+            "your own, which is one layer."
+        )
+    for name, _ in (*container.named_parameters(recurse=False), *container.named_buffers(recurse=False)):
+        raise ModelError(
+            f"{join(path, name)} is a tensor of {place} itself, which runs its layers and does nothing else: "
+            "put it into the layer that uses it."
+        )
+
+
+def _lost_of_parameter(parameter: nn.Parameter) -> str | None:
+    if isinstance(parameter, UninitializedParameter):
+        return NO_SHAPE
+    if type(parameter) is not nn.Parameter:
+        return (
+            f"is a {type(parameter).__name__}, but each rank has a plain nn.Parameter in its place, which "
+            "would not behave like it: give an nn.Parameter"
+        )
+    hook = first_gradient_hook({"": parameter})
+    if hook is not None:
+        return (
+            f"has a hook of {hook[1]}, which would not be called with the whole gradient: change gradients "
+            "between forward_backward and optimizer.step(), as in engine.named_parameters()"
+        )
+    if parameter.grad is not None and (parameter.grad.is_meta or bool(parameter.grad.any())):
+        return "has a gradient already, to which plait would not add: call zero_grad() on the model before"
+    return None
+
+
+def _lost_of_module(module: nn.Module) -> str | None:
+    if isinstance(module, WRAPPERS):
+        return f"is a {type(module).__name__}, which sums gradients by itself: give its .module"
+    return None
+
+
+def _lost_of_buffer(buffer: Tensor) -> str | None:
+    if buffer.requires_grad:
+        return "is a buffer that requires a gradient, which plait would not compute: register a parameter"
+    if type(buffer) not in (Tensor, nn.Parameter):
+        return (
+            f"is a {type(buffer).__name__}, but each rank has a plain tensor in its place, which would not "
+            "behave like it: give a torch.Tensor"
+        )
+    return None
+
+
+def _refuse_attributes(layer: nn.Module, path: str) -> None:
+    """Raise ModelError for a plain attribute with a tensor that requires a gradient or is on meta."""
+    own = {id(tensor) for tensor in (*layer.parameters(), *layer.buffers(), *computed_by_hooks(layer))}
+    for name, tensor in _attributes(layer):
+        if id(tensor) in own:
+            continue
+        place = f"{join(path, name)} is a tensor {list(tensor.shape)} that is no parameter"
+        if tensor.requires_grad:
+            raise ModelError(
+                f"{place} of its layer but requires a gradient, which plait would not compute: register it "
+                "as a parameter, compute it in forward, or detach it."
+            )
+        utilities = (weight_utility(one) for one in layer.modules())
+        if tensor.is_meta and (utility := next(filter(None, utilities), None)):
+            raise ModelError(
+                f"{join(path, name)} is computed by {utility}, and is on the meta device, where nothing "
+                "draws the "
+                "values that it is computed from: build the model with real values."
+            )
+        if tensor.is_meta:
+            raise ModelError(
+                f"{place} or buffer, and is on the meta device, where nothing gives it a value: register it "
+                "as a buffer with an initial value, or build the model with real values."
+            )
+
+
+def _attributes(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in plain attributes of a layer's modules, also in lists and dictionaries."""
+    for path, module in layer.named_modules():
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                for tensor in tensors_of(value):
+                    yield join(path, name), tensor
+
+
+def _refuse_other_state(model: nn.Module, sequence: LayerSequence) -> None:
+    """Raise ModelError where `model.state_dict()` is not the model's parameters and persistent buffers."""
+    held: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    held.update(model.named_buffers(remove_duplicate=False))
+    saved = model.state_dict()
+    for name, value in saved.items():
+        if name not in held or not _is_same(value, held[name]):
+            _refuse(
+                f"model.state_dict() has {'another value of' if name in held else 'the entry'} {name}", _STATE
+            )
+    for name in sequence.parameters:
+        if name not in saved:
+            _refuse(f"model.state_dict() has no entry of {name}", _STATE)
+
+
+_STATE = (
+    "by a hook or get_extra_state(), which plait would neither call nor save: keep it outside of the model"
+)
+
+
+def _is_same(value: object, tensor: Tensor) -> bool:
+    """Return whether an entry of a state dict is the tensor itself, detached."""
+    if not isinstance(value, Tensor) or value.shape != tensor.shape:
+        return False
+    return tensor.layout != torch.strided or value.untyped_storage() is tensor.untyped_storage()

@@ -1,0 +1,144 @@
+"""`moves`: the sequence of collectives that redistributes a tensor from one layout to another.
+
+A move changes the placement along one axis:
+
+    from                to                   by
+    Replicate           Shard, Flat          cut              local: each rank keeps its piece
+    Replicate, Shard    Partial              summand          local: zeros on all ranks but the owner
+    Shard, Flat         Replicate            all_gather
+    Partial             Replicate            all_reduce
+    Partial             Shard, Flat          reduce_scatter
+    Shard               another Shard        all_to_all
+
+Axes that shard one dim are nested, the outermost first, and `Flat` axes are nested in all of them. An axis
+can change its placement only while no inner axis divides its pieces: inner axes are gathered before, and
+sharded again after. Of the possible orders, the one that sends the fewest elements is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from heapq import heappop, heappush
+from itertools import product
+from typing import Literal
+
+from plait.errors import LayoutError
+from plait.plan.layout.layout import Flat, Layout, Partial, Placement, Replicate, Shard
+
+By = Literal["cut", "summand", "all_gather", "all_reduce", "reduce_scatter", "all_to_all"]
+Cost = tuple[float, int]
+"""Number of elements that a rank sends, and number of moves."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """A change of the placement along `axis`, from the layout `source` to the layout `target`."""
+
+    axis: str
+    by: By
+    source: Layout
+    target: Layout
+
+
+@lru_cache(maxsize=1024)
+def moves(source: Layout, target: Layout) -> tuple[Move, ...]:
+    """Return the cheapest sequence of moves from layout `source` to `target`, the same on every rank.
+
+    Raises `LayoutError` unless both have the same shape and axes, and shard no dim block by block.
+    """
+    if source.blocked_dim is not None or target.blocked_dim is not None:
+        raise LayoutError(
+            f"{source} cannot become {target} where a dim is sharded block by block: give that dim as two, "
+            "the blocks and the rows of a block."
+        )
+    if (source.shape, source.axes, source.degrees) != (target.shape, target.axes, target.degrees):
+        raise LayoutError(
+            f"{source} cannot become {target}: give layouts of one shape over the same axes, in one order."
+        )
+    # Dijkstra's algorithm; the number of an entry decides between equal costs.
+    waiting: list[tuple[Cost, int, Layout, tuple[Move, ...]]] = [((0.0, 0), 0, source, ())]
+    done, number = set[Layout](), 0
+    while waiting:
+        (elements, count), _, layout, path = heappop(waiting)
+        if layout == target:
+            return path
+        if layout not in done:
+            done.add(layout)
+            for move in _next(layout, source, target):
+                number += 1
+                cost = elements + _sent(move), count + 1
+                heappush(waiting, (cost, number, move.target, (*path, move)))
+    raise AssertionError("every layout can be gathered, and sharded again")
+
+
+def _next(layout: Layout, source: Layout, target: Layout) -> Iterator[Move]:
+    """Yield the possible next moves: one axis to its placement in `target`, in `source`, or `Replicate`."""
+    for place, axis in enumerate(layout.axes):
+        now = layout.placements[place]
+        for then in dict.fromkeys((target.placements[place], source.placements[place], Replicate())):
+            by = _by(now, then)
+            if by is not None and _is_free(layout.placements, place, then, target.placements):
+                placements = layout.axis_placements | {axis: then}
+                yield Move(axis, by, layout, Layout(layout.shape, layout.axis_degrees, placements))
+
+
+def _by(now: Placement, then: Placement) -> By | None:
+    """Return the operation that changes placement `now` to `then`; None if none does so in one step."""
+    if now == then:
+        return None
+    if isinstance(then, Replicate):
+        return "all_reduce" if isinstance(now, Partial) else "all_gather"
+    if isinstance(then, Partial):
+        return "summand"
+    if isinstance(now, Replicate):
+        return "cut"
+    if isinstance(now, Partial):
+        return "reduce_scatter"
+    return "all_to_all" if isinstance(now, Shard) and isinstance(then, Shard) else None
+
+
+def _is_free(
+    placements: tuple[Placement, ...], place: int, then: Placement, final: tuple[Placement, ...]
+) -> bool:
+    """Return whether the axis at index `place` can change to `then` before any other axis changes."""
+    others = [other for index, other in enumerate(placements) if index != place]
+    dims = {one.dim for one in (placements[place], then) if isinstance(one, Shard)}
+    if dims and any(isinstance(other, Flat) for other in others):
+        return False
+    changes_flat = Flat in (type(placements[place]), type(then))
+    if changes_flat and any(isinstance(inner, Flat) for inner in placements[place + 1 :]):
+        return False
+    if any(isinstance(inner, Shard) and inner.dim in dims for inner in placements[place + 1 :]):
+        return False
+    if isinstance(then, Flat):  # its bounds refer to what the final shards leave
+        left = [other for index, other in enumerate(final) if index != place]
+        settled = zip(others, left, strict=True)
+        outer = zip(placements[:place], final[:place], strict=True)
+        return (
+            then == final[place]
+            and all(now == last for now, last in settled if Shard in (type(now), type(last)))
+            and all(now == last for now, last in outer if Flat in (type(now), type(last)))
+        )
+    return True
+
+
+def _sent(move: Move) -> float:
+    """Return the number of elements that a rank sends for a move, by the collective's best algorithm."""
+    ranks, held = move.source.degrees[move.source.axes.index(move.axis)], _largest(move.source)
+    shares = {"all_gather": ranks - 1, "all_reduce": 2 * (ranks - 1) / ranks}
+    exchanged = (ranks - 1) / ranks
+    return 0.0 if move.by in ("cut", "summand") else held * shares.get(move.by, exchanged)
+
+
+def _largest(layout: Layout) -> int:
+    """Return the number of elements of the largest piece of the layout."""
+    first = [0] * len(layout.axes)
+    if layout.interval(first) is None:
+        return layout.region(first).numel
+    flat = (
+        range(degree if isinstance(placement, Flat) else 1)
+        for degree, placement in zip(layout.degrees, layout.placements, strict=True)
+    )
+    return max(len(layout.interval(piece) or ()) for piece in product(*flat))

@@ -1,0 +1,201 @@
+"""The resolved plan of a model's parameters: how each unit is stored, gathered and reduced, decided here.
+
+A unit is the parameters that are gathered and reduced together: those of a layer, or one that several layers
+share. `resolve_units` makes a `UnitSpec` of each, from the plan and what it must know of the parameters. All
+else reads these: lowering to programs, groups of ranks, flat buffers, checkpoints, the memory and time of a
+plan. Where a gradient is summed, and in which dtype a parameter is gathered, is said nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from plait.errors import PlanError
+from plait.plan.axes import DATA_AXES, STATE_AXES, size_along, sizes_of_plan
+from plait.plan.plan import Plan, Precision
+
+
+class Dtype(NamedTuple):
+    """A dtype: its name in torch, and the bytes of an element. Plans are resolved without torch."""
+
+    name: str
+    itemsize: int
+
+    def __str__(self) -> str:
+        return self.name
+
+
+PRECISIONS: dict[Precision, Dtype] = {
+    "fp64": Dtype("float64", 8),
+    "fp32": Dtype("float32", 4),
+    "bf16": Dtype("bfloat16", 2),
+    "fp16": Dtype("float16", 2),
+}
+"""The dtype of each precision of a plan."""
+FLOAT16 = PRECISIONS["fp16"]
+
+
+@dataclass(frozen=True)
+class ModelParameter:
+    """What `resolve_units` must know of a parameter."""
+
+    dtype: Dtype = PRECISIONS["fp32"]
+    """In the model, before the plan's precisions."""
+    is_floating: bool = True
+    trains: bool = True
+    summands: int = 1
+    """How many neighbours along `tp` hold the same part of it, and each a summand of its gradient."""
+
+
+@dataclass(frozen=True)
+class BufferKind:
+    """How the parameters of one flat buffer are stored, gathered and reduced; the same for all of them."""
+
+    compute: Dtype
+    """Layers compute with it, and parameters are gathered in it."""
+    master: Dtype
+    """The optimizer updates it."""
+    gradient: Dtype
+    """Gradients are accumulated in it."""
+    reduce: Dtype
+    """Gradients are reduced in it."""
+    trains: bool = True
+    sharded_over: tuple[str, ...] = ()
+    """The axes over which parameters, gradients and optimizer state are cut, each rank owning a shard. Their
+    ranks hold summands of the gradient, which the reduce-scatter adds. Empty: every rank has them whole."""
+    reduced_over: tuple[str, ...] = DATA_AXES
+    """The axes over which gradients are all-reduced, after the reduce-scatter if there is one."""
+    summands: int = 1
+    """How many neighbours along `tp` the all-reduce includes too."""
+    keeps_parameters: bool = True
+    """Whether whole parameters stay allocated between the layers that use them."""
+    keeps_gradients: bool = True
+    """Whether whole gradients stay allocated between the layers that add to them."""
+    offloads_parameters: bool = False
+    """Whether shards are on the CPU during a step. Between steps they are where their gradients are."""
+    offloads_gradients: bool = False
+    """Whether reduced gradients are on the CPU, and so the optimizer's state and the shards between steps."""
+
+    @cached_property
+    def sharded(self) -> bool:
+        """Whether the optimizer updates a shard, or an offloaded copy, of the layers' parameters."""
+        return bool(self.sharded_over)
+
+
+@dataclass(frozen=True)
+class UnitTiming:
+    """When a unit is gathered, released and reduced."""
+
+    gathers: Literal["never", "once", "each use"] = "never"
+    """Whether parameters are gathered once per step, or before each use and released after it."""
+    scatters: Literal["never", "last", "each"] = "never"
+    """Whether gradients are reduce-scattered, after the last micro-batch or after each."""
+    allocates: bool = False
+    """Whether the whole gradient is allocated only while it is accumulated."""
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """How one unit of parameters (gathered and reduced together) is stored, gathered and reduced."""
+
+    name: str
+    kinds: Mapping[str, BufferKind]
+    """The kind of each parameter, by its name. Parameters of one kind share a flat buffer."""
+    users: tuple[int, ...]
+    """The layers of the model that use it, by number."""
+    timing: UnitTiming
+
+    def __post_init__(self) -> None:
+        sharded = [kind for kind in self.kinds.values() if kind.sharded]
+        assert not sharded or self.timing.gathers != "never", "shards would never be gathered"
+        trains = any(kind.trains for kind in sharded)
+        assert not trains or self.timing.scatters != "never", "gradients would never be scattered"
+
+
+def resolve_units(
+    plan: Plan,
+    parameters: Mapping[str, ModelParameter],
+    members: Mapping[str, Sequence[str]],
+    users: Mapping[str, Sequence[int]],
+) -> dict[str, UnitSpec]:
+    """Return by name the `UnitSpec` of each unit of a model under `plan`.
+
+    `members`: the parameters of each unit. `users`: the numbers of the layers that use each unit. Raises
+    PlanError where sharded gradients would be accumulated in less precision than the plan asks.
+    """
+    timing = timing_of(plan)
+    units = {}
+    for unit, names in members.items():
+        kinds = {name: kind_of(plan, parameters[name]) for name in names}
+        units[unit] = UnitSpec(unit, kinds, tuple(users[unit]), timing)
+        if timing.scatters == "each":
+            _check_accumulation_dtype(units[unit])
+    return units
+
+
+def kind_of(plan: Plan, parameter: ModelParameter | None = None) -> BufferKind:
+    """Return how `plan` stores, gathers and reduces a parameter; by default one in fp32 that trains."""
+    given = parameter or ModelParameter()
+
+    def chosen(asked: Precision | None, default: Dtype) -> Dtype:
+        return default if asked is None or not given.is_floating else PRECISIONS[asked]
+
+    compute = chosen(plan.precision, given.dtype)
+    master = chosen(plan.master_precision, compute) if given.trains else compute
+    gradient = chosen(plan.gradient_precision, master)
+    keeps_parameters = not plan.shards or plan.strategy != "full"
+    # A frozen parameter has neither gradient nor state: it is sharded only where parameters are.
+    sharded = plan.shards and (given.trains or not keeps_parameters)
+    return BufferKind(
+        compute=compute,
+        master=master,
+        gradient=gradient,
+        reduce=chosen(plan.reduce_precision, gradient),
+        trains=given.trains,
+        sharded_over=STATE_AXES if sharded else (),
+        reduced_over=tuple(axis for axis in DATA_AXES if not sharded or axis not in STATE_AXES),
+        summands=given.summands,
+        keeps_parameters=keeps_parameters,
+        keeps_gradients=not plan.shards or plan.strategy == "optimizer",
+        offloads_parameters=plan.offload != "none",
+        offloads_gradients=plan.offload == "full",
+    )
+
+
+def timing_of(plan: Plan) -> UnitTiming:
+    """Return when a plan's units are gathered, released and reduced.
+
+    A strategy that keeps whole gradients gains nothing by reducing them early: they are reduced last.
+    """
+    if not plan.shards:
+        return UnitTiming(gathers="once" if plan.has_master else "never")
+    allocates = plan.strategy in ("gradients", "full")
+    return UnitTiming(
+        gathers="each use" if plan.strategy == "full" else "once",
+        scatters=plan.reduce if allocates else "last",
+        allocates=allocates,
+    )
+
+
+def shards_of(kind: BufferKind, plan: Plan) -> int:
+    """Return the number of ranks between which a buffer of this kind is cut; 1 where it is not sharded."""
+    return size_along(kind.sharded_over, sizes_of_plan(plan))
+
+
+def replicas_of(kind: BufferKind, plan: Plan) -> int:
+    """Return the number of ranks of a stage over which gradients of this kind are all-reduced."""
+    return size_along(kind.reduced_over, sizes_of_plan(plan)) * kind.summands
+
+
+def _check_accumulation_dtype(unit: UnitSpec) -> None:
+    """Raise PlanError where gradients would be accumulated in less precision than the plan asks."""
+    for kind in unit.kinds.values():
+        if kind.trains and kind.sharded and kind.gradient.itemsize > kind.master.itemsize:
+            raise PlanError(
+                f"plan.gradient_precision asks for sums in {kind.gradient}, but with plan.reduce 'each' "
+                f"the pieces of {unit.name or 'the model'} add up in the {kind.master} of its parameters: "
+                "choose reduce 'last', or set plan.master_precision to the same."
+            )

@@ -1,0 +1,1 @@
+"""Proofs before the first step: positions stay apart, rules fit gradients, optimizers can be sharded."""

@@ -1,0 +1,237 @@
+"""Shape inference of layers, and proofs that rules are correct for them, from runs on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.errors import ModelError, listed
+from plait.models.layers.carried_values import refuse_carried_values
+from plait.models.layers.layer_sequence import LayerSequence, on_meta, private_copy
+from plait.models.layers.shape_inference import LayerInfo, LayerInput, MetaRun, run_on_meta
+from plait.plan.layout.layout import Layout
+from plait.plan.rules import join
+from plait.proof.gradient_proof import Claims, prove_layer
+from plait.proof.position_proof import prove_positions_apart
+from plait.tensor.dropout import names_of
+from plait.tensor.layer_values import NamedLayer, Value, map_tensors, tensors_of
+from plait.tensor.output_linear import require_features, return_features
+from plait.tensor.parallel.partition import is_sharded
+from plait.tensor.parallel.tensor_parallelism import TensorParallelism
+from plait.tensor.running_sequence import running_sequence
+
+MOST_RESULTS = 4096
+"""Size of the cache of runs."""
+
+
+class MetaLayers:
+    """Runs layers of a model on the meta device, to infer shapes and prove gradients; equal ones run once."""
+
+    def __init__(
+        self,
+        sequence: LayerSequence,
+        structures: Sequence[Hashable],
+        layouts: Mapping[str, Layout],
+        summed: Mapping[str, int],
+        tensor_parallel: TensorParallelism,
+        *,
+        coordinate: Mapping[str, int],
+        dtype: torch.dtype | None,
+        results: dict[Hashable, Any],
+        output_linear: str | None = None,
+    ) -> None:
+        """`results`: a cache of runs, which the ranks of a process may share.
+
+        `structures`: of each layer. `layouts` and `summed` are those of the parameters, see `Blueprint`;
+        `dtype` is the compute dtype. `output_linear`: that of the last layer, whose input the layer returns.
+        """
+        self._sequence, self._given_structures, self._dtype = sequence, structures, dtype
+        self._shapes = {name: tuple(layout.local_shape(coordinate)) for name, layout in layouts.items()}
+        self._rules, self._results = tensor_parallel, results
+        self._output_linear = output_linear
+        self._output_inside = tensor_parallel.vocabulary_of(sequence.layers[-1]) is not None
+        sharded = {name for name, layout in layouts.items() if is_sharded(layout)}
+        frozen = {name for name, parameter in sequence.parameters.items() if not parameter.requires_grad}
+        self._sharded, self._frozen = _names(sequence, sharded), _names(sequence, frozen)
+        self._summed = _names(sequence, {name for name, ranks in summed.items() if ranks > 1})
+
+    @cached_property
+    def layers(self) -> list[NamedLayer]:
+        """The layers with this rank's shards of parameters, but no rule applied."""
+        empty = on_meta(self._sequence, self._dtype, self._shapes)
+        return private_copy(self._sequence.layers, empty)
+
+    @property
+    def are_proved(self) -> bool:
+        """Whether gradients need a proof: if a parameter, sequence or dropout is divided over `tp`."""
+        rules, sequence_dims = self._rules.cuts.values(), self._rules.sequence_dims.values()
+        return (
+            any(self._sharded)
+            or any(dims.input is not None for dims in sequence_dims)
+            or any(rule.kind in ("piece", "replicated") for rule in rules)
+        )
+
+    def infer(self, microbatch: Value, *, input_gradients: bool) -> list[LayerInfo]:
+        """Return one `LayerInfo` per layer for a micro-batch, in training mode if gradients are enabled."""
+        return [run.info for run in self._runs(microbatch, input_gradients=input_gradients, proves=False)]
+
+    def prove(self, microbatch: Value) -> None:
+        """Prove for a micro-batch that all parameters and layer inputs receive complete gradients.
+
+        Frozen parameters are proved like trained ones, since they shape the values of the rest. ModelError
+        where the rules do not fit the model.
+        """
+        for _ in self._runs(microbatch, input_gradients=True, proves=True):
+            pass
+
+    def prove_positions_apart(self, microbatch: Value) -> None:
+        """Prove that no layer mixes positions of the sequence but by `plait.attention`. Raises ModelError.
+
+        `microbatch`: dim 1 of its tensors is the sequence. For context parallelism; tensor parallelism's
+        rules are not applied.
+        """
+        shapes = {name: parameter.shape for name, parameter in self._sequence.parameters.items()}
+        empty = on_meta(self._sequence, self._dtype, shapes)
+        value = LayerInput.of_batch(microbatch, input_gradients=False).value
+        layers = private_copy(self._sequence.layers, empty)
+        for layer, structure in zip(layers, self._given_structures, strict=True):
+            key = "positions apart", structure, self._dtype, _described(value)
+            if key not in self._results:
+                self._results[key] = prove_positions_apart(layer, value)
+            value = self._results[key]
+
+    def _runs(self, microbatch: Value, *, input_gradients: bool, proves: bool) -> Iterator[MetaRun]:
+        given = LayerInput.of_batch(microbatch, input_gradients=input_gradients)
+        sequence = running_sequence()
+        modes = proves, torch.is_grad_enabled(), torch.get_default_dtype(), sequence and sequence.shape
+        longest = 0 if sequence is None else sequence.longest
+        for number in range(len(self.structures)):
+            key = self.structures[number], modes, given.length, given.repeats, _described(given.value)
+            # Documents change no shape, but a layer may refuse long ones: one that ran takes shorter ones.
+            if key not in self._results or self._results[key][0] < longest:
+                self._results[key] = longest, self._run(number, given, proves=proves)
+            run: MetaRun = self._results[key][1]
+            counting = () if proves else self._counting(number, given)
+            run = replace(run, info=replace(run.info, counting=counting)) if counting else run
+            yield run
+            given = run.next_input()
+        while len(self._results) > MOST_RESULTS:
+            del self._results[next(iter(self._results))]
+
+    def _run(self, number: int, given: LayerInput, *, proves: bool) -> MetaRun:
+        """Run a layer on the meta device with its rules applied; `proves`: also prove its gradients.
+
+        Gradients are proved for the layer with its output linear, like those of the other layers.
+        """
+        (layer,) = self._rules.apply(private_copy(self.layers[number : number + 1], {}))
+        if not torch.is_grad_enabled():
+            layer.module.eval()
+        if proves:
+            for parameter in layer.module.parameters():
+                parameter.requires_grad_(parameter.is_floating_point())
+        group = self._rules.group
+        circumstances = f"with plan.tp = {group.size}, " if group.size > 1 else ""
+        is_last, returned = number == len(self._sequence.layers) - 1, list[Tensor]()
+        name = self._output_linear if is_last and not proves else None
+        if name is not None:
+            return_features(layer.module, name, returned)
+        run, output = run_on_meta(layer, given, circumstances)
+        if name is not None:
+            require_features(output, returned, layer, name)
+        if proves:
+            parameters = dict(layer.module.named_parameters(remove_duplicate=False))
+            claims = self._claims(number, layer)
+            prove_layer(layer.path, tensors_of(given.value), tensors_of(output), parameters, claims)
+        return run
+
+    def _counting(self, number: int, given: LayerInput) -> tuple[str, ...]:
+        """Return what counts a layer's runs; see `refuse_carried_values`, and what that raises in training.
+
+        Layers of equal structure are looked at once in training and once in evaluation, for the first shape
+        of their input. Raises ModelError where another layer shares it.
+        """
+        trains = torch.is_grad_enabled()
+        key = "carried values", self.structures[number], trains
+        if key not in self._results:
+            (copied,) = self._rules.apply(private_copy(self.layers[number : number + 1], {}))
+            if trains:
+                self._results[key] = refuse_carried_values(copied, given.value, given.length)
+            else:
+                copied.module.eval()
+                with suppress(ModelError):  # an evaluation counts nothing that training goes on with
+                    self._results[key] = refuse_carried_values(copied, given.value, given.length)
+        counting: tuple[str, ...] = self._results.setdefault(key, ())
+        layers = self._sequence.layers
+        for name in counting:
+            owner = layers[number].module.get_submodule(name.rpartition(".")[0])
+            users = [one.path for one in layers if any(owner is other for other in one.module.modules())]
+            if len(users) > 1:
+                raise ModelError(
+                    f"{join(layers[number].path, name)} changes in each run of its layer, and the layers "
+                    f"{listed(users)} share it: its value would depend on which of them a rank has, so give "
+                    "each a module of its own."
+                )
+        return counting
+
+    def _claims(self, number: int, layer: NamedLayer) -> Claims:
+        """Return the claims of rules and layouts about layer `number`; `layer`: a copy with rules applied."""
+        dims = self._rules.sequence_dims[layer.path]
+        return Claims(
+            sharded=self._sharded[number],
+            frozen=self._frozen[number] - self._sharded[number],
+            summed=self._summed[number] - self._sharded[number],
+            input_in_pieces=dims.previous is not None,
+            output_in_pieces=dims.next is not None,
+            dropouts=names_of(layer.module),
+            output_inside=self._output_inside and number == len(self._sequence.layers) - 1,
+        )
+
+    @cached_property
+    def structures(self) -> list[Hashable]:
+        """Per layer, a cache key of all that its runs on the meta device depend on, except the inputs.
+
+        Layers with equal keys have the same graphs, too.
+        """
+        rules, group = self._rules, self._rules.group
+        last = len(self._sequence.layers) - 1
+        names = {id(parameter): name for name, parameter in self._sequence.parameters.items()}
+        return [
+            (
+                self._given_structures[number],
+                self._dtype,
+                tuple(self._shapes[names[id(one)]] for one in layer.module.parameters()),
+                tuple(rules.cuts.get(join(layer.path, name)) for name, _ in layer.module.named_modules()),
+                rules.sequence_dims[layer.path],
+                (group.size, group.index),
+                (self._sharded[number], self._summed[number], self._frozen[number]),
+                self._output_inside and number == last,
+                self._output_linear if number == last else None,
+            )
+            for number, layer in enumerate(self._sequence.layers)
+        ]
+
+
+def _names(sequence: LayerSequence, wanted: set[str]) -> list[frozenset[str]]:
+    """Return for each layer the names, in the layer, of its parameters that are among `wanted`."""
+    ids = {id(sequence.parameters[name]) for name in wanted}
+    return [
+        frozenset(
+            name
+            for name, parameter in layer.module.named_parameters(remove_duplicate=False)
+            if id(parameter) in ids
+        )
+        for layer in sequence.layers
+    ]
+
+
+def _described(value: Value) -> str:
+    """Return shapes, strides, dtypes and `requires_grad` of a value's tensors: a cache key of meta runs."""
+    return repr(
+        map_tensors(lambda one: (tuple(one.shape), one.stride(), one.dtype, one.requires_grad), value)
+    )

@@ -1,0 +1,317 @@
+"""Rules of aten operations: in which dim of the result the positions of a sequence are.
+
+A rule applies to a call with positions in at least one argument. It returns the dim of the result whose
+index is the position, where each element of the result is computed from elements of its own position only.
+Otherwise it returns None: the operation mixes positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from plait.proof.position_dims import OperationCall, PositionDim, tensors_among
+from plait.proof.position_indexing import (
+    indexed,
+    indexed_along,
+    part_replaced,
+    selected,
+    taken,
+    written_along,
+    written_at,
+)
+
+Rule = Callable[[OperationCall], PositionDim | None]
+
+
+def elementwise(call: OperationCall) -> PositionDim | None:
+    """Each element of the result is computed from one element of each argument, after broadcasting."""
+    return call.aligned(tensors_among(call.arguments.values()), len(call.result))
+
+
+def along_dims(call: OperationCall) -> PositionDim | None:
+    """`self` is read along some dims; the result has the same, perhaps one more behind (softmax, unfold)."""
+    at, count = call.only("self"), call.tensor("self").dim()
+    dims = [*call.dims("dim", count), *call.dims("dims", count), *call.dims("dimension", count)]
+    return at if at is not None and dims and at.dim not in dims else None
+
+
+def reduced(call: OperationCall) -> PositionDim | None:
+    """`self` is read along `dim`, by default along all dims, which are removed unless `keepdim` is true."""
+    at, count = call.only("self"), call.tensor("self").dim()
+    dims = call.dims("dim", count)
+    if at is None or not dims or at.dim in dims:
+        return None
+    return at if call.arguments.get("keepdim") else at.at(at.dim - sum(dim < at.dim for dim in dims))
+
+
+def viewed(call: OperationCall) -> PositionDim | None:
+    """`self` in row-major order has another shape."""
+    at, shape = call.only("self"), call.tensor("self").shape
+    if call.arguments.get("dtype") is not None:  # view(dtype), which changes the size of the last dim
+        return at if at is not None and at.dim < len(shape) - 1 else None
+    return None if at is None else at.viewed(shape, call.result, call.length)
+
+
+def same_dim(call: OperationCall) -> PositionDim | None:
+    """Dims behind that of the positions are changed: `view_as_real`, `view_as_complex`."""
+    return call.only("self")
+
+
+def permuted(call: OperationCall) -> PositionDim | None:
+    """Dims are permuted: `permute`, `transpose`, `t`."""
+    at, count = call.only("self"), call.tensor("self").dim()
+    order = list(range(count))
+    if call.name == "permute":
+        order = call.dims("dims", count)
+    elif call.name == "t":
+        order.reverse()
+    else:
+        (one,), (other,) = call.dims("dim0", count), call.dims("dim1", count)
+        order[one], order[other] = other, one
+    return None if at is None else at.at(order.index(at.dim))
+
+
+def unsqueezed(call: OperationCall) -> PositionDim | None:
+    """A dim of size 1 is inserted."""
+    at, (dim,) = call.only("self"), call.dims("dim", len(call.result))
+    return None if at is None else at.at(at.dim + (dim <= at.dim))
+
+
+def squeezed(call: OperationCall) -> PositionDim | None:
+    """Dims of size 1 are removed: those in `dim`, by default all."""
+    at, shape = call.only("self"), call.tensor("self").shape
+    dims = call.dims("dim", len(shape)) if "dim" in call.arguments else list(range(len(shape)))
+    return None if at is None else at.at(at.dim - sum(shape[dim] == 1 for dim in dims if dim < at.dim))
+
+
+def expanded(call: OperationCall) -> PositionDim | None:
+    """Elements are repeated: `expand`, `repeat`. Not as often as there are positions: ranks have fewer."""
+    at, shape = call.only("self"), call.tensor("self").shape
+    if at is None:
+        return None
+    new = len(call.result) - len(shape)
+    old = [1] * new + list(shape)
+    times = [size // max(1, before) for size, before in zip(call.result, old, strict=True)]
+    if any(count and count % call.length == 0 for count in times):
+        return None
+    return PositionDim(at.dim + new, at.outer * times[at.dim + new], at.inner)
+
+
+def sliced(call: OperationCall) -> PositionDim | None:
+    """`self` is cut along `dim`, unless the slice is all of it."""
+    at, shape = call.only("self"), call.tensor("self").shape
+    (dim,) = call.dims("dim", len(shape))
+    return at if at is not None and (at.dim != dim or tuple(shape) == call.result) else None
+
+
+def diagonal(call: OperationCall) -> PositionDim | None:
+    """Dims `dim1` and `dim2` are removed, and their diagonal is the new last dim."""
+    at, count = call.only("self"), call.tensor("self").dim()
+    dims = [*call.dims("dim1", count), *call.dims("dim2", count)]
+    return at.at(at.dim - sum(dim < at.dim for dim in dims)) if at and at.dim not in dims else None
+
+
+def concatenated(call: OperationCall) -> PositionDim | None:
+    """`tensors` are joined along `dim`, which is a new one for `stack`."""
+    tensors = [tensor for tensor in call.arguments["tensors"] if tensor.shape != (0,)]
+    found = {call.positions.get(id(tensor)) for tensor in tensors}
+    at, (dim,) = found.pop(), call.dims("dim", len(call.result))
+    if found or at is None:
+        return None
+    if call.name == "stack":
+        return at.at(at.dim + (dim <= at.dim))
+    return at if at.dim != dim else None
+
+
+def padded(call: OperationCall) -> PositionDim | None:
+    """Elements are added at both ends of the last dims."""
+    at, pad = call.only("self"), call.arguments["pad"]
+    if at is None:
+        return None
+    back = call.tensor("self").dim() - 1 - at.dim
+    return None if any(pad[2 * back : 2 * back + 2]) else at
+
+
+def matrix_product(call: OperationCall) -> PositionDim | None:
+    """Two factors are contracted: the last dim of the left with the last but one of the right."""
+    left, right, added = _factors(call)
+    at = _product(call, left, right)
+    if at is None or added is None:
+        return at
+    return at if call.repeats(added, at, len(call.result)) else None
+
+
+def _factors(call: OperationCall) -> tuple[Tensor, Tensor, Tensor | None]:
+    for left, right in (("mat1", "mat2"), ("batch1", "batch2"), ("mat", "vec")):
+        if left in call.arguments:
+            return call.tensor(left), call.tensor(right), call.tensor("self")
+    right = "vec" if call.name == "mv" else "mat2"
+    return call.tensor("self"), call.tensor(right), None
+
+
+def _product(call: OperationCall, left: Tensor, right: Tensor) -> PositionDim | None:
+    one, other = call.positions.get(id(left)), call.positions.get(id(right))
+    batch = range(left.dim() - 2)
+    if one is not None and other is not None:
+        return one if one == other and one.dim in batch else None
+    if one is not None:
+        return one if one.dim == left.dim() - 2 else None
+    return other if other is not None and right.dim() > 1 and other.dim == right.dim() - 1 else None
+
+
+def convolution(call: OperationCall) -> PositionDim | None:
+    """`input` is convolved along dims from 2 on, over all of dim 1. A kernel of size 1 reads one position."""
+    at, arguments = call.only("input"), call.arguments
+    if at is None or at.dim == 1:
+        return None
+    if at.dim == 0:
+        return at
+    numbers = {name: _entry(arguments[name], at.dim - 2) for name in ("stride", "padding", "output_padding")}
+    is_pointwise = call.tensor("weight").shape[at.dim] == 1 and numbers["stride"] == 1
+    return at if is_pointwise and not numbers["padding"] and not numbers["output_padding"] else None
+
+
+def _entry(numbers: list[int], index: int) -> int:
+    return numbers[index if len(numbers) > 1 else 0]
+
+
+def trailing_norm(call: OperationCall) -> PositionDim | None:
+    """`input` is normalised over its last dims, which `normalized_shape` counts."""
+    at, count = call.only("input"), call.tensor("input").dim()
+    return at if at is not None and at.dim < count - len(call.arguments["normalized_shape"]) else None
+
+
+def group_norm(call: OperationCall) -> PositionDim | None:
+    """`input` is normalised over groups of dim 1 and all later dims."""
+    at = call.only("input")
+    return at if at is not None and at.dim == 0 else None
+
+
+def batch_norm(call: OperationCall) -> PositionDim | None:
+    """`input` is normalised over all dims except dim 1; in evaluation mode by constants."""
+    at = call.only("input")
+    return at if at is not None and at.dim != 1 and call.arguments.get("training") is False else None
+
+
+def matrix_rows(call: OperationCall) -> PositionDim | None:
+    """Each matrix in the last two dims is treated by itself: `tril`, `triu`."""
+    at = call.only("self")
+    return at if at is not None and at.dim < call.tensor("self").dim() - 2 else None
+
+
+def last_dim(call: OperationCall) -> PositionDim | None:
+    """`self` is read along its last dim."""
+    at = call.only("self")
+    return at if at is not None and at.dim < call.tensor("self").dim() - 1 else None
+
+
+def attention(call: OperationCall) -> PositionDim | None:
+    """Attention over dim 2 of query, key and value, by itself for each index of dims 0 and 1."""
+    at, mask = call.of("query"), call.of("attn_bias") or call.of("attn_mask")
+    same = at == call.of("key") == call.of("value") and mask is None
+    return at if at is not None and same and at.dim < 2 else None
+
+
+def embedding(call: OperationCall) -> PositionDim | None:
+    """Rows of the table `weight` are read at `indices`."""
+    return call.only("indices")
+
+
+def bucketize(call: OperationCall) -> PositionDim | None:
+    """Each element of `self` is looked up in the table `boundaries`."""
+    return call.only("self")
+
+
+RULES: Mapping[str, Rule] = {
+    **dict.fromkeys(
+        (
+            *("abs", "alias", "bernoulli", "clone", "complex", "copy", "copysign", "detach", "empty_like"),
+            *("eq", "exponential", "fill", "floor_divide", "full_like", "gcd", "ge", "gelu", "geometric"),
+            *("gt", "hardswish", "heaviside", "lcm", "le", "lift_fresh", "log_sigmoid_forward", "lt"),
+            *("masked_fill", "mish", "native_dropout", "ne", "normal", "ones_like", "polar", "rand_like"),
+            *("randint_like", "randn_like", "random", "rsub", "threshold", "true_divide", "uniform"),
+            *("where", "xlogy", "zero", "zeros_like", "_conj", "_neg_view", "_prelu_kernel", "_to_copy"),
+        ),
+        elementwise,
+    ),
+    **dict.fromkeys(
+        (
+            *("cummax", "cummin", "cumprod", "cumsum", "flip", "glu", "logcumsumexp", "roll", "sort"),
+            *("split", "split_with_sizes", "topk", "unfold", "unsafe_split", "unsafe_split_with_sizes"),
+            *("_fft_c2c", "_fft_c2r", "_fft_r2c", "_log_softmax", "_safe_softmax", "_softmax"),
+        ),
+        along_dims,
+    ),
+    **dict.fromkeys(
+        (
+            *("all", "amax", "amin", "aminmax", "any", "argmax", "argmin", "count_nonzero", "kthvalue"),
+            *("linalg_vector_norm", "logsumexp", "max", "mean", "median", "min", "mode", "nanmedian"),
+            *("nansum", "norm", "prod", "select", "std", "std_mean", "sum", "unbind", "var", "var_mean"),
+        ),
+        reduced,
+    ),
+    **dict.fromkeys(("view", "_reshape_alias", "_unsafe_view"), viewed),
+    **dict.fromkeys(("view_as_complex", "view_as_real"), same_dim),
+    **dict.fromkeys(("permute", "t", "transpose"), permuted),
+    "unsqueeze": unsqueezed,
+    "squeeze": squeezed,
+    **dict.fromkeys(("expand", "repeat"), expanded),
+    "slice": sliced,
+    "diagonal": diagonal,
+    **dict.fromkeys(("cat", "stack"), concatenated),
+    "constant_pad_nd": padded,
+    **dict.fromkeys(("addmm", "addmv", "baddbmm", "bmm", "mm", "mv"), matrix_product),
+    "convolution": convolution,
+    **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), trailing_norm),
+    "native_group_norm": group_norm,
+    **dict.fromkeys(("cudnn_batch_norm", "native_batch_norm", "_native_batch_norm_legit"), batch_norm),
+    **dict.fromkeys(("tril", "triu"), matrix_rows),
+    "multinomial": last_dim,
+    **dict.fromkeys(
+        (
+            *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_efficient_attention"),
+            *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+            "_scaled_dot_product_fused_attention_overrideable",
+        ),
+        attention,
+    ),
+    "embedding": embedding,
+    "bucketize": bucketize,
+    **dict.fromkeys(("gather", "scatter", "scatter_add", "scatter_reduce"), indexed_along),
+    "index_select": selected,
+    **dict.fromkeys(("index_add", "index_copy", "index_fill", "index_reduce"), written_along),
+    **dict.fromkeys(("select_scatter", "slice_scatter"), part_replaced),
+    "take": taken,
+    **dict.fromkeys(("index", "_unsafe_index"), indexed),
+    **dict.fromkeys(("index_put", "_index_put_impl", "_unsafe_index_put"), written_at),
+    **dict.fromkeys(
+        (
+            *("addbmm", "batch_norm_stats", "dot", "masked_scatter", "masked_select"),
+            *("nonzero", "put", "reflection_pad1d", "replication_pad1d", "vdot"),
+            "_batch_norm_with_update",
+        ),
+        lambda call: None,
+    ),
+}
+"""By name of the operation, without the underscore of a variant that works in place."""
+UNIFORM = frozenset(
+    {
+        *("empty", "empty_permuted", "empty_strided", "full", "new_empty", "new_empty_strided", "new_full"),
+        *("new_ones", "new_zeros", "ones", "rand", "randint", "randn", "zeros", "_efficientzerotensor"),
+    }
+)
+"""Operations whose result is given by its shape, and has the same value, or a random one, everywhere."""
+REPEATED = frozenset({"expand", "repeat"})
+"""Operations whose result is uniform along the dims that they make larger."""
+SHAPE_IN_PLACE = frozenset({"squeeze_", "t_", "transpose_", "unsqueeze_"})
+"""Operations that change the shape of their argument: unknown, since a rule needs the shape before."""
+
+
+def rule_of(name: str, *, is_pointwise: bool) -> Rule | None:
+    """Return the rule of an aten operation; None where the operation is unknown.
+
+    `name` is without the underscore of a variant in place; `is_pointwise`: whether torch tags it so.
+    """
+    return RULES.get(name) or (elementwise if is_pointwise else None)

@@ -1,0 +1,118 @@
+"""Start of rank processes from a fork server, which has imported what every rank needs."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import os
+import signal
+import sys
+import types
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+from plait.errors import MeshError
+
+
+def start_process(
+    target: Callable[[Connection], object], name: str, module: str, library: str | None
+) -> tuple[ForkServerProcess, Connection]:
+    """Start a process that calls `target` with its end of a pipe; return it, and the other end.
+
+    A fork server starts it, not this process, which may have threads. It imports what every rank needs, and
+    `module` if that is plait's, before it forks, and lasts as long as this process. `library`: a shared
+    library that it loads in place of another of that name.
+    """
+    context = multiprocessing.get_context("forkserver")
+    ours = [module] if module.startswith("plait.") else []
+    context.set_forkserver_preload(["plait.ranks.launch.preload", *ours])
+    here, there = context.Pipe()
+    process = context.Process(target=target, args=(there,), name=name, daemon=True)
+    with _preloaded(library), _without_main(), _blocked_signal(signal.SIGTERM):
+        process.start()
+    there.close()
+    return process, here
+
+
+@contextlib.contextmanager
+def _preloaded(library: str | None) -> Iterator[None]:
+    """Within the context, a fork server starts with `library` loaded before another of that name.
+
+    One that runs without it is ended, unless the program has processes of its own, which it watches.
+    """
+    if library is None:
+        yield
+        return
+    before = os.environ.get("LD_PRELOAD")
+    wanted = " ".join(filter(None, (library, before)))
+    server = _server_process()
+    if server is not None and f"LD_PRELOAD={wanted}" not in _environment_of(server):
+        if multiprocessing.active_children():
+            raise MeshError(
+                f"ranks that share a GPU need {library}, and processes without it run already: start the "
+                f"program with LD_PRELOAD={library}."
+            )
+        stop_fork_server()
+    os.environ["LD_PRELOAD"] = wanted
+    try:
+        yield
+    finally:
+        os.environ.pop("LD_PRELOAD")
+        os.environ |= {} if before is None else {"LD_PRELOAD": before}
+
+
+def _environment_of(process: int) -> list[str]:
+    """Return the environment with which a process was started; nothing where the system does not tell."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/environ").read_text(errors="replace").split("\0")
+    return []
+
+
+def _server_process() -> int | None:
+    """Return the process id of this process's fork server, if there is one."""
+    server: Any = multiprocessing.forkserver._forkserver
+    return None if server._forkserver_pid is None else int(server._forkserver_pid)
+
+
+@atexit.register  # before any pool is closed at exit, so called after
+def stop_fork_server() -> None:
+    """Terminate the fork server, if any: it would outlive this process while it unloads torch.
+
+    Left as it is where the program has processes of its own, which multiprocessing waits for by the server.
+    """
+    process = _server_process()
+    if process is not None and not multiprocessing.active_children():
+        os.kill(process, signal.SIGKILL)
+        server: Any = multiprocessing.forkserver._forkserver
+        server._stop()
+
+
+@contextlib.contextmanager
+def _blocked_signal(number: int) -> Iterator[None]:
+    """Block signal `number` within the context, so that a fork server started there inherits the mask."""
+    multiprocessing.resource_tracker.ensure_running()  # starting it later would unblock SIGTERM
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [number])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Hide the main module while a process starts, so that multiprocessing does not run it again.
+
+    No rank needs it, since functions of the main module are pickled by value.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main

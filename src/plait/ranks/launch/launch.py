@@ -1,0 +1,198 @@
+"""`launch`: call a function in every rank, in local ranks or in those of torchrun, mpirun or srun."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import signal
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from plait.errors import MeshError
+from plait.plan.arguments import require_choice, require_number, whole
+from plait.ranks.device import CPU, default_device, finish_queued_work, visible_accelerators
+from plait.ranks.failure.process_watch import OrphanWatch
+from plait.ranks.failure.signal_handling import Watchdog
+from plait.ranks.launch.rank_pool import RankPool
+from plait.ranks.launch.rank_threads import run_threads
+from plait.ranks.launch.ranks_per_gpu import explained_sharing
+from plait.ranks.launch.result_exchange import all_gather_results
+from plait.ranks.launch.world_membership import join_world, leave_world
+from plait.ranks.transport.interface import Ranks
+from plait.ranks.transport.world_ranks import current_ranks, joined_processes
+from plait.ranks.world import World, find_world
+
+Result = TypeVar("Result")
+
+
+def launch(
+    function: Callable[..., Result],
+    *arguments: Any,
+    ranks: int | None = None,
+    threads: int | None = None,
+    timeout: float = 600.0,
+    device: str = "auto",
+    ranks_as: Literal["processes", "threads"] = "processes",
+    ranks_per_gpu: int = 1,
+) -> list[Result]:
+    """Call `function(*arguments)` in every rank, within a default process group, and return all results.
+
+    Without a launcher, this starts `ranks` processes on this host (a `RankPool` with one run). Under
+    torchrun, mpirun or srun this process *is* a rank: it joins the others, calls the function here and leaves
+    the group again; all ranks must call `launch` with the same arguments. Inside a rank of a world that is
+    there already, such as Ray's, the function is called in that world. Each rank then returns the same list,
+    so keep results small (one all-gather over the world); tensors of other ranks are on the CPU. The run has
+    no time limit. A rank whose launcher, or local parent, is gone ends within a second, and says so.
+
+    Classes and functions of a script or notebook are pickled with the function: so workers of a `DataLoader`,
+    which local ranks start by fork on Linux, may use them too.
+
+    Args:
+        function: called by every rank.
+        arguments: passed to it.
+        ranks: by default as many as the GPUs take, or 1 without any; under a launcher the world's size.
+        threads: of torch, in each rank; by default this process's, divided; under a launcher unchanged.
+        timeout: seconds that a rank waits for its peers in the default group; a `Mesh` has its own.
+        device: `cpu`, `cuda`, or `auto`: CUDA where every rank on a host has a GPU of its own.
+        ranks_as: `processes`, or `threads` of this process that run one at a time, for debugging: one
+            debugger, prints in order of ranks, deadlocks reported at once; on the CPU, without a launcher.
+        ranks_per_gpu: the most ranks that share a GPU, to try a plan without as many; they are spread evenly,
+            neighbours on the same, and take turns: times mean nothing. Needs NCCL 2.30 or later.
+
+    Returns:
+        The results, rank 0 first.
+
+    Raises:
+        MeshError: `ranks` is not the world's size, the environment is incomplete, or ranks cannot share GPUs.
+        RankError: a local rank failed or died; names it and shows its traceback.
+        PlaitError: raised by a rank; also where a result cannot be sent to the other ranks.
+    """
+    ranks = None if ranks is None else whole("ranks", ranks, MeshError)
+    threads = None if threads is None else whole("threads", threads, MeshError)
+    ranks_per_gpu = whole("ranks_per_gpu", ranks_per_gpu, MeshError)
+    _require_arguments(function, timeout, device, ranks_as, ranks_per_gpu)
+    inside = current_ranks()
+    if inside is not None:
+        return _run_inside(inside, function, arguments, ranks, threads, timeout, device)
+    world = find_world()
+    if world is not None:
+        _require_agreement(world, ranks, ranks_as)
+        return _run_joined(world, function, arguments, threads, timeout, device, ranks_per_gpu)
+    ranks = ranks or _default_ranks(device if ranks_as == "processes" else "cpu", ranks_per_gpu)
+    threads = threads or max(1, torch.get_num_threads() // ranks)
+    if ranks_as == "threads":
+        return run_threads(function, arguments, ranks, threads)
+    pool = RankPool(ranks, threads=threads, timeout=timeout, device=device, ranks_per_gpu=ranks_per_gpu)
+    with pool:
+        return pool.run(function, *arguments, timeout=math.inf)
+
+
+def _default_ranks(device: str, ranks_per_gpu: int) -> int:
+    """Return as many ranks as the visible GPUs take, or 1 without any."""
+    return max(1, 0 if device == "cpu" else visible_accelerators() * ranks_per_gpu)
+
+
+def _require_arguments(
+    function: object, timeout: object, device: object, ranks_as: object, ranks_per_gpu: int
+) -> None:
+    """Raise MeshError for an argument of `launch` of another type, or out of range."""
+    if not callable(function):
+        raise MeshError(f"launch was given {function!r}: give a function, and then its arguments.")
+    require_number("timeout", timeout, MeshError, positive=True, infinite="no limit")
+    require_choice("device", device, ("auto", "cpu", "cuda"), MeshError)
+    require_choice("ranks_as", ranks_as, ("processes", "threads"), MeshError)
+    if ranks_as == "threads" and device == "cuda":
+        raise MeshError("ranks as threads run on the CPU: choose device cpu, or ranks as processes.")
+    if ranks_per_gpu != 1 and (ranks_as == "threads" or device == "cpu"):
+        raise MeshError(
+            f"ranks_per_gpu is {ranks_per_gpu}, and the ranks were asked to run on the CPU: leave it out."
+        )
+
+
+def _require_agreement(world: World, ranks: int | None, ranks_as: str) -> None:
+    if ranks_as == "threads":
+        raise MeshError(
+            f"{world.launcher} started {world.world_size} processes: start the program without it to have "
+            "threads as ranks."
+        )
+    if ranks not in (None, world.world_size):
+        raise MeshError(
+            f"launch was asked for {ranks} ranks and {world.launcher} started {world.world_size}: "
+            "give both the same number, or leave ranks out."
+        )
+
+
+def _run_inside(
+    inside: Ranks,
+    function: Callable[..., Result],
+    arguments: tuple[Any, ...],
+    ranks: int | None,
+    threads: int | None,
+    timeout: float,
+    device: str,
+) -> list[Result]:
+    """Call the function in a rank of a world that has been made already, such as by Ray."""
+    if ranks not in (None, inside.size):
+        raise MeshError(
+            f"launch was called inside rank {inside.rank} of {inside.size}, for {ranks} ranks: give that "
+            "number, leave ranks out, or start these ranks elsewhere."
+        )
+    if device != "auto" and (device == "cuda") != inside.uses_nccl:
+        has = "NCCL" if inside.uses_nccl else "no NCCL"
+        raise MeshError(
+            f"launch was called for device {device} inside rank {inside.rank} of {inside.size}, whose world "
+            f"has {has}: leave device out, or make that world for the device."
+        )
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return _results(inside, function, arguments, timeout)
+
+
+def _results(
+    ranks: Ranks, function: Callable[..., Result], arguments: tuple[Any, ...], timeout: float
+) -> list[Result]:
+    """Call the function, and return what it returns on all ranks."""
+    result = function(*arguments)
+    everyone = tuple(range(ranks.size))
+    transport = ranks.world() or ranks.connect([everyone], "launch", timeout)
+    on_cpu = transport is None or transport.carries_cpu_tensors
+    device = CPU if on_cpu else default_device()
+    return all_gather_results(result, ranks.rank, ranks.size, transport, device)
+
+
+def _run_joined(
+    world: World,
+    function: Callable[..., Result],
+    arguments: tuple[Any, ...],
+    threads: int | None,
+    timeout: float,
+    device: str,
+    ranks_per_gpu: int,
+) -> list[Result]:
+    if threads is not None:
+        torch.set_num_threads(threads)
+    with Watchdog(f"rank {world.rank}"), OrphanWatch(world), explained_sharing():
+        try:
+            join_world(world, timeout, device, ranks_per_gpu)
+            joined = joined_processes()
+            assert joined is not None
+            results = _results(joined, function, arguments, timeout)
+        except BaseException:
+            _abandon(patience=min(2.0, 0.05 * timeout))
+            raise
+        finish_queued_work(timeout)
+        leave_world()
+        return results
+
+
+def _abandon(patience: float) -> None:
+    """Leave the process groups after a failure, so that the other ranks notice and this process can end.
+
+    An operation that waits for a lost peer never ends, and the exit of the process waits for it: leaving and
+    exiting are given `patience` seconds each.
+    """
+    if not leave_world(patience):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        atexit.register(signal.setitimer, signal.ITIMER_REAL, patience)

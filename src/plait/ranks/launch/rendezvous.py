@@ -1,0 +1,235 @@
+"""The rendezvous: the ranks of a run, and no others, find in a store that they are all there.
+
+1. Rank 0 takes the next number of an attempt, and writes it with what identifies the run: `plait/current`.
+2. Every other rank reads that, compares the run with its own, and writes that it has arrived in this attempt.
+3. Rank 0 answers each rank once all have arrived: that it takes part, or why nobody does.
+
+The keys of an attempt have a prefix of their own, since the store of torchrun's agent outlives the ranks: a
+restarted rank would find the addresses of dead ones there. A rank that has read an older number goes on when
+rank 0 writes the next one. torchrun's own number, `TORCHELASTIC_RESTART_COUNT`, differs between hosts.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from itertools import count, cycle
+from typing import NamedTuple
+
+from torch.distributed import DistError
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from plait.errors import CommunicationError, listed
+from plait.ranks.launch.participant import Participant
+from plait.ranks.run_store import connect, listen, listen_again, require_known
+from plait.ranks.world import World
+
+_CURRENT = "plait/current"
+_ATTEMPTS = "plait/attempts"
+_PERIOD, _PERIOD_A_RANK = 0.005, 1e-4
+"""Seconds between two looks at a key, and what each rank of the world adds to them: rank 0 serves all."""
+_PATIENCE = 3.0
+"""Seconds that an earlier run, or another one, is given to leave a port."""
+_SECONDS_TO_READ = 2.0
+"""For the other ranks to read why nobody takes part, before rank 0 and its store are gone."""
+
+
+class Meeting(NamedTuple):
+    """The result of a rendezvous: the store of this run and attempt; whether all ranks are on one host."""
+
+    store: Store
+    on_one_host: bool
+
+
+class _AnotherRun(Exception):
+    """The store is that of another run."""
+
+
+def meet(world: World, timeout: float) -> Meeting:
+    """Return the store of this run once all its ranks are there; every rank calls it.
+
+    Raises `CommunicationError` on every rank where one is missing for `timeout` seconds, where two processes
+    are one rank, or disagree on the size of the world; on some ranks where a port is another run's.
+    """
+    deadline, own = time.monotonic() + timeout, Participant.of(world)
+    try:
+        host, ports = _address(world)
+        require_known(host, deadline)
+        if world.rank:
+            return _report(world, own, deadline)
+        store = _connected(host, ports[0], deadline) if world.agent_store else _open(host, ports, own)
+        return _gather(store, own, deadline, replaces=world.agent_store)
+    except (CommunicationError, RuntimeError) as error:
+        raise CommunicationError(
+            f"rank {world.rank} of {world.world_size} could not join the world of {world.launcher} at "
+            f"{world.init_method}: {str(error).partition(chr(10))[0]}"
+        ) from error
+
+
+def _address(world: World) -> tuple[str, tuple[int, ...]]:
+    host, _, port = world.init_method.removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), (int(port), *world.further_ports)
+
+
+def _open(host: str, ports: tuple[int, ...], own: Participant) -> Store:
+    """Return the store of rank 0, at the first free port. Raises `CommunicationError` where none is."""
+    taken: dict[int, str] = {}
+    until = time.monotonic() + _PATIENCE
+    for port in cycle(ports):
+        if (store := listen(host, port)) is not None:
+            return store
+        holder = _holder(host, port, own)
+        if holder is not None and holder.is_process_of(own):
+            return listen_again(host, port)
+        taken[port] = f"port {port} is taken by {'another program' if holder is None else holder.run}"
+        if len(taken) < len(ports):
+            continue
+        if time.monotonic() > until:
+            raise CommunicationError(f"{listed([*taken.values()])}: end it, or set MASTER_PORT to another.")
+        time.sleep(0.1)
+    raise AssertionError("ports are tried again and again")
+
+
+def _holder(host: str, port: int, own: Participant) -> Participant | None:
+    """Return rank 0 of the run whose store listens at a port; None if that store is not plait's.
+
+    Where that waits for ranks of the same run, it learns that there is this second rank 0.
+    """
+    store = connect(host, port)
+    if isinstance(store, str) or (current := _read(store, _CURRENT, time.monotonic() + 0.5)) is None:
+        return None
+    attempt, text = json.loads(current)
+    holder = Participant.read(text)
+    if holder.is_of_run(own) and not holder.is_process_of(own):
+        _arrive(store, attempt, own)
+    return holder
+
+
+def _gather(store: Store, own: Participant, deadline: float, *, replaces: bool) -> Meeting:
+    """Begin an attempt as rank 0, wait until all ranks have arrived, and answer them.
+
+    `replaces`: whether a second process of a rank takes the place of the first, as of a restarted host.
+    """
+    attempt = f"plait/{store.add(_ATTEMPTS, 1)}"
+    store.set(_CURRENT, json.dumps([attempt, own.text()]))
+    ranks, arrived, problem = {0: own}, set[str](), ""
+    for number in count(1):
+        if problem or len(ranks) == own.world_size:
+            break
+        text = _read(store, f"{attempt}/arrival/{number}", deadline, own.world_size)
+        if text is None:
+            missing = listed([str(rank) for rank in range(own.world_size) if rank not in ranks])
+            problem = f"rank {missing} did not arrive: start all ranks, and see what they print."
+            break
+        other = Participant.read(text)
+        problem = own.contradiction(other)
+        if not replaces and not problem:
+            problem = _second_process(ranks.get(other.rank), other)
+        ranks[other.rank] = other
+        arrived.add(other.token)
+    on_one_host = len({one.host for one in ranks.values()}) == 1
+    for rank in range(max(own.world_size, max(ranks) + 1)):
+        member = ranks.get(rank, own)
+        token = "" if problem else member.token
+        store.set(f"{attempt}/answer/{rank}", json.dumps([token, member.process, on_one_host, problem]))
+    if problem:
+        if arrived:
+            _read(store, f"{attempt}/read/{len(arrived)}", time.monotonic() + _SECONDS_TO_READ)
+        raise CommunicationError(problem)
+    return Meeting(PrefixStore(attempt, store), on_one_host)
+
+
+def _second_process(first: Participant | None, second: Participant) -> str:
+    """Return an error text if two processes claim the same rank; else ""."""
+    if first is None or first.token == second.token:
+        return ""
+    return (
+        f"two processes are rank {second.rank} of {second.world_size}, {first.process} and {second.process}: "
+        "start each rank once, and give each run a MASTER_PORT of its own."
+    )
+
+
+def _report(world: World, own: Participant, deadline: float) -> Meeting:
+    """Find the store of rank 0, report there as another rank, and return what rank 0 answers."""
+    host, ports = _address(world)
+    failures: dict[int, str] = {}
+    others_leave_by = time.monotonic() + _PATIENCE
+    for port in cycle(ports):
+        store = connect(host, port)
+        try:
+            if isinstance(store, str):
+                failures[port] = store
+            else:
+                waits = world.agent_store or len(ports) == 1
+                begun_by = deadline if waits else time.monotonic() + _PATIENCE
+                return _ask(store, own, begun_by, deadline, replaces=world.agent_store)
+        except _AnotherRun as error:
+            failures[port] = str(error)
+            if len(ports) == 1 and time.monotonic() > others_leave_by:
+                raise CommunicationError(str(error)) from None
+        except DistError:  # it was the store of an earlier run, or rank 0 is gone
+            failures[port] = f"the store at port {port} of {host} was closed"
+        if time.monotonic() > deadline:
+            raise CommunicationError(f"{listed([*failures.values()])}: see whether rank 0 has started.")
+        time.sleep(10 * _PERIOD)
+    raise AssertionError("ports are tried again and again")
+
+
+def _ask(store: Store, own: Participant, begun_by: float, deadline: float, *, replaces: bool) -> Meeting:
+    """Register this rank in the current restart attempt, or the next ones, until rank 0 answers.
+
+    `begun_by`: when rank 0 of a run of plait has begun the first one. Raises `_AnotherRun` where the store is
+    not this run's, `CommunicationError` where rank 0 refuses.
+    """
+    patience, attempt = time.monotonic() + _PATIENCE, ""
+    while time.monotonic() < deadline + _SECONDS_TO_READ:
+        current = _read(store, _CURRENT, begun_by, own.world_size)
+        if current is None:
+            raise _AnotherRun("the store there is not one of plait")
+        newest, text = json.loads(current)
+        if newest != attempt:
+            first = Participant.read(text)
+            if not first.is_of_run(own):
+                raise _AnotherRun(f"the store there belongs to {first.run}: set MASTER_PORT to another port")
+            attempt = newest
+            _arrive(store, attempt, own)
+        time.sleep(_PERIOD + _PERIOD_A_RANK * own.world_size)
+        if not store.check([key := f"{attempt}/answer/{own.rank}"]):
+            continue
+        token, process, on_one_host, problem = json.loads(store.get(key))
+        if problem:
+            store.set(f"{attempt}/read/{store.add(f'{attempt}/reads', 1)}", "")
+            raise CommunicationError(problem)
+        if token == own.token:
+            return Meeting(PrefixStore(attempt, store), on_one_host)
+        if not replaces and process != own.process and time.monotonic() > patience:
+            raise CommunicationError(
+                f"that run has another rank {own.rank}, {process}: start each rank once, and give each run a "
+                "MASTER_PORT of its own."
+            )
+    raise CommunicationError("rank 0 does not answer: see what it prints.")
+
+
+def _arrive(store: Store, attempt: str, own: Participant) -> None:
+    store.set(f"{attempt}/arrival/{store.add(f'{attempt}/arrivals', 1)}", own.text())
+
+
+def _read(store: Store, key: str, deadline: float, ranks: int = 1) -> str | None:
+    """Return the text at a key, once it is there; None where it is not before the deadline.
+
+    Asks again and again, since torch prints warnings where a wait of its own ends; `ranks` do so together.
+    """
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(_PERIOD + _PERIOD_A_RANK * ranks)
+    return bytes(store.get(key)).decode()
+
+
+def _connected(host: str, port: int, deadline: float) -> Store:
+    """Return a client of the store of torchrun's agent."""
+    while isinstance(store := connect(host, port), str):
+        if time.monotonic() > deadline:
+            raise CommunicationError(f"{store}: see whether torchrun runs there.")
+        time.sleep(10 * _PERIOD)
+    return store

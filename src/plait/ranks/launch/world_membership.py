@@ -1,0 +1,134 @@
+"""Joining the world, as torch's default process group, and leaving it."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import threading
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from plait.errors import CommunicationError, MeshError
+from plait.ranks.device import accelerator_of_rank, make_current, visible_accelerators
+from plait.ranks.launch.ranks_per_gpu import ranks_that_share, share_gpu
+from plait.ranks.launch.rendezvous import meet
+from plait.ranks.run_store import private_store
+from plait.ranks.world import World
+
+
+def join_world(world: World, timeout: float = 600.0, device: str = "auto", ranks_per_gpu: int = 1) -> None:
+    """Make torch's default process group: Gloo for CPU tensors and, if GPUs are used, NCCL for CUDA tensors.
+
+    All ranks of the world must call it. With GPUs, this rank's becomes the current CUDA device.
+
+    Args:
+        world: this process's rank and rendezvous.
+        timeout: seconds that a rank waits for its peers, here and in every operation of the group.
+        device: `cpu`, `cuda`, or `auto`: CUDA where this host has a GPU for every rank, or the launcher shows
+            each rank a single one by `CUDA_VISIBLE_DEVICES`.
+        ranks_per_gpu: the most ranks that share a GPU.
+
+    Raises:
+        MeshError: the device is not available, or cannot be shared.
+        CommunicationError: the rendezvous failed.
+    """
+    backend = "gloo"
+    shared = 1 if ranks_per_gpu == 1 else ranks_that_share(ranks_per_gpu, world.local_size, _usable(device))
+    accelerator = _accelerator(world, device, shared=shared)
+    if accelerator is not None:
+        make_current(accelerator)
+        if ranks_per_gpu > 1:
+            share_gpu(accelerator, shared)
+        backend = "cpu:gloo,cuda:nccl"
+    file = world.init_method.removeprefix("file://")
+    if file != world.init_method:
+        store, on_one_host = private_store(file, world.world_size), True
+    else:
+        store, on_one_host = meet(world, timeout)
+    if on_one_host:
+        _communicate_within_host()
+    limit = datetime.timedelta(seconds=float(timeout))
+    store.set_timeout(limit)
+    try:
+        dist.init_process_group(
+            backend, store=store, rank=world.rank, world_size=world.world_size, timeout=limit
+        )
+    except (RuntimeError, ValueError) as error:
+        raise CommunicationError(
+            f"rank {world.rank} of {world.world_size} could not join the world of {world.launcher} at "
+            f"{world.init_method}: {str(error).splitlines()[0]} (start all ranks, and see what they print)"
+        ) from error
+
+
+def _communicate_within_host() -> None:
+    """Make Gloo listen at the loopback interface, which other hosts cannot reach, unless another one is set.
+
+    Gloo would look up the host's name, and listen at its address.
+    """
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+
+
+def _accelerator(
+    world: World, device: str, environment: Mapping[str, str] = os.environ, *, shared: int = 1
+) -> torch.device | None:
+    """Return this rank's GPU, or None for the CPU; `shared`: the ranks that share each GPU.
+
+    Raises `MeshError` for "cuda" without enough GPUs.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise MeshError(f"the device is {device!r}: choose one of auto, cpu, cuda.")
+    count = _usable(device)
+    shown = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    has_its_own = count == 1 and world.launcher != "plait" and len(shown) == 1 and shown != [""]
+    if count and (count * shared >= world.local_size or has_its_own):
+        return accelerator_of_rank(world.local_rank, shared)
+    if device != "cuda":
+        return None
+    raise MeshError(
+        f"device cuda was asked for and {world.local_size} ranks on this host see {count} usable GPUs: "
+        "use as many ranks as GPUs, let ranks share them (ranks_per_gpu), show each rank its own by "
+        "CUDA_VISIBLE_DEVICES, or use device cpu."
+    )
+
+
+def _usable(device: str) -> int:
+    return 0 if device == "cpu" else visible_accelerators()
+
+
+def leave_world(patience: float = 10.0) -> bool:
+    """End the default process group, if any; return False if that took longer than `patience` seconds.
+
+    A thread does it, since ending waits for pending operations, which never complete when a peer is gone.
+    """
+    if not dist.is_initialized():
+        return True
+    closing = threading.Thread(target=_end_groups, name="plait-leave", daemon=True)
+    closing.start()
+    closing.join(patience)
+    return not closing.is_alive()
+
+
+def _end_groups() -> None:
+    """Destroy all process groups at the same time, in one thread each.
+
+    Gloo waits up to 10 ms for each connection that it closes, when a group is deallocated: for a mesh of
+    eight ranks a quarter of a second, one after the other.
+    """
+    groups = _take_groups()
+    threads = [threading.Thread(target=group.clear, name="plait-leave", daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _take_groups() -> list[list[dist.ProcessGroup]]:
+    """Shut down all process groups; return one list per group, which holds the last reference to it."""
+    groups = [[group] for group in dist.distributed_c10d._world.pg_names]
+    dist.destroy_process_group()
+    return groups

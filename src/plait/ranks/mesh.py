@@ -1,0 +1,396 @@
+"""Meshes: all ranks of a run as a grid with named axes, and the groups of ranks along each axis."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from plait.errors import MeshError
+from plait.plan.arguments import require_flag, require_instance, require_number
+from plait.plan.axes import (
+    PLAN_AXES,
+    axes_of,
+    combined_axes,
+    coordinate_of,
+    groups_along,
+    index_along,
+    name_of,
+    rank_at,
+    require_degrees,
+    size_along,
+    sizes_of,
+    sizes_of_plan,
+    split_dp,
+)
+from plait.plan.plan import Plan
+from plait.ranks.collectives import all_reduce, all_to_all
+from plait.ranks.device import StreamEvent, is_accelerator, make_current
+from plait.ranks.failure.operation_watch import OperationWatch
+from plait.ranks.group import Group
+from plait.ranks.handle import Handle
+from plait.ranks.point_to_point import receive, send
+from plait.ranks.rank_device import device_of_rank, require_joined
+from plait.ranks.traffic import Traffic
+from plait.ranks.transport.torch_distributed import TorchTransport
+from plait.ranks.transport.world_ranks import Processes, current_ranks, joined_processes
+from plait.schedules.lowering.messages import Channel
+
+CHANNEL_CTAS = 8
+"""Thread blocks of a send or receive on NCCL: one that waits for its peer keeps them from computing."""
+
+
+class GridMesh:
+    """All ranks of the world as a row-major grid of any number of named axes, the last innermost.
+
+    `GridMesh(rows=2, columns=3)` has rank 3 at row 1, column 0. The axis `world` combines all axes. The world
+    is that of the initialised `torch.distributed`; without it there is one rank and no backend. `Mesh` is the
+    grid of a plan's axes.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: str | torch.device | None = None,
+        timeout: float = 600.0,
+        alone: bool = False,
+        guarded: bool = False,
+        **sizes: int,
+    ) -> None:
+        """Make a group along every axis. All ranks of the world call it, with the same sizes.
+
+        `timeout` is in seconds and holds for every wait. `device` is this rank's, by default
+        `cuda:LOCAL_RANK` where the backend is NCCL, the CPU where it is not, and the current GPU, if there is
+        one, where the process is no rank of a world. `alone` makes a mesh of this rank only, without the
+        other ranks of its world. Raises `MeshError` for sizes whose product is not the number of ranks in the
+        world, and in a process that a launcher started as one of several, but which has not joined them.
+
+        `guarded` checks every collective of every group for consistency before it starts, and the bits of
+        each tensor that enters a region of tensor parallelism: a difference is a `CommunicationError` on
+        every rank of the group. That costs 256 bytes a rank each time, counted as `guard`, and a wait for all
+        of them; results stay the same bits. Messages between stages are not checked: the programs that send
+        and receive them are proved to do so in one order, and each step checks their shapes.
+        """
+        require_degrees(sizes)
+        if not sizes or "world" in sizes:
+            raise MeshError(
+                f"the mesh's axes are {', '.join(sizes) or 'none'}: give at least one, and none of the name "
+                "world, which combines all."
+            )
+        require_number("the mesh's timeout", timeout, MeshError, positive=True, infinite="no limit")
+        require_flag("the mesh's alone", alone, MeshError)
+        require_flag("the mesh's guarded", guarded, MeshError)
+        self.sizes = dict(sizes)
+        self._ranks = None if alone else current_ranks()
+        if self._ranks is None and not alone:
+            require_joined()
+        self.rank, self.world = (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)
+        self.shared_results: dict[Hashable, Any] = {} if self._ranks is None else self._ranks.shared_results
+        """Results that one rank of this process has computed for all of them, keyed by their inputs."""
+        self._check_world()
+        self.device = device_of_rank(device, self._ranks)
+        self.has_default_device = device is None
+        """Whether nobody has chosen the device."""
+        make_current(self.device)
+        self.timeout = float(timeout)
+        self.guarded = guarded
+        self.traffic = Traffic()
+        self.coordinate = self.coordinate_of(self.rank)
+        self._discover()
+        self._operation_watch = self._watch_operations()
+        self._groups: dict[str, Group] = {}
+        for axis in (*self.sizes, *combined_axes(self.sizes)):  # in one order on all ranks
+            self._groups[axis] = self._group_along(axis)
+
+    @property
+    def uses_nccl(self) -> bool:
+        """Whether this rank is on a GPU and its tensors are sent over NCCL."""
+        return is_accelerator(self.device) and self._ranks is not None and self._ranks.uses_nccl
+
+    def size(self, axis: str) -> int:
+        """Return the number of ranks along an axis or a combined axis."""
+        return size_along(axis, self.sizes)
+
+    def index(self, axis: str) -> int:
+        """Return this rank's index along an axis; in a combined axis, the first of its axes is outermost."""
+        return index_along(axis, self.coordinate, self.sizes)
+
+    def group(self, axis: str | Collection[str]) -> Group:
+        """Return this rank's group along an axis, or along several axes together.
+
+        Where no combined axis has them, the group is made at the first call, by all ranks in one order.
+        Raises `MeshError` for an unknown axis.
+        """
+        name = name_of(axis, self.sizes)
+        if name not in self._groups:
+            self._groups[name] = self._make_groups(groups_along(axis, self.sizes), name)
+        return self._groups[name]
+
+    def coordinate_of(self, rank: int) -> dict[str, int]:
+        """Return the index of a global rank along each axis. Raises `MeshError` for an unknown rank."""
+        return coordinate_of(rank, self.sizes)
+
+    def axes_of(self, axis: str) -> tuple[str, ...]:
+        """Return the axes that `axis` combines, or `axis` itself. Raises `MeshError` for an unknown axis."""
+        return axes_of(axis, self.sizes)
+
+    def rank_at(self, **coordinate: int) -> int:
+        """Return the global rank at a coordinate; axes that are not given default to this rank's own index.
+
+        On a plan's mesh `dp` may be given. Raises `MeshError` for an unknown axis or an index outside the
+        mesh.
+        """
+        given = split_dp(coordinate, self.sizes)
+        return rank_at({**self.coordinate, **given}, self.sizes)
+
+    def new_group(self, ranks_per_group: Sequence[Sequence[int]], name: str) -> Group | None:
+        """Make disjoint groups of ranks, whose traffic is counted as `name`; return this rank's, or None.
+
+        All ranks of the world call it with the same arguments. Raises `MeshError` for ranks that overlap or
+        are not in the mesh.
+        """
+        groups = [tuple(ranks) for ranks in ranks_per_group]
+        members = [rank for ranks in groups for rank in ranks]
+        if len(set(members)) != len(members) or not all(0 <= rank < self.world for rank in members):
+            raise MeshError(
+                f"groups of {name} are {groups}: give each rank from 0 to {self.world - 1} at most once."
+            )
+        return self._make_group(groups, name)
+
+    def device_mesh(self, axes: Sequence[str]) -> DeviceMesh:
+        """Return torch's `DeviceMesh` of the `axes` with several ranks, at this rank's index on other axes.
+
+        It uses the groups of this mesh, in the order and with the names of `axes`; where no axis has more
+        than one rank, it holds this rank only, under the last name. Without communication; messages that
+        torch then sends are not counted as traffic. Raises `MeshError` without an initialised world, and for
+        unknown axes.
+        """
+        world = self._ranks if isinstance(self._ranks, Processes) else joined_processes()
+        if world is None:
+            raise MeshError(
+                "a DeviceMesh needs an initialised world of processes, even for one rank: use plait.launch "
+                "or torchrun, and no threads as ranks."
+            )
+        sizes = {axis: size for axis in axes if (size := self.size(axis)) > 1}
+        if not sizes:
+            own, alone = world.own_process_group, [world.rank]
+            return DeviceMesh.from_group([own], self.device.type, alone, mesh_dim_names=(axes[-1],))
+        transports = [self.group(axis).transport for axis in sizes]
+        groups = [one.process_group for one in transports if isinstance(one, TorchTransport)]
+        places = (dict(zip(sizes, place, strict=True)) for place in product(*map(range, sizes.values())))
+        ranks = torch.tensor([self.rank_at(**place) for place in places]).view(*sizes.values())
+        return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=tuple(sizes))
+
+    def neighbours(self, axis: str, size: int, name: str = "copies") -> Group:
+        """Make groups of `size` consecutive ranks along an axis, and return this rank's.
+
+        All ranks of the world call it with the same arguments; traffic is counted as `name`. Raises
+        `MeshError` unless `size` divides the ranks along the axis.
+        """
+        along = self.size(axis)
+        require_degrees({f"number of neighbours along {axis}": size})
+        if along % size:
+            raise MeshError(
+                f"{along} ranks along {axis} do not divide into groups of {size}: give a divisor."
+            )
+        groups = groups_along(axis, self.sizes)
+        parts = [ranks[first : first + size] for ranks in groups for first in range(0, along, size)]
+        return self._make_groups(parts, name)
+
+    def close(self) -> None:
+        """Close the connections of all groups; every rank calls it, with no communication pending.
+
+        Only a process that makes many meshes needs it. Groups of the mesh cannot be used afterwards.
+        """
+        if self._operation_watch is not None:
+            self._operation_watch.close()
+        if self._ranks is not None:
+            self._ranks.close()
+
+    def __deepcopy__(self, memo: object) -> GridMesh:
+        """Return this mesh itself, so that a copied module communicates with the same ranks."""
+        return self
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
+        place = " ".join(f"{axis}={self.coordinate[axis]}" for axis, size in self.sizes.items() if size > 1)
+        return f"{type(self).__name__}({sizes}; rank {self.rank}{' at ' + place if place else ''})"
+
+    def _axis_of_group(self, axis: str) -> str:
+        """Return the axis whose group stands for `axis`: by default `axis` itself."""
+        return axis
+
+    def _described_sizes(self) -> dict[str, int]:
+        """Return the sizes of the axes under the names that the user gave."""
+        return self.sizes
+
+    def _check_world(self) -> None:
+        needed = prod(self.sizes.values())
+        if needed != self.world:
+            product = " × ".join(f"{axis} {size}" for axis, size in self._described_sizes().items())
+            raise MeshError(
+                f"the mesh needs {needed} ranks ({product}) but the world has {self.world}: "
+                f"start {needed} ranks, plait.launch(fn, ranks={needed}) or torchrun, or change the degrees."
+            )
+
+    def _discover(self) -> None:
+        """Find which ranks share a host; on a timeout, raise an error that names the ranks it waited for."""
+        if self._ranks is None:
+            return
+        everyone = tuple(range(self.world))
+        world = Group("world", everyone, self.rank, self._ranks.world(), self.traffic, self.timeout)
+        others = ", ".join(str(rank) for rank in everyone if rank != self.rank)
+        awaited = f"host discovery over world with ranks {others}"
+        Handle(partial(self._ranks.discover, self.timeout), lambda: None, awaited, world).wait()
+
+    def _group_along(self, axis: str) -> Group:
+        """Make this rank's group along an axis; on NCCL, axes with the same ranks share a communicator.
+
+        Each axis has a process group of its own, also where two have the same ranks: so an operation of one
+        never waits for one of the other, and what a failed step has left pending on one is not matched on the
+        other. On NCCL they share it, as a communicator takes memory of the GPU: operations start there in the
+        order of the program, the same on all ranks, and a failure ends the process. Each is connected
+        there when it is made, by a first all-reduce, except `pp`, which no training step needs.
+        """
+        same = self._axis_of_group(axis)
+        if same != axis:
+            return self._groups[same]
+        groups = groups_along(axis, self.sizes)
+        for other, group in self._groups.items() if self.uses_nccl else ():
+            if groups_along(other, self.sizes) == groups:
+                return replace(group, name=axis)
+        return self._make_groups(groups, axis)
+
+    def _make_groups(self, groups: Sequence[tuple[int, ...]], name: str) -> Group:
+        group = self._make_group(groups, name)
+        assert group is not None
+        return group
+
+    def _make_group(
+        self, groups: Sequence[tuple[int, ...]], name: str, max_ctas: int | None = None
+    ) -> Group | None:
+        ranks = self._ranks
+        transport = None if ranks is None else ranks.connect(groups, name, self.timeout, max_ctas)
+        mine = next((group for group in groups if self.rank in group), None)
+        if mine is None:
+            return None
+        failure_log = None if ranks is None else ranks.failure_log
+        index = mine.index(self.rank)
+        group = Group(
+            name,
+            mine,
+            index,
+            transport,
+            self.traffic,
+            self.timeout,
+            failure_log,
+            self.guarded,
+            self._operation_watch,
+        )
+        if (
+            transport is not None and self.uses_nccl and name != "pp"
+        ):  # channels have a first message of their own
+            _reduce_first(group, self.device)
+        return group
+
+    def _watch_operations(self) -> OperationWatch | None:
+        """Return an `OperationWatch` for this rank's GPU; None without NCCL, where waits block the host."""
+        if not self.uses_nccl:
+            return None
+        return OperationWatch(self.rank, self.timeout, partial(StreamEvent, self.device))
+
+
+class Mesh(GridMesh):
+    """Ranks along the axes `pp`, `replicate`, `shard`, `cp`, `tp`: outermost first, row-major.
+
+    `dp` combines `replicate` × `shard` (ranks with other sequences), `dp_cp` `dp` × `cp` (ranks with other
+    tokens), `shard_cp` `shard` × `cp` (ranks over which state is sharded), `model` `pp` × `cp` × `tp` (ranks
+    with the same sequences), `world` all axes. `index("dp")` is replicate index · shard + shard index.
+    """
+
+    def __init__(
+        self,
+        plan: Plan | None = None,
+        *,
+        pp: int = 1,
+        dp: int = 1,
+        cp: int = 1,
+        tp: int = 1,
+        replicate: int = 1,
+        device: str | torch.device | None = None,
+        timeout: float = 600.0,
+        alone: bool = False,
+        guarded: bool = False,
+    ) -> None:
+        """Make a group along every axis. All ranks of the world call it, with the same degrees or plan.
+
+        `device`, `timeout` (seconds), `alone` and `guarded` are those of `GridMesh`. Raises `MeshError` for a
+        plan together with degrees, and for degrees whose product is not the number of ranks in the world.
+        """
+        if plan is not None:
+            if (pp, dp, cp, tp, replicate) != (1, 1, 1, 1, 1):
+                raise MeshError("a mesh was given a plan and degrees as well: give one or the other.")
+            require_instance(
+                "the mesh's plan", plan, Plan, "give a plait.Plan, or degrees by name", MeshError
+            )
+            sizes = sizes_of_plan(plan)
+        else:
+            sizes = sizes_of(pp=pp, dp=dp, cp=cp, tp=tp, replicate=replicate)
+        super().__init__(device=device, timeout=timeout, alone=alone, guarded=guarded, **sizes)
+        self._channels: dict[Channel, Group | None] = {}
+
+    def channel_groups(self, channels: Collection[Channel]) -> dict[Channel, Group]:
+        """Return the group (sender, receiver) of each pipeline channel that this rank sends or receives on.
+
+        All ranks call it with the same channels along `pp`. Groups are made at the first call, in one order
+        on all ranks, and count as `pp`. On NCCL each then sends a first message, which connects its ranks:
+        so no connection is made within a step, where the ranks would come to it in different orders.
+        """
+        lines = groups_along("pp", self.sizes)
+        for channel in channels:
+            if channel not in self._channels:
+                sender, receiver, _ = channel
+                pairs = [(line[sender], line[receiver]) for line in lines]
+                group = self._make_group(pairs, "pp", CHANNEL_CTAS)
+                self._channels[channel] = group
+                if group is not None and self.uses_nccl:
+                    _send_first_message(group, self.device)
+        return {channel: group for channel in channels if (group := self._channels[channel]) is not None}
+
+    def _axis_of_group(self, axis: str) -> str:
+        """Return the axis whose group stands for `axis`: without context parallelism `dp` for `dp_cp`."""
+        same = {"dp_cp": "dp", "shard_cp": "shard"} if self.size("cp") == 1 else {}
+        return same.get(axis, axis)
+
+    def _described_sizes(self) -> dict[str, int]:
+        return {axis: self.size(axis) for axis in PLAN_AXES}
+
+    def check_plan(self, plan: Plan) -> None:
+        """Raise `MeshError` unless the plan has this mesh's degrees; the error names the first to differ."""
+        name = next((axis for axis, size in self.sizes.items() if getattr(plan, axis) != size), None)
+        if name is not None:
+            raise MeshError(
+                f"the plan has {name} = {getattr(plan, name)} but the mesh has {name} = {self.sizes[name]}: "
+                "make the mesh from the same plan, Mesh(plan)."
+            )
+
+
+def _reduce_first(group: Group, device: torch.device) -> None:
+    all_reduce(torch.zeros(1, device=device), group, checked=False).about("the first connection").wait()
+    if group.name == "cp":  # a collective connects neighbours only, and attention sends to all ranks
+        token = torch.zeros(group.size, device=device)
+        all_to_all(token, group, checked=False).about("the first connection").wait()
+
+
+def _send_first_message(group: Group, device: torch.device) -> None:
+    token = torch.zeros(1, device=device)
+    if group.index == 0:
+        send(token, group, 1, label="the first connection").wait()
+    else:
+        receive(token, group, 0, label="the first connection").wait()

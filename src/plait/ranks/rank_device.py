@@ -1,0 +1,57 @@
+"""The device of a rank, and the refusal of a process that has not joined its launcher's world."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import torch
+
+from plait.errors import MeshError, listed
+from plait.ranks.device import CPU, accelerator_of_rank, current_accelerator, default_device, is_accelerator
+from plait.ranks.launch.ranks_per_gpu import ranks_per_gpu
+from plait.ranks.transport.interface import Ranks
+from plait.ranks.world import find_world
+
+
+def device_of_rank(device: str | torch.device | None, ranks: Ranks | None) -> torch.device:
+    """Return this rank's device: `device`, or if None a GPU where `ranks` use NCCL or are none, else the CPU.
+
+    `cuda` without an index is this rank's GPU.
+    """
+    if device is None:
+        device = default_device() if ranks is None or ranks.uses_nccl else CPU
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise MeshError(f"the mesh's device is {device!r} ({reason}): give cpu, cuda or cuda:0.") from None
+    if is_accelerator(chosen) and chosen.index is None:
+        own = os.environ.get("LOCAL_RANK")  # set by torchrun; else `join_world` has set the current device
+        return current_accelerator() if own is None else accelerator_of_rank(int(own), ranks_per_gpu())
+    return chosen
+
+
+def require_joined() -> None:
+    """Raise `MeshError` where a launcher started this process as one of several that are not joined yet."""
+    world = find_world()
+    if world is not None and world.world_size > 1:
+        raise MeshError(
+            f"{world.launcher} started this process as rank {world.rank} of {world.world_size}, and it has "
+            "not joined the others: run the function by plait.launch, which joins them, or call "
+            "torch.distributed.init_process_group first; alone=True makes a mesh of this process only."
+        )
+
+
+def device_change(tensors: Iterable[torch.device], chosen: torch.device, *, by_default: bool) -> str:
+    """Return a sentence about a model whose `tensors` are elsewhere than the `chosen` device; "" if none.
+
+    None where it was built on the CPU and somebody chose a GPU. `by_default`: nobody chose.
+    """
+    elsewhere = sorted({one.type for one in tensors} - {"meta", chosen.type})
+    if not elsewhere or (is_accelerator(chosen) and not by_default):
+        return ""
+    return (
+        f"the model's tensors are on {listed(elsewhere)}, and the mesh's device is {chosen}, to which they "
+        f"are copied: give the mesh device={elsewhere[0]!r} to train there."
+    )

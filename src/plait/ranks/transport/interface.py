@@ -1,0 +1,150 @@
+"""Interfaces of transports: `Transport` for a group, `Ranks` for the world, `Pending` for an operation."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from plait.ranks.failure.failures import FailureLog
+from plait.ranks.transport.reduction import Op
+
+
+class Pending(Protocol):
+    """A started operation that has not been waited for. It keeps its tensors alive."""
+
+    def wait(self, awaited: str = "") -> None:
+        """Block until the results are in place; `awaited` completes "rank 1 waits for ..." in reports.
+
+        On NCCL it orders streams and does not block. Raises `RuntimeError` or `OSError` on failure.
+        """
+
+    def abandon(self) -> bool:
+        """Discard the result; return True if the operation's tensors can be reused now; else `wait` first."""
+
+
+class PieceSizes(NamedTuple):
+    """The elements that one rank sends to each rank, and receives from each, in order of the index."""
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    most: int | None = None
+    """A number of elements, the same on all ranks, more than which none sends; None: not known."""
+
+
+class Transport(Protocol):
+    """Interface for the communication within one group, whose ranks are addressed by their index.
+
+    Output tensors are contiguous, input tensors may have any strides. All ranks make the same calls in the
+    same order, with the same shapes and dtypes, which is not checked. Each call returns at once, and several
+    operations may be pending. Until the wait returns, inputs must not be written and outputs not be read.
+    """
+
+    @property
+    def carries_cpu_tensors(self) -> bool:
+        """Whether CPU tensors can be sent (False for a group that has NCCL only)."""
+
+    @property
+    def on_one_host(self) -> bool:
+        """Whether all ranks of the group are known to be on one host."""
+
+    def all_reduce(self, tensor: Tensor, total: Tensor, op: Op) -> Pending:
+        """Reduce `tensor` over the group into `total`, which may be the same memory."""
+
+    def reduce(self, tensor: Tensor, op: Op, destination: int) -> Pending:
+        """Reduce a contiguous tensor in place on the rank at index `destination`; undefined on the others."""
+
+    def reduce_scatter(self, tensor: Tensor, piece: Tensor, op: Op) -> Pending:
+        """Reduce `tensor` over the group; write this rank's `1 / size` of dim 0 of the result to `piece`.
+
+        `piece` may be that piece of `tensor`.
+        """
+
+    def all_gather(self, tensor: Tensor, whole: Tensor) -> Pending:
+        """Write the ranks' tensors to `whole` by index; `tensor` may be this rank's piece of `whole`."""
+
+    def all_to_all(self, tensor: Tensor, received: Tensor, sizes: PieceSizes | None = None) -> Pending:
+        """Send consecutive piece i of `tensor` to rank index i; write the received pieces to `received`.
+
+        The i-th piece of `received` comes from index i. With `sizes`, which differ between ranks, `tensor` is
+        flat, and `sizes.sent[i]` of this rank is `sizes.received[index]` of rank index i. None: equal pieces.
+        """
+
+    def broadcast(self, tensor: Tensor, source: int) -> Pending:
+        """Overwrite a contiguous tensor with that of the rank at index `source`."""
+
+    def gather(self, tensor: Tensor, whole: Tensor | None, destination: int) -> Pending:
+        """Gather the ranks' tensors into `whole` on the rank at index `destination`; the others pass None."""
+
+    def scatter(self, pieces: Tensor | None, own: Tensor, source: int) -> Pending:
+        """Write this rank's piece of the `pieces` of rank index `source` to `own`; the others pass None."""
+
+    def barrier(self) -> Pending:
+        """Start a barrier, complete when all ranks of the group have called it."""
+
+    def send(self, tensor: Tensor, destination: int, tag: int, label: str = "") -> Pending:
+        """Send to one rank; may complete only after that rank has posted its receive. `label`: for errors."""
+
+    def receive(self, buffer: Tensor, source: int, tag: int, label: str = "") -> Pending:
+        """Post a receive into a contiguous buffer. Messages of one pair and tag keep their order."""
+
+    def shared_zeros(self, size: int, dtype: torch.dtype, awaited: str) -> Tensor | None:
+        """Return zeros in shared CPU memory, to be all-reduced in place; None where it is not supported.
+
+        Blocks until all ranks have called it.
+        """
+
+    def shares(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` was made by `shared_zeros`."""
+
+    def abort(self, cause: Exception) -> None:
+        """Make pending operations fail soon, on this and the other ranks, after one failed with `cause`."""
+
+
+class Ranks(Protocol):
+    """One rank's access to a world of processes or threads: makes a transport for each group of the rank."""
+
+    rank: int
+    size: int
+    shared_results: dict[Hashable, Any]
+    """Results of one rank, by their inputs: for the other ranks of its process and for its own next mesh."""
+
+    @property
+    def uses_nccl(self) -> bool:
+        """Whether CUDA tensors are sent over NCCL."""
+        return False
+
+    @property
+    def failure_log(self) -> FailureLog | None:
+        """The log in which all ranks record failures; None where they have no shared store for it."""
+        return None
+
+    def world(self) -> Transport | None:
+        """Return a transport over all ranks, usable before groups are made; None for one rank or threads."""
+        return None
+
+    def discover(self, timeout: float) -> None:
+        """Find which ranks share a host, once for each mesh. Blocks until all ranks have called it.
+
+        `timeout`, in seconds, is the mesh's; it bounds the search for the rank that failed first.
+        """
+        return
+
+    def connect(
+        self,
+        groups: Sequence[tuple[int, ...]],
+        name: str,
+        timeout: float,
+        max_ctas: int | None = None,
+    ) -> Transport | None:
+        """Return a transport over the group that has this rank; None without such a group, or peers in it.
+
+        All ranks call it with the same arguments. `timeout`, in seconds, holds for every wait. `max_ctas`:
+        the most thread blocks of an operation on NCCL; None: as many as NCCL chooses.
+        """
+
+    def close(self) -> None:
+        """Close all transports that `connect` made."""
+        return

@@ -1,0 +1,352 @@
+"""`attention`: softmax attention that knows sliding windows, packed documents and context parallelism.
+
+On one rank it is `scaled_dot_product_attention`. Where an engine divides sequences over `cp`, each rank has
+the queries, keys and values of its own positions, and gets the attention of its queries to all of them.
+
+`attention(query, key, value)` is `attend(query, share_keys(key, value))`. The two halves let a layer send its
+keys before it computes its queries.
+
+    query     [rows, heads, length, size]
+    key       [rows, kv heads, length, size]
+    value     [rows, kv heads, length, width]
+    result    [rows, heads, length, width]
+
+rows: of the micro-batch. heads: those that this rank of `tp` has; kv heads divide them, each for consecutive
+query heads. length: the positions that this rank of `cp` has. size and width: features of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from numbers import Integral, Real
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from plait.errors import ModelError
+from plait.plan.attention_heads import heads_of_ranks
+from plait.tensor.attention.exchange_plan import Mask, exchange_plan
+from plait.tensor.attention.kernels import Scaling
+from plait.tensor.attention.key_exchange import KeyExchange
+from plait.tensor.attention.method_choice import method_choice
+from plait.tensor.attention.ring import attend_to_all, share
+from plait.tensor.attention.ulysses import attend_by_heads, evenly_shared, to_heads
+from plait.tensor.attention.visibility import document_bounds
+from plait.tensor.attention.weight_dropout import (
+    AnyDropout,
+    WeightDropoutMask,
+    attention_with_dropout,
+    is_active,
+)
+from plait.tensor.autograd.between_graphs import TRACE
+from plait.tensor.autograd.kept_results import with_kept_operations
+from plait.tensor.autograd.replaceable import replaceable
+from plait.tensor.dropout import Dropout, tag_dropout
+from plait.tensor.proof_marks import positions_may_mix
+from plait.tensor.running_sequence import ContextParallelism, DocumentBounds, LocalSequence, running_sequence
+
+_REAL = (Real, Tensor)
+
+
+@replaceable
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    causal: bool = True,
+    window: int | None = None,
+    documents: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout: AnyDropout | None = None,
+) -> Tensor:
+    """Return softmax attention `[rows, heads, length, width]`, without any position of another document.
+
+    `query` `[rows, heads, length, size]`, `key` `[rows, kv heads, length, size]`, `value` with `width` in
+    place of `size`; kv heads may be fewer, each for consecutive query heads. `causal`: no position sees a
+    later one. `window`: a position sees those at a distance below it.
+    `documents`: ids `[rows, length]` of the whole sequences, by default those of the batch that an engine
+    runs; a document is a run of equal ids. `scale`: of the scores, by default `size ** -0.5`.
+    `softcap`: a bound c of the scores s, which become c · tanh(s / c); no fused kernel has it. `dropout`: of
+    the attention weights, `[rows, heads, length, length]`, in training mode.
+
+    Communication under context parallelism, over `cp`, as `Plan.context_parallel` chooses: keys and values,
+    and in the backward their gradients; or queries, keys, values and outputs, and all gradients. Unless
+    `Plan.sequence_parallel` is "keep", keys and values, or outputs, are sent again in the backward. Raises
+    ModelError for shapes that do not fit.
+    """
+    _require_arguments(query, key, value, causal, window, documents, scale, softcap, dropout)
+    keys = share_keys.original(key, value, causal, window, documents, query_heads=query.shape[1])
+    return attend.original(query, keys, scale=scale, softcap=softcap, dropout=dropout)
+
+
+def _require_arguments(
+    query: object,
+    key: object,
+    value: object,
+    causal: object,
+    window: object,
+    documents: object,
+    scale: object,
+    softcap: object,
+    dropout: object,
+) -> None:
+    """Raise ModelError for an argument of `attention` of another type than it takes."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor) or tensor.dim() != 4:
+            found = (
+                list(tensor.shape) if isinstance(tensor, Tensor) else f"an object of {type(tensor).__name__}"
+            )
+            raise ModelError(
+                f"attention was given a {name} {found}: give a tensor [rows, heads, length, size]."
+            )
+    if not isinstance(causal, bool):
+        raise ModelError(f"attention was given causal = {causal!r}: give True or False.")
+    for name, number, kinds in (
+        ("window", window, Integral),
+        ("scale", scale, _REAL),
+        ("softcap", softcap, _REAL),
+    ):
+        if number is not None and (not isinstance(number, kinds) or isinstance(number, bool)):
+            raise ModelError(f"attention was given {name} = {number!r}: give a number, or None.")
+    if documents is not None and not isinstance(documents, Tensor):
+        raise ModelError(
+            f"attention was given documents, an object of {type(documents).__name__}: give a tensor of ids "
+            "[rows, length], or None."
+        )
+    if dropout is not None and not (
+        isinstance(dropout, nn.Module) and isinstance(getattr(dropout, "p", None), Real)
+    ):
+        raise ModelError(
+            f"attention was given dropout = {dropout!r}: give a module with a probability p, such as "
+            "plait.Dropout(p), or None."
+        )
+
+
+def _require_mask(dropout: AnyDropout | None) -> None:
+    """Raise ModelError for a dropout whose mask is not known by position, as attention in blocks needs it."""
+    if is_active(dropout) and not isinstance(dropout, AnyDropout):
+        raise ModelError(
+            f"attention was given the dropout {type(dropout).__name__}, whose mask is not known by position, "
+            "as context parallelism, packed documents and a softcap need it: give plait.Dropout(p)."
+        )
+
+
+@dataclass(frozen=True)
+class SharedKeys:
+    """Keys and values, of `[rows, kv heads, …]`, on their way to other ranks; made by `share_keys`."""
+
+    key: Tensor
+    value: Tensor
+    mask: Mask
+    sequence: LocalSequence | None
+    exchange: KeyExchange | None
+    query_heads: int
+    """The number of heads that the query must have."""
+
+
+@replaceable
+@positions_may_mix(2, "key", "value")
+def share_keys(
+    key: Tensor,
+    value: Tensor,
+    causal: bool = True,
+    window: int | None = None,
+    documents: Tensor | None = None,
+    *,
+    query_heads: int,
+) -> SharedKeys:
+    """Start to send keys and values to the ranks of `cp` that need them; arguments as for `attention`.
+
+    `query_heads`: the number of heads of the query. The result is to be passed to `attend`, once.
+    Communication over `cp`: one all-to-all, and one of gradients in the backward.
+    """
+    mask = Mask(causal, window)
+    sequence = _sequence_of(key, documents, mask)
+    if sequence is None or TRACE.get() is not None:
+        return SharedKeys(key, value, mask, sequence, None, query_heads)
+    _require_keys(key, value, sequence, query_heads)
+    kv_heads, ranks = key.shape[1], sequence.group.size
+    if ranks > 1 and method_choice(sequence, query_heads, kv_heads).method == "ulysses":
+        of_ranks = heads_of_ranks(query_heads, kv_heads, ranks)
+        key, value = (
+            evenly_shared(one, query_heads, kv_heads, ranks, sequence.group.index)
+            for one in to_heads(sequence, of_ranks, key, value)
+        )
+        return SharedKeys(key, value, mask, sequence, None, query_heads)
+    exchange = KeyExchange(exchange_plan(sequence, mask, key.device), sequence.parallelism)
+    if ranks > 1:
+        key, value = share(key, value, exchange)
+    return SharedKeys(key, value, mask, sequence, exchange, query_heads)
+
+
+@replaceable
+@positions_may_mix(2, "query")
+def attend(
+    query: Tensor,
+    keys: SharedKeys,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout: AnyDropout | None = None,
+) -> Tensor:
+    """Return attention of `query` to the keys of `share_keys`; other arguments as for `attention`.
+
+    Communication over `cp`: with "ring" one all-to-all in the backward unless keys are kept; with "ulysses"
+    two, and two in the backward.
+    """
+    scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
+    trace = TRACE.get()
+    if keys.sequence is not None or softcap is not None:
+        _require_mask(dropout)
+    if trace is not None and (keys.sequence is not None or softcap is not None):
+        between = partial(_between_graphs, keys.mask, Scaling(scale, softcap))
+        return trace.attention(between, query, keys.key, keys.value, dropout if is_active(dropout) else None)
+    if softcap is not None:
+        keys = _in_blocks(keys, softcap)
+    dropout = dropout if is_active(dropout) else None
+    sequence, heads, scaling = keys.sequence, query.shape[1], Scaling(scale, softcap)
+    if sequence is None and dropout is not None:
+        given = query, keys.key, keys.value, keys.mask.causal, scale, dropout
+        return with_kept_operations(lambda: attention_with_dropout(*given))
+    if sequence is None:
+        return with_kept_operations(
+            lambda: functional.scaled_dot_product_attention(
+                query,
+                keys.key,
+                keys.value,
+                is_causal=keys.mask.causal,
+                scale=scale,
+                enable_gqa=heads != keys.key.shape[1],
+            )
+        )
+    rows = keys.key.shape[0]
+    if query.shape[:3] != (rows, keys.query_heads, sequence.size):
+        raise ModelError(
+            f"attention was given a query {list(query.shape)} for keys of {rows} rows, {keys.query_heads} "
+            f"query heads and {sequence.size} positions: give it [rows, heads, length, size] of the same."
+        )
+    dropout_mask = None
+    if dropout is not None:
+        dropout_mask = WeightDropoutMask.next(
+            dropout, query.shape[0], heads, sequence.layout.length, query.device
+        )
+    if keys.exchange is not None:
+        return _tagged(
+            attend_to_all(query, keys.key, keys.value, keys.exchange, scaling, dropout_mask), dropout
+        )
+    of_ranks, whole = heads_of_ranks(heads, heads, sequence.group.size), _whole(sequence)
+    exchange = KeyExchange(exchange_plan(whole, keys.mask, query.device), whole.parallelism)
+    if dropout_mask is not None:
+        dropout_mask = dropout_mask.from_head(of_ranks[sequence.group.index][0])
+    (mine,) = to_heads(sequence, of_ranks, query)
+    arguments = exchange, scaling, dropout_mask, sequence, of_ranks
+    return _tagged(attend_by_heads(mine, keys.key, keys.value, *arguments), dropout)
+
+
+def _between_graphs(
+    mask: Mask, scaling: Scaling, query: Tensor, key: Tensor, value: Tensor, dropout: nn.Module | None
+) -> Tensor:
+    """Return attention that a compiled layer has recorded, on the sequence that runs now."""
+    assert dropout is None or isinstance(dropout, AnyDropout)
+    keys = share_keys(key, value, mask.causal, mask.window, query_heads=query.shape[1])
+    return attend(query, keys, scale=scaling.scale, softcap=scaling.softcap, dropout=dropout)
+
+
+def _in_blocks(keys: SharedKeys, softcap: float) -> SharedKeys:
+    """Return keys with an exchange, by which attention is computed in blocks. ModelError for a cap of 0."""
+    if softcap <= 0.0:
+        raise ModelError(f"attention was given softcap = {softcap:g}: give a bound above 0, or None.")
+    if keys.sequence is not None:
+        return keys
+    sequence = ContextParallelism.of_one_rank().sequence(keys.key.shape[2])
+    exchange = KeyExchange(exchange_plan(sequence, keys.mask, keys.key.device), sequence.parallelism)
+    return replace(keys, sequence=sequence, exchange=exchange)
+
+
+def _tagged(output: Tensor, dropout: AnyDropout | None) -> Tensor:
+    """Return attention whose weights `dropout` has dropped, tagged for the proof of tensor parallelism."""
+    return tag_dropout(output, dropout) if isinstance(dropout, Dropout) else output
+
+
+def _sequence_of(key: Tensor, documents: Tensor | None, mask: Mask) -> LocalSequence | None:
+    """Return the sequence on which the layer works; None where plain causal or full attention suffices.
+
+    In a layer that is traced also a running sequence without documents: in another step it may have some.
+    """
+    sequence, is_traced = running_sequence(), TRACE.get() is not None
+    if documents is not None:
+        sequence = _with_documents(sequence, documents, key.is_meta)
+    if sequence is None and mask.window is not None:
+        sequence = ContextParallelism.of_one_rank().sequence(key.shape[2])
+    if sequence is not None and sequence.group.size == 1:
+        needs_mask = mask.window is not None and mask.window < key.shape[2]
+        return sequence if needs_mask or sequence.packed is not None or is_traced else None
+    return sequence
+
+
+def _require_keys(key: Tensor, value: Tensor, sequence: LocalSequence, query_heads: int) -> None:
+    """Raise ModelError unless keys and values are those of `sequence` and divide the query heads."""
+    if key.shape[2] != sequence.size:
+        raise ModelError(
+            f"attention was given keys {list(key.shape)} of {key.shape[2]} positions, where this rank has "
+            f"{sequence.size} of the {sequence.layout.length} positions of the sequence: give it all of a "
+            "layer's positions, in their order."
+        )
+    if value.shape[:3] != key.shape[:3]:
+        raise ModelError(
+            f"attention was given keys {list(key.shape)} and values {list(value.shape)}: give both the same "
+            "rows, heads and positions."
+        )
+    if query_heads % max(1, key.shape[1]):
+        raise ModelError(
+            f"attention was given {query_heads} query heads for {key.shape[1]} heads of keys: give a "
+            "multiple."
+        )
+    if sequence.documents is not None and len(sequence.documents.starts) != key.shape[0]:
+        raise ModelError(
+            f"attention was given keys {list(key.shape)} of {key.shape[0]} rows, but document ids of "
+            f"{len(sequence.documents.starts)} rows: give ids for each row."
+        )
+
+
+def _with_documents(sequence: LocalSequence | None, documents: Tensor, on_meta: bool) -> LocalSequence:
+    if documents.dim() != 2 or documents.is_floating_point():
+        raise ModelError(
+            f"attention was given documents of {documents.dtype} {list(documents.shape)}: give whole numbers "
+            "[rows, length]."
+        )
+    if documents.is_meta or on_meta:  # there, rows and length are others than those of a step
+        raise ModelError(
+            "attention was given documents that a layer computes or keeps, which have no values on the meta "
+            "device: give document_ids in the batch of the engine instead."
+        )
+    if sequence is not None and documents.shape[1] != sequence.layout.length:
+        raise ModelError(
+            f"attention was given documents {list(documents.shape)}, where sequences have "
+            f"{sequence.layout.length} positions: give ids of the whole sequences."
+        )
+
+    def bounds() -> DocumentBounds:
+        return document_bounds(documents.cpu())
+
+    if sequence is None:
+        return ContextParallelism.of_one_rank().sequence(documents.shape[1], bounds())
+
+    def compute() -> tuple[Tensor, LocalSequence]:  # the tensor, too, so that no other has its id
+        return documents, LocalSequence(sequence.parallelism, sequence.layout, bounds())
+
+    return sequence.result(("documents", id(documents)), compute)[1]
+
+
+def _whole(sequence: LocalSequence) -> LocalSequence:
+    """Return the whole sequence as one rank holds it."""
+
+    def compute() -> LocalSequence:
+        alone = replace(ContextParallelism.of_one_rank(), overlap=sequence.parallelism.overlap)
+        return alone.sequence(sequence.layout.length, sequence.documents)
+
+    return sequence.result("whole", compute)

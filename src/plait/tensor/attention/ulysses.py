@@ -1,0 +1,235 @@
+"""Ulysses attention: ranks of `cp` exchange positions for heads; each computes some heads for all positions.
+
+    queries           [rows, all heads, own positions]  ─ all-to-all →  [rows, own heads, all positions]
+    keys and values   [rows, all heads, own positions]  ─ all-to-all →  [rows, own heads, all positions]
+    output            [rows, own heads, all positions]  ─ all-to-all →  [rows, all heads, own positions]
+
+Jacobs et al. 2023, "DeepSpeed Ulysses" (arXiv:2309.14509). With fewer heads of keys and values than ranks, a
+rank gets those that its query heads read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.plan.attention_heads import Heads
+from plait.ranks.collectives import all_to_all_uneven
+from plait.tensor.attention.kernels import Scaling
+from plait.tensor.attention.key_blocks import SavedAttention, attend_blocks, attention_gradients
+from plait.tensor.attention.key_exchange import KeyExchange
+from plait.tensor.attention.weight_dropout import WeightDropoutMask
+from plait.tensor.autograd.kept_results import kept
+from plait.tensor.running_sequence import LocalSequence
+
+
+def evenly_shared(tensor: Tensor, query_heads: int, kv_heads: int, ranks: int, rank: int) -> Tensor:
+    """Return a rank's heads of keys or values so that equally many of its query heads read each.
+
+    `tensor` is the result of `to_heads`. Repeats heads where its query heads read them unequally often.
+    """
+    own, shared = query_heads // ranks, query_heads // kv_heads
+    read = [(rank * own + head) // shared for head in range(own)]
+    if len(set(Counter(read).values())) == 1:
+        return tensor
+    return torch.cat([tensor[:, one - read[0] : one - read[0] + 1] for one in read], 1)
+
+
+def to_heads(sequence: LocalSequence, heads: Heads, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Exchange positions for heads: return all positions of this rank's heads, of each of `tensors`.
+
+    From `[rows, all heads, own positions, width]` to `[rows, own heads, length, width]`, with `heads` the
+    heads of each rank, ascending; tensors differ in their width only. A head may be on several ranks:
+    its gradient is then their sum. Communication: one all-to-all over `cp` for all tensors, and one in the
+    backward.
+    """
+    result: tuple[Tensor, ...] = _ToHeads.apply(sequence, heads, *tensors)  # type: ignore[no-untyped-call]
+    return result
+
+
+def attend_by_heads(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    exchange: KeyExchange,
+    scaling: Scaling,
+    dropout_mask: WeightDropoutMask | None,
+    sequence: LocalSequence,
+    heads: Heads,
+) -> Tensor:
+    """Return attention of all heads at this rank's positions: `[rows, all heads, own positions, width]`.
+
+    `query`, `key`, `value`: results of `to_heads`, of which each query head is on one rank; `exchange`: of
+    a rank that holds whole sequences. Unless keys are kept, the output is kept by positions only, as the next
+    layer keeps it, and sent again in the backward. Communication: one all-to-all over `cp`, and one in the
+    backward, of twice the bytes where the output is sent again.
+    """
+    arguments = query, key, value, exchange, scaling, dropout_mask, sequence, heads
+    result: Tensor = _AttendByHeads.apply(*arguments)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sequence: LocalSequence, heads: Heads, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.sequence, ctx.heads, ctx.all_heads = sequence, heads, tensors[0].shape[1]
+        return tuple(_heads_for_positions(tensors, sequence, heads))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        found = _positions_for_heads(gradients, ctx.sequence, ctx.heads, ctx.all_heads, overlaps=True)
+        return None, None, *found
+
+
+class _AttendByHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        exchange: KeyExchange,
+        scaling: Scaling,
+        dropout_mask: WeightDropoutMask | None,
+        sequence: LocalSequence,
+        heads: Heads,
+    ) -> Tensor:
+        def compute() -> tuple[Tensor, Tensor, Tensor | None]:
+            out, lse, _ = attend_blocks(query, key, value, exchange, scaling, dropout_mask)
+            (every,) = _positions_for_heads([out], sequence, heads, heads[-1][-1] + 1)
+            return every, lse, out if sequence.parallelism.keeps_keys else None
+
+        result, lse, out = kept(compute)
+        ctx.arguments = exchange, scaling, dropout_mask
+        ctx.sequence, ctx.heads = sequence, heads
+        ctx.save_for_backward(query, key, value, lse, out, result if out is None else None)
+        assert result is not None
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, lse, out, by_positions = ctx.saved_tensors
+        sent = [gradient, by_positions] if out is None else [gradient]
+        gradient, *outs = _heads_for_positions(sent, ctx.sequence, ctx.heads, overlaps=True)
+        out = outs[0] if outs else out
+        saved = SavedAttention(query, key, value, out, lse, None)
+        found = attention_gradients(gradient, saved, *ctx.arguments, returns=False)
+        return *found, *[None] * 5
+
+
+def _heads_for_positions(
+    tensors: Sequence[Tensor], sequence: LocalSequence, heads: Heads, *, overlaps: bool = False
+) -> list[Tensor]:
+    """Send each rank its heads at this rank's positions; return this rank's heads at all positions."""
+    layout, own = sequence.layout, len(heads[sequence.group.index])
+    sent = _Pieces.of(tensors, [(len(one), sequence.size) for one in heads])
+    for one, parts in zip(heads, sent.parts, strict=True):
+        for tensor, part in zip(tensors, parts, strict=True):
+            torch.cat([tensor[:, run] for run in _runs(one)], 1, out=part)
+    received = _Pieces.of(tensors, [(own, layout.size(rank)) for rank in range(layout.ranks)])
+    most = sum(map(len, heads)) * max(map(layout.size, range(layout.ranks)))
+    _all_to_all(sent, received, most, sequence, overlaps=overlaps)
+    return [layout.join(parts, 2) for parts in zip(*received.parts, strict=True)]
+
+
+def _positions_for_heads(
+    tensors: Sequence[Tensor],
+    sequence: LocalSequence,
+    heads: Heads,
+    all_heads: int,
+    *,
+    overlaps: bool = False,
+) -> list[Tensor]:
+    """Send each rank its positions of this rank's heads; return all heads, each summed over its ranks.
+
+    In memory the heads of the results lie within positions, as a linear reads them. Sums are in the wider one
+    of float32 and the tensor's dtype.
+    """
+    layout, own = sequence.layout, len(heads[sequence.group.index])
+    sent = _Pieces.of(tensors, [(own, layout.size(rank)) for rank in range(layout.ranks)])
+    for rank, parts in enumerate(sent.parts):
+        for tensor, part in zip(tensors, parts, strict=True):
+            layout.cut(tensor, rank, 2, out=part)
+    received = _Pieces.of(tensors, [(len(one), sequence.size) for one in heads])
+    most = max(map(len, heads)) * sum(map(layout.size, range(layout.ranks)))
+    _all_to_all(sent, received, most, sequence, overlaps=overlaps)
+    return [_summed(parts, heads, all_heads) for parts in zip(*received.parts, strict=True)]
+
+
+def _summed(parts: Sequence[Tensor], heads: Heads, all_heads: int) -> Tensor:
+    """Return all heads, of which each rank has sent its own, `[rows, own heads, positions, width]`."""
+    rows, _, size, width = parts[0].shape
+    is_sum = sum(map(len, heads)) > all_heads
+    dtype = torch.promote_types(parts[0].dtype, torch.float32) if is_sum else parts[0].dtype
+    make = parts[0].new_zeros if is_sum else parts[0].new_empty
+    total = make((rows, size, all_heads, width), dtype=dtype).transpose(1, 2)
+    for one, part in zip(heads, parts, strict=True):
+        first = 0
+        for run in _runs(one):
+            stop = first + run.stop - run.start
+            if is_sum:
+                total[:, run] += part[:, first:stop]
+            else:
+                total[:, run] = part[:, first:stop]
+            first = stop
+    return total.to(parts[0].dtype)
+
+
+def _runs(heads: tuple[int, ...]) -> list[slice]:
+    """Return heads as slices of consecutive ones, which a GPU reads without a tensor of indices."""
+    ends = [0, *(n for n in range(1, len(heads)) if heads[n] != heads[n - 1] + 1), len(heads)]
+    return [slice(heads[first], heads[stop - 1] + 1) for first, stop in pairwise(ends)]
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """A flat tensor of consecutive pieces, one for each rank, with a part for each of several tensors."""
+
+    flat: Tensor
+    sizes: list[int]
+    """Elements of each rank's piece."""
+    each: int
+    """Elements of one head at one position, over all tensors."""
+    parts: list[list[Tensor]]
+    """Views of `flat`, `[rows, heads, positions, width]`: by rank, then by tensor."""
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor], sizes: Sequence[tuple[int, int]]) -> _Pieces:
+        """Return an uninitialised buffer for each rank's heads and positions of tensors like `tensors`."""
+        shapes = [[(one.shape[0], *size, one.shape[3]) for one in tensors] for size in sizes]
+        counts = [[prod(shape) for shape in of_rank] for of_rank in shapes]
+        flat = tensors[0].new_empty(sum(map(sum, counts)))
+        views = iter(torch.split(flat, [*chain(*counts)]))
+        parts = [[next(views).view(shape) for shape in of_rank] for of_rank in shapes]
+        each = sum(one.shape[0] * one.shape[3] for one in tensors)
+        return _Pieces(flat, [*map(sum, counts)], each, parts)
+
+
+def _all_to_all(
+    sent: _Pieces, received: _Pieces, most: int, sequence: LocalSequence, *, overlaps: bool
+) -> None:
+    """Send each rank its piece; `overlaps`: meanwhile compute queued weight gradients.
+
+    `most`: heads times positions, more than which no rank sends.
+    """
+    if sent.flat.is_meta:
+        return
+    pending = all_to_all_uneven(
+        sent.flat,
+        sequence.group,
+        sent.sizes,
+        received.sizes,
+        most=most * sent.each,
+        out=received.flat,
+        checked=False,
+    )
+    if overlaps and sequence.parallelism.overlap is not None:
+        sequence.parallelism.overlap()
+    pending.wait()

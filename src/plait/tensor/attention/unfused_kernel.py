@@ -1,0 +1,117 @@
+"""Attention of a block by matrix products, for dropout and softcapped scores, which no fused kernel has.
+
+Computes in the wider one of float32 and the query's dtype, and holds the weights of all pairs in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plait.tensor.attention.fused_kernels import Gradients
+
+
+@dataclass(frozen=True)
+class WeightDropout:
+    """Dropout of the attention weights of one block: those that stay are divided by `1 - p`."""
+
+    p: float
+    keep: Callable[[], Tensor]
+    """Returns which weights stay: bool `[rows, heads, n, m]`, the same in forward and backward."""
+
+    def factors(self, dtype: torch.dtype) -> Tensor:
+        """Return the factor of each weight: 0 or `1 / (1 - p)`."""
+        return self.keep().to(dtype).mul_(1.0 / (1.0 - self.p) if self.p < 1.0 else 1.0)
+
+
+def unfused_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    dropout: WeightDropout | None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp; see `block_forward`."""
+    scores, _ = _scores(query, key, mask, scale, softcap)
+    lse = scores.logsumexp(-1)
+    weights = _weights(scores, _finite(lse))
+    if dropout is not None:
+        weights *= dropout.factors(weights.dtype)
+    out = torch.matmul(_by_group(weights, key), value.to(weights.dtype))
+    return out.view(*query.shape[:3], value.shape[3]).to(query.dtype), lse
+
+
+def unfused_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    dropout: WeightDropout | None,
+    softcap: float | None = None,
+) -> Gradients:
+    """Return the gradients of query, key and value; see `block_backward`."""
+    scores, slopes = _scores(query, key, mask, scale, softcap, slopes=True)
+    weights = _weights(scores, lse)
+    wide = weights.dtype
+    factors = None if dropout is None else dropout.factors(wide)
+    kept = weights if factors is None else weights * factors
+    grouped = _by_group(gradient.to(wide), key)
+    of_value = torch.matmul(_by_group(kept, key).mT, grouped)
+    of_weights = torch.matmul(grouped, value.to(wide).mT).view_as(weights)
+    if factors is not None:
+        of_weights *= factors
+    mean = (gradient.to(wide) * out.to(wide)).sum(-1, keepdim=True)
+    of_products = weights.mul_(of_weights.sub_(mean)).mul_(scale)
+    of_scores = _by_group(of_products if slopes is None else of_products.mul_(slopes), key)
+    of_query = torch.matmul(of_scores, key.to(wide)).view_as(query)
+    of_key = torch.matmul(of_scores.mT, _by_group(query.to(wide), key))
+    return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
+
+
+def _scores(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    *,
+    slopes: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the scores `[rows, heads, n, m]`, -inf outside of the mask, and the derivative of their cap.
+
+    The derivative is None without a cap, and unless `slopes`.
+    """
+    wide = torch.promote_types(query.dtype, torch.float32)
+    products = torch.matmul(_by_group(query.to(wide), key), key.to(wide).mT)
+    scores, found = products.mul_(scale).view(*query.shape[:3], key.shape[2]), None
+    if softcap is not None:
+        capped = scores.div_(softcap).tanh_()
+        found = capped.square().neg_().add_(1.0) if slopes else None
+        scores = capped.mul_(softcap)
+    return scores if mask is None else scores.masked_fill_(~mask, -math.inf), found
+
+
+def _weights(scores: Tensor, lse: Tensor) -> Tensor:
+    """Return `exp(scores - lse)` in the memory of `scores`."""
+    return scores.sub_(lse.to(scores.dtype).unsqueeze(-1)).exp_()
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """Return the log-sum-exp with 0 for queries that see no key: -inf less -inf has no value."""
+    return lse.masked_fill(lse == -math.inf, 0.0)
+
+
+def _by_group(tensor: Tensor, key: Tensor) -> Tensor:
+    """Return `[rows, heads, n, …]` as `[rows, kv heads, heads / kv heads · n, …]`."""
+    rows, heads, n, width = tensor.shape
+    return tensor.reshape(rows, key.shape[1], heads // max(1, key.shape[1]) * n, width)

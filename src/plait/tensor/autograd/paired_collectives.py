@@ -1,0 +1,238 @@
+"""Differentiable collectives in pairs: the forward of one is the backward of the other.
+
+    forward                                   backward
+    copy          nothing                     sum of the gradients          (all-reduce)
+    reduce        sum of the pieces           nothing                       (all-reduce)
+    gather        the pieces, concatenated    this rank's piece             (all-gather)
+    split         this rank's piece           the gradients, concatenated   (all-gather)
+    gather_in     the pieces, concatenated    this rank's piece of a sum    (all-gather, reduce-scatter)
+    scatter_out   this rank's piece of a sum  the gradients, concatenated   (reduce-scatter, all-gather)
+
+The names and the pairs are those of Megatron-LM's f and g (Shoeybi et al. 2019, section 3). Outside a pair of
+`copy … reduce` or `split … gather` all ranks of the group hold the same tensor; inside, each holds its own.
+Outside of `gather_in … scatter_out` each rank holds a piece, of the sequence say (Korthikanti et al. 2022,
+arXiv:2205.05198, section 4.2.2); `to_pieces` and `to_whole` convert to such pieces and back, with the
+collectives of `split` and `gather`. On the meta device, and in a group of one rank, nothing is communicated.
+
+In a guarded group (see `Mesh`) the ranks first compare the input of `copy` and `split`, also where no
+gradient is wanted: one more exchange of 256 bytes, forward, and a CommunicationError on every rank where bits
+differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from plait.errors import ModelError
+from plait.plan.layout.layout import divide
+from plait.ranks.collectives import all_reduce
+from plait.ranks.group import Group
+from plait.ranks.tensor_hash import require_same_bits
+from plait.tensor.autograd.between_graphs import TRACE
+from plait.tensor.autograd.regather import Gather, GatherRegistry
+from plait.tensor.autograd.uneven_collectives import own_piece, start_piece_of_sum, start_whole
+from plait.tensor.node_tags import tag, tag_of
+
+Overlap = Callable[[], None]
+"""Runs in the backward during a reduction."""
+Operation = Callable[[Tensor], Tensor]
+PairedCollective = Literal[
+    "copy", "reduce", "gather", "split", "gather_in", "scatter_out", "to_whole", "to_pieces"
+]
+_TAG = "plait.tensor.autograd.paired_collectives"
+_ENTERS = "enter a region (mend what differs before it: random numbers, parameters that drifted apart) with"
+"""The operation's name in the error of `require_same_bits`."""
+
+
+def copy(tensor: Tensor, group: Group, overlap: Overlap | None = None) -> Tensor:
+    """Return `tensor` unchanged; its gradient is summed over `group`.
+
+    `overlap` runs during that sum. Communication: backward, one all-reduce.
+    """
+    backward = partial(_sum, group, overlap)
+    if TRACE.get() is not None:
+        return _paired("copy", tensor, group, partial(_compared, group) if group.guarded else None, backward)
+    require_same_bits(tensor, group, _ENTERS)
+    if not (torch.is_grad_enabled() and tensor.requires_grad):
+        return tensor
+    return _paired("copy", tensor, group, None, backward)
+
+
+def reduce(tensor: Tensor, group: Group) -> Tensor:
+    """Return the sum of the ranks' tensors, in the memory of `tensor`. Communication: one all-reduce."""
+    return _paired("reduce", tensor, group, partial(_sum_in_place, group), None, writes=True)
+
+
+def gather(
+    tensor: Tensor, group: Group, dim: int, size: int, collective: PairedCollective = "gather"
+) -> Tensor:
+    """Return the ranks' pieces (see `plait.plan.layout.divide`) concatenated along `dim` to `size`.
+
+    Communication: one all-gather, of pieces padded to the size of the largest.
+    """
+    whole, piece = partial(_whole, group, dim, size), partial(_piece, group, dim)
+    return _paired(collective, tensor, group, whole, piece, dim, size)
+
+
+def split(tensor: Tensor, group: Group, dim: int, collective: PairedCollective = "split") -> Tensor:
+    """Return this rank's piece of `tensor` along `dim` (see `plait.plan.layout.divide`).
+
+    Communication: backward, one all-gather.
+    """
+    whole, piece = partial(_whole, group, dim, tensor.shape[dim]), partial(_compared_piece, group, dim)
+    return _paired(collective, tensor, group, piece, whole, dim, _own_size(tensor, group, dim))
+
+
+def gather_in(
+    piece: Tensor,
+    group: Group,
+    dim: int,
+    size: int,
+    overlap: Overlap | None = None,
+    registry: GatherRegistry | None = None,
+) -> Tensor:
+    """Return the ranks' pieces concatenated along `dim` to `size`; the gradient is reduce-scattered.
+
+    `overlap` runs during the reduce-scatter. `registry` records the all-gather, so that linears save only
+    the piece. Communication: one all-gather; backward, one reduce-scatter.
+    """
+    whole, piece_of_sum = partial(_whole, group, dim, size), partial(_piece_of_sum, group, dim, overlap)
+    again = None if registry is None else Gather(group, dim, size)
+    result = _paired("gather_in", piece, group, whole, piece_of_sum, dim, size, regather=again)
+    if registry is not None and result is not piece and TRACE.get() is None:
+        registry.add(result, piece, Gather(group, dim, size))
+    return result
+
+
+def scatter_out(tensor: Tensor, group: Group, dim: int, registry: GatherRegistry | None = None) -> Tensor:
+    """Sum the ranks' tensors, and return this rank's piece of the sum along `dim`.
+
+    `registry` records the all-gather of the gradient, so that linears save only a piece of it.
+    Communication: one reduce-scatter; backward, one all-gather.
+    """
+    whole = partial(_registered_whole, Gather(group, dim, tensor.shape[dim]), registry)
+    piece_of_sum = partial(_piece_of_sum, group, dim, None)
+    return _paired("scatter_out", tensor, group, piece_of_sum, whole, dim, _own_size(tensor, group, dim))
+
+
+def to_pieces(whole: Tensor, group: Group, dim: int) -> Tensor:
+    """Return this rank's piece of `dim`, like `split`; for sequence parallelism, outside of `tp` regions."""
+    return split(whole, group, dim, "to_pieces")
+
+
+def to_whole(piece: Tensor, group: Group, dim: int, size: int) -> Tensor:
+    """Return the ranks' pieces of `dim`, concatenated to `size`, like `gather`; inverse of `to_pieces`."""
+    return gather(piece, group, dim, size, "to_whole")
+
+
+def collective_of(node: Node) -> PairedCollective | None:
+    """Return the paired collective that created a node of an autograd graph on the meta device, or None."""
+    collective: PairedCollective | None = tag_of(node, _TAG)
+    return collective
+
+
+def _sum(group: Group, overlap: Overlap | None, gradient: Tensor) -> Tensor:
+    if gradient.is_meta:
+        return gradient
+    # Not in place: other nodes may share the gradient's memory.
+    pending = all_reduce(gradient, group, out=torch.empty_like(gradient), checked=False)
+    if overlap is not None:
+        overlap()
+    return pending.wait()
+
+
+def _sum_in_place(group: Group, tensor: Tensor) -> Tensor:
+    if tensor.is_meta:  # written to all the same, so that recomputation keeps what it keeps in a run
+        return tensor.zero_()
+    return all_reduce(tensor, group, checked=False).wait()
+
+
+def _whole(group: Group, dim: int, size: int, piece: Tensor) -> Tensor:
+    return start_whole(piece, group, dim, size)()
+
+
+def _registered_whole(gather: Gather, registry: GatherRegistry | None, gradient: Tensor) -> Tensor:
+    whole = gather.start(gradient)()
+    if registry is not None:
+        registry.add(whole, gradient, gather)
+    return whole
+
+
+def _piece(group: Group, dim: int, whole: Tensor) -> Tensor:
+    # Never a view: a piece may be written to, and should not keep the whole alive.
+    return own_piece(whole, group, dim).clone(memory_format=torch.contiguous_format)
+
+
+def _piece_of_sum(group: Group, dim: int, overlap: Overlap | None, summand: Tensor) -> Tensor:
+    pending = start_piece_of_sum(summand, group, dim)
+    if overlap is not None and not summand.is_meta:
+        overlap()
+    return pending()
+
+
+def _compared(group: Group, tensor: Tensor) -> Tensor:
+    require_same_bits(tensor, group, _ENTERS)
+    return tensor
+
+
+def _compared_piece(group: Group, dim: int, whole: Tensor) -> Tensor:
+    return _piece(group, dim, _compared(group, whole))
+
+
+def _own_size(whole: Tensor, group: Group, dim: int) -> int:
+    return len(divide(whole.shape[dim], group.size)[group.index])
+
+
+def _paired(
+    collective: PairedCollective,
+    tensor: Tensor,
+    group: Group,
+    forward: Operation | None,
+    backward: Operation | None,
+    dim: int = 0,
+    size: int | None = None,
+    *,
+    writes: bool = False,
+    regather: Gather | None = None,
+) -> Tensor:
+    """Return `forward(tensor)`, whose gradient passes through `backward`; for one rank, `tensor` itself.
+
+    None for one of the two: nothing. The result has `size` elements along `dim`, by default as many as
+    `tensor`. `writes`: `forward` may write to it. `regather`: see `LayerTrace.record`.
+    """
+    if group.size == 1:
+        return tensor
+    trace = TRACE.get()
+    if trace is not None:
+        shape = list(tensor.shape)
+        shape[dim] = shape[dim] if size is None else size
+        return trace.record(tensor, shape, forward, backward, writes=writes, regather=regather)
+    return tag(_Paired.apply(tensor, forward, backward), _TAG, collective)  # type: ignore[no-untyped-call]
+
+
+class _Paired(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, forward: Operation | None, backward: Operation | None) -> Tensor:
+        ctx.gradient_of = backward
+        if forward is None:
+            return tensor.view_as(tensor)
+        result = forward(tensor)
+        if result is tensor:  # summed in place
+            ctx.mark_dirty(tensor)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        # Gradients are enabled inside a backward only under create_graph.
+        if torch.is_grad_enabled():
+            raise ModelError(
+                "a tensor-parallel layer met a backward with create_graph: its collectives have no second "
+                "derivative, so take first-order gradients only."
+            )
+        return gradient if ctx.gradient_of is None else ctx.gradient_of(gradient), None, None

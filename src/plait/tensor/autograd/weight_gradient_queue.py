@@ -1,0 +1,104 @@
+"""The queue of weight-gradient computations that a backward defers to a later `W` action of the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from plait.tensor.autograd.regather import GatherRegistry
+
+WeightWork = Callable[[], object]
+"""Adds one weight gradient of one micro-batch to its buffer."""
+
+
+@dataclass(frozen=True)
+class BackwardMode:
+    """What becomes of the weight gradients that a backward asks for; see the four modes below."""
+
+    keeps: bool = True
+    """Whether they are computed at all."""
+    defers: bool = True
+    """Whether they are queued; else they are computed as the backward comes to them."""
+    overlaps: bool = False
+    """Whether they are computed before anything else follows, so that collectives may overlap with them."""
+
+
+INPUT_ONLY = BackwardMode()
+"""The backward `I`: the queue is left to `W`."""
+WEIGHTS_NEXT = BackwardMode(overlaps=True)
+"""The backward `B` of one layer: its queue is computed next, or earlier while a collective runs."""
+WEIGHTS_AT_ONCE = BackwardMode(defers=False, overlaps=True)
+"""The backward `B` of several layers, where operands of a queue would stay until the last of them."""
+NO_WEIGHTS = BackwardMode(keeps=False)
+"""A backward within a layer's forward, for a gradient that the layer itself reads."""
+
+
+@dataclass
+class WeightGradientQueue:
+    """The deferred weight gradients of a stage, in the order of the backward."""
+
+    pending: list[WeightWork] = field(default_factory=list)
+    mode: BackwardMode = INPUT_ONLY
+    """How the running backward is done; torch hands the functions of a graph no argument to say so."""
+    buffers: dict[int, Tensor] = field(default_factory=dict)
+    """By the id of a weight, the buffer of its gradient while its `.grad` is set aside."""
+    products: set[int] = field(default_factory=set)
+    """The ids of the weights whose gradients are matrix products, of which a step's first may be written."""
+    unwritten: set[int] = field(default_factory=set)
+    """Those of them whose buffers hold nothing of this step yet, nor zeros."""
+    gathered: GatherRegistry = field(default_factory=GatherRegistry)
+    """The linears' inputs and output gradients that are gathered again for their weight gradients."""
+
+    def add(self, work: WeightWork) -> None:
+        """Queue the computation of one weight gradient, compute it at once, or drop it, as `mode` says."""
+        if self.mode.keeps and self.mode.defers:
+            self.pending.append(work)
+        elif self.mode.keeps:
+            work()
+
+    def buffer_of(self, weight: Tensor) -> Tensor:
+        """Return the buffer to which gradients of `weight` are added: by default its `.grad`.
+
+        If nothing was added to it in this step, it is set to zero.
+        """
+        buffer = self.buffers.get(id(weight), weight.grad)
+        assert buffer is not None, "a gradient buffer is set before a backward"
+        if self.unwritten and id(weight) in self.unwritten:
+            self.unwritten.discard(id(weight))
+            buffer.zero_()
+        return buffer
+
+    def begins(self, weights: Sequence[Tensor]) -> bool:
+        """Return whether gradients of `weights` hold nothing of this step; the caller must overwrite them.
+
+        If something was added to some of them, the others are set to zero.
+        """
+        keys = set(map(id, weights))
+        if keys <= self.unwritten:
+            self.unwritten -= keys
+            return True
+        self.set_to_zero(weights)
+        return False
+
+    def set_to_zero(self, parameters: Iterable[Tensor]) -> None:
+        """Set the gradients of `parameters` to zero where nothing was added to them in this step."""
+        for parameter in parameters:
+            if id(parameter) in self.unwritten:
+                self.buffer_of(parameter)
+
+    def take(self) -> list[WeightWork]:
+        """Empty the queue and return its entries."""
+        taken, self.pending = self.pending, []
+        return taken
+
+    def run(self) -> None:
+        """Empty the queue and compute its weight gradients."""
+        for work in self.take():
+            work()
+
+    def overlap(self) -> None:
+        """Compute the queued weight gradients during a collective, if `mode` overlaps; else do nothing."""
+        if self.mode.overlaps:
+            self.run()

@@ -1,0 +1,152 @@
+"""Column- and row-parallel linears (Shoeybi et al. 2019, "Megatron-LM", section 3).
+
+    column:  Y_t = X W_tᵀ + b_t        partitioned output features; no communication forward
+    row:     Y   = Σ_t X_t W_tᵀ + b    partitioned input features; one all-reduce forward, then the bias, once
+
+A column linear followed by a row linear costs one all-reduce forward (the row's) and one backward (of the
+gradient of the column's input). With sequence parallelism, each all-reduce becomes an all-gather and a
+reduce-scatter: see `plait.tensor.parallel.region_boundary`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from plait.errors import PlanError
+from plait.plan.layout.layout import Layout
+from plait.ranks.group import Group
+from plait.tensor.autograd.deferred_weight_gradients import linear
+from plait.tensor.autograd.paired_collectives import gather, split
+from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.tensor.parallel.partition import AXIS, EVEN, Partition, column_layouts, local_shard, row_layouts
+from plait.tensor.parallel.region_boundary import RegionBoundary
+
+
+class _ParallelLinear(nn.Module):
+    """Base of column- and row-parallel linears: this rank's shards of a full linear's weight and bias."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    transposed = False
+    """Whether the weight is `[in, out]`."""
+    group: Group
+    queue: WeightGradientQueue | None = None
+    boundary: RegionBoundary
+    """The boundary of the linear's region."""
+    layouts: dict[str, Layout]
+
+    @classmethod
+    def of(cls, full: nn.Linear, group: Group, **options: Any) -> Self:
+        """Return this rank's shard of a full linear, which is equal on every rank. Copies the values."""
+        sizes = full.in_features, full.out_features
+        made = cls(*sizes, group, bias=full.bias is not None, device="meta", **options)
+        made.load_from(full)
+        return made
+
+    def load_from(self, full: nn.Linear) -> None:
+        """Copy this rank's shards of a full linear into weight and bias."""
+        self.weight = local_shard(full.weight, self.layouts["weight"], self.group)
+        self.bias = None if full.bias is None else local_shard(full.bias, self.layouts["bias"], self.group)
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """A linear whose output features are partitioned over `group`.
+
+    Maps `[..., in_features]`, whole on every rank, to `[..., out_features / size]`, this rank's piece; with
+    `gather_output` to `[..., out_features]`. `weight` and `bias` are this rank's shards of the full linear's
+    under `layouts`. Communication: one all-reduce of the input's gradient; with `gather_output` one
+    all-gather forward.
+    """
+
+    enters = True
+    """Whether `forward` enters the region; else an entrance before does, once for several linears."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        group: Group,
+        *,
+        bias: bool = True,
+        gather_output: bool = False,
+        partition: Partition = EVEN,
+        path: str = "a column-parallel linear",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Initialize as `nn.Linear(in_features, out_features)` under the same seed; keep this rank's shard.
+
+        Give all ranks of the group the same seed. PlanError, naming `path`, shape and degree, where
+        `partition` does not fit the output features.
+        """
+        super().__init__()
+        self.in_features, self.out_features, self.group = in_features, out_features, group
+        self.gather_output = gather_output
+        self.layouts = column_layouts(out_features, in_features, partition, {AXIS: group.size}, path)
+        if gather_output and self.layouts["weight"].placements[0].copies > 1:  # type: ignore[union-attr]
+            raise PlanError(
+                f"{path} with a weight of shape {[out_features, in_features]} has the same features on "
+                f"several of tp = {group.size} ranks, which cannot be gathered: set gather_output to False, "
+                f"or tp to {partition.parts}."
+            )
+        self.boundary = RegionBoundary(group)
+        self.load_from(nn.Linear(in_features, out_features, bias, device, dtype))
+
+    @property
+    def is_product_of_input(self) -> bool:
+        """Whether `forward` multiplies the input by the weight, and does nothing else."""
+        return not (self.enters or self.gather_output or self.transposed)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the product with this rank's rows of the weight, plus their bias."""
+        entered = self.boundary.enter(input) if self.enters else input
+        output = linear(entered, self.weight, self.bias, self.queue, transposed=self.transposed)
+        return gather(output, self.group, -1, self.out_features) if self.gather_output else output
+
+    def extra_repr(self) -> str:
+        """Return the sizes of the full linear, and the number of ranks."""
+        return f"{self.in_features}, {self.out_features} / {self.group.size}, bias={self.bias is not None}"
+
+
+class RowParallelLinear(_ParallelLinear):
+    """A linear whose input features are partitioned over `group`; the bias is added once, after the sum.
+
+    Maps `[..., in_features / size]`, this rank's piece, to `[..., out_features]`, the same on every rank.
+    Without `input_is_parallel` the input is `[..., in_features]`, whole on every rank. Communication: one
+    all-reduce of the output; without `input_is_parallel` one all-gather of the input's gradient.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        group: Group,
+        *,
+        bias: bool = True,
+        input_is_parallel: bool = True,
+        partition: Partition = EVEN,
+        path: str = "a row-parallel linear",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Initialize as `ColumnParallelLinear`, with partitioned input features."""
+        super().__init__()
+        self.in_features, self.out_features, self.group = in_features, out_features, group
+        self.input_is_parallel = input_is_parallel
+        self.layouts = row_layouts(out_features, in_features, partition, {AXIS: group.size}, path)
+        self.boundary = RegionBoundary(group)
+        self.load_from(nn.Linear(in_features, out_features, bias, device, dtype))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the product with this rank's columns of the weight, summed over the group, plus the bias."""
+        piece = input if self.input_is_parallel else split(input, self.group, -1)
+        product = linear(piece, self.weight, None, self.queue, transposed=self.transposed)
+        output = self.boundary.leave(product)
+        return output if self.bias is None else output.add_(self.bias)
+
+    def extra_repr(self) -> str:
+        """Return the sizes of the full linear, and the number of ranks."""
+        return f"{self.in_features} / {self.group.size}, {self.out_features}, bias={self.bias is not None}"

@@ -1,0 +1,87 @@
+"""Marks for functions that handle the positions of a sequence as context parallelism requires.
+
+Such a function exchanges data between the ranks that hold a sequence, or returns values for the positions
+of this rank. `plait.proof.position_proof` does not look at the operations inside: by the protocol of
+`torch.overrides` it sees, as a `TorchFunctionMode`, where a call begins and ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+from torch.overrides import handle_torch_function, has_torch_function
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_ASK_MODES = (None,)
+"""In place of the tensors that the protocol asks about: modes see calls without tensors, too."""
+
+
+@dataclass(frozen=True)
+class PositionMark:
+    """In which dims a marked function takes and returns positions."""
+
+    dim: int | None = None
+    """The sequence dim of `arguments` and results; None: in results, the dim whose size shows it."""
+    arguments: tuple[str, ...] = ()
+    """The names of arguments that must have positions in `dim`."""
+
+
+@dataclass
+class MarkedCall:
+    """A call of a marked function."""
+
+    mark: PositionMark
+    function: Callable[..., object]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    result: object = None
+    """Set when the call ends, unless by an error."""
+
+
+def positions_may_mix(dim: int, *arguments: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator that marks a function which combines positions of a sequence.
+
+    `dim` is the sequence dim of the tensors that it returns, and of its arguments named in `arguments`; other
+    arguments may be anything.
+    """
+    return lambda function: _marked(function, PositionMark(dim, arguments))
+
+
+def gives_positions(function: Callable[P, R]) -> Callable[P, R]:
+    """Return `function`, marked as one that returns values for the positions that this rank holds.
+
+    Such are position numbers, rotary angles or dropout masks. Each result has at most one dim with positions.
+    """
+    return _marked(function, PositionMark())
+
+
+def call_begins(call: MarkedCall) -> None:
+    """Do nothing; a mode of torch sees this call, as a sign that a marked function begins."""
+    if has_torch_function(_ASK_MODES):
+        handle_torch_function(call_begins, _ASK_MODES, call)
+
+
+def call_ends(call: MarkedCall) -> None:
+    """Do nothing; a mode of torch sees this call, as a sign that a marked function has ended."""
+    if has_torch_function(_ASK_MODES):
+        handle_torch_function(call_ends, _ASK_MODES, call)
+
+
+def _marked(function: Callable[P, R], mark: PositionMark) -> Callable[P, R]:
+    @wraps(function)
+    def marked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not has_torch_function(_ASK_MODES):
+            return function(*args, **kwargs)
+        call = MarkedCall(mark, function, args, kwargs)
+        call_begins(call)
+        try:
+            call.result = function(*args, **kwargs)
+            return call.result
+        finally:
+            call_ends(call)
+
+    return marked

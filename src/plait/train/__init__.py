@@ -1,9 +1,0 @@
-"""Training from a configuration: data, loop, metrics, progress and checkpoints."""
-
-from typing import Any
-
-from plait.submodules import submodule
-
-
-def __getattr__(name: str) -> Any:
-    return submodule(__name__, name)

@@ -1,0 +1,1 @@
+"""The candidate run of a verification: the plan's ranks, compared after each instruction."""

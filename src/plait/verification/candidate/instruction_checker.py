@@ -1,0 +1,384 @@
+"""Comparison of the result of each instruction of a step with the recording.
+
+Each tensor is compared right after it was computed, before its memory can be written again.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from plait.engine.runtime import Runtime
+from plait.ranks.collectives import all_reduce
+from plait.schedules.action import Action, Kind
+from plait.schedules.lowering.program import (
+    AwaitParameters,
+    AwaitReceive,
+    ComputeLoss,
+    Finish,
+    Instruction,
+    LocalTransfer,
+    RunLayer,
+    ScatterGradient,
+    SeedGradient,
+    TakeBatch,
+)
+from plait.tensor.layer_values import Value, tensors_of, with_tensors
+from plait.verification.attention_mistakes import KIND, fitting_mistakes
+from plait.verification.candidate.local_activations import ActivationPieces
+from plait.verification.candidate.step_comparison import StepComparison
+from plait.verification.candidate.weight_gradient_checker import WeightGradientChecker
+from plait.verification.diagnosis.values_after_mistakes import (
+    NamedTensors,
+    with_another_loss,
+    with_local_positions,
+    with_other_parameters,
+)
+from plait.verification.findings import Piece, one_alternative
+from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
+from plait.verification.norm_precision import RMSNorms, rounded_otherwise
+from plait.verification.reference.recording import NO_TOLERANCE
+from plait.verification.reference.tensor_sketches import (
+    InnerDifference,
+    ModuleSketches,
+    first_inner_difference,
+)
+
+
+class InstructionChecker:
+    """Compares the result of each instruction of one rank with the recording of the reference run."""
+
+    def __init__(self, runtime: Runtime, comparison: StepComparison) -> None:
+        self.runtime, self.blueprint = runtime, runtime.blueprint
+        self.comparison = comparison
+        self.recording = comparison.recording
+        self.isolate = comparison.options.isolate
+        self.step, self.evaluating = -1, False
+        self.pieces = ActivationPieces(runtime)
+        self.targets: list[Value] = []
+        """Expected targets, of whole sequences, of each of this rank's micro-batches."""
+        self.earlier_targets: dict[str, list[Value]] = {}
+        """Those of the first step and of the step before, by their names in a sentence."""
+        compute = comparison.formats.compute
+        self.computes_in_16_bits = compute is not None and compute.itemsize <= 2
+        self.computes_logits = self.blueprint.output_linear is not None
+        """Whether the loss computes logits: then the last layer gives features, and no loss before `I`."""
+        self.outputs: dict[int, Value] = {}
+        """By micro-batch, whose loss is not compared yet: what the reference gave its loss."""
+        self.sketches: dict[tuple[int, int], ModuleSketches] = {}
+        """By stage and layer."""
+        self.rms_norms: dict[tuple[int, int], RMSNorms] = {}
+        """Likewise; in 16 bits only."""
+        self.weights = WeightGradientChecker(runtime, comparison)
+
+    def begin_step(self, step: int, targets: list[Value], *, evaluating: bool = False) -> None:
+        """Start a step, or the evaluation before it.
+
+        `targets`: per micro-batch of this rank, its targets, of whole sequences.
+        """
+        self.evaluating = evaluating
+        if self.targets:
+            self.earlier_targets["the targets of the step before"] = self.targets
+            self.earlier_targets.setdefault("the targets of the first step", self.targets)
+        self.step, self.targets = step, targets
+        self.outputs.clear()
+        self.weights.begin_step(step)
+        layers = {
+            (stage.number, number): layer.module
+            for stage in self.runtime.pipeline.stages.values()
+            for number, layer in enumerate(stage.layers)
+        }
+        if self.comparison.options.mode != "exact":
+            self.sketches = {key: ModuleSketches(module) for key, module in layers.items()}
+        if self.computes_in_16_bits:
+            self.rms_norms = {key: RMSNorms(module) for key, module in layers.items()}
+
+    def check(self, instruction: Instruction) -> None:
+        """Compare the result of an instruction that has just run with that of the reference run."""
+        match instruction:
+            case TakeBatch(action):
+                self._compare_value(StepPhase.INPUT, action, -1)
+            case AwaitReceive(action) | LocalTransfer(action) if action.kind is Kind.F:
+                source = self.blueprint.stage_layers[action.stage - 1][-1]
+                self._compare_value(StepPhase.MESSAGE, action, source)
+            case AwaitReceive(action) | LocalTransfer(action):
+                source = self.blueprint.stage_layers[action.stage][-1]
+                self._compare_gradient(StepPhase.GRADIENT_MESSAGE, action, source, source)
+            case AwaitParameters(unit):
+                self._compare_parameters(unit)
+            case RunLayer(action, layer):
+                self._compare_layer(action, layer)
+                for sketches in self.sketches.values():
+                    sketches.begin()  # also drops those of a recomputed forward
+                for norms in self.rms_norms.values():
+                    norms.begin()
+            case ComputeLoss(action):
+                if self.evaluating or not self.computes_logits:
+                    self._compare_loss(action)
+            case SeedGradient(action):
+                if self.computes_logits:
+                    self._compare_loss(action)
+                last = self.blueprint.stage_layers[-1][-1]
+                self._compare_gradient(StepPhase.LOSS_GRADIENT, action, last, last)
+            case ScatterGradient(unit):
+                self.weights.before_scatter(self.runtime.units[unit].parameters)
+            case Finish():
+                self.weights.compare_open()
+                while self.sketches:
+                    self.sketches.popitem()[1].close()
+                while self.rms_norms:
+                    self.rms_norms.popitem()[1].close()
+
+    def _compare_parameters(self, unit: str) -> None:
+        """Compare a sharding unit's gathered parameters with the reference run's after the previous step."""
+        users = self.blueprint.lowering_spec.units[unit]
+        layer = min(self.blueprint.stage_layers[user.stage][user.layer] for user in users)
+        for name, parameter in self.runtime.units[unit].parameters.items():
+            self._compare_parameter(name, parameter, layer)
+
+    def _compare_parameter(self, name: str, parameter: Tensor, layer: int) -> None:
+        scope, key = RecordScope(self.step - 1), RecordKey("value", name=name)
+        expected, tolerance = self.recording.values[scope][key], self.recording.tolerances[scope][key]
+        piece = self.weights.piece(name)
+        expected = piece.of(expected)
+        if self.comparison.resynchronizes:  # the optimizer's parameters were reset to the reference's
+            dtype = self.comparison.formats.compute_of(self.comparison.sequence.parameters[name])
+            expected, tolerance = expected.to(dtype), NO_TOLERANCE
+
+        def alternatives() -> NamedTensors:
+            before = self.recording.find(RecordScope(self.step - 2), key)
+            if before is not None:
+                text = "what differs is as it was before the last step of the optimizer"
+                is_right = (parameter.detach() - expected).abs() <= tolerance.allowed
+                yield text, torch.where(is_right, expected, piece.of(before).to(expected))
+
+        equal = self.comparison.findings.compare(
+            Location(self.step, StepPhase.PARAMETERS, layer, name=name, evaluating=self.evaluating),
+            parameter,
+            expected,
+            tolerance,
+            piece=piece,
+            alternatives=alternatives,
+        )
+        if not equal and self.isolate:
+            parameter.data.copy_(expected)
+
+    def _compare_layer(self, action: Action, number: int) -> None:
+        layer = self.blueprint.stage_layers[action.stage][number]
+        if action.kind is Kind.F:
+            self._compare_value(StepPhase.FORWARD, action, layer)
+            if self.computes_in_16_bits:
+                self._compare_norms(action, number, layer)
+            return
+        if action.kind is not Kind.W:
+            self._compare_gradient(StepPhase.INPUT_GRADIENT, action, layer - 1, layer)
+        use = layer, self._global_microbatch(action)
+        self.weights.after_backward(action.kind, action.stage, number, use)
+
+    def _compare_value(self, phase: StepPhase, action: Action, layer: int) -> None:
+        """Compare the output of `layer` for the action's micro-batch with that of the reference run."""
+        value = self.runtime.pipeline.stages[action.stage].values[action.microbatch]
+        keys = []
+        for number, tensor in enumerate(tensors_of(value)):
+            keys.append(RecordKey("output", layer, str(number)))
+            self._compare(phase, action, layer, keys[-1], tensor)
+        if phase is StepPhase.FORWARD and layer == self.blueprint.stage_layers[-1][-1]:
+            scope = self._scope(action)
+            given_to_loss = [RecordKey("logits", layer)] if self.computes_logits else keys
+            recorded = [self.recording.find(scope, key) for key in given_to_loss]
+            if all(one is not None for one in recorded):
+                self.outputs[action.microbatch] = with_tensors(value, recorded)
+
+    def _compare_norms(self, action: Action, number: int, layer: int) -> None:
+        """Compare how precisely the norms of a layer have computed."""
+        scope = self._scope(action)
+        found = list(self.rms_norms[action.stage, number].differences())
+        sketches = self.sketches[action.stage, number]
+        recorded = self.recording.values[scope].items()
+        expected = {key.name: value for key, value in recorded if key[:2] == ("inside", layer)}
+        other = rounded_otherwise(sketches.found, expected, sketches.norms)
+        for sentence, actual, right in (*found, *([other] if other is not None else [])):
+            self.comparison.findings.compare(
+                Location(self.step, StepPhase.FORWARD, layer, scope.microbatch, evaluating=self.evaluating),
+                actual,
+                right,
+                NO_TOLERANCE,
+                alternatives=partial(one_alternative, sentence, actual),
+            )
+
+    def _compare_loss(self, action: Action) -> None:
+        """Compare a micro-batch's summed loss, under context parallelism this rank's summand of it."""
+        scope, key = self._scope(action), RecordKey("total")
+        total, number = self.recording.values[scope][key], action.microbatch
+        expected, tolerance = total, self.recording.tolerances[scope][key]
+        actual, output = self.runtime.pipeline.loss_stage.total(number), self.outputs.pop(number, None)
+        if output is not None:
+            expected, tolerance = self.pieces.total(
+                self.runtime.loss, output, self.targets[number], total, tolerance
+            )
+        equal = self.comparison.findings.compare(
+            Location(self.step, StepPhase.LOSS, None, scope.microbatch, evaluating=self.evaluating),
+            actual,
+            expected,
+            tolerance,
+            alternatives=lambda: chain(
+                self._alternatives(StepPhase.LOSS, scope, key, actual),
+                self._other_losses(number, scope, expected),
+            ),
+        )
+        if not equal and self.isolate:
+            actual.data.copy_(expected)
+
+    def _compare_gradient(self, phase: StepPhase, action: Action, source: int, layer: int) -> None:
+        """Compare the gradient of layer `source`'s output with the reference run's; report it at `layer`."""
+        scope = self._scope(action)
+        for number, tensor in enumerate(
+            self.runtime.pipeline.stages[action.stage].gradients[action.microbatch]
+        ):
+            key = RecordKey("gradient", source, str(number))
+            recorded = self.recording.find(scope, key)
+            if tensor is None and recorded is not None:
+                tensor = torch.zeros_like(self._expected(recorded, recorded, key)[0])
+            if tensor is None:
+                continue
+            whole = self._sum_over_tp(tensor) if phase is StepPhase.LOSS_GRADIENT else tensor
+            equal = self._compare(phase, action, layer, key, whole)
+            if whole is not tensor and not equal and self.isolate:
+                tensor.copy_(whole if self.runtime.mesh.index("tp") == 0 else torch.zeros_like(whole))
+
+    def _sum_over_tp(self, gradient: Tensor) -> Tensor:
+        """Return the gradient of the loss's input, summed over `tp` where each rank has a part of the sum.
+
+        They do where the loss computes the logits of a rank's own classes. Communication: then one all-reduce
+        of 8 bytes an element over `tp`, whose ranks compare the same gradients in the same order.
+        """
+        if not self.computes_logits or self.runtime.vocabulary is None:
+            return gradient
+        copied = gradient.to(torch.float64, copy=True)  # the sum is written to it
+        group = self.runtime.mesh.group("tp")
+        return all_reduce(copied, group, checked=False).wait().to(gradient.dtype)
+
+    def _compare(
+        self, phase: StepPhase, action: Action, layer: int | None, key: RecordKey, actual: Tensor
+    ) -> bool:
+        """Compare a tensor with the one recorded under `key`; return whether they are equal."""
+        scope = self._scope(action)
+        recorded = self.recording.find(scope, key)
+        expected, piece = self._expected(recorded, actual, key)
+        neighbour = {StepPhase.FORWARD: -1, StepPhase.INPUT_GRADIENT: 1}.get(phase)
+        base = None
+        if neighbour is not None:
+            base = self.recording.find(scope, key._replace(layer=key.layer + neighbour))
+        if base is not None and recorded is not None and base.shape == recorded.shape:
+            base, _ = self._expected(base, actual, key)
+        equal = self.comparison.findings.compare(
+            Location(
+                self.step,
+                phase,
+                layer,
+                scope.microbatch,
+                tensor=int(key.name),
+                evaluating=self.evaluating,
+            ),
+            actual,
+            expected,
+            self.recording.tolerances[scope].get(key, NO_TOLERANCE),
+            piece=piece,
+            alternatives=lambda: self._alternatives(phase, scope, key, actual),
+            base=base,
+            inside=lambda: (
+                self._inner_difference(action, key.layer, scope) if phase is StepPhase.FORWARD else None
+            ),
+        )
+        if (self.recording.narrowing if equal else self.isolate) and not _overlaps(actual):
+            actual.data.copy_(expected)  # through .data: a layer may have saved its output
+        return equal
+
+    def _alternatives(
+        self, phase: StepPhase, scope: RecordScope, key: RecordKey, actual: Tensor
+    ) -> NamedTensors:
+        """Yield the values that a tensor would have after common mistakes; none if it is not recorded."""
+        recorded = self.recording.find(scope, key)
+        if recorded is None:
+            return
+        for other in range(self.recording.microbatches(self.step)):
+            value = self.recording.find(scope._replace(microbatch=other), key)
+            if other != scope.microbatch and value is not None and value.shape == recorded.shape:
+                yield f"it is that of micro-batch {other}", self._expected(value, actual, key)[0]
+        before = self.recording.find(RecordScope(self.step - 1, scope.microbatch), key)
+        if before is not None and before.shape == recorded.shape:
+            yield "it is that of the step before", self._expected(before, actual, key)[0]
+        if phase is StepPhase.FORWARD:
+            sums = [
+                (one.name, self._expected(value, actual, key)[0])
+                for one, value in self.recording.values[scope].items()
+                if one[:2] == (KIND, key.layer) and key.name == "0"
+            ]
+            yield from fitting_mistakes(actual, self.recording.tolerances[scope][key].allowed, sums)
+        if phase is StepPhase.FORWARD and not self.pieces.is_partitioned(key):
+            yield from self._with_other_parameters(scope, key, recorded)
+
+    def _with_other_parameters(self, scope: RecordScope, key: RecordKey, recorded: Tensor) -> NamedTensors:
+        """Yield a layer's output after common mistakes with its biases and tables of positions."""
+        parameters, tp = self._parameters_of(key.layer, scope), self.runtime.mesh.size("tp")
+        piece = self.pieces.piece(key, recorded.shape)
+        yield from (
+            (text, value if piece is None else piece.of(value))
+            for text, value in with_other_parameters(recorded, parameters, tp)
+        )
+        positions = self.pieces.positions(recorded.shape[1]) if recorded.dim() > 2 else None
+        if positions is not None and piece is not None:
+            yield from with_local_positions(piece.of(recorded), parameters, positions)
+
+    def _parameters_of(self, layer: int, scope: RecordScope) -> dict[str, Tensor]:
+        """Return the unsharded parameters of a layer by name, as far as recorded on this rank."""
+        values = self.recording.values.get(RecordScope(self.step - 1), {})
+        names = [k.name for k in self.recording.values[scope] if k[:2] == ("contribution", layer)]
+        keys = {name: RecordKey("value", name=name) for name in names}
+        return {name: values[key] for name, key in keys.items() if key in values}
+
+    def _other_losses(self, microbatch: int, scope: RecordScope, total: Tensor) -> NamedTensors:
+        """Yield a micro-batch's loss after common mistakes; nothing for an output of several tensors."""
+        last = self.blueprint.stage_layers[-1][-1]
+        key = RecordKey("logits", last) if self.computes_logits else RecordKey("output", last, "0")
+        output = self.recording.find(scope, key)
+        if output is not None and self.recording.find(scope, RecordKey("output", last, "1")) is None:
+            output, *targets = self.pieces.of_cp([output, *self.targets])
+            others = self.pieces.targets_shifted_late(self.targets[microbatch])
+            others += [
+                (text, self.pieces.of_cp(every[microbatch])) for text, every in self.earlier_targets.items()
+            ]
+            yield from with_another_loss(self.runtime.loss, output, targets, microbatch, total, others)
+
+    def _inner_difference(self, action: Action, layer: int, scope: RecordScope) -> InnerDifference | None:
+        sketches = self.sketches.get((action.stage, layer - self.blueprint.stage_layers[action.stage].start))
+        if sketches is None:
+            return None
+        keys = [key for key in self.recording.values[scope] if key[:2] == ("inside", layer)]
+        expected = {key.name: self.recording.values[scope][key] for key in keys}
+        tolerances = {key.name: self.recording.tolerances[scope][key] for key in keys}
+        return first_inner_difference(sketches.found, expected, tolerances)
+
+    def _expected(
+        self, recorded: Tensor | None, actual: Tensor, key: RecordKey
+    ) -> tuple[Tensor, Piece | None]:
+        """Return the values to compare with: this rank's piece of the tensor `recorded`, or zeros if None."""
+        if recorded is None:
+            return torch.zeros_like(actual), None
+        piece = self.pieces.piece(key, recorded.shape)
+        return recorded if piece is None else piece.of(recorded), piece
+
+    def _scope(self, action: Action) -> RecordScope:
+        return RecordScope(self.step, self._global_microbatch(action), self.evaluating)
+
+    def _global_microbatch(self, action: Action) -> int:
+        """Return the index of a micro-batch in the global batch."""
+        return self.runtime.mesh.index("dp") * self.blueprint.plan.microbatches + action.microbatch
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Return whether elements share memory, as after `expand`, so that writing is not possible."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

@@ -1,0 +1,111 @@
+"""This rank's pieces of recorded activations: its positions of a sequence, its classes of the logits.
+
+The reference run records whole tensors. Under context parallelism a rank holds some positions (dim 1) of each
+tensor between layers, of the inputs and of the targets; `tp` partitions this part again, along the sequence
+or along the classes. The pieces are computed from the plan, not taken from the engine, which may be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from plait.engine.runtime import Runtime
+from plait.plan.layout.layout import divide
+from plait.plan.layout.sequence_layout import sequence_layout
+from plait.tensor.layer_values import Value, map_tensors
+from plait.tensor.losses import Loss, SequenceLoss
+from plait.verification.findings import Piece
+from plait.verification.location import RecordKey
+from plait.verification.reference.recording import Tolerance
+
+
+class ActivationPieces:
+    """The pieces of activations, inputs and targets that one rank holds."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.blueprint, self.mesh = runtime.blueprint, runtime.mesh
+        self.has_vocabulary = runtime.vocabulary is not None and self.blueprint.output_linear is None
+        """Whether the last layer's output is logits of this rank's classes."""
+        self.cp = self.blueprint.plan.cp
+
+    def piece(self, key: RecordKey, shape: Sequence[int]) -> Piece | None:
+        """Return this rank's piece of an output or gradient that is recorded in `shape`; None: all of it."""
+        dim, cuts = self._tp_dim(key), self.cp > 1 and len(shape) > 1
+        if dim is None and not cuts:
+            return None
+        cp, tp = self.mesh.index("cp"), self.mesh.index("tp")
+
+        def of(whole: Tensor) -> Tensor:
+            part = self.at_positions(whole, cp) if cuts else whole
+            if dim is None:
+                return part
+            own = divide(part.shape[dim], self.mesh.size("tp"))[tp]
+            return part.narrow(dim, own.start, len(own))
+
+        return Piece(tuple(shape), of)
+
+    def of_cp(self, value: Value, index: int | None = None) -> Value:
+        """Return the parts of all tensors that the rank at `index` along `cp` holds; None: this rank."""
+        index = self.mesh.index("cp") if index is None else index
+        return map_tensors(lambda one: self.at_positions(one, index) if one.dim() > 1 else one, value)
+
+    def at_positions(self, whole: Tensor, index: int) -> Tensor:
+        """Return `whole` at the positions, along dim 1, of the rank at `index` along `cp`."""
+        if self.cp == 1:
+            return whole
+        layout = sequence_layout(whole.shape[1], self.cp, self.blueprint.plan.context_layout)
+        return layout.cut(whole, index)
+
+    def positions(self, length: int) -> Tensor | None:
+        """Return this rank's positions in sequences of `length`; None: all of them."""
+        if self.cp == 1:
+            return None
+        layout = sequence_layout(length, self.cp, self.blueprint.plan.context_layout)
+        return layout.positions(self.mesh.index("cp"))
+
+    def targets_shifted_late(self, targets: Value) -> list[tuple[str, Value]]:
+        """Return, named, this rank's next tokens if `targets` had been shifted after cutting the sequence."""
+        if self.cp == 1 or not isinstance(targets, Tensor) or targets.dim() < 2:
+            return []
+        tokens = self.at_positions(targets.roll(1, 1), self.mesh.index("cp"))
+        return [("targets that are shifted after the cut, within this rank's positions", tokens.roll(-1, 1))]
+
+    def total(
+        self, loss: Loss, output: Value, targets: Value, recorded: Tensor, tolerance: Tolerance
+    ) -> tuple[Tensor, Tolerance]:
+        """Return this rank's summand of a micro-batch's summed loss, and its tolerance.
+
+        The summand is the `recorded` total less the loss of the other ranks' parts of the recorded `output`:
+        a loss that is not a sum over positions differs on every rank.
+        """
+        if self.cp == 1:
+            return recorded, tolerance
+        if isinstance(loss, SequenceLoss):
+            return (recorded if self.mesh.index("cp") == 0 else torch.zeros_like(recorded)), tolerance
+        others = [index for index in range(self.cp) if index != self.mesh.index("cp")]
+        with torch.no_grad():
+            parts = [
+                loss.total(map_tensors(torch.clone, self.of_cp(output, index)), self.of_cp(targets, index))
+                for index in others
+            ]
+        each = torch.stack(parts).to(recorded.device).double()
+        slack = 0.0
+        if tolerance.allowed:  # in mode exact nothing is rounded
+            slack = 8 * torch.finfo(recorded.dtype).eps * float(each.abs().sum() + recorded.abs())
+        own = (recorded.double() - each.sum()).to(recorded.dtype)
+        return own, tolerance._replace(allowed=tolerance.allowed + slack)
+
+    def is_partitioned(self, key: RecordKey) -> bool:
+        """Return whether `tp` partitions a recorded tensor, along its classes or its sequence."""
+        return self._tp_dim(key) is not None
+
+    def _tp_dim(self, key: RecordKey) -> int | None:
+        """Return the dim along which `tp` partitions a recorded tensor (classes or sequence), or None."""
+        if self.has_vocabulary and key.layer == self.blueprint.stage_layers[-1][-1]:
+            return -1
+        if key.layer < 0 or key.name != "0":
+            return None
+        return self.blueprint.sequence_dims[key.layer].next

@@ -1,0 +1,224 @@
+"""Comparison of the parameters, gradients, optimizer state and losses of a step with the recording."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from plait.engine.engine import Engine
+from plait.models.layers.layer_sequence import LayerSequence
+from plait.verification.expected_dtypes import NumberFormats, epsilon_of
+from plait.verification.findings import (
+    Findings,
+    Piece,
+    has_only_small_digits_of_float16,
+    one_alternative,
+    piece_of,
+)
+from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
+from plait.verification.options import VerifyOptions
+from plait.verification.reference.recording import NO_TOLERANCE, ReferenceRecording
+
+DIVIDED_IN_FLOAT16 = (
+    "small elements have only the digits that float16 has for them: it was divided by the loss scale in "
+    "float16, and not where it has more digits"
+)
+LOSS_SCALE = "loss scale"
+"""Name of the loss scale in a location, in place of a parameter's."""
+
+
+class StepComparison:
+    """Compares this rank's pieces of parameters, gradients and optimizer state with the recorded tensors.
+
+    A tensor is overwritten by the reference's: with `isolate` if it differs, with `resynchronizes` if it is a
+    parameter's and equal.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        options: VerifyOptions,
+        recording: ReferenceRecording,
+        sequence: LayerSequence,
+        formats: NumberFormats,
+        findings: Findings | None = None,
+    ) -> None:
+        """`findings`: those to which further ones are added; None: new ones."""
+        self.engine = engine
+        self.options = options
+        self.recording = recording
+        self.sequence = sequence
+        self.formats = formats
+        self.findings = Findings(len(sequence.layers)) if findings is None else findings
+        self.parameters = dict(engine.named_parameters())
+        dtypes = {formats.gradient_of(sequence.parameters[name]) for name in self.parameters}
+        is_exact = options.mode == "exact"
+        self.gradient_epsilon = 0.0 if is_exact else max(map(epsilon_of, dtypes), default=0.0)
+        """Machine epsilon of the dtypes in which gradients are accumulated; 0 in mode exact."""
+        self.resynchronizes = options.resynchronizes or recording.narrowing
+        """Whether gradients and parameters continue with the reference's values after they were compared."""
+        self.is_dynamic = formats.scales_dynamically(sequence.parameters.values())
+        """Whether the loss scale is dynamic."""
+
+    def of_engine(self, engine: Engine) -> StepComparison:
+        """Return a comparison of another engine of the model, which adds to the findings of this one."""
+        given = self.options, self.recording, self.sequence, self.formats, self.findings
+        return StepComparison(engine, *given)
+
+    def compare(
+        self,
+        step: int,
+        phase: StepPhase,
+        key: RecordKey,
+        actual: Tensor,
+        parameter: str = "",
+        alternatives: Sequence[tuple[str, Tensor]] = (),
+        base: Tensor | None = None,
+        inherited: float = 0.0,
+        recorded_in: RecordScope | None = None,
+    ) -> bool:
+        """Compare a tensor, a piece of `parameter` if given, with the recording; return whether it is equal.
+
+        `inherited`: the tolerance of the tensors from which it was computed, added to its own. `recorded_in`:
+        the scope in the recording, by default the whole `step`.
+        """
+        scope = recorded_in or RecordScope(step)
+        expected, piece = self.expected(self.recording.values[scope][key], parameter, actual)
+        tolerance, rounding = self.recording.tolerances[scope][key], None
+        resynchronizes = self.resynchronizes and parameter != ""
+        if resynchronizes:
+            of_model = self.sequence.parameters[parameter]
+            is_reduction = phase is StepPhase.REDUCTION
+            master = epsilon_of(self.formats.master_of(of_model))
+            rounding = self.formats.epsilon_of_gradient(of_model) if is_reduction else master
+        tolerance = tolerance._replace(allowed=tolerance.allowed + inherited)
+        if phase is StepPhase.REDUCTION and self._was_divided_in_float16(step, parameter, actual, expected):
+            tolerance, alternatives = tolerance._replace(allowed=0.0), [(DIVIDED_IN_FLOAT16, actual)]
+        equal = self.findings.compare(
+            Location(step, phase, name=key.name, evaluating=scope.evaluated),
+            actual,
+            expected,
+            tolerance,
+            piece=piece,
+            alternatives=lambda: alternatives,
+            rounding=rounding,
+            base=base,
+        )
+        if resynchronizes if equal else self.options.isolate:
+            actual.data.copy_(expected)
+        return equal
+
+    def _was_divided_in_float16(self, step: int, name: str, actual: Tensor, expected: Tensor) -> bool:
+        """Return whether a gradient times the loss scale was divided by it where small ones are lost."""
+        parameter, formats = self.sequence.parameters[name], self.formats
+        kinds = formats.compute_of(parameter), formats.gradient_of(parameter), formats.reduce_of(parameter)
+        is_scaled = torch.float16 in kinds and self.recording.number(step, "scale") != 1
+        return is_scaled and has_only_small_digits_of_float16(actual, expected)
+
+    def compare_unchanged(
+        self, location: Location, actual: Tensor, before: Tensor, piece: Piece | None, mistake: str
+    ) -> None:
+        """Compare a tensor with its value before a call that must not change it."""
+        alternatives = partial(one_alternative, mistake, actual)
+        self.findings.compare(location, actual, before, NO_TOLERANCE, piece=piece, alternatives=alternatives)
+
+    def compare_loss_scale(self, step: int, phase: StepPhase, expected: float) -> None:
+        """Compare the engine's loss scale with `expected`, unless both are 1."""
+        actual = self.engine.loss_scale
+        if not actual == expected == 1:
+            ours, theirs = (torch.tensor(scale, dtype=torch.float64) for scale in (actual, expected))
+            self.findings.compare(Location(step, phase, name=LOSS_SCALE), ours, theirs, NO_TOLERANCE)
+
+    def compare_gradients(
+        self,
+        step: int,
+        phase: StepPhase,
+        kind: str,
+        *,
+        mistakes: Sequence[tuple[str, float]] = (),
+        inherited: Callable[[str], float] = lambda name: 0.0,
+    ) -> None:
+        """Compare this rank's gradients with the reference run's gradients of `kind`: `final` or `clipped`.
+
+        `mistakes`: sentences, each with the factor of the gradients that the mistake would cause.
+        """
+        records = self.recording.values[RecordScope(step)]
+        for name, parameter in self.parameters.items():
+            if not parameter.requires_grad:
+                continue
+            final = self.piece(name).of(records[RecordKey("final", name=name)])
+            alternatives = [(text, final * factor) for text, factor in mistakes]
+            before = self.recording.find(RecordScope(step - 1), RecordKey("clipped", name=name))
+            if before is not None and phase is StepPhase.REDUCTION:
+                wrong = final + self.piece(name).of(before)
+                alternatives.append(("the gradient of the step before is still in it", wrong))
+            gradient, key = self.gradient(name), RecordKey(kind, name=name)
+            self.compare(step, phase, key, gradient, name, alternatives, inherited=inherited(name))
+
+    def compare_update(self, step: int, before: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
+        """Compare the parameters (previously `before`) and optimizer state with the reference run's."""
+        for name, parameter in self.parameters.items():
+            alternatives = [("it was not updated", before[name])]
+            key = RecordKey("value", name=name)
+            self.compare(step, StepPhase.OPTIMIZER, key, parameter, name, alternatives, before[name])
+        missing = "the optimizer has no such state: the parameter was not updated"
+        self._compare_states(step, StepPhase.OPTIMIZER, optimizer, missing)
+
+    def compare_loaded(self, step: int, optimizer: torch.optim.Optimizer) -> None:
+        """Compare parameters and state that were loaded with those of the reference run before `step`."""
+        for name, parameter in self.parameters.items():
+            key = RecordKey("value", name=name)
+            self.compare(step, StepPhase.LOAD, key, parameter, name, recorded_in=RecordScope(step - 1))
+        missing = "the loaded optimizer has no such state"
+        self._compare_states(step, StepPhase.LOAD, optimizer, missing, recorded_in=RecordScope(step - 1))
+
+    def _compare_states(
+        self,
+        step: int,
+        phase: StepPhase,
+        optimizer: torch.optim.Optimizer,
+        missing: str,
+        recorded_in: RecordScope | None = None,
+    ) -> None:
+        """Compare the optimizer's state with the recorded one; `missing`: what is said if it has none."""
+        for key, recorded in self.recording.values[recorded_in or RecordScope(step)].items():
+            name, _, entry = key.name.rpartition("/")
+            if key.kind != "state" or name not in self.parameters:  # rank 0 has the whole recording
+                continue
+            state, alternatives = optimizer.state.get(self.parameters[name], {}).get(entry), []
+            if state is None:
+                state = torch.zeros_like(self.expected(recorded, name)[0])
+                alternatives = [(missing, state)]
+            self.compare(step, phase, key, state, name, alternatives, recorded_in=recorded_in)
+
+    def gradient(self, name: str) -> Tensor:
+        """Return this rank's gradient of a parameter; zeros if it has none."""
+        parameter = self.parameters[name]
+        return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+    def set_gradients(self, step: int, kind: str) -> None:
+        """Overwrite this rank's gradients with the recorded gradients of `kind`."""
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                recorded = self.recording.values[RecordScope(step)][RecordKey(kind, name=name)]
+                parameter.grad.copy_(self.piece(name).of(recorded))
+
+    def expected(
+        self, recorded: Tensor, parameter: str, actual: Tensor | None = None
+    ) -> tuple[Tensor, Piece | None]:
+        """Return this rank's piece of `recorded` if it has the parameter's shape, else `recorded` itself.
+
+        Of a parameter without dims a rank has all (0-d) or nothing (1-d); a step count has no dims anywhere.
+        """
+        has_dims = recorded.dim() or (actual is not None and actual.dim())
+        if parameter and has_dims and tuple(recorded.shape) == self.engine.layouts[parameter].shape:
+            piece = self.piece(parameter)
+            return piece.of(recorded), piece
+        return recorded, None
+
+    def piece(self, name: str) -> Piece:
+        """Return this rank's piece of a parameter."""
+        return piece_of(self.engine.layouts[name], self.engine.mesh.coordinate)

@@ -1,0 +1,326 @@
+"""Mode exact: float64 integers, whose sums are exact in any order, so that runs are bitwise equal.
+
+Parameters and data become small whole numbers. Operations whose results are not whole numbers are replaced
+by stand-ins in both runs. Stand-ins keep the structure that parallelism relies on: they are elementwise; that
+of attention works on each head by itself, and is a sum over keys, which blocks of keys can be added up to.
+
+    norms                 fold(x) · weight + bias
+    activations           relu(fold(x))
+    softmax               fold(x)
+    attention             Σ (fold(q) + |fold(k)| + 2 |fold(v)|) over the positions that may be seen
+    sin, cos, …           rounded; rotary angles need no gradient
+    the loss              a weighted sum of the output; weights per position add up to a power of two
+
+`fold` subtracts the multiple of 16 that leaves a number in -8 … 8, forward and, for the gradient, backward;
+for attention the gradient of its output is folded, not those of q, k and v, which are sums over ranks. So
+numbers stay far below 2^53, from where on float64 cannot hold each whole number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from plait.errors import ModelError
+from plait.models.initial import normal_values
+from plait.tensor.attention.kernels import BlockMask, block_backward, block_forward, merge
+from plait.tensor.autograd.paired_collectives import reduce
+from plait.tensor.layer_values import Value, map_tensors, tensors_of
+from plait.tensor.parallel.norm import partitioned_rms_norm
+from plait.tensor.parallel.vocabulary_partition import Vocabulary
+from plait.verification.definitions.attention import masked_attention
+
+PERIOD = 16.0
+GRAIN, LARGEST = 2.0**-16, 2.0**34
+"""Numbers are multiples of `GRAIN` (gradients are divided by the weight of the batch, a power of two) and at
+most `LARGEST`: sums of eight of them still fit the 53 bits of float64."""
+LARGEST_WEIGHT = 2**15
+"""Sum of the loss's weights, about and at most: they are then raised to a power of two."""
+
+
+class _Fold(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return _folded(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return _folded(gradient)
+
+
+def _folded(x: Tensor) -> Tensor:
+    finite = x.where(x.isfinite(), 0)  # -inf masks elements of a softmax
+    return finite - PERIOD * (finite / PERIOD).round()
+
+
+def fold(x: Tensor) -> Tensor:
+    """Return `x` modulo 16, in -8 … 8; its gradient is folded too."""
+    result: Tensor = _Fold.apply(x)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _norm(
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    scaled = fold(input) if weight is None else fold(input) * weight
+    return scaled if bias is None else scaled + bias
+
+
+def _norm_of_pieces(input: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    return fold(input) * weight
+
+
+def _group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    channels = (-1, *[1] * (input.dim() - 2))
+    return _norm(
+        input,
+        None,
+        None if weight is None else weight.view(channels),
+        None if bias is None else bias.view(channels),
+    )
+
+
+def _activation(input: Tensor, *_: Any, **__: Any) -> Tensor:
+    return fold(input).clamp(min=0)
+
+
+def _softmax(input: Tensor, *_: Any, **__: Any) -> Tensor:
+    return fold(input)
+
+
+class _Attention(torch.autograd.Function):
+    """Attention of queries to a block of keys; `seen` `[..., queries, keys]`: 1 where a query sees a key."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        key, value = _folded(key), _folded(value)
+        ctx.save_for_backward(seen, key.sign(), value.sign())
+        return seen.sum(-1, keepdim=True) * _folded(query) + seen @ (key.abs() + 2 * value.abs())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        seen, key_sign, value_sign = ctx.saved_tensors
+        folded = _folded(gradient)
+        total = seen.mT @ folded
+        return seen.sum(-1, keepdim=True) * folded, key_sign * total, 2 * value_sign * total, None
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if enable_gqa:
+        copies = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(copies, -3), value.repeat_interleave(copies, -3)
+    seen = query.new_ones(query.shape[-2], key.shape[-2])
+    if is_causal:
+        seen = seen.tril()
+    elif attn_mask is not None:
+        seen = (attn_mask if attn_mask.dtype == torch.bool else attn_mask.isfinite()).to(query.dtype)
+    result: Tensor = _Attention.apply(query, key, value, seen)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **_: Any) -> Tensor:
+    return _attention(query, key, value, attn_mask=mask)
+
+
+def _block_forward(
+    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, *_: Any
+) -> tuple[Tensor, Tensor]:
+    out = _attention(query, key, value, **_options(mask), enable_gqa=True)
+    return out, query.new_zeros(query.shape[:3])
+
+
+def _block_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: BlockMask,
+    *_: Any,
+) -> tuple[Tensor, ...]:
+    given = tuple(one.detach().requires_grad_() for one in (query, key, value))
+    with torch.enable_grad():
+        results = _block_forward(*given, mask)
+    return torch.autograd.grad(results[0], given, gradient)
+
+
+def _options(mask: BlockMask) -> dict[str, Any]:
+    return {"attn_mask": mask} if isinstance(mask, Tensor) else {"is_causal": mask == "causal"}
+
+
+def _merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    out += part_out
+
+
+def _rounded(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *arguments, **options: function(*arguments, **options).round()
+
+
+STAND_INS: Mapping[Any, Callable[..., Any]] = {
+    functional.layer_norm: _norm,
+    functional.rms_norm: _norm,
+    functional.group_norm: _group_norm,
+    partitioned_rms_norm: _norm_of_pieces,
+    functional.scaled_dot_product_attention: _attention,
+    masked_attention: _masked_attention,
+    block_forward: _block_forward,
+    block_backward: _block_backward,
+    merge: _merge,
+    functional.softmax: _softmax,
+    torch.softmax: _softmax,
+    Tensor.softmax: _softmax,
+    **dict.fromkeys(
+        (
+            *(functional.relu, functional.leaky_relu, functional.elu, functional.gelu, functional.silu),
+            *(functional.mish, functional.hardswish, functional.softplus, functional.sigmoid),
+            *(functional.tanh, torch.relu, torch.relu_, torch.sigmoid, torch.tanh),
+            *(Tensor.relu, Tensor.sigmoid, Tensor.tanh),
+        ),
+        _activation,
+    ),
+    **{function: _rounded(function) for function in (torch.sin, torch.cos, Tensor.sin, Tensor.cos)},
+}
+
+
+class IntegerMode(TorchFunctionMode):
+    """Context that replaces torch operations by integer-valued ones, also in recomputed forwards."""
+
+    def __torch_function__(self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.autograd.backward, Tensor.backward) and kwargs.get("inputs") is None:
+            return self._backward(*args, **kwargs)
+        return STAND_INS.get(func, func)(*args, **kwargs)
+
+    def _backward(self, roots: Tensor | Sequence[Tensor], *gradients: Any, **options: Any) -> None:
+        """Run `torch.autograd.backward` with the mode on, for the forwards that it recomputes.
+
+        The mode is off inside of `__torch_function__`, where backward would run, and entered again here;
+        gradient edges in place of tensors keep backward from dispatching to `__torch_function__` once more.
+        """
+        edges = [get_gradient_edge(root) for root in ((roots,) if isinstance(roots, Tensor) else roots)]
+        if "gradient" in options:  # as `Tensor.backward` calls it
+            options["grad_tensors"] = options.pop("gradient")
+        with self:
+            torch.autograd.backward(edges, *gradients, **options)
+
+
+def integer_parameter(seed: int) -> Callable[[str, Tensor], Tensor]:
+    """Return a function that makes each parameter element a random -1, 0 or 1; in vectors -1 or 1."""
+
+    def change(name: str, value: Tensor) -> Tensor:
+        numbers = normal_values(f"{name}/whole", seed, 0, value.numel(), 1.0).view(value.shape)
+        return (numbers.sign() if value.dim() < 2 else (numbers * 0.8).round().clamp(-1, 1)).to(value)
+
+    return change
+
+
+def integer_buffer(name: str, value: Tensor) -> Tensor:
+    """Return `value` rounded to integers."""
+    return value.round()
+
+
+def integer_batch(inputs: Value, rows: int) -> tuple[Value, Tensor]:
+    """Return integer inputs (tokens are unchanged), and as targets weights `[rows, length]`.
+
+    `length`: dim 1 of the first input that has one, the sequence under context parallelism; without one the
+    weights are `[rows]`.
+    """
+
+    def whole(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        return torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape).to(tensor) % 7 - 3
+
+    lengths = [tensor.shape[1] for tensor in tensors_of(inputs) if tensor.dim() > 1]
+    shape = (rows, *lengths[:1])
+    return map_tensors(whole, inputs), _weights(math.prod(shape)).view(shape)
+
+
+def _weights(count: int) -> Tensor:
+    """Return different weights, int64 `[count]`, that add up to a power of two of at most 1 / `GRAIN`."""
+    step = max(1, math.ceil(count / LARGEST_WEIGHT))  # further ones are 0
+    each = min(61, max(1, LARGEST_WEIGHT // max(1, count)))
+    numbers = torch.arange(count)
+    weights = torch.where(numbers % step == 0, numbers // step % each + 1, 0)
+    total = int(weights.sum())
+    if total:
+        weights[0] += 2 ** math.ceil(math.log2(total)) - total
+    return weights
+
+
+@dataclass(frozen=True)
+class WeightedSum:
+    """Loss of mode exact: the sum of the output times integer weights of each position and last index."""
+
+    def total(self, output: Value, targets: Tensor) -> Tensor:
+        """Return the weighted sum over all floating-point tensors of the output; 0-d."""
+        parts = [
+            _weighted(tensor, targets, range(tensor.shape[-1]), tensor.shape[-1])
+            for tensor in tensors_of(output)
+            if tensor.is_floating_point() and tensor.dim()
+        ]
+        return torch.stack(parts).sum()
+
+    def total_of_pieces(self, logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
+        """Return the weighted sum over all ranks' classes. Communication: one all-reduce over `tp`."""
+        return reduce(_weighted(logits, targets, vocabulary.own, vocabulary.classes), vocabulary.group)
+
+    def weight(self, targets: Tensor) -> Tensor:
+        """Return the sum of the weights in `targets`; for the whole global batch it is a power of two."""
+        return targets.sum()
+
+
+def _weighted(output: Tensor, weights: Tensor, columns: range, size: int) -> Tensor:
+    """Return a weighted sum of `output`, whose last dim has the indices `columns` of `size`.
+
+    `weights`: `[rows]` or `[rows, length]`; if dim 1 of the output is not the sequence, a row has their sum.
+    """
+    if output.dim() == 2 and weights.shape[1:] == (size,):
+        return (output * weights[:, columns.start : columns.stop].to(output)).sum()
+    if weights.dim() == 2 and not (output.dim() > 2 and output.shape[1] == weights.shape[1]):
+        weights = weights.sum(1)
+    column = torch.arange(columns.start, columns.stop, device=output.device).to(output) % 5 - 1
+    each = weights.to(output).view(*weights.shape, *[1] * (output.dim() - weights.dim()))
+    return (output * each * column).sum()
+
+
+def require_integers(tensor: Tensor, what: str, grain: float = GRAIN) -> None:
+    """Raise ModelError where an element is no multiple of `grain`, or too large for exact sums."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return
+    steps = tensor / grain
+    whole = tensor.isfinite() & (steps == steps.round()) & (tensor.abs() <= LARGEST)
+    if not bool(whole.all()):
+        value = float(tensor[~whole].flatten()[0])
+        raise ModelError(
+            f"{what} holds {value:g}, and exact mode needs multiples of 2^-16 of at most 2^34: an "
+            "operation before it has no stand-in, or is hidden (as in a checkpoint): use mode float64."
+        )

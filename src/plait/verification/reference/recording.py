@@ -1,0 +1,175 @@
+"""The tensors computed by the reference run, each with a tolerance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from plait.errors import ModelError
+from plait.verification.location import PARAMETER_KINDS, RecordKey, RecordScope
+from plait.verification.reference.integer_mode import GRAIN, require_integers
+
+MARGIN = 16.0
+"""Tolerance in units of a perturbed run's deviation, since a few runs do not show the largest error."""
+UPDATE_KINDS = ("value", "state")
+MARGIN_OF_UPDATES = 64.0
+"""Replaces `MARGIN` for parameters and optimizer state after an update. An adaptive optimizer divides by the
+size of each gradient's elements, so that those which nearly cancel decide the largest deviation: the ratio of
+two runs' is a ratio of errors of few elements, of which one in some hundreds exceeds 16."""
+LEAST_EPSILONS = 16.0
+"""Tolerance in machine epsilons of a tensor's size, at least."""
+MARGIN_16_BIT = 4.0
+"""Replaces both for 16-bit numbers, of which a larger tolerance would leave little to compare."""
+SIZE_FLOOR = 1e-3
+"""Tensors smaller than this times the largest of their kind are given that size: some gradients (of the key
+bias of attention) are exactly zero, and consist of rounding errors."""
+NORM_TOLERANCE = 1e-12
+"""Relative tolerance of a norm in mode exact, where it is the only tensor that is not a whole number."""
+
+NOT_INTEGER = ("clip", "scale", "evaluation")
+"""Kinds that need not be integers in mode exact: settings, and kinds that are not compared."""
+FINER_GRAIN = ("clipped", "value", "state")
+"""Kinds with up to three binary digits more than gradients have, from the clip factor; see `exact_bound`."""
+NAN_CHECKED = ("total", "mean", "final", "norm")
+"""Kinds of which a NaN makes the recording useless."""
+LOSS_KINDS = ("total", "mean", "whole", "evaluation")
+
+
+class Tolerance(NamedTuple):
+    """A tensor's largest magnitude (or a floor, see `SIZE_FLOOR`), and the largest allowed difference."""
+
+    size: float
+    allowed: float
+
+
+NO_TOLERANCE = Tolerance(0.0, 0.0)
+
+
+@dataclass
+class ReferenceRecording:
+    """The recorded tensors of each step and micro-batch, with the largest differences rounding explains."""
+
+    values: dict[RecordScope, dict[RecordKey, Tensor]] = field(default_factory=dict)
+    tolerances: dict[RecordScope, dict[RecordKey, Tolerance]] = field(default_factory=dict)
+    narrowing: bool = False
+    """Whether layers cast to a narrower dtype than the run's: then every tensor is compared by itself.
+
+    As in 16 bits, both runs continue with the recorded value of each tensor, here also of those between
+    layers. Else the errors of these layers would widen the tolerances of all others.
+    """
+
+    def add(self, scope: RecordScope, values: Mapping[RecordKey, Tensor]) -> None:
+        """Record the tensors of a step or micro-batch. Raises ModelError if a loss or gradient is NaN."""
+        self.values[scope] = dict(values)
+        largest: dict[object, float] = {}
+        peaks = {key: largest_magnitude(value) for key, value in values.items()}
+        for key, size in peaks.items():
+            largest[_family(key)] = max(largest.get(_family(key), 0.0), size)
+        self.tolerances[scope] = {
+            key: Tolerance(max(size, SIZE_FLOOR * largest[_family(key)]), 0.0) for key, size in peaks.items()
+        }
+        for key, value in values.items():
+            if key.kind in NAN_CHECKED and bool(value.isnan().any()):
+                raise ModelError(
+                    f"the reference's {key.kind} is NaN{self._since()}: there is nothing to compare."
+                )
+
+    def widen(
+        self,
+        scope: RecordScope,
+        values: Mapping[RecordKey, Tensor],
+        epsilon_of: Callable[[RecordKey], float] = lambda key: 0.0,
+    ) -> None:
+        """Increase tolerances to cover the deviations of a perturbed run, and at least a few epsilons.
+
+        `epsilon_of` returns the machine epsilon of a narrower dtype that a tensor was computed from, else 0.
+        """
+        recorded, tolerances = self.values[scope], self.tolerances[scope]
+        for key, value in values.items():
+            if value.is_floating_point() or value.is_complex():
+                size, allowed = tolerances[key]
+                epsilon = max(torch.finfo(value.dtype).eps, epsilon_of(key))
+                usual = MARGIN_OF_UPDATES if key.kind in UPDATE_KINDS else MARGIN
+                margin, least = (MARGIN_16_BIT,) * 2 if epsilon > 1e-4 else (usual, LEAST_EPSILONS)
+                shown = margin * largest_difference(value, recorded[key])
+                shown = shown if math.isfinite(shown) else 0.0  # a perturbed run that overflowed
+                tolerances[key] = Tolerance(size, max(allowed, shown, least * epsilon * size))
+
+    def require_exact(self) -> None:
+        """Raise ModelError unless all tensors are integers; the norm, a square root, gets a tolerance."""
+        for scope, values in self.values.items():
+            for key, value in values.items():
+                if key.kind == "norm":
+                    size = self.tolerances[scope][key].size
+                    self.tolerances[scope][key] = Tolerance(size, NORM_TOLERANCE * size)
+                elif key.kind not in NOT_INTEGER:
+                    of = f" of layer {key.layer}" if key.layer >= 0 else ""
+                    named = f" ({key.name})" if key.kind in PARAMETER_KINDS else ""
+                    grain = GRAIN / 8 if key.kind in FINER_GRAIN else GRAIN
+                    require_integers(value, f"the reference's {key.kind}{of}{named}", grain)
+
+    def find(self, scope: RecordScope, key: RecordKey) -> Tensor | None:
+        """Return a recorded tensor, or None if it is not recorded."""
+        return self.values.get(scope, {}).get(key)
+
+    def number(self, step: int, kind: str) -> float:
+        """Return a recorded scalar of a whole step: gradient norm, loss scale, mean loss, …."""
+        return float(self.values[RecordScope(step)][RecordKey(kind)])
+
+    def microbatches(self, step: int) -> int:
+        """Return the number of micro-batches of the global batch in a step."""
+        return sum(
+            scope.step == step and scope.microbatch >= 0 and not scope.evaluated for scope in self.values
+        )
+
+    def _since(self) -> str:
+        """Return the location of the first NaN, as the continuation of a sentence."""
+        for scope, values in self.values.items():
+            for key, value in values.items():
+                if key.kind == "output" and bool(value.isnan().any()):
+                    where = f"the output of layer {key.layer}" if key.layer >= 0 else "the batch"
+                    return f", first in {where} (step {scope.step + 1}, micro-batch {scope.microbatch})"
+        return ", though no output of a layer is (is the loss's weight zero?)"
+
+
+def _family(key: RecordKey) -> object:
+    """Return a key that is equal for tensors with one common floor of magnitude: see `SIZE_FLOOR`."""
+    if key.kind == "state":
+        return key.kind, key.name.rpartition("/")[2]
+    if key.kind in ("output", "inside"):
+        return key.kind, key.layer, key.name
+    return (key.kind, key.name) if key.kind == "gradient" else key.kind
+
+
+def largest_magnitude(tensor: Tensor) -> float:
+    """Return the largest finite magnitude of an element; 0 for an empty tensor."""
+    if not tensor.numel():
+        return 0.0
+    sizes = _wide(tensor).abs()
+    return float(sizes.where(sizes.isfinite(), 0.0).max())
+
+
+def largest_difference(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest absolute difference of two tensors; infinity where only one is NaN or infinite."""
+    if not actual.numel() or torch.equal(actual, expected):
+        return 0.0
+    return float(elementwise_difference(actual, expected).max())
+
+
+def elementwise_difference(actual: Tensor, expected: Tensor) -> Tensor:
+    """Return the absolute difference per element, float64; complex numbers as two parts in a last dim."""
+    one, other = _wide(actual), _wide(expected)
+    same = (one == other) | (one.isnan() & other.isnan())
+    return (one - other).abs().masked_fill(same, 0.0).nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Return `tensor` as float64; complex numbers as two parts in a last dim."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.detach().double()

@@ -1,0 +1,109 @@
+"""A reference run's own layers: copies with parameters of their own, and errors of running them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from plait.errors import ModelError, PlaitError
+from plait.models.initial import initial_value
+from plait.models.layers.layer_sequence import LayerSequence, private_copy
+from plait.models.module_reset import ModuleReset
+from plait.tensor.layer_values import NamedLayer, Value
+from plait.tensor.precision import convert
+from plait.verification.expected_dtypes import NumberFormats
+from plait.verification.hidden_inputs import PASS_IT_ON
+from plait.verification.reference.start_values import ValueChange
+
+
+@contextmanager
+def input_replaced(layer: nn.Module, name: str | None, replace: Callable[[Value], Value]) -> Iterator[None]:
+    """Context: apply `replace` to the input of the module `name` of a layer; do nothing if None."""
+    if name is None:
+        yield
+        return
+    module = layer.get_submodule(name)
+    handle = module.register_forward_pre_hook(lambda _, given: tuple(map(replace, given)))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def failure_named(what: str) -> Iterator[None]:
+    """Context: convert an error to a ModelError, which says that `what` fails even on a single device."""
+    try:
+        yield
+    except PlaitError:
+        raise
+    except Exception as error:
+        message = (str(error).strip() or "no message").splitlines()[0]
+        if "meta" in message:
+            message = f"{message} (it meets a tensor that a trial run of a layer has left, {PASS_IT_ON})"
+        mixed = " (it keeps tensors of another dtype: try mode native)" if "dtype" in message else ""
+        raise ModelError(
+            f"{what} fails on a single device, {type(error).__name__}: {message}{mixed}"
+        ) from error
+
+
+@contextmanager
+def random_refused(path: str) -> Iterator[None]:
+    """Context: raise ModelError if a layer draws random numbers, which differ between ranks and runs."""
+    before = torch.get_rng_state()
+    yield
+    if not torch.equal(before, torch.get_rng_state()):
+        raise ModelError(
+            f"{path or 'the model'} draws random numbers, which depend on the layout and on other draws: "
+            "replace them by constants, and set dropout to 0, to verify the rest."
+        )
+
+
+BuiltLayers = tuple[
+    dict[str, nn.Parameter], dict[str, Tensor], list[NamedLayer], list[dict[str, nn.Parameter]]
+]
+
+
+def build_layers(
+    sequence: LayerSequence,
+    seed: int,
+    change: ValueChange,
+    formats: NumberFormats,
+    device: torch.device,
+    *,
+    always_copy: bool,
+) -> BuiltLayers:
+    """Return a run's parameters, their copies in another dtype, the layers, and each layer's leaf tensors.
+
+    Aliases are a layer's own leaf tensors for its parameters, with gradients of their own. Layers use
+    the parameters' own memory where that has their compute dtype, unless `always_copy`.
+    """
+    names = {id(parameter): name for name, parameter in sequence.parameters.items()}
+    parameters: dict[str, nn.Parameter] = {}
+    copies: dict[str, Tensor] = {}
+    buffers: dict[int, Tensor] = {}
+    layers, aliases_of_layers, latest = [], [], ModuleReset()
+    for layer in sequence.layers:
+        tensors: dict[int, Tensor] = {}
+        aliases: dict[str, nn.Parameter] = {}
+        for local, parameter in layer.module.named_parameters():
+            name = names[id(parameter)]
+            compute, master = formats.compute_of(parameter), formats.master_of(parameter)
+            if name not in parameters:
+                value = change(name, initial_value(layer.module, layer.path, local, seed, latest))
+                parameters[name] = nn.Parameter(convert(value, master, device), parameter.requires_grad)
+                if always_copy or compute != master:
+                    copies[name] = convert(parameters[name].detach(), compute, device)
+            alias = nn.Parameter(copies.get(name, parameters[name].data), parameter.requires_grad)
+            tensors[id(parameter)] = aliases[name] = alias
+        for local, buffer in layer.module.named_buffers():
+            if id(buffer) not in buffers:
+                value = initial_value(layer.module, layer.path, local, seed, latest)
+                buffers[id(buffer)] = convert(value, formats.compute, device)
+            tensors[id(buffer)] = buffers[id(buffer)]
+        layers += private_copy([layer], tensors)
+        aliases_of_layers.append({name: alias for name, alias in aliases.items() if alias.requires_grad})
+    return parameters, copies, layers, aliases_of_layers

@@ -1,0 +1,344 @@
+"""Training on a single device in plain PyTorch: layers, autograd, `torch.optim`; without the engine.
+
+Attention, positions, documents, rotary angles, dropout, and all layers of plait's own models and around
+modules of transformers are computed by definition (`definitions`). Shared with the engine are the user's
+layers and the modules of torch and transformers, a model as a sequence of layers, the rows of micro-batches,
+the masks of dropout, initial values by name, the loss, and the zero gradient of a parameter that it does not
+depend on.
+
+Each layer has aliases of its parameters, so that each use of a tied parameter has a recorded contribution to
+its gradient. Aliases share the memory of the parameters that the optimizer updates, or of copies of those in
+another dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from plait.engine.local_batch import local_inputs
+from plait.models.layers.evaluation_mode import evaluating
+from plait.models.layers.layer_sequence import LayerSequence
+from plait.tensor.dropout import DropoutGenerator, names_of
+from plait.tensor.layer_values import NamedLayer, Value, map_tensors, split, tensors_of
+from plait.tensor.losses import Loss
+from plait.tensor.running_sequence import ContextParallelism, running
+from plait.tensor.torch_losses import divisor
+from plait.verification.attention_mistakes import other_documents, sums_after_mistakes
+from plait.verification.definitions.documents import separated
+from plait.verification.definitions.functions import Definitions
+from plait.verification.definitions.huggingface import FORWARDS as OF_HUGGINGFACE
+from plait.verification.definitions.layers import FORWARDS as OF_PLAIT
+from plait.verification.expected_dtypes import (
+    INITIAL_LOSS_SCALE,
+    NumberFormats,
+    ReferenceLossScale,
+    epsilon_of,
+)
+from plait.verification.hidden_inputs import (
+    require_function_of_output,
+    require_no_hidden_input,
+    require_values,
+)
+from plait.verification.location import RecordKey, Records, RecordScope
+from plait.verification.options import VerifyOptions
+from plait.verification.reference.held_state import HeldState
+from plait.verification.reference.narrowing_casts import NarrowingCasts
+from plait.verification.reference.perturbation import Perturbation
+from plait.verification.reference.recording import LOSS_KINDS, ReferenceRecording
+from plait.verification.reference.reference_layers import (
+    build_layers,
+    failure_named,
+    input_replaced,
+    random_refused,
+)
+from plait.verification.reference.reference_update import ReferenceUpdate
+from plait.verification.reference.start_values import ValueChange
+from plait.verification.reference.tensor_sketches import sketched
+
+Batch = tuple[Value, Value]
+"""Inputs and targets of a global batch."""
+
+
+class ReferenceRun:
+    """One training run on one device, which yields the tensors of each micro-batch and of each step."""
+
+    def __init__(
+        self,
+        sequence: LayerSequence,
+        loss: Loss,
+        options: VerifyOptions,
+        change: ValueChange,
+        formats: NumberFormats,
+        device: torch.device,
+        perturbation: Perturbation,
+        clip: float | None,
+        *,
+        baseline: ReferenceRecording | None = None,
+        scale: float | None = None,
+        output_linear: str | None = None,
+    ) -> None:
+        """`clip`: the maximum gradient norm; None: a third of the first step's norm.
+
+        `baseline`: the recording of the run without perturbation. If the options say `resynchronizes`, or it
+        is `narrowing`, gradients and parameters of this run, and if `narrowing` tensors between layers, are
+        reset to it once they are recorded, so that a perturbation shows in the next tensors only. `scale`:
+        the first value of a dynamic loss scale. `output_linear`: the name, in the last layer, of a linear
+        whose input is recorded as the layer's output.
+        """
+        if baseline is not None and not (options.resynchronizes or baseline.narrowing):
+            baseline = None
+        self.loss = loss
+        self.output_linear = output_linear
+        self.perturbation = perturbation
+        self.casts = NarrowingCasts(formats.compute if options.mode != "exact" else None, perturbation)
+        self.formats = formats
+        self.baseline = baseline
+        built = build_layers(
+            sequence, options.seed, change, formats, device, always_copy=baseline is not None
+        )
+        self.parameters, self.copies, self.layers, self.aliases = built
+        self.dropout = DropoutGenerator(options.seed)
+        self.dropout.attach_to(layer.module for layer in self.layers)
+        compute = formats.compute
+        self.definitions = Definitions(keeps_near=compute is not None and compute.itemsize <= 2)
+        self.definitions.install((layer.module for layer in self.layers), {**OF_PLAIT, **OF_HUGGINGFACE})
+        if baseline is None:
+            with torch.no_grad():
+                for parameter in self.parameters.values():
+                    parameter.copy_(perturbation.perturb(parameter))
+        self.model_parameters = sequence.parameters
+        self.update = ReferenceUpdate(
+            self.parameters, options, perturbation, clip, baseline, scale=self._scale(scale)
+        )
+        self.ids: dict[RecordScope, Tensor] = {}
+        """The document ids of each micro-batch that has some."""
+        self.sums: dict[str, Tensor] = {}
+        """The gradients of the current step so far."""
+        self.epsilon_of_loss = 0.0
+        self.resumed_steps = options.resumed_steps
+        self.is_exact = options.mode == "exact"
+
+    def epsilon(self, key: RecordKey) -> float:
+        """Return the machine epsilon used for a loss, `final` gradient or norm; 0 for other tensors."""
+        if key.kind in LOSS_KINDS:
+            return self.epsilon_of_loss
+        if key.kind == "final":
+            return self.formats.epsilon_of_gradient(self.model_parameters[key.name])
+        if key.kind in ("norm", "largest"):  # squares are added up in float32, or in float64
+            kinds = {parameter.dtype for parameter in self.update.trainable.values()} - {torch.float64}
+            return epsilon_of(torch.float32) if kinds else 0.0
+        return 0.0
+
+    def run(self, batches: Sequence[Batch], microbatches: int) -> Iterator[tuple[RecordScope, Records]]:
+        """Train on `batches`, then evaluate; yield the recorded tensors of each micro-batch and of each step.
+
+        The first scope, of step -1, has the initial parameters. A step after the candidate was loaded follows
+        the evaluation.
+        """
+        yield RecordScope(-1), self.update.values()
+        last = len(batches) - self.resumed_steps
+        for step, (inputs, targets) in enumerate(batches[:last]):
+            yield from self._step(step, inputs, targets, microbatches)
+        if not self.is_exact:  # after a step in whole numbers, parameters are too large to go on
+            yield from self._evaluation(last, *batches[last - 1], microbatches)
+        for step, (inputs, targets) in enumerate(batches[last:], last):
+            yield from self._step(step, inputs, targets, microbatches)
+
+    def _evaluation(
+        self, step: int, inputs: Value, targets: Value, microbatches: int
+    ) -> Iterator[tuple[RecordScope, Records]]:
+        """Evaluate a batch before `step`; yield the tensors of each micro-batch, and the mean loss."""
+        self._update_aliases()
+        total, weight, before = [], [], HeldState.of(self.layers)
+        with torch.no_grad(), evaluating(layer.module for layer in self.layers):
+            parts = (split(value, microbatches, "batch") for value in (inputs, targets))
+            for number, (part, of_targets) in enumerate(zip(*parts, strict=True)):
+                scope = RecordScope(step, number, evaluated=True)
+                before.set_copies()
+                records = self._microbatch(scope, part, of_targets, torch.ones(()))
+                total.append(records[RecordKey("total")].double())
+                weight.append(torch.as_tensor(self.loss.weight(of_targets)).double())
+                yield scope, records
+        before.set_back()
+        mean = torch.stack(total).sum() / divisor(self.loss, torch.stack(weight).sum())
+        yield RecordScope(step, evaluated=True), {RecordKey("evaluation"): mean}
+
+    def _scale(self, first: float | None) -> ReferenceLossScale:
+        if self.formats.scales_dynamically(self.model_parameters.values()):
+            return ReferenceLossScale(INITIAL_LOSS_SCALE if first is None else first, dynamic=True)
+        return ReferenceLossScale(self.formats.loss_scale or 1.0)
+
+    def _update_aliases(self) -> None:
+        with torch.no_grad():
+            for name, copied in self.copies.items():
+                copied.copy_(self.perturbation.perturb(self.parameters[name].to(copied.dtype)))
+        for aliases in self.aliases:
+            for name, alias in aliases.items():
+                if name not in self.copies:
+                    alias.data = self.parameters[name].data  # an optimizer may have replaced its memory
+
+    def _step(
+        self, step: int, inputs: Value, targets: Value, microbatches: int
+    ) -> Iterator[tuple[RecordScope, Records]]:
+        self.dropout.step = step
+        self._update_aliases()
+        whole = self._mean(inputs, targets)
+        target_parts = split(targets, microbatches, "targets")
+        input_parts = split(inputs, microbatches, "inputs")
+        rows = [len(next(tensors_of(part))) for part in input_parts]
+        self.dropout.rows = [range(*ends) for ends in pairwise(accumulate(rows, initial=0))]
+        weight = torch.stack(
+            [torch.as_tensor(self.loss.weight(part)).double() for part in target_parts]
+        ).sum()
+        weight = divisor(self.loss, weight)
+        for name, parameter in self.update.trainable.items():
+            kind = self.formats.gradient_of(self.model_parameters[name])
+            self.sums[name] = torch.zeros_like(parameter, dtype=kind, requires_grad=False)
+        totals, before = [], HeldState.of(self.layers)
+        for number, (part, of_targets) in enumerate(zip(input_parts, target_parts, strict=True)):
+            before.set_copies()  # what changes in each run changes once a step
+            records = self._microbatch(RecordScope(step, number), part, of_targets, weight)
+            totals.append(records[RecordKey("total")].double())
+            yield RecordScope(step, number), records
+        records = {RecordKey("mean"): torch.stack(totals).sum() / weight, RecordKey("whole"): whole}
+        for name, parameter in self.update.trainable.items():
+            parameter.grad = self._reduced(name).to(parameter.dtype)
+        yield RecordScope(step), records | self.update.apply(step)
+
+    def _reduced(self, name: str) -> Tensor:
+        """Return a parameter's summed gradient; a perturbed run adds the rounding error of its reduction."""
+        total, sent = self.sums[name], self.formats.reduce_of(self.model_parameters[name])
+        if self.baseline is None or epsilon_of(sent) <= epsilon_of(total.dtype):
+            return total
+        return self.perturbation.perturb_elementwise(total, epsilon_of(sent))
+
+    def _microbatch(self, scope: RecordScope, inputs: Value, targets: Value, weight: Tensor) -> Records:
+        """Run a micro-batch, backward too unless gradients are off, and return its tensors."""
+        value, ids = separated(inputs)
+        if ids is not None:
+            self.ids[scope] = ids
+        with self._running(inputs), self.definitions.running(ids):
+            return self._run_layers(scope, value, targets, weight)
+
+    @contextmanager
+    def _running(self, inputs: Value) -> Iterator[None]:
+        """Context: layers run on whole sequences, of documents that are checked; see `Definitions`."""
+        (sequence,) = local_inputs([inputs], ContextParallelism.of_one_rank()).sequences
+        with running(sequence):
+            yield
+
+    def _run_layers(self, scope: RecordScope, inputs: Value, targets: Value, weight: Tensor) -> Records:
+        records: Records = {}
+
+        def boundary(value: Value, layer: int) -> Value:
+            """Record a value and, during backward, its gradient; return a copy that may be written to."""
+            numbers = iter(range(len(list(tensors_of(value)))))
+
+            def record_and_copy(tensor: Tensor) -> Tensor:
+                name = str(next(numbers))
+                perturbed = self.perturbation.perturb(tensor)
+                records[RecordKey("output", layer, name)] = perturbed.detach().clone()
+                copied = perturbed.clone()
+                self._reset(copied, scope, RecordKey("output", layer, name))
+                if copied.requires_grad:
+                    copied.register_hook(partial(record_gradient, RecordKey("gradient", layer, name)))  # type: ignore[no-untyped-call]
+                return copied
+
+            return map_tensors(record_and_copy, value)
+
+        def record_gradient(key: RecordKey, gradient: Tensor) -> Tensor:
+            perturbed = self.perturbation.perturb(gradient)
+            records[key] = perturbed.detach().clone()
+            self._reset(perturbed, scope, key)
+            return perturbed
+
+        is_first = scope == RecordScope(0, 0) and not self.perturbation.number
+        value, last = boundary(inputs, -1), len(self.layers) - 1
+        for number, layer in enumerate(self.layers):
+            linear = self.output_linear if number == last else None
+            recording = sketched(layer.module, wanted=not self.is_exact)
+            features = input_replaced(layer.module, linear, lambda given: boundary(given, last))
+            failing = failure_named(layer.path or "the model")
+            with failing, random_refused(layer.path), recording as found, features:
+                self.definitions.windows.clear()
+                given = [tensor.grad_fn for tensor in tensors_of(value) if tensor.grad_fn is not None]
+                output = self._run(layer, scope.microbatch, value)
+            if is_first:
+                own = self.aliases[number].values()
+                require_no_hidden_input(layer.path or "the model", output, given, own)
+            records |= {RecordKey("inside", number, name): sketch for name, sketch in found.items()}
+            if not self.is_exact and not self.perturbation.number:
+                run = partial(self._run, layer, scope.microbatch)
+                others = other_documents(self.ids, scope)
+                records |= sums_after_mistakes(self.definitions, run, value, number, others)
+            if linear is None:
+                value = boundary(output, number)
+            else:
+                value = output
+                records[RecordKey("logits", number)] = value.detach().clone()
+        total = self._total(value, targets, checked=is_first)
+        records[RecordKey("total")] = total.detach().clone()
+        if total.requires_grad:
+            with self.casts:
+                torch.autograd.backward(total, (self.update.scale.value / weight).to(total))
+        return records | self._contributions(scope)
+
+    def _total(self, output: Value, targets: Value, *, checked: bool) -> Tensor:
+        """Return the summed loss; `checked`: require that it depends on these arguments alone."""
+        with failure_named("the loss"):
+            with self.casts:
+                total = self.loss.total(output, targets)
+            require_values("the loss", total)
+            if checked:
+                require_function_of_output(self.loss, total.detach(), output, targets)
+        self.epsilon_of_loss = torch.finfo(total.dtype).eps
+        return total
+
+    def _reset(self, tensor: Tensor, scope: RecordScope, key: RecordKey) -> None:
+        """Replace the value of a tensor between layers by the baseline's with rounding errors, if any."""
+        if self.baseline is not None and self.baseline.narrowing:
+            tensor.data = self.perturbation.perturb(self.baseline.values[scope][key].clone())
+
+    def _contributions(self, scope: RecordScope) -> Records:
+        """Return each layer's contribution to a parameter's gradient, and add it to the gradient's sum."""
+        records: Records = {}
+        for number, aliases in enumerate(self.aliases):
+            for name, alias in aliases.items():
+                if alias.grad is None:
+                    continue
+                key = RecordKey("contribution", number, name)
+                records[key] = added = self.perturbation.perturb(alias.grad)
+                alias.grad = None
+                if self.baseline is not None:
+                    added = self.baseline.values[scope][key]
+                total = self.sums[name] + added.to(self.sums[name].dtype)
+                self.sums[name] = (
+                    total if self.baseline is None else self.perturbation.perturb_elementwise(total)
+                )
+        return records
+
+    def _run(self, layer: NamedLayer, microbatch: int, value: Value) -> Value:
+        with self.dropout.running(microbatch, layer.path, names_of(layer.module)), self.casts:
+            return layer.module(value)
+
+    def _mean(self, inputs: Value, targets: Value) -> Tensor:
+        """Return the mean loss of a whole batch, without gradients and without changing the layers."""
+        given, ids = separated(inputs)
+        value = map_tensors(torch.clone, given)
+        self.dropout.rows = [range(len(next(tensors_of(inputs))))]
+        before = HeldState.of(self.layers)
+        before.set_copies()
+        with torch.no_grad(), self._running(inputs), self.definitions.running(ids):
+            for layer in self.layers:
+                with failure_named(layer.path or "the model"):
+                    value = map_tensors(torch.clone, self._run(layer, 0, value))
+            total = self._total(value, targets, checked=False)
+        before.set_back()
+        weight = torch.as_tensor(self.loss.weight(targets)).to(total.device)
+        return total.double() / divisor(self.loss, weight)
