@@ -11,8 +11,7 @@ import time
 import torch
 
 from plait.engine.local_batch import local_inputs
-from plait.ranks.group import Group
-from plait.ranks.traffic import Traffic
+from plait.ranks.group import Group, Traffic
 from plait.tensor.attention.exchange_plan import Mask, exchange_plan
 from plait.tensor.running_sequence import ContextParallelism
 

@@ -24,8 +24,7 @@ from machines import JEAN_ZAY_RESERVED, clusters
 from runs import Case
 
 from plait.estimate.time.hardware import Hardware
-from plait.estimate.time.step_end import gradient_sum_seconds, optimizer_seconds
-from plait.estimate.time.step_times import StepTimes
+from plait.estimate.time.step_times import StepTimes, gradient_sum_seconds, optimizer_seconds
 
 GROUPS = {
     "a100": (

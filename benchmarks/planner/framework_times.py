@@ -11,7 +11,13 @@ from frameworks import Framework
 from plait.estimate.time.hardware import Hardware
 from plait.estimate.time.layer_operations import LayerWork, Recomputation, StepShape
 from plait.estimate.time.layer_times import LayerTimer
-from plait.estimate.time.operations import AxisTransfer, DeviceOperation, Elementwise, FusedAttention, Product
+from plait.estimate.time.operation_times import (
+    AxisTransfer,
+    DeviceOperation,
+    Elementwise,
+    FusedAttention,
+    Product,
+)
 from plait.estimate.time.step_times import NANOSECOND, StepTimes, stage_kinds, stage_modes
 from plait.plan.model_sizes import Decoder, LayerKind
 from plait.plan.plan import Plan

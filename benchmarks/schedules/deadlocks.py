@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from itertools import groupby
 
-from plait.engine.step_programs import StepPrograms
+from plait.engine.blueprint import StepPrograms
 from plait.schedules.lowering.check_programs import own, stream_calls
-from plait.schedules.lowering.lowering_spec import LoweringSpec
 from plait.schedules.lowering.messages import Channel
-from plait.schedules.lowering.program import Program
+from plait.schedules.lowering.program import LoweringSpec, Program
 from plait.schedules.lowering.stream_replay import deadlock_of, first_uses
 from plait.schedules.named_schedules import POLICIES, policy_schedule
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from work import DECAY, LIMIT, MICROBATCHES, RANKS, RATE, Step, build
 
 import plait
-from plait.ranks.traffic import Counts
+from plait.ranks.group import Counts
 
 
 def weave(strategy: Any, reduce: Any) -> tuple[Step, Callable[[], Counts]]:

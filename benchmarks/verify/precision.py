@@ -21,7 +21,7 @@ from plait.verification.case import Case
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import RankOutcome, verify_rank
 from plait.verification.report import VerificationReport
-from plait.verification.report_from_ranks import build_report
+from plait.verification.verify import build_report
 
 PLAN = plait.Plan(
     pp=2, tp=2, dp=2, microbatches=2, strategy="full", precision="bf16", master_precision="fp32"

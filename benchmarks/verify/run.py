@@ -22,7 +22,7 @@ from plait.tensor.losses import cross_entropy
 from plait.verification.case import Case
 from plait.verification.options import Mode, VerifyOptions
 from plait.verification.rank_verification import RankOutcome, verify_rank
-from plait.verification.report_from_ranks import build_report
+from plait.verification.verify import build_report
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 RUNS = {

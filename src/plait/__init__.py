@@ -9,8 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from plait.package import submodule
-from plait.version import VERSION
+from plait.package import VERSION, submodule
 
 if TYPE_CHECKING:
     from plait import (

@@ -1,4 +1,4 @@
-"""Reads regular files and valid JSON only, and writes through no link: others may have made what is there.
+"""Reads regular files, valid JSON and TOML only, and writes through no link: anyone may have made them.
 
 Opening a pipe blocks for ever, reading a device never ends, and writing through a link changes a file
 elsewhere: these are an OSError here, whose `strerror` says what the path is. Bad content is a ValueError.
@@ -10,13 +10,15 @@ import errno
 import json
 import os
 import stat
+import tomllib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
+
 
 T = TypeVar("T")
 MOST_BYTES = 1 << 31
@@ -231,3 +233,33 @@ def _without_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"it has the key {twice[:_MOST_SHOWN]!r} twice")
     return found
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the content of a TOML file. Raises OSError, and ValueError as `toml_value`."""
+    return toml_value(read_text(path))
+
+
+def toml_value(text: str) -> dict[str, Any]:
+    """Return the table of a TOML text. Raises ValueError, also for integers that take more than 64 bits."""
+    try:
+        found = tomllib.loads(text)
+        require_levels(found)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    for name, one in _values(found):
+        if isinstance(one, int) and one.bit_length() > 63:
+            raise ValueError(f"{name} is a whole number that takes more than 64 bits")
+    return found
+
+
+def _values(content: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield all values in tables and lists, with their names."""
+    if isinstance(content, dict):
+        for key, one in content.items():
+            yield from _values(one, f"{name}.{key}" if name else key)
+    elif isinstance(content, list):
+        for one in content:
+            yield from _values(one, name)
+    else:
+        yield name, content

@@ -1,4 +1,4 @@
-"""Modules of a package, imported on first use as its attributes: the `__getattr__` of packages."""
+"""The package itself: its version, and its modules and public names, imported on first use."""
 
 from __future__ import annotations
 
@@ -15,3 +15,21 @@ def submodule(package: str, name: str) -> ModuleType:
     if name.startswith("_") or find_spec(f"{package}.{name}") is None:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
     return import_module(f"{package}.{name}")
+
+
+VERSION = "0.1.0"
+
+
+def version_of(package: str) -> str:
+    """Return the version of a package, "" if not installed; for plait that of the running code.
+
+    So plait also runs where it is not installed, from a folder in `PYTHONPATH`.
+    """
+    if package == "plait":
+        return VERSION
+    from importlib import metadata  # late: it would double the time of `import plait`
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""

@@ -18,8 +18,7 @@ from parity.contexts import packed
 from parity.dropping import ByHand, run_by_hand
 from plait.models.huggingface import families as decoder
 from plait.models.huggingface import gpt2, gpt_neox
-from plait.ranks.group import Group
-from plait.ranks.traffic import Traffic
+from plait.ranks.group import Group, Traffic
 from plait.tensor.attention import SharedKeys
 from plait.tensor.attention.visibility import document_bounds
 from plait.tensor.running_sequence import ContextParallelism, running

@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from plait.engine.blueprint import StepPrograms
 from plait.engine.sharding.reduction_groups import reduction_ranks
-from plait.engine.step_programs import StepPrograms
 from plait.plan import axes
 from plait.plan.parameter_units import UnitTiming
 from plait.schedules.action import Kind
 from plait.schedules.lowering.check_programs import stream_calls, tied_units
-from plait.schedules.lowering.lowering_spec import LayerIndex, LoweringSpec
 from plait.schedules.lowering.messages import Channel
 from plait.schedules.lowering.program import (
     AwaitParameters,
@@ -28,6 +27,8 @@ from plait.schedules.lowering.program import (
     Finish,
     GatherParameters,
     Instruction,
+    LayerIndex,
+    LoweringSpec,
     Program,
     ReduceGradient,
     ReleaseParameters,

@@ -18,7 +18,7 @@ from plait.checkpoint.disk import Disk
 from plait.checkpoint.manifest import FILE, manifest_text
 from plait.checkpoint.tensor_file import BoxToWrite, write_file
 from plait.plan.layout import Flat, Layout
-from plait.plan.layout.boxes import piece_boxes
+from plait.plan.layout.shards import piece_boxes
 
 Build = Callable[[], nn.Sequential]
 VOCAB, CONTEXT = 29, 6

@@ -19,7 +19,8 @@ from plait.ranks.handle import Handle
 from plait.ranks.mesh import Mesh
 from plait.ranks.transport.world_ranks import current_ranks
 from plait.schedules.action import Kind
-from plait.tensor.autograd import paired_collectives, uneven_collectives
+from plait.tensor.autograd import paired_collectives
+from plait.tensor.autograd import regather as uneven_collectives
 
 Defect = Callable[[], AbstractContextManager[object]]
 

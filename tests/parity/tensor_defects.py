@@ -14,13 +14,14 @@ from plait.engine import parallelize as composer
 from plait.engine.sharding.reducer import Reducer
 from plait.ranks.collectives import all_reduce
 from plait.ranks.handle import Handle
-from plait.tensor import sampling, softmax_terms
+from plait.tensor import losses as softmax_terms
+from plait.tensor import sampling
 from plait.tensor.autograd import paired_collectives
 from plait.tensor.autograd.deferred_weight_gradients import linear
 from plait.tensor.autograd.paired_collectives import copy, reduce
 from plait.tensor.parallel import embedding_and_norm as embedding
 from plait.tensor.parallel.linear import ColumnParallelLinear, RowParallelLinear
-from plait.tensor.parallel.vocabulary_partition import Vocabulary
+from plait.tensor.parallel.partition import Vocabulary
 
 
 def replaced_backward(operation: Callable[..., Tensor] | None, change: Callable[..., Tensor]) -> Any:

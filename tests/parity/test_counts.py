@@ -6,7 +6,7 @@ from parity import woven
 from parity.case import ROWS
 from parity.cases import GPT2_CONTEXT, GPT2_VOCAB, USER_CASES, gpt2
 from plait.plan.plan import Plan
-from plait.ranks.traffic import Count
+from plait.ranks.group import Count
 
 ITEM = 8
 HIDDEN = 16

@@ -26,7 +26,7 @@ from plait.app.loop import training_loop as training
 from plait.app.loop.training_loop import TrainingLoop
 from plait.app.train.train_run import train
 from plait.plan.plan import Plan
-from plait.tensor import softmax_terms
+from plait.tensor import losses as softmax_terms
 from plait.tensor.parallel.embedding_and_norm import VocabParallelEmbedding
 
 SOURCE = Path(plait.__file__).parent
@@ -160,18 +160,18 @@ ALLOWED = {
     "ranks/consistency_check.py": "headers are in CPU memory wherever the group has Gloo, and cached on GPUs",
     "ranks/plain_values.py": "results of a launch, once, after the ranks have ended",
     "ranks/launch/result_exchange.py": "the same",
-    "ranks/tensor_hash.py": "hashes of values are asked for by guards and loads",
+    "ranks/consistency_check.py": "hashes of values are asked for by guards and loads",
     "ranks/text_collectives.py": "texts are exchanged at the start, on saves and for errors",
-    "ranks/transport/shared_memory/host_discovery.py": "once per mesh",
+    "ranks/transport/shared_memory/group_channels.py": "once per mesh",
     "ranks/transport/shared_memory/transport.py": "where pieces begin, in the CPU memory that ranks share",
     "models/layers/layer_sequence.py": "a hash of the model's values, once",
     "engine/sharding/gradient_norm.py": "the factor of a clipped gradient that is offloaded to the CPU",
-    "proof/optimizer_probe.py": "once per optimizer, on CPU tensors of its own",
+    "proof/optimizer_proof.py": "once per optimizer, on CPU tensors of its own",
     "engine/sharding/replica_check.py": "of guards, which are asked for",
     "tensor/sampling.py": "generation draws tokens on the CPU",
     "app/loop/meter.py": "the numbers of a step, read after the next one was submitted",
     "app/loop/stream.py": "what the rank that reads has read, on the way between CPUs",
-    "app/loop/validation_means.py": "the means of a validation",
+    "app/loop/validation.py": "the means of a validation",
     "tensor/preferences.py": "answers of a reference, computed once before the training",
     "app/train/reference_steps.py": "after the run, on rank 0",
     "app/train/sample.py": "the sample after the run",

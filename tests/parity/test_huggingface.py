@@ -23,7 +23,7 @@ from plait.ranks.launch.rank_pool import RankPool
 from plait.verification.case import Case
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank
-from plait.verification.report_from_ranks import build_report
+from plait.verification.verify import build_report
 
 pytestmark = pytest.mark.transformers
 

@@ -17,7 +17,7 @@ from plait.ranks.launch.rank_pool import RankPool
 from plait.verification.case import Case as VerifiedCase
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank
-from plait.verification.report_from_ranks import build_report
+from plait.verification.verify import build_report
 
 QUICK: dict[str, dict[str, Any]] = {
     "regather": {"tp": 2, "pp": 2, "schedule": "zb-v", "sequence_parallel": "regather", "microbatches": 4},

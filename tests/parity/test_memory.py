@@ -19,7 +19,7 @@ from parity.live_bytes import LiveBytes
 from parity.pairs import in_quick
 from plait.estimate.memory.memory_report import RankMemory
 from plait.estimate.memory.predicted_memory import MemoryEstimator
-from plait.models.result_cache import ResultCache, result_caches
+from plait.models.rotary import ResultCache, result_caches
 from plait.plan.plan import Plan
 from plait.tensor.attention.exchange_plan import remembered_plan
 from plait.tensor.layer_values import tensors_of

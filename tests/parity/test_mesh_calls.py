@@ -35,7 +35,7 @@ from plait.plan import axes
 from plait.plan.plan import Plan
 from plait.ranks.transport.local.stream_rules import StreamRules
 from plait.schedules.action import Kind
-from plait.schedules.lowering.lowering_spec import LayerIndex
+from plait.schedules.lowering.program import LayerIndex
 from plait.schedules.lowering.stream_replay import Call, Operation, Queued, deadlock_of
 from plait.schedules.named_schedules import POLICIES
 from plait.schedules.schedule import Schedule

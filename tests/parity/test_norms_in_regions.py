@@ -20,7 +20,7 @@ from plait.ranks.launch.rank_pool import RankPool
 from plait.verification.case import Case as VerifyCase
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank
-from plait.verification.report_from_ranks import build_report
+from plait.verification.verify import build_report
 
 HIDDEN, HEADS, KEY_HEADS, SIZE = 24, 4, 2, 6
 RULES: Rules = {

@@ -11,7 +11,7 @@ from parity.case import ROWS, Case
 from parity.cases import GPT2_CONTEXT, gpt2, llama
 from parity.pieces import of_length
 from plait.plan.plan import Plan
-from plait.ranks.traffic import Count, Counts
+from plait.ranks.group import Count, Counts
 
 ITEM, HIDDEN, TP = 8, 16, 2
 WHOLE = ROWS * GPT2_CONTEXT * HIDDEN * ITEM

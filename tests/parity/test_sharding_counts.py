@@ -16,7 +16,7 @@ from parity.case import SEED
 from parity.cases import gpt2
 from plait.engine import Engine
 from plait.plan.plan import Plan
-from plait.ranks.traffic import Count
+from plait.ranks.group import Count
 from plait.ranks.transport.shared_memory.shared_staging import CAPACITY
 
 CASE = gpt2(layers=2, tied=False, hidden=64, heads=2, vocab=256)

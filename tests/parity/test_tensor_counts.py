@@ -11,7 +11,7 @@ from parity.case import ROWS
 from parity.cases import GPT2_CONTEXT, gpt2, llama
 from parity.pairs import covering_rows, every_row
 from plait.plan.plan import Plan
-from plait.ranks.traffic import Count
+from plait.ranks.group import Count
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 
 ITEM = 8

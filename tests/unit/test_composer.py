@@ -19,7 +19,7 @@ from plait.engine.parallelize import parallelize
 from plait.errors import MeshError, ModelError, PlanError, ScheduleError
 from plait.plan.plan import Plan
 from plait.ranks.mesh import Mesh
-from plait.schedules.lowering.lowering_spec import LayerIndex
+from plait.schedules.lowering.program import LayerIndex
 from plait.tensor.losses import cross_entropy
 
 

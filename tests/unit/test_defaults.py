@@ -13,7 +13,7 @@ from plait.loop import Checkpoints
 import plait
 from plait.app.config.config import Config
 from plait.app.config.config_sections import ModelConfig
-from plait.app.train.build import build_model
+from plait.app.train.trainer import build_model
 
 FUNCTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
     "model": (plait.models.gpt2, plait.models.llama),

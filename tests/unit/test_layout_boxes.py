@@ -8,7 +8,7 @@ from test_layout import filled, layouts
 from test_layout_flat import flat_layouts
 
 from plait.plan.layout import Box, Flat, Layout, Shard, shard
-from plait.plan.layout.boxes import intersection, is_tiling, piece_boxes, slices_within
+from plait.plan.layout.shards import intersection, is_tiling, piece_boxes, slices_within
 
 
 def boxes_of(layout: Layout, *where: int) -> list[Box]:

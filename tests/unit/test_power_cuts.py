@@ -15,11 +15,10 @@ from plait.app.data.corpus_check import damaged_shards
 from plait.app.data.corpus_index import INDEX, CorpusIndex, read_index
 from plait.app.data.preparation import prepare_corpus
 from plait.app.loop.loggers import JsonLines
-from plait.checkpoint.best_marker import BestCheckpoint
 from plait.checkpoint.checkpoint_manager import CheckpointManager
 from plait.checkpoint.converting import convert
 from plait.checkpoint.disk import Disk
-from plait.checkpoint.folders import atomic_folder, clean_up, resolve, unfinished_path
+from plait.checkpoint.folders import BestCheckpoint, atomic_folder, clean_up, resolve, unfinished_path
 from plait.checkpoint.manifest import read_manifest
 from plait.checkpoint.tensor_file import find_damage, portions
 from plait.engine import Engine

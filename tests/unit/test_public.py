@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import plait
-from plait.version import VERSION, version_of
+from plait.package import VERSION, version_of
 
 
 @pytest.mark.parametrize("name", plait.__all__)
@@ -57,6 +57,6 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 def test_the_version_is_that_of_pyproject_toml() -> None:
     pyproject = tomllib.loads((Path(plait.__file__).parents[2] / "pyproject.toml").read_text())
     assert pyproject["project"]["dynamic"] == ["version"]
-    assert pyproject["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "plait.version.VERSION"}
+    assert pyproject["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "plait.package.VERSION"}
     assert plait.__version__ == VERSION == version_of("plait")
     assert version_of("a package that nobody has") == ""

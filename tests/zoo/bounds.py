@@ -10,7 +10,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from plait.engine import Engine, gradient_clipping
+from plait.engine import Engine
+from plait.engine import engine as gradient_clipping
 from plait.engine.sharding.gradient_norm import scale_to, start_norm
 from plait.verification.location import StepPhase
 from zoo.patching import rank

@@ -17,7 +17,7 @@ from parity.cases import llama
 from parity.contexts import mixing, packed
 from plait.engine import local_batch, runner
 from plait.engine import parallelize as composer
-from plait.engine.compilation import attention_steps
+from plait.engine.compilation import compiled_calls as attention_steps
 from plait.engine.compilation import compiled_calls as steps
 from plait.engine.pipeline.stage import Stage
 from plait.engine.sharding import reducer

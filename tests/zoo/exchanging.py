@@ -15,7 +15,7 @@ from plait.plan.plan import Plan
 from plait.ranks.collectives import all_gather
 from plait.schedules.action import Kind
 from plait.tensor.autograd import paired_collectives
-from plait.tensor.parallel import region_boundary
+from plait.tensor.parallel import linear as region_boundary
 from plait.verification.options import VerifyOptions
 from zoo import cases
 from zoo.backward import _messages

@@ -22,7 +22,8 @@ from plait.models.lora import LoraLinear
 from plait.plan.plan import Plan
 from plait.tensor.dropout import Dropout, set_region_piece
 from plait.tensor.layer_values import Value, map_tensors
-from plait.tensor.parallel import apply_rules, norm
+from plait.tensor.parallel import apply_rules
+from plait.tensor.parallel import embedding_and_norm as norm
 from plait.tensor.running_sequence import ContextParallelism, DocumentBounds, LocalSequence
 from plait.verification.location import StepPhase
 from zoo import cases

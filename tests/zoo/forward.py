@@ -29,7 +29,7 @@ from plait.schedules.action import Kind
 from plait.tensor import layer_values as values
 from plait.tensor.layer_values import map_tensors
 from plait.tensor.parallel import embedding_and_norm as embedding
-from plait.tensor.parallel import region_boundary
+from plait.tensor.parallel import linear as region_boundary
 from plait.tensor.parallel.linear import RowParallelLinear
 from plait.verification.location import StepPhase
 from zoo import cases, models

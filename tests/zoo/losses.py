@@ -17,7 +17,7 @@ from plait.engine import parallelize as composer
 from plait.engine.pipeline.loss_stage import LossStage
 from plait.ranks.collectives import all_reduce
 from plait.ranks.handle import Handle
-from plait.tensor import softmax_terms
+from plait.tensor import losses as softmax_terms
 from plait.tensor.losses import CrossEntropy
 from plait.verification.location import StepPhase
 from zoo import cases, models

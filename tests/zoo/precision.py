@@ -20,7 +20,7 @@ from plait.engine.sharding.unit import UnitFactory
 from plait.plan.parameter_units import PRECISIONS, UnitSpec, resolve_units
 from plait.plan.plan import Plan, Precision
 from plait.ranks.handle import Handle
-from plait.tensor.parallel import norm
+from plait.tensor.parallel import embedding_and_norm as norm
 from plait.verification.location import StepPhase
 from plait.verification.options import VerifyOptions
 from zoo import cases

@@ -10,7 +10,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from plait.engine import gradient_clipping, runner
+from plait.engine import engine as gradient_clipping
+from plait.engine import runner
 from plait.engine.sharding import gatherer, reducer
 from plait.plan.plan import Plan
 from plait.ranks.collectives import all_reduce

@@ -18,7 +18,7 @@ from plait.verification.location import StepPhase
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import RankOutcome, verify_rank
 from plait.verification.report import VerificationReport
-from plait.verification.report_from_ranks import build_report
+from plait.verification.verify import build_report
 
 Defect = Callable[[], AbstractContextManager[object]]
 """A mistake, while it is entered."""

@@ -10,7 +10,7 @@ from unittest.mock import patch
 from torch import Tensor
 
 from parity.defects import norm_of_own_stage_only, tie_not_reduced
-from plait.engine import gradient_clipping
+from plait.engine import engine as gradient_clipping
 from plait.engine import parallelize as composer
 from plait.engine.pipeline.stage import Stage
 from plait.engine.sharding import reducer

@@ -27,12 +27,10 @@ from plait.ranks.collectives import all_reduce
 from plait.ranks.group import Group
 from plait.tensor.autograd import paired_collectives
 from plait.tensor.autograd.deferred_weight_gradients import linear
-from plait.tensor.autograd.regather import Gather, GatherRegistry, Regathered
-from plait.tensor.autograd.uneven_collectives import own_piece, start_whole
+from plait.tensor.autograd.regather import Gather, GatherRegistry, Regathered, own_piece, start_whole
 from plait.tensor.dropout_mask import DimPiece
-from plait.tensor.parallel import region_boundary
-from plait.tensor.parallel.linear import RowParallelLinear
-from plait.tensor.parallel.region_boundary import RegionBoundary
+from plait.tensor.parallel import linear as region_boundary
+from plait.tensor.parallel.linear import RegionBoundary, RowParallelLinear
 from plait.verification.location import StepPhase
 from zoo import cases
 from zoo.patching import during, replaced_all_reduce

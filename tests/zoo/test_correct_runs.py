@@ -8,8 +8,8 @@ from parity.cases import gpt2, llama
 from plait.plan.plan import Plan
 from plait.schedules.search.api import POLICY_NAMES
 from plait.verification.rank_verification import verify_rank
-from plait.verification.report_from_ranks import build_report
 from plait.verification.sweep import RefusedPlan, plans_on, verify_plans
+from plait.verification.verify import build_report
 from zoo.context import PACKED
 from zoo.fine_tuning import ADAPTED_AND_DROPPING, NORMS
 from zoo.row import case_of

@@ -5,7 +5,7 @@ import pytest
 from plait.errors import CommunicationError, ModelError
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank
-from plait.verification.report_from_ranks import build_report
+from plait.verification.verify import build_report
 from zoo.backward import BACKWARD
 from zoo.bounds import BOUNDS
 from zoo.cases import GPT2, TWO_COPIES

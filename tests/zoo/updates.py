@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from parity.defects import norm_of_own_stage_only
 from parity.tensor_defects import whole_parameters_counted_by_every_rank
-from plait.engine import Engine, gradient_clipping, inference, runner
+from plait.engine import Engine, inference, runner
+from plait.engine import engine as gradient_clipping
 from plait.engine import parallelize as composer
 from plait.engine.sharding.gradient_norm import scale_to, start_norm
 from plait.ranks.handle import Handle

@@ -7,9 +7,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from plait.checkpoint.best_marker import BestCheckpoint, best_checkpoints, mark_best
 from plait.checkpoint.disk import Disk
-from plait.checkpoint.folders import checkpoint_name, clean_up, complete_version, prune, rename_later
+from plait.checkpoint.folders import (
+    BestCheckpoint,
+    best_checkpoints,
+    checkpoint_name,
+    clean_up,
+    complete_version,
+    mark_best,
+    prune,
+    rename_later,
+)
 from plait.checkpoint.optimizer_set import GivenOptimizers
 from plait.checkpoint.rank_contents import Checkpointable
 from plait.checkpoint.save_task import PendingSave

@@ -13,13 +13,12 @@ from plait.checkpoint.compatibility import applicable_run_state, require_model
 from plait.checkpoint.disk import Disk
 from plait.checkpoint.folders import atomic_folder, write_manifest
 from plait.checkpoint.manifest import Manifest, TensorEntry
-from plait.checkpoint.optimizer_state import is_number
-from plait.checkpoint.rank_contents import WriterAssignment, parameter_key, state_key, state_keys
+from plait.checkpoint.rank_contents import WriterAssignment, is_number, parameter_key, state_key, state_keys
 from plait.checkpoint.save_task import file_name
 from plait.checkpoint.tensor_file import BoxToWrite, write_file, write_files
 from plait.plan.axes import sizes_of_plan
-from plait.plan.layout.boxes import piece_boxes
 from plait.plan.layout.layout import Layout
+from plait.plan.layout.shards import piece_boxes
 from plait.plan.shard_plan import ShardPlan, replica_ranks
 
 

@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from plait.checkpoint.pickle_reader import PickledClass, PickledObject, read_pickle
 from plait.errors import CheckpointError
 from plait.files import MOST_LEVELS, is_plain_name, is_within, read_bytes, require_file
-from plait.plan.layout.boxes import is_tiling
 from plait.plan.layout.layout import Box
+from plait.plan.layout.shards import is_tiling
 
 _METADATA = ".metadata"
 """The metadata file, which torch writes last."""

@@ -35,9 +35,10 @@ from plait.checkpoint.optimizer_options import (
     restore_options,
 )
 from plait.checkpoint.optimizer_set import GivenOptimizers, OptimizerSet
-from plait.checkpoint.optimizer_state import is_number, number_device
 from plait.checkpoint.rank_contents import (
     Checkpointable,
+    is_number,
+    number_device,
     parameter_key,
     require_engine,
     state_key,

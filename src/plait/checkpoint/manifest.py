@@ -24,8 +24,8 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, Validat
 
 from plait.errors import CheckpointError
 from plait.files import first_fault, is_plain_name, is_within, json_value, read_text, require_levels
-from plait.plan.layout.boxes import overlap
 from plait.plan.layout.layout import Box
+from plait.plan.layout.shards import overlap
 
 FILE = "manifest.json"
 FORMAT = 1

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from plait.checkpoint.compatibility import Sources
 from plait.checkpoint.optimizer_set import OptimizerSet
-from plait.checkpoint.optimizer_state import NOT_RESTORED
+from plait.checkpoint.rank_contents import NOT_RESTORED
 from plait.errors import CheckpointError
 
 Options = Literal["saved", "given"]

@@ -1,7 +1,13 @@
-"""The tensors that a rank holds, as pieces of named global tensors, and which rank saves each piece."""
+"""The tensors that a rank holds, of model and optimizer, as shards of global tensors, and who saves which.
+
+State of the shape of a rank's piece is sharded as its parameter. A tensor without dims, such as the step
+count, is a number that is equal on all ranks. State of any other shape must belong to a parameter that is not
+sharded.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,12 +16,110 @@ import torch
 from torch import Tensor, nn
 
 from plait.checkpoint.optimizer_set import OptimizerSet
-from plait.checkpoint.optimizer_state import state_of
 from plait.errors import CheckpointError
 from plait.plan.axes import layout_degrees
 from plait.plan.layout.layout import Layout
 from plait.plan.shard_plan import ShardPlan, replica_ranks
 from plait.ranks.mesh import Mesh
+
+NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
+"""Keys of numbers in torch's optimizers, which the shape does not show for parameters without dims."""
+NOT_RESTORED = frozenset({"fused", "foreach", "capturable", "differentiable"})
+"""Implementation options of an optimizer, which loading does not change."""
+NOT_SAVED = frozenset({"params", "param_names"})
+"""Entries of a group that are not options."""
+
+
+def state_of(
+    optimizers: OptimizerSet, name: str, piece: nn.Parameter, layout: Layout
+) -> dict[str, tuple[tuple[int, ...] | None, Tensor]]:
+    """Return a parameter's state tensors by key, each with its global shape (None: sharded as the parameter).
+
+    Raises CheckpointError for a tensor of another shape than the piece, unless the parameter is not sharded.
+    """
+    found: dict[str, tuple[tuple[int, ...] | None, Tensor]] = {}
+    for key, value in optimizers.state_of(piece).items():
+        if "." in str(key):
+            raise CheckpointError(f"the optimizer's state of {name} has a key {key!r}: it must have no dot.")
+        if not isinstance(value, Tensor):
+            continue
+        if is_number(key, value.shape, layout.shape):
+            found[key] = (), value
+        elif value.shape == piece.shape:
+            found[key] = None, value
+        elif tuple(piece.shape) == layout.shape:
+            found[key] = tuple(value.shape), value
+        elif value.dim() == 0 and layout.shape == ():
+            continue  # this rank's piece of the parameter is empty; another rank saves the state
+        else:
+            raise CheckpointError(
+                f"the optimizer keeps {key} of {name} as {list(value.shape)}, where this rank has a piece "
+                f"{list(piece.shape)} of {list(layout.shape)}: only state of the same shape can be saved."
+            )
+    return found
+
+
+def is_number(key: str, shape: Iterable[int], parameter: tuple[int, ...]) -> bool:
+    """Return whether a state tensor is one number for the whole parameter, such as its step count."""
+    return not tuple(shape) and (parameter != () or key in NUMBERS)
+
+
+def describe(optimizers: OptimizerSet, names: Mapping[int, str]) -> dict[str, Any]:
+    """Return the optimizers' classes, parameter groups and other state by parameter name, as JSON values.
+
+    `names`: of this rank's parameters, by `id`. Raises CheckpointError for values that JSON cannot hold.
+    """
+    require_own_parameters(optimizers, names)
+    group_of: dict[str, int] = {}
+    plain: dict[str, dict[str, Any]] = {}
+    for number, group in enumerate(optimizers.param_groups):
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            group_of[name] = number
+            state = optimizers.state_of(parameter)
+            values = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+            if values:
+                plain[name] = {key: _plain(value, f"{key} of {name}") for key, value in values.items()}
+    groups = [
+        {key: _plain(value, f"option {key}") for key, value in group.items() if key not in NOT_SAVED}
+        for group in optimizers.param_groups
+    ]
+    found = {"class": optimizers.kind, "groups": groups, "group_of": group_of, "plain": plain}
+    return found if len(optimizers.members) == 1 else found | {"class_of": optimizers.members_of(names)}
+
+
+def require_own_parameters(optimizers: OptimizerSet, names: Mapping[int, str]) -> None:
+    """Raise CheckpointError if `names`, of this rank's parameters by id, lacks a parameter of an optimizer.
+
+    Also where two optimizers have a parameter in common.
+    """
+    optimizers.require_apart(names)
+    for number, group in enumerate(optimizers.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise CheckpointError(
+                    f"group {number} of the optimizer has a parameter {list(parameter.shape)} that is not "
+                    "the engine's: give an optimizer of engine.parameters(), and save others by yourself."
+                )
+
+
+def number_device(key: str, group: Mapping[str, Any], piece: Tensor) -> torch.device:
+    """Return the device of a scalar state tensor: the CPU for step counts, unless fused or capturable."""
+    on_device = key != "step" or group.get("fused") or group.get("capturable")
+    return piece.device if on_device else torch.device("cpu")
+
+
+def _plain(value: Any, what: str) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        raise CheckpointError(
+            f"the optimizer has {what} = {value!r}, which JSON cannot hold: a checkpoint holds tensors, "
+            "numbers and text."
+        ) from None
+    return value
 
 
 class Checkpointable(Protocol):

@@ -21,10 +21,10 @@ from plait.checkpoint.disk import Disk
 from plait.checkpoint.folders import restore_name, unfinished_path
 from plait.checkpoint.manifest import FILE, Manifest, TensorEntry
 from plait.checkpoint.optimizer_set import GivenOptimizers, OptimizerSet
-from plait.checkpoint.optimizer_state import describe
 from plait.checkpoint.rank_contents import (
     Checkpointable,
     RankPiece,
+    describe,
     rank_contents,
     require_engine,
     written_by,
@@ -32,11 +32,11 @@ from plait.checkpoint.rank_contents import (
 from plait.checkpoint.save_task import ManifestPart, PendingSave, SaveTask, wait_for_folder
 from plait.checkpoint.tensor_file import DTYPES, BoxToWrite
 from plait.errors import CheckpointError
+from plait.package import VERSION
 from plait.plan.arguments import require_flag, require_instance
-from plait.plan.layout.boxes import piece_boxes
+from plait.plan.layout.shards import piece_boxes
 from plait.ranks.device import StreamEvent, copy_later, host_bytes, is_accelerator
 from plait.ranks.text_collectives import first_nonempty_text
-from plait.version import VERSION
 
 LocalBox = tuple[BoxToWrite, Tensor]
 """A box of a global tensor, to be written without staging, and its view in this rank's memory."""

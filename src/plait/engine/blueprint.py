@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -10,10 +11,9 @@ from typing import Any, cast
 
 from torch import nn
 
+from plait.engine.fingerprint import structure_of
 from plait.engine.sharding.reduction_groups import Owners
-from plait.engine.step_programs import StepPrograms
-from plait.engine.structure_key import structure_of
-from plait.errors import PlanError
+from plait.errors import PlanError, ScheduleError
 from plait.models.layers.layer_sequence import (
     LayerSequence,
     aliases_of,
@@ -32,15 +32,78 @@ from plait.plan.rules import Rule, Rules
 from plait.plan.shard_plan import ShardPlan
 from plait.proof.meta_layers import MetaLayers
 from plait.ranks.group import Group
-from plait.schedules.lowering.lowering_spec import LayerIndex, LoweringSpec
+from plait.schedules.check import check
+from plait.schedules.lowering.check_programs import check_programs
+from plait.schedules.lowering.lower import Ending, lower
+from plait.schedules.lowering.program import LayerIndex, LoweringSpec, Program
+from plait.schedules.named_schedules import forward_only
 from plait.schedules.schedule import Schedule
 from plait.schedules.search.layer_costs import LayerCosts
 from plait.schedules.search.stage_cuts import StageCut, schedule_and_cut
-from plait.tensor.output_linear import output_linear_name
+from plait.tensor.chunked_cross_entropy import output_linear_name
+from plait.tensor.layer_values import DTYPES, named_dtype
 from plait.tensor.parallel.apply_rules import layouts_of, match_modules
-from plait.tensor.parallel.sequence_dims import SequenceDims, sequence_dims, summed_over_tp
-from plait.tensor.parallel.tensor_parallelism import TensorParallelism, named
-from plait.tensor.precision import DTYPES, named_dtype
+from plait.tensor.parallel.tensor_parallelism import (
+    SequenceDims,
+    TensorParallelism,
+    named,
+    sequence_dims,
+    summed_over_tp,
+)
+
+
+@dataclass(frozen=True)
+class StepPrograms:
+    """The programs (instructions) of all ranks of `pp` for training, evaluation and generation."""
+
+    schedule: Schedule
+    spec: LoweringSpec
+
+    @cached_property
+    def train(self) -> Sequence[Program]:
+        """The training programs: forward and backward of all micro-batches.
+
+        Raises ScheduleError for an illegal schedule.
+        """
+        check(self.schedule)
+        return self._lower(self.schedule, "loss")
+
+    @cached_property
+    def evaluate(self) -> Sequence[Program]:
+        """The programs that compute the loss of every micro-batch, without a backward."""
+        return self._lower_forward(self.schedule.microbatches, "loss")
+
+    @cached_property
+    def output(self) -> Sequence[Program]:
+        """The programs that compute the model's output for every micro-batch."""
+        return self._lower_forward(self.schedule.microbatches, "output")
+
+    @cached_property
+    def output_of_one(self) -> Sequence[Program]:
+        """The programs that compute the model's output for a batch of one micro-batch."""
+        return self._lower_forward(1, "output")
+
+    def posting_late(self) -> StepPrograms:
+        """Return programs for NCCL: each receive is posted only one action before the action that uses it.
+
+        They are posted as early as on a CPU where that would deadlock, as for some searched orders: a rank
+        waits for a send before it sends more than `SENDS_IN_FLIGHT` others.
+        """
+        return replace(self, spec=replace(self.spec, posts_late=True))
+
+    def _lower_forward(self, microbatches: int, ending: Ending) -> Sequence[Program]:
+        made = forward_only(self.schedule.rank_of, ranks=self.schedule.ranks, microbatches=microbatches)
+        return self._lower(made, ending)
+
+    def _lower(self, schedule: Schedule, ending: Ending) -> Sequence[Program]:
+        if self.spec.posts_late:
+            with suppress(ScheduleError):
+                late = lower(schedule, self.spec, ending)
+                check_programs(late, rendezvous=False)
+                return late
+        programs = lower(schedule, replace(self.spec, posts_late=False), ending)
+        check_programs(programs)
+        return programs
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from plait.engine.fingerprint import fingerprint_of_order
 from plait.engine.full_tensors import load_state_dict, named_gradients, state_dict
-from plait.engine.gradient_clipping import clip_gradients
 from plait.engine.inference import generated, mean_loss, model_output
 from plait.engine.recorder import Recording
 from plait.engine.rescheduling import (
@@ -24,14 +23,15 @@ from plait.engine.rescheduling import (
 )
 from plait.engine.runner import Runner
 from plait.engine.runtime import InstructionObserver, Runtime
+from plait.engine.sharding.gradient_norm import scale_to, start_norm
 from plait.engine.sharding.replica_check import check_replicas
 from plait.engine.step_agreement import StepAgreement
-from plait.errors import PlanError, ReplicaError
+from plait.errors import NonFiniteError, PlanError, ReplicaError
 from plait.plan.arguments import require_number
 from plait.plan.layout.layout import Layout
 from plait.plan.shard_plan import ShardPlan
 from plait.proof.optimizer_proof import OptimizerGuard, Partitioning
-from plait.ranks.traffic import Counts
+from plait.ranks.group import Counts
 from plait.schedules.costs import Costs
 from plait.schedules.schedule import Schedule
 from plait.tensor.layer_values import Value
@@ -39,6 +39,26 @@ from plait.tensor.sampling import TokenChoice
 
 if TYPE_CHECKING:
     from plait.checkpoint.dtensor import DTensor
+
+
+def clip_gradients(runner: Runner, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
+    """Scale all gradients of the model to a norm of at most `max_norm`, and return the norm before."""
+    runtime, scale = runner.runtime, runner.scale
+    units = runtime.units.values()
+    group = runner.mesh.group(runtime.blueprint.norm_axis)
+    norm = start_norm(units, runtime.counted, group, runner.mesh.device, norm_type)()
+    scale_to(units, norm, max_norm)
+    if scale.guards or error_if_nonfinite:
+        finite = bool(norm.isfinite())
+        scale.update(finite=finite)
+        if not finite and scale.guards:
+            runner.reducer.drop()
+        if not finite and error_if_nonfinite:
+            raise NonFiniteError(
+                f"the gradient norm is {norm.item()} over all ranks: lower the learning rate, raise the "
+                "warm-up, or look at the data of that step."
+            )
+    return norm
 
 
 class Engine:

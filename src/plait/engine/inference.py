@@ -12,7 +12,7 @@ from plait.engine.fingerprint import fingerprint_of_tokens
 from plait.engine.local_batch import joined, without_part
 from plait.engine.runner import Runner
 from plait.errors import DataError
-from plait.models.layers.evaluation_mode import evaluating
+from plait.models.layers.layer_sequence import evaluating
 from plait.models.layers.shape_inference import TensorInfo
 from plait.models.layers.uneven_rows import counted_microbatches
 from plait.ranks.collectives import all_reduce, broadcast

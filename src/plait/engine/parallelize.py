@@ -19,7 +19,7 @@ from plait.engine.compilation.compiled_layer import LayerCompiler
 from plait.engine.engine import Engine
 from plait.engine.fingerprint import fingerprint, lines_of_values
 from plait.engine.pipeline.exchange import Exchange
-from plait.engine.pipeline.loss_stages import build_loss_stage
+from plait.engine.pipeline.loss_stage import build_loss_stage
 from plait.engine.pipeline.pipeline_rank import PipelineRank
 from plait.engine.pipeline.stage import Stage
 from plait.engine.runtime import Runtime
@@ -44,11 +44,10 @@ from plait.schedules.lowering.messages import channels_of
 from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradients
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.dropout import DropoutGenerator
-from plait.tensor.layer_values import NamedLayer
+from plait.tensor.layer_values import DTYPES, NamedLayer, convert
 from plait.tensor.losses import Loss
 from plait.tensor.parallel.partition import is_sharded
 from plait.tensor.parallel.tensor_parallelism import TensorParallelism, named
-from plait.tensor.precision import DTYPES, convert
 from plait.tensor.running_sequence import ContextParallelism
 from plait.tensor.torch_losses import GivenLoss, as_loss
 

@@ -25,8 +25,7 @@ from plait.engine.pipeline.executor import Executor
 from plait.engine.recorder import Recorder
 from plait.engine.runtime import InstructionObserver, Runtime
 from plait.engine.sharding.gatherer import Gatherer
-from plait.engine.sharding.gradient_norm import non_finite_gradients
-from plait.engine.sharding.loss_scale import loss_scale
+from plait.engine.sharding.gradient_norm import loss_scale, non_finite_gradients
 from plait.engine.sharding.reducer import Reducer
 from plait.errors import DataError, PlanError
 from plait.models.layers.shape_inference import LayerInfo
@@ -37,6 +36,7 @@ from plait.ranks.device import sent
 from plait.schedules.lowering.program import INSTRUCTION_TYPES, Program
 from plait.tensor.dropout import names_of
 from plait.tensor.layer_values import (
+    DTYPES,
     Microbatches,
     Value,
     map_tensors,
@@ -46,7 +46,6 @@ from plait.tensor.layer_values import (
     tensors_of,
     with_tensors,
 )
-from plait.tensor.precision import DTYPES
 from plait.tensor.running_sequence import LocalSequence, running
 from plait.tensor.torch_losses import divisor
 

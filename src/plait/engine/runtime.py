@@ -18,7 +18,7 @@ from plait.schedules.lowering.program import Instruction
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.dropout import DropoutGenerator
 from plait.tensor.losses import Loss
-from plait.tensor.parallel.vocabulary_partition import Vocabulary
+from plait.tensor.parallel.partition import Vocabulary
 from plait.tensor.running_sequence import ContextParallelism
 
 

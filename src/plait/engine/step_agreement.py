@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer
 
 from plait.engine.fingerprint import settings_lines
 from plait.engine.runtime import Runtime
-from plait.engine.sharding.loss_scale import LossScale
+from plait.engine.sharding.gradient_norm import LossScale
 from plait.errors import CommunicationError, PlaitError
 from plait.models.layers.value_text import ValueTexts
 from plait.plan.axes import STAGE_AXES

@@ -25,8 +25,7 @@ from plait.models.model_helpers import (
     heads_of,
     require_length,
 )
-from plait.models.result_cache import ResultCache
-from plait.models.rotary import rotary_angles, rotate
+from plait.models.rotary import ResultCache, rotary_angles, rotate
 from plait.plan.model_sizes import ROPE_BASE, Decoder
 from plait.plan.rules import Rules, column, entrance, row, sequence, vocabulary
 from plait.tensor.attention.attention import attend, share_keys

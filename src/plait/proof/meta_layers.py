@@ -19,9 +19,9 @@ from plait.plan.layout.layout import Layout
 from plait.plan.rules import join
 from plait.proof.gradient_proof import Claims, prove_layer
 from plait.proof.position_proof import prove_positions_apart
+from plait.tensor.chunked_cross_entropy import require_features, return_features
 from plait.tensor.dropout import names_of
 from plait.tensor.layer_values import NamedLayer, Value, map_tensors, tensors_of
-from plait.tensor.output_linear import require_features, return_features
 from plait.tensor.parallel.partition import is_sharded
 from plait.tensor.parallel.tensor_parallelism import TensorParallelism
 from plait.tensor.running_sequence import running_sequence

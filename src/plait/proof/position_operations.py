@@ -11,13 +11,15 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from plait.proof.position_dims import OperationCall, PositionDim, tensors_among
-from plait.proof.position_indexing import (
+from plait.proof.position_dims import (
+    OperationCall,
+    PositionDim,
     indexed,
     indexed_along,
     part_replaced,
     selected,
     taken,
+    tensors_among,
     written_along,
     written_at,
 )

@@ -16,11 +16,10 @@ from plait.ranks.collectives import (
     scatter,
     shared_zeros,
 )
-from plait.ranks.group import Group
+from plait.ranks.group import Count, Group, Traffic
 from plait.ranks.handle import Handle
 from plait.ranks.mesh import GridMesh, Mesh
 from plait.ranks.point_to_point import receive, send
-from plait.ranks.traffic import Count, Traffic
 
 __all__ = [
     "Count",

@@ -24,9 +24,16 @@ from plait.ranks.consistency_check import HEADER_BYTES, SIZE_BYTES, require_matc
 from plait.ranks.device import default_device
 from plait.ranks.group import Group
 from plait.ranks.handle import Handle
-from plait.ranks.transport.buffers import copy_out, dense, describe, dtype_name, output_buffer
+from plait.ranks.transport.buffers import (
+    Op,
+    copy_out,
+    dense,
+    describe,
+    dtype_name,
+    output_buffer,
+    reduction_error,
+)
 from plait.ranks.transport.interface import Pending, PieceSizes
-from plait.ranks.transport.reduction import Op, reduction_error
 
 T = TypeVar("T")
 

@@ -33,11 +33,10 @@ from plait.plan.plan import Plan
 from plait.ranks.collectives import all_reduce, all_to_all
 from plait.ranks.device import StreamEvent, is_accelerator, make_current
 from plait.ranks.failure.operation_watch import OperationWatch
-from plait.ranks.group import Group
+from plait.ranks.group import Group, Traffic
 from plait.ranks.handle import Handle
 from plait.ranks.point_to_point import receive, send
 from plait.ranks.rank_device import device_of_rank, require_joined
-from plait.ranks.traffic import Traffic
 from plait.ranks.transport.torch_distributed import TorchTransport
 from plait.ranks.transport.world_ranks import Processes, current_ranks, joined_processes
 from plait.schedules.lowering.messages import Channel

@@ -12,7 +12,7 @@ from plait.schedules.action import Action, Kind
 from plait.schedules.costs import MemoryCosts, even_memory_costs, limit_in_units, memory_use
 from plait.schedules.lowering.check_programs import check_programs
 from plait.schedules.lowering.lower import lower
-from plait.schedules.lowering.lowering_spec import LoweringSpec
+from plait.schedules.lowering.program import LoweringSpec
 from plait.schedules.schedule import Schedule, draw_grid
 
 

@@ -13,8 +13,7 @@ from plait.tensor.losses import CrossEntropy, Loss, PiecewiseLoss, SequenceLoss
 from plait.tensor.parallel.attention_and_mlp import TensorParallelAttention, TensorParallelMLP
 from plait.tensor.parallel.embedding_and_norm import VocabParallelEmbedding
 from plait.tensor.parallel.linear import ColumnParallelLinear, RowParallelLinear
-from plait.tensor.parallel.partition import UNEVEN, Partition
-from plait.tensor.parallel.vocabulary_partition import Vocabulary
+from plait.tensor.parallel.partition import UNEVEN, Partition, Vocabulary
 from plait.tensor.preferences import (
     PreferenceLoss,
     answer_log_probs,

@@ -27,7 +27,7 @@ from plait.plan.layout.sequence_layout import parts_of
 from plait.plan.rules import join
 from plait.tensor.autograd.between_graphs import TRACE
 from plait.tensor.dropout_mask import DimPiece, DimRanges, keep_mask_of_ranges
-from plait.tensor.node_tags import tag, tag_of
+from plait.tensor.proof_marks import tag, tag_of
 from plait.tensor.running_sequence import running_sequence
 
 LocatePiece = Callable[[int], DimPiece]

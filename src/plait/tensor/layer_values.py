@@ -1,4 +1,4 @@
-"""Layers by name, and the nested values that layers exchange: tensors, or tuples, lists and dicts of them."""
+"""Layers by name, the nested values of tensors that layers exchange, and the dtypes of precisions."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from plait.errors import DataError, PlanError
+from plait.plan.parameter_units import PRECISIONS, Dtype
+from plait.plan.plan import Precision
 
 Value: TypeAlias = Any
 """A tensor, or a tuple, list or dictionary of values; any other object is passed on unchanged."""
@@ -202,3 +205,27 @@ class NamedLayer:
         if self.run_on_pieces is None:
             return self.module(value), length
         return self.run_on_pieces(self.module, value, length)
+
+
+DTYPES: dict[Precision | None, torch.dtype | None] = {
+    None: None,
+    **{precision: getattr(torch, dtype.name) for precision, dtype in PRECISIONS.items()},
+}
+"""None: the dtype of the model's own tensor."""
+
+
+def torch_dtype(dtype: Dtype) -> torch.dtype:
+    """Return the dtype that a resolved plan names."""
+    found: torch.dtype = getattr(torch, dtype.name)
+    return found
+
+
+def named_dtype(dtype: torch.dtype) -> Dtype:
+    """Return the name and the element size of a dtype: inverse of `torch_dtype`."""
+    return Dtype(str(dtype).removeprefix("torch."), dtype.itemsize)
+
+
+def convert(value: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
+    """Return a copy of `value` on `device`; floating-point values are converted to `dtype`, if given."""
+    kept = value.dtype if dtype is None or not value.is_floating_point() else dtype
+    return torch.empty_like(value, device=device, dtype=kept).copy_(value)

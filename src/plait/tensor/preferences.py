@@ -24,7 +24,7 @@ from plait.errors import ConfigError, DataError
 from plait.plan.arguments import require_flag, require_instance, require_number, whole
 from plait.tensor.autograd.paired_collectives import reduce
 from plait.tensor.losses import CrossEntropy, token_losses_of_pieces
-from plait.tensor.parallel.vocabulary_partition import Vocabulary
+from plait.tensor.parallel.partition import Vocabulary
 from plait.tensor.running_sequence import running_sequence
 
 Targets = Mapping[str, Tensor]

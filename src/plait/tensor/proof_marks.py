@@ -1,4 +1,4 @@
-"""Marks for functions that handle the positions of a sequence as context parallelism requires.
+"""Marks that proofs read: on functions that may mix positions, and on nodes of an autograd graph.
 
 Such a function exchanges data between the ranks that hold a sequence, or returns values for the positions
 of this rank. `plait.proof.position_proof` does not look at the operations inside: by the protocol of
@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+from torch import Tensor
+from torch.autograd.graph import Node
 from torch.overrides import handle_torch_function, has_torch_function
 
 P = ParamSpec("P")
@@ -85,3 +87,17 @@ def _marked(function: Callable[P, R], mark: PositionMark) -> Callable[P, R]:
             call_ends(call)
 
     return marked
+
+
+def tag(result: Tensor, key: str, value: object) -> Tensor:
+    """Return `result`; if it is on the meta device, first set tag `key` of its autograd node to `value`."""
+    if result.is_meta and result.grad_fn is not None:
+        metadata: Any = result.grad_fn.metadata  # a dictionary, typed as a method
+        metadata[key] = value
+    return result
+
+
+def tag_of(node: Node, key: str) -> Any:
+    """Return the value of tag `key` of an autograd node, or None if the node has no such tag."""
+    metadata: Any = node.metadata
+    return metadata.get(key)

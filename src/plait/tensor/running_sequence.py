@@ -24,8 +24,7 @@ from plait.errors import ModelError
 from plait.plan.layout.sequence_layout import SequenceLayout, sequence_layout
 from plait.plan.plan import ContextLayout, ContextParallel, Plan
 from plait.ranks.device import sent
-from plait.ranks.group import Group
-from plait.ranks.traffic import Traffic
+from plait.ranks.group import Group, Traffic
 from plait.tensor.autograd.between_graphs import TRACE
 from plait.tensor.autograd.replaceable import replaceable
 from plait.tensor.proof_marks import gives_positions

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from plait.errors import DataError, NonFiniteError
 from plait.ranks.collectives import all_gather
-from plait.tensor.parallel.vocabulary_partition import Vocabulary
+from plait.tensor.parallel.partition import Vocabulary
 
 LENGTH_STEP = 64
 """Sequences are padded to multiples of it, so that a growing sequence has few shapes."""

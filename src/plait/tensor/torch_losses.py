@@ -24,7 +24,7 @@ from plait.errors import ModelError, PlanError
 from plait.ranks.device import is_accelerator, sent
 from plait.tensor.autograd.paired_collectives import gather
 from plait.tensor.losses import CrossEntropy, Loss
-from plait.tensor.parallel.vocabulary_partition import Vocabulary
+from plait.tensor.parallel.partition import Vocabulary
 
 GivenLoss: TypeAlias = Loss | Callable[..., Tensor]
 """A loss as `parallelize` takes it: see `as_loss`."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.plan.plan import Plan
-from plait.tensor.precision import DTYPES
+from plait.tensor.layer_values import DTYPES
 
 INITIAL_LOSS_SCALE = 2.0**16
 """First value of a dynamic loss scale (Micikevicius et al. 2017, arXiv:1710.03740)."""

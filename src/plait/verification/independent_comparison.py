@@ -25,9 +25,13 @@ from plait.ranks.mesh import Mesh
 from plait.tensor.layer_values import Value, list_of_tensors, map_tensors, split
 from plait.verification.case import Case
 from plait.verification.first_module import first_differing_module
-from plait.verification.float64_mode import Float64Mode
-from plait.verification.independent_reference import Expected, IndependentReference, ReferenceRank
-from plait.verification.reference.recording_distribution import broadcast_object
+from plait.verification.independent_reference import (
+    Expected,
+    Float64Mode,
+    IndependentReference,
+    ReferenceRank,
+)
+from plait.verification.reference.recording import broadcast_object
 from plait.verification.reference.start_values import add_offsets
 
 COMPILED = 1e-5

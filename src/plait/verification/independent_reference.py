@@ -1,29 +1,69 @@
-"""An independent model as reference, run on rank 0 in float64 and evaluation mode, with rounding errors.
+"""A model that plait did not make, run on rank 0: in float64 and evaluation mode, with what rounding changes.
 
 The reference run of `verify` is plait's layers on one rank. What both of its runs share, such as a conversion
 that makes another model of one of transformers, it cannot see.
+
+Models of transformers compute norms, and some a softmax, in float32 whatever the model's dtype. Where the
+order of sums differs in the last bit of float64, such a cast may differ in the last bit of float32.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from plait.checkpoint.huggingface.tensor_names import TensorPair
 from plait.errors import ModelError
-from plait.tensor.autograd.engine_calls import run_backward
+from plait.tensor.autograd.engine_calls import run_backward, run_backward_unseen
 from plait.tensor.layer_values import Value, list_of_tensors, map_tensors
 from plait.tensor.losses import Loss
 from plait.tensor.torch_losses import divisor
-from plait.verification.float64_mode import Float64Mode
-from plait.verification.reference.perturbation import Perturbation
 from plait.verification.reference.reference_layers import failure_named
 from plait.verification.reference.reference_run import Batch
+from plait.verification.reference.start_values import Perturbation
+
+NARROW = (torch.float32, torch.float16, torch.bfloat16)
+_CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
+
+
+class Float64Mode(TorchFunctionMode):
+    """Context in which operations on float64 tensors give float64, also where they ask for less."""
+
+    narrow = False
+    """Whether a tensor that depends on parameters was narrower all the same."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.autograd.backward and len(args) == 2:  # which may run layers again
+            with self:
+                return run_backward_unseen(*args)
+        wide = any(isinstance(one, Tensor) and one.dtype is torch.float64 for one in args)
+        if wide and func in _CASTS:
+            return args[0]
+        if wide:
+            args = tuple(map(_widened, args))
+            kwargs = {name: _widened(value) for name, value in kwargs.items()}
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and result.requires_grad and result.dtype in NARROW:
+            self.narrow = True
+        return result
+
+
+def _widened(argument: Any) -> Any:
+    return torch.float64 if isinstance(argument, torch.dtype) and argument in NARROW else argument
+
 
 FACTOR = 1000
 """A tensor's tolerance is this many times what rounding errors in the parameters change in it, and at least

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from plait.ranks.collectives import all_reduce
-from plait.tensor.parallel.norm import ParallelRMSNorm
+from plait.tensor.parallel.embedding_and_norm import ParallelRMSNorm
 
 FEATURES = 0.25
 """Share of a norm's features, at most, whose sums over rows may differ for equal inputs: kernels for other

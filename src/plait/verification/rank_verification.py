@@ -17,18 +17,17 @@ from plait.models.layers.layer_sequence import LayerSequence, sequence_of
 from plait.plan.plan import Plan
 from plait.ranks.collectives import barrier
 from plait.ranks.mesh import Mesh
+from plait.tensor.chunked_cross_entropy import output_linear_name
 from plait.tensor.layer_values import Value, map_tensors
-from plait.tensor.output_linear import output_linear_name
 from plait.verification.candidate.candidate_run import CandidateRun
 from plait.verification.candidate.step_comparison import StepComparison
 from plait.verification.case import Case, prepared
 from plait.verification.expected_dtypes import INITIAL_LOSS_SCALE, NumberFormats, formats_of
 from plait.verification.findings import Findings
 from plait.verification.location import PARAMETER_KINDS, WHOLE_STEP, RecordKey, RecordScope
-from plait.verification.reference.perturbation import Perturbation
-from plait.verification.reference.recording import ReferenceRecording
-from plait.verification.reference.recording_distribution import broadcast_object, distribute_recording
+from plait.verification.reference.recording import ReferenceRecording, broadcast_object, distribute_recording
 from plait.verification.reference.reference_run import Batch, ReferenceRun
+from plait.verification.reference.start_values import Perturbation
 from plait.verification.resumed_run import MakeEngine, NotSavedError, resumed
 from plait.verification.step_batches import batches_of_steps
 

@@ -13,8 +13,7 @@ import plait
 from plait.errors import ModelError
 from plait.plan.layout.sequence_layout import sequence_layout
 from plait.plan.plan import ContextLayout
-from plait.ranks.group import Group
-from plait.ranks.traffic import Traffic
+from plait.ranks.group import Group, Traffic
 from plait.tensor.dropout import (
     Dropout,
     DropoutGenerator,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plait.errors import ModelError
 from plait.ranks import Group, Mesh, Traffic
-from plait.tensor.autograd.uneven_collectives import own_piece, start_piece_of_sum, start_whole
+from plait.tensor.autograd.regather import own_piece, start_piece_of_sum, start_whole
 
 SHAPES = [
     (1, 8, 3),

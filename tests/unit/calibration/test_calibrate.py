@@ -13,13 +13,10 @@ from plait.app.cli.plan_output import calibration_text
 from plait.errors import ConfigError
 from plait.estimate.measurement import calibrate as module
 from plait.estimate.measurement.calibrate import RankMeasurement, calibrate, hardware_of, knows_links
-from plait.estimate.measurement.link_rates import LinkRates
-from plait.estimate.measurement.machine_rates import DeviceRates
+from plait.estimate.measurement.machine_rates import DeviceRates, LinkRates
 from plait.estimate.measurement.model_steps import LARGE, MIDDLE, PLAN, SMALL, StepSeconds, predicted_seconds
-from plait.estimate.time.hardware import Efficiency, Hardware, Link, load_hardware
-from plait.estimate.time.hardware_text import hardware_text
-from plait.estimate.time.operation_times import product_efficiency
-from plait.estimate.time.operations import Product
+from plait.estimate.time.hardware import Efficiency, Hardware, Link, hardware_text, load_hardware
+from plait.estimate.time.operation_times import Product, product_efficiency
 from plait.ranks.launch.rank_pool import RankPool
 
 RATES = DeviceRates({"fp32": 2e12, "bf16": 8e12}, 4096, 100.0, 4e12, 3e12, 1e11, 8e10, 4e10, 3e10, 2e-6, 5e-6)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from plait.estimate.measurement import link_rates, model_steps, timer
 from plait.estimate.measurement import machine_rates as device_rates
-from plait.estimate.measurement.link_rates import LinkRates, measure_links
-from plait.estimate.measurement.machine_rates import DeviceRates, measure_device
+from plait.estimate.measurement import machine_rates as link_rates
+from plait.estimate.measurement import model_steps, timer
+from plait.estimate.measurement.machine_rates import DeviceRates, LinkRates, measure_device, measure_links
 from plait.estimate.measurement.model_steps import (
     LARGE,
     MIDDLE,

@@ -17,10 +17,9 @@ from torch import nn
 import plait
 from parity.pairs import in_quick
 from plait.checkpoint import tensor_file
-from plait.checkpoint.best_marker import BestCheckpoint, mark_best
 from plait.checkpoint.checkpoint_manager import CheckpointManager
 from plait.checkpoint.disk import Disk
-from plait.checkpoint.folders import resolve
+from plait.checkpoint.folders import BestCheckpoint, mark_best, resolve
 from plait.checkpoint.manifest import read_manifest
 from plait.checkpoint.saving import start_save
 from plait.checkpoint.tensor_file import BoxToWrite, find_damage, portions, write_file

@@ -20,7 +20,7 @@ from plait.checkpoint.inspecting import summary
 from plait.checkpoint.manifest import FILE, Manifest, TensorEntry, manifest_text, read_manifest
 from plait.checkpoint.tensor_file import BoxToWrite, TensorFileReader, write_file
 from plait.errors import CheckpointError
-from plait.plan.layout.boxes import full_box
+from plait.plan.layout.shards import full_box
 
 STATE = {"step": 3, "config": {"model": {"name": "gpt2", "heads": 6}}}
 

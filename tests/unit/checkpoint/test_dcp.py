@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import plait
 from parity.checkpoints import Run, run_of, tensors_of
-from plait.checkpoint import dcp_planner
+from plait.checkpoint import dcp as dcp_planner
 from plait.checkpoint.compatibility import require_same_class
 from plait.checkpoint.dcp import export_dcp, import_dcp
 from plait.checkpoint.dcp_reader import DcpReader

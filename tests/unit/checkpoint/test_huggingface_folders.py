@@ -30,8 +30,7 @@ from parity.one_rank import (
 )
 from plait.checkpoint.box_reader import FullTensors
 from plait.checkpoint.huggingface.config_json import _rope_base, sizes_from_manifest
-from plait.checkpoint.huggingface.export_import import export_adapted, export_own
-from plait.checkpoint.huggingface.importing import import_folder
+from plait.checkpoint.huggingface.export_import import export_adapted, export_own, import_folder
 from plait.errors import CheckpointError
 from plait.models.huggingface.pretrained import model_in, weights_in
 from plait.models.huggingface.weight_files import INDEX

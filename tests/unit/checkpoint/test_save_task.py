@@ -25,7 +25,7 @@ from plait.checkpoint.save_task import (
     write_rank_file,
 )
 from plait.checkpoint.tensor_file import BoxToWrite
-from plait.plan.layout.boxes import full_box
+from plait.plan.layout.shards import full_box
 
 PART = ManifestPart({"model.x": TensorEntry((2,), "float32")})
 

@@ -26,7 +26,7 @@ from plait.checkpoint.manifest import (
     read_manifest,
 )
 from plait.checkpoint.optimizer_options import _is_alike
-from plait.checkpoint.optimizer_state import number_device
+from plait.checkpoint.rank_contents import number_device
 from plait.checkpoint.saving import StagingBuffer, local_boxes
 from plait.checkpoint.tensor_file import (
     DTYPES,
@@ -40,7 +40,7 @@ from plait.checkpoint.tensor_file import (
 )
 from plait.errors import CheckpointError
 from plait.plan.layout import Box
-from plait.plan.layout.boxes import full_box
+from plait.plan.layout.shards import full_box
 
 
 def item(name: str, value: torch.Tensor) -> BoxToWrite:

@@ -14,7 +14,7 @@ from plait.app.cli.main import main
 from plait.app.cli.plan_output import calibration_text, change_lines
 from plait.app.config.config_parser import config_from_arguments
 from plait.app.config.planned_config import SEARCHED, configured_decoder
-from plait.app.train.build import build_model
+from plait.app.train.trainer import build_model
 from plait.estimate.search.plan_search import AXES
 from plait.estimate.time.hardware import Link, load_hardware
 from plait.pictures.quantities import count_text

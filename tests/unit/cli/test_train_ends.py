@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.ranks.failure.signal_handling import SAME_SIGNAL_SECONDS
+from plait.ranks.failure.process_watch import SAME_SIGNAL_SECONDS
 
 SETTINGS = {
     "model.layers": "1",

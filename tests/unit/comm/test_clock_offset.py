@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from plait.ranks.clock_offset import PINGS, ClockOffset, clock_offset, compare_clocks
 from plait.ranks.mesh import Mesh
+from plait.ranks.point_to_point import PINGS, ClockOffset, clock_offset, compare_clocks
 
 APART = 5_000_000_000
 """By how many nanoseconds each rank's clock goes ahead of the one before."""

@@ -14,7 +14,7 @@ import torch
 from plait.errors import CommunicationError
 from plait.ranks import Group, Handle, Traffic, all_reduce
 from plait.ranks.failure.failures import FailureTrace
-from plait.ranks.operation_error import GroupOperation
+from plait.ranks.handle import GroupOperation
 
 
 def group_of(ranks: int) -> Group:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from plait.package import version_of
 from plait.ranks import host_check
 from plait.ranks.host_check import check_host
-from plait.version import version_of
 
 
 def remedies() -> dict[str, str]:

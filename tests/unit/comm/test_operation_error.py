@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from plait.ranks.failure.failures import FailureRecord, FailureTrace
-from plait.ranks.group import Group
+from plait.ranks.group import Group, Traffic
+from plait.ranks.handle import GroupOperation
 from plait.ranks.launch import ranks_per_gpu
-from plait.ranks.operation_error import GroupOperation
-from plait.ranks.traffic import Traffic
 
 CLOSED, LATE = RuntimeError("[pair.cc:5] Connection closed by peer [::1]"), RuntimeError("Timed out: 5 ms")
 RECORDS = {1: FailureRecord("1F0 from rank 2", (2,)), 2: FailureRecord("all", (0, 1, 3))}

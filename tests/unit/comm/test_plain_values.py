@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from plait.errors import CheckpointError, CommunicationError
 from plait.plan.layout import Box
 from plait.plan.plan import Plan
-from plait.ranks.operation_error import GroupOperation
+from plait.ranks.group import Traffic
+from plait.ranks.handle import GroupOperation
 from plait.ranks.plain_values import NotPlainError, decode, encode
-from plait.ranks.traffic import Traffic
 from plait.schedules.action import Kind
 from plait.verification.location import RecordKey
 
@@ -106,7 +106,7 @@ OTHERS = {
     "a list within itself": itself(),
     "type": object,
     "ABCMeta": Mapping,
-    "plait.ranks.traffic.Traffic": Traffic(),
+    "plait.ranks.group.Traffic": Traffic(),
 }
 
 

@@ -15,9 +15,9 @@ import torch
 from plait.errors import MeshError
 from plait.ranks import device
 from plait.ranks.failure.failures import FailureTrace
+from plait.ranks.handle import _reason
 from plait.ranks.launch import ranks_per_gpu, world_membership
 from plait.ranks.launch.ranks_per_gpu import explained_sharing, newer_nccl, ranks_that_share, share_gpu
-from plait.ranks.operation_error import _reason
 from plait.ranks.world import World
 
 GPU = torch.device("cuda", 0)

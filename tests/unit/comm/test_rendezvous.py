@@ -19,8 +19,7 @@ from plait.errors import CommunicationError
 from plait.ranks import run_store
 from plait.ranks.failure.failures import FailureLog
 from plait.ranks.launch import rendezvous
-from plait.ranks.launch.participant import Participant
-from plait.ranks.launch.rendezvous import Meeting, meet
+from plait.ranks.launch.rendezvous import Meeting, Participant, meet
 from plait.ranks.world import World
 
 

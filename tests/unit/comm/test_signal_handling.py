@@ -10,13 +10,13 @@ from typing import BinaryIO
 
 import pytest
 
-from plait.ranks.failure.signal_handling import SAME_SIGNAL_SECONDS, GracefulStop, Watchdog
+from plait.ranks.failure.process_watch import SAME_SIGNAL_SECONDS, GracefulStop, Watchdog
 from plait.ranks.launch.fork_server import _without_main
 
 BLOCKED = """
 import datetime, os, sys, threading, time, signal
 import torch.distributed as dist
-from plait.ranks.failure.signal_handling import Watchdog
+from plait.ranks.failure.process_watch import Watchdog
 
 store = dist.HashStore()
 signal.signal(signal.SIGTERM, lambda *_: None)  # SIGTERM without a handler needs no watchdog

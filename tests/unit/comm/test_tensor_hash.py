@@ -13,7 +13,7 @@ from hypothesis import strategies as some
 from torch import Tensor
 
 from plait.ranks import Group, Mesh, Traffic
-from plait.ranks.tensor_hash import as_hex, require_same_bits, tensor_hash
+from plait.ranks.consistency_check import as_hex, require_same_bits, tensor_hash
 
 ROW = 4096
 """Words of 8 bytes that the hash takes as one row."""

@@ -1,7 +1,7 @@
 import torch
 
 from plait.ranks import Count, Mesh, Traffic, all_reduce
-from plait.ranks.traffic import Wait
+from plait.ranks.group import Wait
 
 
 def test_traffic_adds_up_calls_and_bytes_per_axis_and_kind():

@@ -15,9 +15,13 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import plait
-from plait.engine.compilation import generation_lock
-from plait.engine.compilation.generation_lock import generating_alone
-from plait.engine.compilation.torch_compiler import joint_graph, with_generated_code, without_memory
+from plait.engine.compilation import torch_compiler as generation_lock
+from plait.engine.compilation.torch_compiler import (
+    generating_alone,
+    joint_graph,
+    with_generated_code,
+    without_memory,
+)
 from plait.ranks import barrier
 
 

@@ -12,8 +12,7 @@ from plait.errors import PlanError
 from plait.plan.attention_heads import vectors_sent
 from plait.plan.plan import Plan
 from plait.ranks import Count
-from plait.ranks.group import Group
-from plait.ranks.traffic import Traffic
+from plait.ranks.group import Group, Traffic
 from plait.tensor.attention.method_choice import choose_method
 from plait.tensor.running_sequence import ContextParallelism
 

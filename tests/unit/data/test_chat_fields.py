@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from plait.app.data.chat_records import ChatRecord, chat_record, short_json, text_record, unknown_roles
-from plait.app.data.sharegpt import as_message
+from plait.app.data.chat_records import (
+    ChatRecord,
+    as_message,
+    chat_record,
+    short_json,
+    text_record,
+    unknown_roles,
+)
 
 ASK = {"role": "user", "content": "hi"}
 SAY = {"role": "assistant", "content": "yo"}

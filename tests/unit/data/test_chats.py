@@ -18,8 +18,7 @@ from plait.app.data.chats import ChatEncoder
 from plait.app.data.document_rows import DocumentRows
 from plait.app.data.document_sources import divided, files_of
 from plait.app.data.encoded_documents import TextEncoding
-from plait.app.data.preparation import prepare_corpus
-from plait.app.data.shard_writing import write_shard
+from plait.app.data.preparation import prepare_corpus, write_shard
 from plait.app.data.token_shards import Corpus, TokenShard, open_corpus
 from plait.errors import ConfigError, DataError
 

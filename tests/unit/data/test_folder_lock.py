@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from clock import Clock
 
-from plait.app.data import folder_lock
-from plait.app.data.folder_lock import LOCK, locked_folder
+from plait.app.data import preparation_folder as folder_lock
+from plait.app.data.preparation_folder import LOCK, locked_folder
 from plait.errors import DataError
 
 HOLDING = """
 import sys, time
 from pathlib import Path
-from plait.app.data.folder_lock import locked_folder
+from plait.app.data.preparation_folder import locked_folder
 with locked_folder(Path(sys.argv[1]), 0):
     print("locked", flush=True)
     time.sleep(60)

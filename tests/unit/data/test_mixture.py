@@ -16,7 +16,7 @@ from plait.app.data.batches import ConcatenatedRows, RandomBatches, description,
 from plait.app.data.document_rows import DocumentRows
 from plait.app.data.mixture import BLOCK, MixedBatches
 from plait.app.data.token_shards import Corpus, TokenShard
-from plait.app.train.read_ahead import ReadAhead
+from plait.app.train.run_data import ReadAhead
 
 
 class Numbered:

@@ -12,10 +12,10 @@ from plait.app.data.recorded_tokenizer import (
     record_tokenizer,
     recorded_tokenizer,
     tokenizer_files,
+    tokenizer_mismatch,
 )
 from plait.app.data.tokenizer import ByteTokenizer, FileTokenizer, open_tokenizer, printable
 from plait.app.data.tokenizer_file import SurroundingTokens
-from plait.app.data.tokenizer_match import tokenizer_mismatch
 from plait.errors import ConfigError, DataError
 
 

@@ -14,9 +14,9 @@ from in_process import in_one_process
 from parity import tokenizers_of_all_kinds as kinds
 from parity.pairs import in_quick
 from plait.app.data.preparation import prepare_corpus
+from plait.app.data.recorded_tokenizer import require_tokens_of_transformers
 from plait.app.data.token_shards import open_corpus
 from plait.app.data.tokenizer import open_tokenizer
-from plait.app.data.tokenizer_match import require_tokens_of_transformers
 from plait.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.transformers

@@ -19,8 +19,7 @@ from plait.plan.parameter_units import UnitTiming
 from plait.ranks.device import CPU
 from plait.schedules.action import Action
 from plait.schedules.lowering.lower import lower
-from plait.schedules.lowering.lowering_spec import LayerIndex, LoweringSpec
-from plait.schedules.lowering.program import Finish, Program
+from plait.schedules.lowering.program import Finish, LayerIndex, LoweringSpec, Program
 from plait.schedules.named_schedules import policy_schedule
 
 SHAPE = LoweringSpec((2, 2), {"a": (LayerIndex(0, 0),), "b": (LayerIndex(0, 1),), "c": (LayerIndex(1, 0),)})

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.proof.distinctive_sizes import DistinctiveSizes, resized
+from plait.proof.position_proof import DistinctiveSizes, resized
 
 
 def sizes_for(length: int, module: nn.Module, *more: int) -> DistinctiveSizes:

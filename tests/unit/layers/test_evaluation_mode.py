@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from plait.models.layers.evaluation_mode import evaluating
+from plait.models.layers.layer_sequence import evaluating
 
 
 def test_after_evaluation_every_module_has_its_own_mode_again() -> None:

@@ -16,7 +16,7 @@ from plait.engine.tensor_sources import LocalSource, locate_tensors
 from plait.errors import DataError, ModelError, PlanError
 from plait.models.layers.lost_settings import buffers_of_loss, refuse_lost_settings, refusing_changed_buffers
 from plait.ranks.gradient_hooks import first_gradient_hook
-from plait.ranks.launch.pickling import dumps_call
+from plait.ranks.launch.rank_process import dumps_call
 from plait.tensor import mean_loss
 from plait.tensor.call_hooks import call_hooks
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.engine.structure_key import structure_of
-from plait.models import result_cache
-from plait.models.result_cache import ResultCache, result_caches
+from plait.engine.fingerprint import structure_of
+from plait.models import rotary as result_cache
+from plait.models.rotary import ResultCache, result_caches
 
 
 class Scaling(nn.Module):

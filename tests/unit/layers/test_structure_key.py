@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from plait.engine.structure_key import structure_of
+from plait.engine.fingerprint import structure_of
 
 
 class Scaled(nn.Module):

@@ -1,6 +1,6 @@
 import pytest
 
-from plait.app.loop.learning_rates import warmup_constant, warmup_cosine, warmup_linear, warmup_stable_decay
+from plait.app.loop.fit import warmup_constant, warmup_cosine, warmup_linear, warmup_stable_decay
 from plait.errors import ConfigError
 
 

@@ -13,8 +13,7 @@ import plait
 from plait.app.loop.callbacks import ReplicaChecks
 from plait.app.loop.meter import StepNumbers
 from plait.app.loop.training_loop import TrainingLoop
-from plait.app.loop.validation import Validation
-from plait.app.loop.validation_rows import ValidationRows
+from plait.app.loop.validation import Validation, ValidationRows
 from plait.errors import ConfigError, DataError, NonFiniteError, ReplicaError
 
 ROWS: Any = SimpleNamespace(size=4, rows=0, batch=lambda step, rows: None)

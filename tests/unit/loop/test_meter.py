@@ -5,7 +5,7 @@ import torch
 
 from plait.app.config.config_sections import ModelConfig
 from plait.app.loop.meter import Meter, StepNumbers, StepResult, flops_per_token
-from plait.app.train.build import build_model
+from plait.app.train.trainer import build_model
 from plait.estimate.time.hardware import load_hardware
 from plait.estimate.time.prediction import predict
 from plait.plan.model_sizes import Decoder

@@ -3,7 +3,7 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from plait.app.loop.progress import ProgressReporter
+from plait.app.loop.callbacks import ProgressReporter
 
 
 def follow(*, shown: bool = True, bar: bool = True, terminal: bool = False, seconds: float = 1.0) -> str:

@@ -17,14 +17,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import plait
-from plait.app.loop.describe_run import plan_line
-from plait.app.loop.run_origin import command_line
+from plait.app.loop.describe_run import command_line, plan_line
 from plait.engine import Recording
+from plait.package import version_of
 from plait.pictures.report.recorded_step import StepTimeline
 from plait.pictures.report.run_record import read_run
 from plait.plan.plan import Plan
 from plait.ranks.launch.rank_pool import RankPool
-from plait.version import version_of
 
 PLAN = Plan(pp=2, dp=2, microbatches=2)
 

@@ -6,8 +6,8 @@ import shlex
 import subprocess
 from pathlib import Path
 
-from plait.app.loop.processor_use import ProcessorUse
-from plait.app.loop.run_origin import command_line, commit_of
+from plait.app.loop.describe_run import command_line, commit_of
+from plait.app.loop.report_callback import ProcessorUse
 
 
 def test_a_command_line_is_shown_without_secrets() -> None:

@@ -18,9 +18,8 @@ from plait.errors import ModelError
 from plait.models.huggingface.common import Rotary
 from plait.models.initial import initial_value
 from plait.models.layers.layer_sequence import bits_of, layer_costs, sequence_of
-from plait.models.result_cache import ResultCache
-from plait.ranks.group import Group
-from plait.ranks.traffic import Traffic
+from plait.models.rotary import ResultCache
+from plait.ranks.group import Group, Traffic
 from plait.tensor.attention.visibility import document_bounds
 from plait.tensor.parallel.tensor_parallelism import named
 from plait.tensor.running_sequence import ContextParallelism, running

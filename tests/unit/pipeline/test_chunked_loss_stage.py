@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.engine.pipeline.chunked_loss_stage import ChunkedLossStage
+from plait.engine.pipeline.loss_stage import ChunkedLossStage
 
 
 class Doubling:

@@ -18,7 +18,7 @@ from plait.models.layers.shape_inference import infer
 from plait.schedules.action import Action
 from plait.schedules.check import check
 from plait.schedules.lowering.lower import lower
-from plait.schedules.lowering.lowering_spec import LoweringSpec
+from plait.schedules.lowering.program import LoweringSpec
 from plait.schedules.schedule import Schedule
 from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradients
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue

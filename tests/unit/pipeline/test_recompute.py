@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.engine.pipeline.recompute import RecomputingLayer, recomputing
-from plait.engine.pipeline.recomputed_runs import RecordOperations
+from plait.engine.pipeline.recompute import RecomputingLayer, RecordOperations, recomputing
 from plait.errors import ModelError
 from plait.plan.plan import Recompute
 from plait.tensor.attention import attention

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from plait.estimate.time.collective_times import Network
 from plait.estimate.time.hardware import Link, load_hardware
-from plait.estimate.time.operations import Axis, AxisTransfer, Collective
+from plait.estimate.time.operation_times import Axis, AxisTransfer, Collective, Network
 from plait.plan.plan import Plan
 
 MEASURED = load_hardware("a100-80")

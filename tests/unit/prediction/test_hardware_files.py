@@ -15,7 +15,7 @@ from plait.estimate.time.hardware import (
     hardware_names,
     load_hardware,
 )
-from plait.toml_files import toml_value
+from plait.files import toml_value
 
 FOLDER = Path(__file__).parents[3] / "src" / "plait" / "prediction" / "hardware_files"
 

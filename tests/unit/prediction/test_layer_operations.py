@@ -13,7 +13,7 @@ from plait.estimate.time.layer_operations import (
     context_method,
     layer_work,
 )
-from plait.estimate.time.operations import AxisTransfer, Collective, Elementwise, FusedAttention, Product
+from plait.estimate.time.operation_times import AxisTransfer, Collective, Elementwise, FusedAttention, Product
 from plait.plan.model_sizes import Decoder
 from plait.plan.plan import Plan
 

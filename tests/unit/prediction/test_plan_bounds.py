@@ -13,7 +13,7 @@ from plait.estimate.search.plan_space import PlanChoices, divisions
 from plait.estimate.search.plan_steps import PlanSteps
 from plait.estimate.time.hardware import Hardware, load_hardware
 from plait.estimate.time.prediction import Prediction, predict
-from plait.estimate.time.step_end import step_seconds
+from plait.estimate.time.step_times import step_seconds
 from plait.plan.model_sizes import Decoder
 from plait.plan.plan import Plan
 

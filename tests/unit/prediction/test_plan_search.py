@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from plait.errors import PlanError
-from plait.estimate.search.plan_frontier import OTHERS, SEARCHES, search_frontier
-from plait.estimate.search.plan_search import plan_rank, plans, search
+from plait.estimate.search.plan_search import OTHERS, SEARCHES, plan_rank, plans, search, search_frontier
 from plait.estimate.search.plan_space import PlanChoices, divisions
 from plait.estimate.time.hardware import Hardware, load_hardware
 from plait.estimate.time.prediction import Prediction, predict

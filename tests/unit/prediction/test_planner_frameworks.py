@@ -15,7 +15,7 @@ from plait.estimate.time.hardware import load_hardware
 from plait.estimate.time.layer_memory import LayerMemory
 from plait.estimate.time.layer_operations import Recomputation, StepShape, layer_work
 from plait.estimate.time.layer_times import LayerTimer, Parts, PassTimes
-from plait.estimate.time.operations import Elementwise, Product
+from plait.estimate.time.operation_times import Elementwise, Product
 from plait.estimate.time.prediction import predict
 from plait.plan.model_sizes import Decoder
 from plait.plan.plan import Plan

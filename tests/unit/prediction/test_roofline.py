@@ -5,8 +5,15 @@ from dataclasses import replace
 import pytest
 
 from plait.estimate.time.hardware import load_hardware
-from plait.estimate.time.operation_times import TILES, operation_seconds, product_efficiency
-from plait.estimate.time.operations import DeviceOperation, Elementwise, FusedAttention, Product
+from plait.estimate.time.operation_times import (
+    TILES,
+    DeviceOperation,
+    Elementwise,
+    FusedAttention,
+    Product,
+    operation_seconds,
+    product_efficiency,
+)
 
 MEASURED = load_hardware("a100-80")
 PART = replace(

@@ -10,7 +10,7 @@ import pytest
 from plait.estimate.time.hardware import Hardware, Link, load_hardware
 from plait.estimate.time.layer_operations import StepShape
 from plait.estimate.time.layer_times import LayerTimer
-from plait.estimate.time.step_end import (
+from plait.estimate.time.step_times import (
     RankWork,
     gradient_sum_seconds,
     gradient_transfers,

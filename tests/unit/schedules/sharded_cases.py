@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from plait.plan.parameter_units import UnitTiming
 from plait.schedules.action import Kind
-from plait.schedules.lowering.lowering_spec import LayerIndex, LoweringSpec
 from plait.schedules.lowering.program import (
     AllocateGradient,
     AwaitParameters,
     AwaitScatter,
     GatherParameters,
     Instruction,
+    LayerIndex,
+    LoweringSpec,
     Program,
     ReduceGradient,
     ReleaseParameters,

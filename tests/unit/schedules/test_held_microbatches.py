@@ -12,8 +12,7 @@ from plait.schedules.action import Kind
 from plait.schedules.costs import MemoryCosts, peak_memory
 from plait.schedules.held_microbatches import ActionStart, HeldMicrobatches
 from plait.schedules.lowering.lower import lower
-from plait.schedules.lowering.lowering_spec import LoweringSpec
-from plait.schedules.lowering.program import AwaitReceive, PostReceive, ReleaseBuffers
+from plait.schedules.lowering.program import AwaitReceive, LoweringSpec, PostReceive, ReleaseBuffers
 from plait.schedules.schedule import Schedule
 from plait.schedules.search.api import schedule
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from plait.schedules.lowering.lowering_spec import LayerIndex, LoweringSpec
+from plait.schedules.lowering.program import LayerIndex, LoweringSpec
 
 
 def test_layers_have_the_units_that_they_use_and_the_last_is_that_of_the_last_stage() -> None:

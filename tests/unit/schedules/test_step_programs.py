@@ -5,13 +5,12 @@ from dataclasses import replace
 import pytest
 from schedule_cases import listed, words, written
 
-from plait.engine.step_programs import StepPrograms
+from plait.engine.blueprint import StepPrograms
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
 from plait.schedules.lowering.check_programs import check_programs
 from plait.schedules.lowering.lower import lower
-from plait.schedules.lowering.lowering_spec import LayerIndex, LoweringSpec
-from plait.schedules.lowering.program import AwaitReceive, Send
+from plait.schedules.lowering.program import AwaitReceive, LayerIndex, LoweringSpec, Send
 from plait.schedules.named_schedules import policy_schedule
 
 SHAPE = LoweringSpec((1, 1), {"a": (LayerIndex(0, 0),), "b": (LayerIndex(1, 0),)})
@@ -47,7 +46,7 @@ def test_programs_that_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch) -
     """No schedule is lowered to such programs; if one were, no rank would wait for ever."""
     first, last = (Action(stage, Kind.F, 0) for stage in (0, 1))
     unreceived = (Send(first, 1),), (AwaitReceive(last, 0),)
-    monkeypatch.setattr("plait.engine.step_programs.lower", lambda *_: unreceived)
+    monkeypatch.setattr("plait.engine.blueprint.lower", lambda *_: unreceived)
     steps = StepPrograms(policy_schedule("gpipe", 2, 1), SHAPE)
     for step in ("train", "evaluate", "output", "output_of_one"):
         with pytest.raises(ScheduleError, match="one order per channel"):

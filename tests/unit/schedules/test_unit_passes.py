@@ -19,10 +19,11 @@ from sharded_cases import (
 from plait.plan.parameter_units import UnitTiming
 from plait.schedules.lowering.check_programs import check_programs
 from plait.schedules.lowering.lower import lower
-from plait.schedules.lowering.lowering_spec import LayerIndex, LoweringSpec
 from plait.schedules.lowering.program import (
     ComputeLoss,
     GatherParameters,
+    LayerIndex,
+    LoweringSpec,
     Program,
     ReleaseParameters,
     SeedGradient,

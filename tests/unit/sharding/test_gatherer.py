@@ -14,8 +14,8 @@ from plait.engine.sharding.unit import Unit
 from plait.plan.layout import assemble
 from plait.plan.plan import Plan
 from plait.ranks.collectives import barrier
+from plait.ranks.group import Count
 from plait.ranks.mesh import Mesh
-from plait.ranks.traffic import Count
 from plait.schedules.lowering.program import AwaitParameters, Finish, GatherParameters, ReleaseParameters
 
 TRANSPORTS = pytest.mark.parametrize("messages", [False, True], ids=["shared", "sent"])

@@ -16,13 +16,14 @@ from torch.optim.optimizer import Optimizer
 
 from plait.errors import PlanError
 from plait.plan.plan import Plan
-from plait.proof.optimizer_probe import ROWS, probe
 from plait.proof.optimizer_proof import (
     COUPLING,
     ELEMENTWISE,
     PARAMETERWISE,
+    ROWS,
     OptimizerGuard,
     Partitioning,
+    probe,
     require_elementwise,
 )
 

@@ -12,8 +12,8 @@ from plait.engine.sharding.reducer import Reducer
 from plait.engine.sharding.unit import Unit
 from plait.plan.layout import assemble
 from plait.plan.plan import Plan
+from plait.ranks.group import Count
 from plait.ranks.mesh import Mesh
-from plait.ranks.traffic import Count
 from plait.schedules.lowering.program import (
     AllocateGradient,
     AwaitScatter,

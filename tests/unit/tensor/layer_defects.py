@@ -16,7 +16,7 @@ from plait.tensor.autograd.deferred_weight_gradients import embedding, linear
 from plait.tensor.autograd.paired_collectives import reduce
 from plait.tensor.parallel import embedding_and_norm as embedding_module
 from plait.tensor.parallel import linear as linear_module
-from plait.tensor.parallel import region_boundary
+from plait.tensor.parallel import linear as region_boundary
 from plait.tensor.parallel.embedding_and_norm import VocabParallelEmbedding
 from plait.tensor.parallel.linear import RowParallelLinear
 

@@ -20,8 +20,7 @@ from plait.ranks import Count, Group, Mesh, Traffic
 from plait.tensor.autograd.weight_gradient_queue import INPUT_ONLY, WEIGHTS_NEXT, WeightGradientQueue
 from plait.tensor.parallel.apply_rules import apply_rules, layouts_of, match_modules, partitioned_classes
 from plait.tensor.parallel.embedding_and_norm import VocabParallelEmbedding
-from plait.tensor.parallel.linear import ColumnParallelLinear, RowParallelLinear
-from plait.tensor.parallel.region_boundary import RegionBoundary
+from plait.tensor.parallel.linear import ColumnParallelLinear, RegionBoundary, RowParallelLinear
 
 AXES = {"replicate": 1, "shard": 2, "tp": 2}
 WIDTH = 8

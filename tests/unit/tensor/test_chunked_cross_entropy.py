@@ -10,7 +10,7 @@ from plait.errors import DataError, PlanError
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.chunked_cross_entropy import ChunkedCrossEntropy, require_cross_entropy
 from plait.tensor.losses import CrossEntropy, Loss
-from plait.tensor.parallel.vocabulary_partition import Vocabulary
+from plait.tensor.parallel.partition import Vocabulary
 
 ROWS, HIDDEN, CLASSES = 10, 4, 7
 SCALE = torch.tensor(0.3, dtype=torch.float64)

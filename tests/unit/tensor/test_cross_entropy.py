@@ -10,7 +10,7 @@ from torch.nn import functional
 from plait.errors import DataError, ModelError
 from plait.ranks import Count, Group, Mesh, Traffic
 from plait.tensor.losses import CrossEntropy
-from plait.tensor.parallel.vocabulary_partition import Vocabulary
+from plait.tensor.parallel.partition import Vocabulary
 
 ROWS = 12
 GRADIENT = 0.7

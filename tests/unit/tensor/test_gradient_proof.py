@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from plait.errors import ModelError
 from plait.models import gpt2
 from plait.proof.gradient_proof import Claims, prove_layer
-from plait.ranks.group import Group
-from plait.ranks.traffic import Traffic
+from plait.ranks.group import Group, Traffic
 from plait.tensor.autograd.paired_collectives import (
     PairedCollective,
     collective_of,

@@ -11,8 +11,7 @@ from torch.nn import functional
 
 from plait.errors import ModelError
 from plait.proof.gradient_proof import Claims, prove_layer
-from plait.ranks.group import Group
-from plait.ranks.traffic import Traffic
+from plait.ranks.group import Group, Traffic
 from plait.tensor.autograd.paired_collectives import (
     copy,
     gather_in,

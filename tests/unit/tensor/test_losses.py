@@ -8,7 +8,7 @@ from torch.nn import functional
 from plait.errors import ModelError
 from plait.ranks import Count, Group, Mesh, Traffic
 from plait.tensor.losses import CrossEntropy, Loss, PiecewiseLoss, cross_entropy, loss_of_pieces
-from plait.tensor.parallel.vocabulary_partition import Vocabulary
+from plait.tensor.parallel.partition import Vocabulary
 
 
 @pytest.mark.parametrize("shape", [(6,), (2, 3), (1, 2, 3)])

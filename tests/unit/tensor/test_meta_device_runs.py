@@ -10,8 +10,7 @@ from plait.models import gpt2
 from plait.plan.plan import Plan
 from plait.proof import meta_layers as meta_device_runs
 from plait.proof.meta_layers import MetaLayers
-from plait.ranks.group import Group
-from plait.ranks.traffic import Traffic
+from plait.ranks.group import Group, Traffic
 from plait.tensor.attention.visibility import document_bounds
 from plait.tensor.running_sequence import ContextParallelism, running
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from plait.ranks import Mesh
-from plait.tensor.parallel.norm import partitioned_rms_norm
+from plait.tensor.parallel.embedding_and_norm import partitioned_rms_norm
 
 
 def test_a_sharded_rms_norm_equals_the_norm_over_all_features(thread_ranks: Any) -> None:

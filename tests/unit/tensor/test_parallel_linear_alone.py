@@ -16,9 +16,8 @@ from plait.plan.layout import assemble
 from plait.ranks import Count, Group, Handle, Mesh, Traffic, all_reduce
 from plait.tensor.autograd import paired_collectives
 from plait.tensor.autograd.weight_gradient_queue import INPUT_ONLY, WEIGHTS_NEXT, WeightGradientQueue
-from plait.tensor.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from plait.tensor.parallel.linear import ColumnParallelLinear, RegionBoundary, RowParallelLinear
 from plait.tensor.parallel.partition import Partition
-from plait.tensor.parallel.region_boundary import RegionBoundary
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

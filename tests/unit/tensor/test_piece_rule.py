@@ -21,7 +21,7 @@ from plait.tensor.dropout import Dropout
 from plait.tensor.dropout_mask import DimPiece
 from plait.tensor.losses import cross_entropy
 from plait.tensor.parallel.apply_rules import apply_rules, layouts_of, match_modules
-from plait.tensor.parallel.region_boundary import RegionBoundary
+from plait.tensor.parallel.linear import RegionBoundary
 
 WIDTH = 8
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from plait.errors import DataError, ModelError, NonFiniteError
 from plait.ranks import Count, Group, Mesh, Traffic
-from plait.tensor.parallel.vocabulary_partition import Vocabulary
+from plait.tensor.parallel.partition import Vocabulary
 from plait.tensor.sampling import LENGTH_STEP, TokenChoice, next_token, padded, require_prompt
 
 LOGITS = torch.tensor([[0.0, 3.0, 1.0, 2.0], [5.0, 0.0, 4.0, 0.0]])

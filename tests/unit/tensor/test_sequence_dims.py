@@ -8,7 +8,7 @@ from torch import nn
 
 from plait.errors import PlanError
 from plait.plan.layout import Layout, Shard
-from plait.tensor.parallel.sequence_dims import SequenceDims, sequence_dims, summed_over_tp
+from plait.tensor.parallel.tensor_parallelism import SequenceDims, sequence_dims, summed_over_tp
 
 WIDTH = 4
 

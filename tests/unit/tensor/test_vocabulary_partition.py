@@ -5,7 +5,7 @@ import torch
 
 from plait.errors import ModelError
 from plait.ranks import Group, Traffic
-from plait.tensor.parallel.vocabulary_partition import Vocabulary
+from plait.tensor.parallel.partition import Vocabulary
 
 
 def vocabulary(classes: int, ranks: int, index: int) -> Vocabulary:

@@ -12,7 +12,7 @@ import plait
 from parity.one_rank import CONTEXT, SIZES, VOCAB, lively, saved, tensors_in
 from plait.app.cli.main import main
 from plait.app.config.config_sections import ModelConfig
-from plait.app.train.build import build_model
+from plait.app.train.trainer import build_model
 from plait.checkpoint.manifest import read_manifest
 
 MODELS: dict[str, dict[str, Any]] = {

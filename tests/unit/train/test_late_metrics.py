@@ -13,7 +13,7 @@ from train_runs import make, rows, run
 import plait
 from plait.app.loop import training_loop as training
 from plait.app.loop.training_loop import Callback, TrainingLoop
-from plait.app.train.stop_signals import StopSignals
+from plait.app.train.train_run import StopSignals
 from plait.errors import NonFiniteError
 from plait.ranks.launch.rank_pool import RankPool
 

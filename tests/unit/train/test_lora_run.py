@@ -14,8 +14,8 @@ from parity.norm import assert_equal
 from plait.app.cli.checkpoint import run as run_checkpoint
 from plait.app.config.config import Config
 from plait.app.config.config_parser import config_from_arguments
-from plait.app.train.build import build_model, initial_weights
 from plait.app.train.train_run import train
+from plait.app.train.trainer import build_model, initial_weights
 from plait.checkpoint.box_reader import FullTensors
 from plait.errors import ConfigError, ModelError
 from plait.models.lora import adapters_of

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from plait.app.config.config import Config
-from plait.app.train.build import build_model
 from plait.app.train.predicted_run import peak_line, predict_memory, prediction_line
+from plait.app.train.trainer import build_model
 from plait.errors import ConfigError
-from plait.estimate.memory.memory_ledger import Category
-from plait.estimate.memory.memory_report import Memory, RankMemory
+from plait.estimate.memory.memory_report import Category, Memory, RankMemory
 from plait.plan.plan import Plan
 
 CPU = torch.device("cpu")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from plait.app.loop import metrics
+from plait.app.loop import tracking_services as metrics
 from plait.app.loop.loggers import COLUMNS, LoggerGroup
-from plait.app.loop.metrics import FIELD, loggers_of
+from plait.app.loop.tracking_services import FIELD, loggers_of
 from plait.errors import ConfigError
 
 ROWS = (

@@ -11,7 +11,7 @@ import torch
 from train_runs import make, run
 
 from plait.app.config.config import Config
-from plait.app.train.predicted_step import predicted_step, step_lines
+from plait.app.train.predicted_run import predicted_step, step_lines
 from plait.errors import ConfigError
 from plait.pictures.report.recorded_step import RecordedRank, RecordedStep, write_step
 from plait.pictures.report.run_record import read_run

@@ -14,10 +14,9 @@ from train_runs import make, rows, run
 
 from plait.app.config.config import Config
 from plait.app.config.config_parser import config_from_arguments, fields, nearest_field
-from plait.app.config.optimizer_section import OPTIONS
 from plait.app.config.planned_config import config_text, configured_decoder
-from plait.app.config.train_section import TrainConfig
-from plait.app.train.build import build_learning_rate, build_optimizer, trained_part
+from plait.app.config.train_section import OPTIONS, TrainConfig
+from plait.app.train.trainer import build_learning_rate, build_optimizer, trained_part
 from plait.checkpoint.inspecting import summary
 from plait.errors import ConfigError, PlanError
 from plait.ranks.launch.rank_pool import RankPool

@@ -11,9 +11,8 @@ import torch
 from plait.app.config.config import Config
 from plait.app.data.batches import ValidationBatches, row_total
 from plait.app.data.corpus_index import CorpusIndex, ShardEntry, shard_files, write_index
-from plait.app.data.recorded_tokenizer import record_tokenizer
+from plait.app.data.recorded_tokenizer import record_tokenizer, tokenizer_mismatch
 from plait.app.data.tokenizer import open_tokenizer
-from plait.app.data.tokenizer_match import tokenizer_mismatch
 from plait.app.train.run_data import check_data, load_data
 from plait.app.train.sample import encode_prompt
 from plait.errors import ConfigError, DataError, PlaitError

@@ -12,7 +12,7 @@ import pytest
 
 import plait
 from plait.app.config.config import Config
-from plait.app.loop.progress import ProgressReporter
+from plait.app.loop.callbacks import ProgressReporter
 from plait.app.train import measured_schedules as balance_reorder_trace
 from plait.app.train.train_run import train
 from plait.engine import Engine, Recording

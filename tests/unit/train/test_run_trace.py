@@ -12,7 +12,7 @@ import pytest
 
 from plait.app.config.config import Config
 from plait.app.config.config_parser import config_from_arguments
-from plait.app.loop.progress import ProgressReporter
+from plait.app.loop.callbacks import ProgressReporter
 from plait.app.train.train_run import train
 from plait.errors import ConfigError
 from plait.ranks.launch.rank_pool import RankPool

@@ -14,7 +14,7 @@ from plait.verification.attention_mistakes import (
     weights_for,
 )
 from plait.verification.definitions import Definitions
-from plait.verification.definitions.documents import positions_in
+from plait.verification.definitions.attention import positions_in
 from plait.verification.location import RecordKey, RecordScope
 
 LENGTH, LAYER = 6, 3

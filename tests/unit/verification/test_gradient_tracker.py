@@ -11,7 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from plait.verification.candidate.gradient_tracker import GradientTracker, ParameterUse, TrackedGradient
+from plait.verification.candidate.weight_gradient_checker import (
+    GradientTracker,
+    ParameterUse,
+    TrackedGradient,
+)
 from plait.verification.reference.recording import Tolerance
 
 NAME = ("weight", 0)

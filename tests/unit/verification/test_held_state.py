@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.models.layers.layer_sequence import sequence_of
-from plait.verification.reference.held_state import HeldState
+from plait.verification.reference.reference_run import HeldState
 
 
 class Counting(nn.Module):

@@ -23,7 +23,6 @@ from plait.models.huggingface.pretrained import logits_of
 from plait.plan.plan import Plan
 from plait.ranks.launch.rank_pool import RankPool
 from plait.verification.case import Case
-from plait.verification.float64_mode import Float64Mode
 from plait.verification.independent_comparison import (
     Compared,
     RankComparison,
@@ -35,6 +34,7 @@ from plait.verification.independent_reference import (
     PART_OF_LARGEST,
     PERTURBED_RUNS,
     Expected,
+    Float64Mode,
     IndependentReference,
 )
 from plait.verification.independent_report import IndependentReport, independent_report

@@ -25,10 +25,9 @@ from plait.verification.findings import Findings
 from plait.verification.location import WHOLE_STEP, Location, RecordKey, RecordScope, StepPhase
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank
-from plait.verification.reference.perturbation import Perturbation
 from plait.verification.reference.recording import ReferenceRecording
 from plait.verification.reference.reference_run import ReferenceRun
-from plait.verification.reference.start_values import unchanged
+from plait.verification.reference.start_values import Perturbation, unchanged
 
 PLAN = Plan(microbatches=2, precision="fp64")
 STEPS = 2

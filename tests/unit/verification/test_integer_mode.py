@@ -24,7 +24,7 @@ from plait.plan.plan import Plan, Recompute
 from plait.ranks.launch.rank_pool import RankPool
 from plait.ranks.mesh import Mesh
 from plait.tensor.attention.kernels import block_backward, block_forward, empty_result, merge
-from plait.tensor.parallel.vocabulary_partition import Vocabulary
+from plait.tensor.parallel.partition import Vocabulary
 from plait.verification.case import Case
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank
@@ -41,8 +41,8 @@ from plait.verification.reference.integer_mode import (
     integer_parameter,
     require_integers,
 )
-from plait.verification.report_from_ranks import build_report
 from plait.verification.sweep import plans_on
+from plait.verification.verify import build_report
 
 PLAN = Plan(microbatches=2)
 

@@ -21,9 +21,9 @@ from plait.verification.case import Case
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank
 from plait.verification.reference.narrowing_casts import NarrowingCasts
-from plait.verification.reference.perturbation import Perturbation
+from plait.verification.reference.start_values import Perturbation
 from plait.verification.report import VerificationReport
-from plait.verification.report_from_ranks import build_report
+from plait.verification.verify import build_report
 from zoo.patching import each_alone
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from plait.plan.plan import Plan
 from plait.ranks.launch.rank_pool import RankPool
 from plait.ranks.mesh import Mesh
-from plait.tensor.parallel.norm import ParallelRMSNorm
+from plait.tensor.parallel.embedding_and_norm import ParallelRMSNorm
 from plait.verification.norm_precision import FEATURES, RMSNorms, rounded_otherwise
 from plait.verification.reference.tensor_sketches import ModuleSketches
 

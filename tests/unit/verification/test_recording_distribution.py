@@ -21,8 +21,7 @@ from plait.verification.case import Case
 from plait.verification.location import WHOLE_STEP, RecordKey, RecordScope
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank
-from plait.verification.reference.recording import ReferenceRecording
-from plait.verification.reference.recording_distribution import broadcast_object, distribute_recording
+from plait.verification.reference.recording import ReferenceRecording, broadcast_object, distribute_recording
 
 TENSORS: dict[str, Tensor] = {
     "double": torch.linspace(0, 1, 7, dtype=torch.float64),

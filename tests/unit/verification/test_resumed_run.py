@@ -21,8 +21,8 @@ from plait.verification import resumed_run
 from plait.verification.location import StepPhase
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank
-from plait.verification.report_from_ranks import build_report
 from plait.verification.resumed_run import _after_mistakes, another_plan
+from plait.verification.verify import build_report
 
 
 @pytest.mark.parametrize(

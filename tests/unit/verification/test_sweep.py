@@ -16,8 +16,8 @@ from plait.verification.location import Location, StepPhase
 from plait.verification.rank_verification import RankOutcome
 from plait.verification.reference.recording import Tolerance
 from plait.verification.report import VerificationReport
-from plait.verification.report_from_ranks import build_report
 from plait.verification.sweep import RefusedPlan, Sweep
+from plait.verification.verify import build_report
 
 ONE, TWO = Plan(dp=2, microbatches=2), Plan(pp=2, microbatches=4, schedule="zb-h1")
 NO = RefusedPlan("7 heads do not divide by tp = 2: change one of them.")

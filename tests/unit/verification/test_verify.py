@@ -27,9 +27,8 @@ from plait.verification.location import StepPhase
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank
 from plait.verification.report import VerificationReport
-from plait.verification.report_from_ranks import build_report
 from plait.verification.sweep import RefusedPlan
-from plait.verification.verify import verify_all
+from plait.verification.verify import build_report, verify_all
 
 PLAN = Plan(microbatches=2)
 BY_NAME = {case.name: case for case in USER_CASES}

@@ -27,12 +27,11 @@ from plait.verification.findings import Findings
 from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank
-from plait.verification.reference.perturbation import Perturbation
 from plait.verification.reference.recording import ReferenceRecording
 from plait.verification.reference.reference_run import ReferenceRun
-from plait.verification.reference.start_values import unchanged
+from plait.verification.reference.start_values import Perturbation, unchanged
 from plait.verification.report import VerificationReport
-from plait.verification.report_from_ranks import build_report
+from plait.verification.verify import build_report
 
 RING = Plan(cp=2, microbatches=2, context_parallel="ring")
 GPT2 = gpt2(layers=1, hidden=24, heads=12)

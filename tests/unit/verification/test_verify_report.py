@@ -22,7 +22,7 @@ from plait.verification.rank_verification import RankOutcome
 from plait.verification.reference.recording import Tolerance
 from plait.verification.reference.tensor_sketches import InnerDifference
 from plait.verification.report import LISTED, VerificationReport, formats_in, layout_of
-from plait.verification.report_from_ranks import build_report
+from plait.verification.verify import build_report
 
 PATHS = ("embedding", "blocks.0.attention", "blocks.0.mlp", "head")
 PLAN = Plan(pp=1, dp=2, tp=2, microbatches=4, schedule="zb-h1")

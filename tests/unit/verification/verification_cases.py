@@ -18,8 +18,8 @@ from plait.verification.location import Location, StepPhase
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import RankOutcome, verify_rank
 from plait.verification.report import VerificationReport
-from plait.verification.report_from_ranks import build_report
 from plait.verification.sweep import RefusedPlan, verify_plans
+from plait.verification.verify import build_report
 
 ROWS, CLASSES = 4, 5
 

@@ -100,7 +100,7 @@ def _names_of(model: str | None) -> Mapping[str, str] | None:
             "the FOLDER of a GPT-2 of transformers, which `plait train --model.name FOLDER` trains as it is."
         )
     with importing():
-        from plait.checkpoint.huggingface.renaming import LLAMA_NAMES
+        from plait.checkpoint.huggingface.tensor_names import LLAMA_NAMES
         from plait.models.huggingface.pretrained import model_in
     if model == "llama":
         return LLAMA_NAMES
@@ -110,7 +110,7 @@ def _names_of(model: str | None) -> Mapping[str, str] | None:
 
 def _export(options: Namespace) -> None:
     with importing():
-        from plait.app.train.trained_model import merged_tensors, trained_tokenizer, write_peft_adapter
+        from plait.app.train.run_checkpoints import merged_tensors, trained_tokenizer, write_peft_adapter
         from plait.checkpoint.box_reader import FullTensors
         from plait.checkpoint.huggingface.config_json import sizes_from_manifest
         from plait.checkpoint.huggingface.export_import import export_adapted, export_own
@@ -143,7 +143,7 @@ def _export(options: Namespace) -> None:
 
 def _import(options: Namespace) -> None:
     with importing():
-        from plait.checkpoint.huggingface.importing import import_folder
+        from plait.checkpoint.huggingface.export_import import import_folder
 
     import_folder(options.path, options.target, dtype=_dtype(options), max_bytes=options.file_size)
 

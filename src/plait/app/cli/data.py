@@ -18,10 +18,9 @@ from plait.app.cli.arguments import CommandParser, count
 from plait.app.data.corpus_check import require_intact
 from plait.app.data.corpus_index import CorpusIndex
 from plait.app.data.preparation import PreparationProgress, prepare_corpus
-from plait.app.data.recorded_tokenizer import recorded_tokenizer
+from plait.app.data.recorded_tokenizer import recorded_tokenizer, tokenizer_mismatch
 from plait.app.data.token_shards import Corpus, open_corpus
 from plait.app.data.tokenizer import Tokenizer, open_tokenizer, printable
-from plait.app.data.tokenizer_match import tokenizer_mismatch
 from plait.errors import ConfigError, terminal_text
 
 _ABOUT = "Prepares corpora for training, and inspects them."

@@ -18,7 +18,7 @@ from plait.app.cli.arguments import two_columns
 from plait.app.cli.help import asks_for_help, help_text
 from plait.app.cli.ranks_and_signals import end_rank
 from plait.errors import CommunicationError, PlaitError, RankError, terminal_text
-from plait.version import VERSION
+from plait.package import VERSION
 
 _NO_MEMORY = re.compile(
     r"can't allocate memory|not enough memory|out of memory|Unable to allocate|^MemoryError", re.MULTILINE

@@ -27,8 +27,7 @@ from plait.app.config.config_parser import config_from_arguments
 from plait.app.config.planned_config import SEARCHED, config_text, configured_decoder
 from plait.errors import ConfigError, terminal_text
 from plait.estimate.search.plan_changes import best_changes
-from plait.estimate.search.plan_frontier import search_frontier
-from plait.estimate.search.plan_search import search
+from plait.estimate.search.plan_search import search, search_frontier
 from plait.estimate.time.goodput import Failures, Goodput, best_interval
 from plait.estimate.time.hardware import hardware_names, load_hardware
 from plait.estimate.time.prediction import Prediction, predict

@@ -21,8 +21,7 @@ from plait.app.cli.plan_output import (
 )
 from plait.app.config.config import Config
 from plait.estimate.search.plan_changes import PlanChange
-from plait.estimate.search.plan_frontier import PlanFrontier
-from plait.estimate.search.plan_search import PlanSearchResult
+from plait.estimate.search.plan_search import PlanFrontier, PlanSearchResult
 from plait.estimate.time.goodput import Goodput
 from plait.estimate.time.prediction import Prediction
 from plait.pictures.markup import bar, legend, section, table

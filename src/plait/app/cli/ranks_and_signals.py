@@ -44,7 +44,7 @@ def stoppable(*, local: bool) -> Iterator[list[int]]:
 
     Yield the list of signals that this process has received and forwarded to its `local` ranks.
     """
-    from plait.ranks.failure.signal_handling import GracefulStop
+    from plait.ranks.failure.process_watch import GracefulStop
     from plait.ranks.launch.rank_process import STOP_SIGNAL
 
     received: list[int] = []

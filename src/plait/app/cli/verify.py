@@ -72,8 +72,7 @@ def run(argv: Sequence[str]) -> int:
     with importing():  # late, so that help and errors do not wait for torch
         from plait.app.train.data_context import with_context_of_data
         from plait.app.train.run_data import check_data
-        from plait.app.train.transformers_reference import transformers_reference
-        from plait.app.train.verification_case import verification_case
+        from plait.app.train.verification_case import transformers_reference, verification_case
         from plait.verification.verify import verify_against, verify_all, verify_case
 
     plan, threads = config.plan(), config.run.threads

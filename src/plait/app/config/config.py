@@ -7,9 +7,8 @@ from typing import Self
 
 from pydantic import model_validator
 
-from plait.app.config.config_sections import DataConfig, ModelConfig, ParallelConfig, RunConfig
+from plait.app.config.config_sections import DataConfig, ModelConfig, ParallelConfig, RunConfig, Section
 from plait.app.config.model_section import invalid_path
-from plait.app.config.section import Section
 from plait.app.config.train_section import TrainConfig
 from plait.errors import ConfigError, ModelError, listed
 from plait.plan.model_sizes import MOST_BLOCKS, MOST_SIZE, Decoder, divisors, multiples

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from plait.app.config.config import Config
 from plait.errors import ConfigError
-from plait.toml_files import read_toml
+from plait.files import read_toml
 
 Schema = Mapping[str, Any]
 

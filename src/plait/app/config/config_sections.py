@@ -1,15 +1,15 @@
-"""The sections `model`, `data`, `parallel` and `run` of the configuration."""
+"""The sections `model`, `data`, `parallel`, `run` of the configuration, and the base class of sections."""
 
 from __future__ import annotations
 
 import re
+from math import inf
 from pathlib import Path
 from typing import Annotated, Literal, cast
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from plait.app.config.model_section import OWN_MODELS, with_folder_sizes
-from plait.app.config.section import Count, Decay, Section, is_positive_number
 from plait.app.data.recorded_tokenizer import recorded_tokenizer
 from plait.errors import ConfigError
 from plait.plan.model_sizes import Decoder, Family
@@ -24,6 +24,23 @@ from plait.plan.plan import (
     SequenceParallel,
     Strategy,
 )
+
+Count = Annotated[int, Field(ge=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+def is_positive_number(text: str) -> bool:
+    """Return whether `text` spells a finite number above 0."""
+    try:
+        return 0 < float(text) < inf
+    except ValueError:
+        return False
+
+
+class Section(BaseModel):
+    """Base class of the sections: frozen, rejects unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class LoraConfig(Section):

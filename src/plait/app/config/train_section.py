@@ -2,14 +2,182 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from plait.app.config.optimizer_section import OptimizerConfig, RateConfig, ScheduleConfig, require_taken
-from plait.app.config.section import Count, Decay, Section
-from plait.errors import ConfigError
+from plait.app.config.config_sections import Count, Decay, Section
+from plait.errors import ConfigError, listed
 from plait.plan.plan import Precision
+
+OptimizerName = Literal["AdamW", "Adam", "NAdam", "RAdam", "SGD", "RMSprop", "Adagrad", "Adafactor"]
+ScheduleName = Literal["cosine", "linear", "constant", "wsd"]
+OPTIONS: Mapping[OptimizerName, tuple[str, ...]] = {
+    "AdamW": ("betas", "eps", "amsgrad"),
+    "Adam": ("betas", "eps", "amsgrad", "decoupled_weight_decay"),
+    "NAdam": ("betas", "eps", "momentum_decay", "decoupled_weight_decay"),
+    "RAdam": ("betas", "eps", "decoupled_weight_decay"),
+    "SGD": ("momentum", "dampening", "nesterov"),
+    "RMSprop": ("eps", "alpha", "momentum", "centered"),
+    "Adagrad": ("eps", "lr_decay"),
+    "Adafactor": ("beta2_decay", "d"),
+}
+"""The options of each class of `torch.optim`, besides `lr` and `weight_decay`, which all of them have."""
+_OF_TRAIN = ("betas", "eps")
+"""Options that are fields of `train`."""
+
+
+class OptimizerConfig(Section):
+    """The optimizer of torch.optim, and its options; none: that optimizer's own default."""
+
+    name: OptimizerName = Field(default="AdamW", description="class of torch.optim that updates parameters")
+    momentum: Decay | None = Field(
+        default=None, description="share of the last update that is kept (SGD, RMSprop); none: 0"
+    )
+    dampening: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        default=None, description="share by which momentum takes less of a gradient (SGD); none: 0"
+    )
+    nesterov: bool | None = Field(
+        default=None, description="whether momentum looks ahead, as Nesterov's does (SGD); none: false"
+    )
+    amsgrad: bool | None = Field(
+        default=None, description="whether the largest second moment so far counts (Adam, AdamW); none: false"
+    )
+    momentum_decay: Annotated[float, Field(ge=0)] | None = Field(
+        default=None, description="decay of the momentum (NAdam); none: 0.004"
+    )
+    decoupled_weight_decay: bool | None = Field(
+        default=None, description="whether weights decay as with AdamW (Adam, NAdam, RAdam); none: false"
+    )
+    alpha: Decay | None = Field(
+        default=None, description="decay of the mean square of gradients (RMSprop); none: 0.99"
+    )
+    centered: bool | None = Field(
+        default=None, description="whether the variance of gradients is the divisor (RMSprop); none: false"
+    )
+    lr_decay: Annotated[float, Field(ge=0)] | None = Field(
+        default=None, description="decay of the learning rate with the steps (Adagrad); none: 0"
+    )
+    beta2_decay: Annotated[float, Field(le=0)] | None = Field(
+        default=None, description="exponent of the decay of the second moment (Adafactor); none: -0.8"
+    )
+    d: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="root mean square above which an update is clipped (Adafactor); none: 1"
+    )
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _spelled(cls, given: object) -> object:
+        return spelled(given, list(OPTIONS))
+
+    @model_validator(mode="after")
+    def _taken(self) -> OptimizerConfig:
+        require_taken(self, {f"train.optimizer.{name}": (name, value) for name, value in self.given()})
+        if self.nesterov and (not self.momentum or self.dampening):
+            raise ConfigError(
+                "train.optimizer.nesterov is true, which needs a momentum and no dampening: set "
+                "train.optimizer.momentum, such as to 0.9, and leave train.optimizer.dampening out."
+            )
+        return self
+
+    def given(self) -> Iterator[tuple[str, Any]]:
+        """Yield the options that are set, with their values."""
+        return ((name, value) for name, value in self if name != "name" and value is not None)
+
+    @property
+    def moments(self) -> int:
+        """The tensors of a parameter's size that the optimizer keeps for each parameter."""
+        if self.name == "SGD":
+            return int(bool(self.momentum))
+        if self.name == "RMSprop":
+            return 1 + bool(self.momentum) + bool(self.centered)
+        return {"Adagrad": 1, "Adafactor": 0}.get(self.name, 2 + bool(self.amsgrad))
+
+
+class ScheduleConfig(Section):
+    """The learning rate over the steps, after the warm-up."""
+
+    name: ScheduleName = Field(
+        default="cosine",
+        description="half a cosine, a line or nothing (constant) down to min_lr · lr; or wsd, "
+        "warm-up–stable–decay: lr until a line at the end",
+    )
+    decay: Count | None = Field(
+        default=None, description="steps in which wsd falls, at the end; none: a tenth of all steps"
+    )
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _spelled(cls, given: object) -> object:
+        return spelled(given, ["cosine", "linear", "constant", "wsd"])
+
+    @model_validator(mode="after")
+    def _taken(self) -> ScheduleConfig:
+        if self.decay is not None and self.name != "wsd":
+            raise ConfigError(
+                f"train.schedule.decay = {self.decay} is an option of wsd, and train.schedule.name is "
+                f"{self.name}: leave it out, or set the name to wsd."
+            )
+        return self
+
+
+class RateConfig(Section):
+    """A table of `train.rates`: parameters by name, and their learning rate and weight decay."""
+
+    pattern: str = Field(min_length=1)
+    scale: Annotated[float, Field(ge=0)] | None = None
+    lr: Annotated[float, Field(ge=0)] | None = None
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, given: object) -> object:
+        names = list(cls.model_fields)
+        for name in given if isinstance(given, dict) else ():
+            if name not in names:
+                near = get_close_matches(str(name), names, n=1)
+                remedy = f"did you mean {near[0]}?" if near else f"give {listed(names)}."
+                raise ConfigError(f"a table of train.rates has {str(name)!r}: {remedy}")
+        return given
+
+    @model_validator(mode="after")
+    def _of_one_rate(self) -> RateConfig:
+        if self.scale is None and self.lr is None and self.weight_decay is None:
+            raise ConfigError(
+                f"train.rates has pattern = {self.pattern!r} and nothing for it: add scale (a factor of "
+                "train.lr), lr or weight_decay."
+            )
+        if self.scale is not None and self.lr is not None:
+            raise ConfigError(
+                f"train.rates gives {self.pattern!r} scale = {self.scale:g} and lr = {self.lr:g}: "
+                "leave one of them out."
+            )
+        return self
+
+    def scale_of(self, lr: float) -> float:
+        """Return the factor by which the learning rate of these parameters differs from `lr`, the others'."""
+        return self.lr / lr if self.lr is not None else 1.0 if self.scale is None else self.scale
+
+
+def spelled(given: object, names: Sequence[str]) -> object:
+    """Return the name among `names` that equals `given` but for case; else `given`."""
+    text = given.casefold() if isinstance(given, str) else given
+    return next((name for name in names if name.casefold() == text), given)
+
+
+def require_taken(optimizer: OptimizerConfig, given: Mapping[str, tuple[str, Any]]) -> None:
+    """Raise `ConfigError` for an option that the optimizer does not take; `given`: by its field."""
+    taken = OPTIONS[optimizer.name]
+    for field, (name, value) in given.items():
+        if name not in taken:
+            places = [f"train.{one}" if one in _OF_TRAIN else f"train.optimizer.{one}" for one in taken]
+            others = [one for one, options in OPTIONS.items() if name in options]
+            raise ConfigError(
+                f"{field} = {value} is an option of {listed(others)}, and train.optimizer.name is "
+                f"{optimizer.name}, which takes {listed(places)}: leave it out."
+            )
 
 
 class TrainConfig(Section):

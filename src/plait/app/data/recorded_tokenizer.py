@@ -1,4 +1,4 @@
-"""The tokenizer of a prepared corpus, whose files `plait data prepare` copies into the folder `tokenizer`.
+"""The tokenizer of a prepared corpus, copied into its folder, and whether another tokenizer is the same.
 
 Imports no NumPy, so that a configuration can name its tokenizer at once.
 """
@@ -7,11 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+from plait.app.data.corpus_index import CorpusIndex
 from plait.app.data.json_files import read_json_object
+from plait.app.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
+from plait.app.data.tokenizer_file import CONFIG, tokenizer_config
 from plait.app.data.whole_files import whole_file
-from plait.errors import DataError
+from plait.errors import ConfigError, DataError
 from plait.files import read_bytes
 
 FOLDER = "tokenizer"
@@ -69,3 +74,74 @@ def recorded_tokenizer(source: str) -> str | None:
     except DataError:  # which whoever reads all of it reports
         return None
     return "bytes" if name == "bytes" else None
+
+
+_GENERAL = ("", "PreTrainedTokenizerFast", "TokenizersBackend")
+"""Classes of transformers that take a `tokenizer.json` as it is; none is named."""
+_PROBE = " Hello  world,\n\n  it's 12345 o'clock.\tNaïve ﬁ e\u0301 漢字🙂 don't\r\n"
+_PROBED_TOKENS = 8
+"""The most special tokens that are tried within a text."""
+
+
+def tokenizer_mismatch(folder: Path, index: CorpusIndex, tokenizer: Tokenizer) -> str:
+    """Return in words how a tokenizer differs from that of the corpus in `folder`, "" where it does not.
+
+    Where the corpus does not record its tokenizer, only the size of the vocabulary is compared.
+    """
+    is_file = isinstance(tokenizer, FileTokenizer)
+    if is_file != (index.tokenizer != "bytes") or tokenizer.vocab != index.vocab:
+        return (
+            f"{folder} was prepared with {index.tokenizer} (vocabulary {index.vocab:,}), and the tokenizer "
+            f"given is {tokenizer.name} (vocabulary {tokenizer.vocab:,})"
+        )
+    recorded = recorded_tokenizer(str(folder))
+    if (
+        recorded is None
+        or not isinstance(tokenizer, FileTokenizer)
+        or tokenizer.path.parent == Path(recorded)
+    ):
+        return ""
+    own, was = open_tokenizer(recorded), f"{folder} was prepared with another tokenizer than {tokenizer.path}"
+    if isinstance(own, FileTokenizer) and own.numbers() != tokenizer.numbers():
+        return f"{was}, which gives its tokens other numbers"
+    if isinstance(own, FileTokenizer) and own.rules() != tokenizer.rules():
+        return f"{was}, which divides texts into tokens by other rules"
+    if index.chats and _templates(recorded) != _templates(str(tokenizer.path)):
+        return f"{was}, which has another chat template"
+    return ""
+
+
+def require_tokens_of_transformers(tokenizer: FileTokenizer) -> None:
+    """Raise ConfigError where transformers, if it is installed, gives other tokens for the same folder.
+
+    Some of its classes build a tokenizer of their own from the vocabulary in a `tokenizer.json`.
+    """
+    folder = tokenizer.path.parent
+    name = str(tokenizer_config(tokenizer.path).get("tokenizer_class", ""))
+    is_general = name in _GENERAL and not (folder / "config.json").is_file()
+    if not (folder / CONFIG).is_file() or tokenizer.path.name != TOKENIZER or is_general:
+        return
+    if find_spec("transformers") is None:
+        return
+    from transformers import AutoTokenizer
+
+    try:
+        theirs: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception:  # many types; a tokenizer.json is enough for texts
+        return
+    special = list(tokenizer.special_tokens())[:_PROBED_TOKENS]
+    for text in (_PROBE, *(f"a{token}b {token} c" for token in special)):
+        if theirs(text)["input_ids"] != tokenizer.post_processed(text):
+            raise ConfigError(
+                f"{tokenizer.path} gives other tokens than transformers' {type(theirs).__name__} does for "
+                f"this folder, such as for {text!r}: write a tokenizer.json of the latter by "
+                f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained(FOLDER), and give "
+                "that FOLDER."
+            )
+
+
+def _templates(tokenizer: str) -> tuple[object, ...]:
+    """Return the chat templates among the files of a tokenizer."""
+    files = tokenizer_files(tokenizer)
+    texts = [path.read_bytes() for name, path in files.items() if name.endswith(".jinja")]
+    return *texts, None if texts else tokenizer_config(files[TOKENIZER]).get("chat_template")

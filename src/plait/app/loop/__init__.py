@@ -2,13 +2,11 @@
 
 from typing import Any
 
-from plait.app.loop.callbacks import History, Log, ReplicaChecks
+from plait.app.loop.callbacks import EarlyStop, History, Log, Progress, ReplicaChecks
 from plait.app.loop.checkpoint_callback import Checkpoints
-from plait.app.loop.early_stop import EarlyStop
-from plait.app.loop.learning_rates import warmup_constant, warmup_cosine, warmup_linear, warmup_stable_decay
+from plait.app.loop.fit import warmup_constant, warmup_cosine, warmup_linear, warmup_stable_decay
 from plait.app.loop.loggers import Csv, JsonLines
 from plait.app.loop.parameter_rates import ParameterRate, freeze, parameter_groups
-from plait.app.loop.progress import Progress
 from plait.app.loop.report_callback import Report
 from plait.app.loop.tracking_services import MLflow, TensorBoard, WeightsAndBiases
 from plait.app.loop.training_loop import Callback, TrainingLoop

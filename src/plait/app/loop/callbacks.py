@@ -1,13 +1,23 @@
-"""Callbacks for replica checks, logging, and the history of a run in memory."""
+"""Callbacks: replica checks, logging, history in memory, progress on a terminal, an early stop."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import takewhile
 from pathlib import Path
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 
 from plait.app.loop.loggers import Logger, LoggerGroup
 from plait.app.loop.training_loop import Callback, TrainingLoop
-from plait.errors import ConfigError, ReplicaError
-from plait.plan.arguments import require_whole
+from plait.app.loop.validation import Validation
+from plait.errors import ConfigError, DataError, ReplicaError, terminal_text
+from plait.plan.arguments import require_instance, require_whole
 
 
 class ReplicaChecks(Callback):
@@ -69,3 +79,168 @@ class History(Callback):
     def measured(self, run: TrainingLoop, row: dict[str, float]) -> None:
         """Append the numbers of this step to the history."""
         self.rows.append(row)
+
+
+_SECONDS_BETWEEN_LINES = 5.0
+_SMOOTHING = 0.8  # weight of earlier steps in the shown speed
+
+
+class ProgressReporter:
+    """Shows step, loss, tokens per second and the remaining time; a context manager.
+
+    With `shown=False` (on ranks other than 0) it shows nothing. `bar=False`: lines on a terminal too.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        *,
+        shown: bool = True,
+        bar: bool = True,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = console or Console(highlight=False, markup=False, soft_wrap=True)
+        self._steps = steps
+        self._shown = shown
+        self._clock = clock
+        self._first = 0
+        self._started = self._printed_at = clock()
+        self._speed = 0.0
+        self._bar = _make_bar(self._console) if shown and bar and self._console.is_terminal else None
+        self._task: TaskID | None = None
+
+    def start_from(self, steps: int) -> None:
+        """Set the number of steps that were finished before the run was resumed."""
+        self._first = steps
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=steps)
+
+    def print(self, text: str) -> None:
+        """Print a line, which may quote files, above the bar if there is one."""
+        if self._shown:
+            self._console.print(terminal_text(text))
+
+    def update(self, step: int, loss: float, tokens_per_second: float) -> None:
+        """Report that `step`, counted from 1, is finished."""
+        earlier = _SMOOTHING if self._speed else 0.0
+        self._speed = earlier * self._speed + (1 - earlier) * tokens_per_second
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=step, loss=f"{loss:.3f}", speed=f"{self._speed:,.0f}")
+        elif self._shown:
+            self._print_step(step, loss)
+
+    def __enter__(self) -> Self:
+        self._started = self._printed_at = self._clock()
+        if self._bar is not None:
+            self._bar.start()
+            self._task = self._bar.add_task("", total=self._steps, loss="…", speed="…")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _print_step(self, step: int, loss: float) -> None:
+        now = self._clock()
+        if self._first + 1 < step < self._steps and now - self._printed_at < _SECONDS_BETWEEN_LINES:
+            return
+        self._printed_at = now
+        done = max(1, step - self._first)
+        left = timedelta(seconds=round((now - self._started) / done * (self._steps - step)))
+        self.print(f"step {step}/{self._steps}  loss {loss:.3f}  {self._speed:,.0f} tokens/s  {left} left")
+
+
+class Progress(Callback):
+    """Shows the progress of a run on rank 0: a bar on a terminal, a line every few seconds elsewhere."""
+
+    def __init__(self, reporter: ProgressReporter | None = None) -> None:
+        """None: a `ProgressReporter` of the run's steps."""
+        self._given = reporter
+        self._reporter = reporter or ProgressReporter(0, shown=False)
+
+    def begin(self, run: TrainingLoop) -> None:
+        """Start the bar at the steps that are done; other lines are printed above it."""
+        self._reporter = self._given or ProgressReporter(run.steps, shown=run.mesh.rank == 0)
+        run.tell = self._reporter.print
+        self._reporter.__enter__()
+        self._reporter.start_from(run.done)
+
+    def measured(self, run: TrainingLoop, row: dict[str, float]) -> None:
+        """Show the finished step in the bar or as a line."""
+        self._reporter.update(int(row["step"]), row["loss"], row["tokens_per_second"])
+
+    def end(self, run: TrainingLoop, error: BaseException | None) -> None:
+        """End the bar."""
+        self._reporter.__exit__()
+
+
+def _make_bar(console: Console) -> Bar:
+    return Bar(
+        TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+        BarColumn(bar_width=None),
+        TextColumn("loss {task.fields[loss]}"),
+        TextColumn("{task.fields[speed]} tokens/s"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+        console=console,
+        expand=True,
+    )
+
+
+class EarlyStop(Callback):
+    """Ends the run after `patience` validations in a row without a lower validation loss."""
+
+    def __init__(self, patience: int, *, watch: str | None = None) -> None:
+        """Place it after the `Validation` whose losses it compares: the one named `watch`, or the first one.
+
+        Raises `ConfigError`.
+        """
+        require_whole("EarlyStop's patience", patience)
+        if watch is not None:
+            require_instance("EarlyStop's watch", watch, str, "give the name of a Validation")
+        self._patience, self._watch = patience, watch
+        self._validation = Validation(None)
+
+    def begin(self, run: TrainingLoop) -> None:
+        """Find the validation; end a run that had ended before it was resumed. Raises `DataError`."""
+        self._validation = watched_validation(self, run, self._watch)
+        self._stop_if_worse(run, run.done)
+
+    def measured(self, run: TrainingLoop, row: dict[str, float]) -> None:
+        """Stop the run on all ranks where enough validations had no lower loss."""
+        if self._validation.loss_name in row:
+            self._stop_if_worse(run, int(row["step"]))
+
+    def _stop_if_worse(self, run: TrainingLoop, step: int) -> None:
+        lowest, worse = self._validation.lowest, self._validation.worse
+        if lowest is not None and worse >= self._patience and not run.stopped:
+            run.tell(
+                f"The run ends after step {step}: {worse} validation{'s' * (worse > 1)} had no lower loss "
+                f"than {lowest.loss:.3f}, that of step {lowest.step}."
+            )
+            run.stop()
+
+
+def watched_validation(callback: Callback, run: TrainingLoop, watch: str | None) -> Validation:
+    """Return the validation named `watch` among the callbacks before `callback`; for None the first.
+
+    Only those that validate during the run count. Raises `DataError` where there is none.
+    """
+    before = takewhile(lambda other: other is not callback, run.callbacks)
+    regular = [other for other in before if isinstance(other, Validation) and other.is_regular]
+    found = [one for one in regular if watch in (None, one.name)]
+    kind = type(callback).__name__
+    if not found and regular:
+        names = ", ".join(repr(one.name) for one in regular)
+        raise DataError(
+            f"{kind} watches the validation {watch!r}, but those before it are {names}: name one."
+        )
+    if not found:
+        raise DataError(
+            f"{kind} needs validation losses, but nothing before it in the list of callbacks validates "
+            "during the run: give fit validation and validate_every, or place a Validation before it."
+        )
+    if len(found) > 1:
+        run.tell(f"{kind} compares {found[0].loss_name}; watch={found[1].name!r} compares another.")
+    return found[0]

@@ -9,14 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from plait.app.data.batches import description
-from plait.app.loop.early_stop import watched_validation
+from plait.app.loop.callbacks import watched_validation
 from plait.app.loop.run_folder import locked_folder
 from plait.app.loop.stream import RankStream
 from plait.app.loop.training_loop import Callback, TrainingLoop
 from plait.app.loop.validation import LowestLoss, Validation
-from plait.checkpoint.best_marker import BEST, BestCheckpoint, best_checkpoints, best_step, with_new_best
 from plait.checkpoint.checkpoint_manager import CheckpointManager
-from plait.checkpoint.folders import all_checkpoints
+from plait.checkpoint.folders import (
+    BEST,
+    BestCheckpoint,
+    all_checkpoints,
+    best_checkpoints,
+    best_step,
+    with_new_best,
+)
 from plait.checkpoint.loading import load_checkpoint
 from plait.checkpoint.manifest import section
 from plait.checkpoint.optimizer_options import option_line

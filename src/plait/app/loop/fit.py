@@ -1,4 +1,4 @@
-"""`fit`: train a model by a plan, in one call."""
+"""`fit`: train a model by a plan, in one call; and learning rates as functions of the step."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from plait.app.data.batches import Batches
-from plait.app.loop.batch_shares import uneven_epochs
-from plait.app.loop.learning_rates import LearningRate, constant
 from plait.app.loop.report_callback import Report
 from plait.app.loop.stream import Stream
-from plait.app.loop.training_loop import Callback, TrainingLoop
-from plait.app.loop.validation import LowestLoss, Validation
-from plait.app.loop.validation_means import Metric
+from plait.app.loop.training_loop import Callback, TrainingLoop, uneven_epochs
+from plait.app.loop.validation import LowestLoss, Metric, Validation
 from plait.engine.engine import Engine
 from plait.engine.parallelize import parallelize
 from plait.errors import ConfigError
@@ -28,6 +25,79 @@ from plait.plan.rules import Rules
 from plait.ranks.mesh import Mesh
 from plait.tensor.losses import cross_entropy
 from plait.tensor.torch_losses import GivenLoss
+
+LearningRate = Callable[[int], float]
+"""Returns the learning rate of a step, counted from 0."""
+
+
+def warmup_cosine(peak: float, *, steps: int, warmup: int = 0, floor: float = 0.0) -> LearningRate:
+    """Return a schedule with a linear warm-up, then half a cosine.
+
+    The first `warmup` steps climb to `peak` (the last of them has it); the rest fall along half a cosine, and
+    step `steps` − 1 has `floor`. Source: Loshchilov and Hutter, "SGDR", 2017, without restarts.
+    """
+    return _warmup(peak, steps, warmup, floor, lambda fraction: 0.5 * (1 + math.cos(math.pi * fraction)))
+
+
+def warmup_linear(peak: float, *, steps: int, warmup: int = 0, floor: float = 0.0) -> LearningRate:
+    """Return a schedule with a linear warm-up, then a linear decay to `floor`; see `warmup_cosine`."""
+    return _warmup(peak, steps, warmup, floor, lambda fraction: 1 - fraction)
+
+
+def warmup_constant(peak: float, *, warmup: int = 0) -> LearningRate:
+    """Return a schedule with a linear warm-up of `warmup` steps, then `peak`."""
+    return _warmup(peak, 1, warmup, peak, lambda fraction: 1.0)
+
+
+def warmup_stable_decay(
+    peak: float, *, steps: int, warmup: int = 0, decay: int | None = None, floor: float = 0.0
+) -> LearningRate:
+    """Return a schedule with a linear warm-up, then `peak`, and in the last `decay` steps a line to `floor`.
+
+    `decay`: None: a tenth of `steps`, at least one; step `steps` − 1 has `floor`. Source: Hu et al.,
+    "MiniCPM", 2024, with a linear decay as in Hägele et al., "Scaling laws and compute-optimal training
+    beyond fixed training durations", 2024.
+    """
+    require_whole("steps", steps)
+    require_whole("warmup", warmup, least=0)
+    if decay is not None:
+        require_whole("decay", decay)
+    if decay is not None and warmup + decay > steps:
+        raise ConfigError(
+            f"warmup = {warmup} and decay = {decay} are more than steps = {steps} together: lower one of "
+            "them."
+        )
+    falling = max(1, steps // 10) if decay is None else decay
+    stable = max(0, steps - warmup - falling) / max(1, steps - warmup)
+    return _warmup(peak, steps, warmup, floor, lambda fraction: min(1.0, (1 - fraction) / (1 - stable)))
+
+
+def constant(rate: float) -> LearningRate:
+    """Return a schedule with the same rate for all steps."""
+    number = float(rate)
+    return lambda step: number
+
+
+def _warmup(
+    peak: float, steps: int, warmup: int, floor: float, decay: Callable[[float], float]
+) -> LearningRate:
+    require_number("peak", peak)
+    require_whole("steps", steps)
+    require_whole("warmup", warmup, least=0)
+    require_number("floor", floor)
+    if floor > peak:
+        raise ConfigError(
+            f"the learning rate falls to floor = {floor:g} from peak = {peak:g}: give a lower floor."
+        )
+
+    def rate(step: int) -> float:
+        if step < warmup:
+            return peak * (step + 1) / warmup
+        fraction = min(1.0, (step + 1 - warmup) / max(1, steps - warmup))
+        return floor + (peak - floor) * decay(fraction)
+
+    return rate
+
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Makes an optimizer of parameter groups."""

@@ -1,8 +1,8 @@
-"""`Report`: the callback that writes the metrics of a run, the other files of its report, and the page."""
+"""`Report`: the callback that writes a run's metrics, a recorded step, the page's other files, the page."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,19 +10,110 @@ from typing import Any
 
 from plait.app.loop.describe_run import describe, plan_line
 from plait.app.loop.loggers import JsonLines, LoggerGroup, unwritable
-from plait.app.loop.processor_use import ProcessorUse
 from plait.app.loop.run_folder import LOCK, locked_folder, set_aside, set_aside_line
-from plait.app.loop.step_record import write_step_record
 from plait.app.loop.training_loop import Callback, TrainingLoop
+from plait.engine.engine import Engine
 from plait.engine.recorder import Recording
 from plait.errors import DataError, PlaitError
 from plait.pictures.report.events import write_event
 from plait.pictures.report.metrics import RANKS_FILE
 from plait.pictures.report.page import write_report
+from plait.pictures.report.recorded_step import (
+    RecordedRank,
+    RecordedStep,
+    rank_as_text,
+    rank_from_text,
+    write_step,
+)
 from plait.pictures.report.run_description import RunDescription, read_description, write_description
 from plait.pictures.report.run_record import METRICS_FILE
 from plait.plan.arguments import require_flag, require_instance, require_path, require_whole
-from plait.ranks.traffic import Counts, Wait
+from plait.ranks.device import is_accelerator
+from plait.ranks.group import Counts, Wait
+from plait.ranks.point_to_point import clock_offset
+from plait.ranks.text_collectives import all_gather_text
+
+_SHORTEST = 20_000
+"""Nanoseconds: shorter waits are left out."""
+
+
+def write_step_record(
+    recording: Recording,
+    waits: Sequence[Wait],
+    traffic: Counts,
+    engine: Engine,
+    step: int,
+    folder: Path,
+) -> None:
+    """Write the recorded actions, waits and traffic of `step`, counted from 1, of all ranks; all call it.
+
+    On a GPU waits are left out: they do not block the host. Raises `ConfigError` when the file cannot be
+    written. Communication: an all-gather of text over `world`, and what `clock_offset` sends.
+    """
+    mesh = engine.mesh
+    world, schedule = mesh.group("world"), engine.schedule
+    offset = clock_offset(world, mesh.device).nanoseconds
+    long = [] if is_accelerator(mesh.device) else [wait for wait in waits if wait[2] - wait[1] >= _SHORTEST]
+    own = RecordedRank(
+        actions=tuple(
+            (
+                done.action.stage,
+                str(done.action.kind),
+                done.action.microbatch,
+                done.start + offset,
+                done.end + offset,
+            )
+            for done in recording.actions()
+        ),
+        blocked=tuple((axis, start + offset, end + offset) for axis, start, end in long),
+        traffic={
+            axis: {kind: (count.calls, count.bytes) for kind, count in kinds.items()}
+            for axis, kinds in traffic.items()
+        },
+    )
+    texts = all_gather_text(rank_as_text(own), world, world.device_for_text(mesh.device))
+    if mesh.rank:
+        return
+    ranks = tuple(map(rank_from_text, texts))
+    record = RecordedStep(step, schedule.policy, schedule.microbatches, tuple(schedule.rank_of), ranks)
+    try:
+        write_step(record, folder)
+    except OSError as error:
+        raise unwritable(folder, error) from None
+
+
+_COUNTS = Path("/proc/stat")
+_IDLE = (3, 4)
+"""Columns of the first line: time that is idle, and that waits for a disk."""
+_COUNTED = 8
+"""Columns; the two after them, of guests, are in the first ones."""
+
+
+class ProcessorUse:
+    """Measures how busy the processors of this host are, with all processes, between two readings."""
+
+    def __init__(self, path: Path = _COUNTS) -> None:
+        self._path = path
+        self._before = self._times()
+
+    def share(self) -> float | None:
+        """Return the busy share of the processors since the last call, 0 to 1; None if unknown."""
+        before, self._before = self._before, self._times()
+        if before is None or self._before is None:
+            return None
+        busy, whole = self._before[0] - before[0], self._before[1] - before[1]
+        return min(1.0, max(0.0, busy / whole)) if whole > 0 else None
+
+    def _times(self) -> tuple[int, int] | None:
+        """Return busy and whole time since the host started, of all processors; None if unknown."""
+        with suppress(OSError, ValueError, IndexError):
+            with self._path.open(encoding="ascii") as file:
+                name, *columns = file.readline().split()
+            times = [int(one) for one in columns[:_COUNTED]]
+            idle = sum(times[column] for column in _IDLE)
+            return (sum(times) - idle, sum(times)) if name == "cpu" else None
+        return None
+
 
 _WARNING = "WARNING: "
 _WARM_UP = 10

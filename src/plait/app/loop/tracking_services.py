@@ -1,15 +1,19 @@
-"""Loggers of other packages: TensorBoard, Weights & Biases, MLflow."""
+"""Loggers of other packages, TensorBoard, Weights & Biases, MLflow, and those that a configuration asks for.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from plait.app.loop.loggers import MetricsRow, free_name
+from plait.app.loop import loggers
+from plait.app.loop.loggers import Csv, JsonLines, Logger, MetricsRow, free_name
 from plait.errors import ConfigError, missing_package
 from plait.files import make_folder
+from plait.pictures.report.run_record import METRICS_FILE
 
 Writer = tuple[Callable[..., object], Callable[[], object]]
 """`send(numbers, step=…)`, and a function that ends the writer."""
@@ -96,3 +100,26 @@ def _imported(module: str, package: str) -> Any:
     except ImportError:
         what = f"the logger {module}"
         raise ConfigError(f"{missing_package(what, package, package)}, or leave the logger out.") from None
+
+
+FIELD = "run.dir"
+"""The field of the configuration that names the folder."""
+TABLE_FILE, TENSORBOARD_FOLDER = "metrics.csv", "tensorboard"
+
+
+def loggers_of(folder: Path, *, csv_too: bool, tensorboard: bool) -> tuple[Logger, ...]:
+    """Return the metrics' loggers of a run in `folder`, not yet opened.
+
+    TensorBoard logs are written where `tensorboard` is true and it is installed.
+    """
+    made: list[Logger] = [JsonLines(folder / METRICS_FILE)]
+    if csv_too:
+        made.append(Csv(folder / TABLE_FILE))
+    if tensorboard and find_spec("tensorboard") is not None:
+        made.append(TensorBoard(folder / TENSORBOARD_FOLDER))
+    return tuple(made)
+
+
+def unwritable(folder: Path, error: OSError) -> ConfigError:
+    """Return the error for an unwritable folder of a run."""
+    return loggers.unwritable(folder, error, FIELD)

@@ -1,20 +1,149 @@
-"""Validation during a run: its loss and metrics, and the lowest loss so far."""
+"""Validation during a run: each row once, the mean loss and metrics on any plan, and the lowest loss so far.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from plait.app.data.batches import Batches
-from plait.app.loop.training_loop import Callback, TrainingLoop
-from plait.app.loop.validation_means import Metric, validation_means
-from plait.app.loop.validation_rows import ValidationRows
-from plait.errors import ConfigError, NonFiniteError
+import torch
+from torch import Tensor
+
+from plait.app.data.batches import Batches, description, row_total
+from plait.app.loop.stream import RankStream, Stream
+from plait.app.loop.training_loop import Callback, TrainingLoop, require_batches
+from plait.engine.engine import Engine
+from plait.errors import ConfigError, DataError, NonFiniteError
 from plait.pictures.quantities import duration_text
 from plait.plan.arguments import require_instance, require_whole
+from plait.ranks.collectives import all_reduce
+from plait.ranks.device import sent
+from plait.tensor.layer_values import map_tensors
+
+
+class RowShare(NamedTuple):
+    """The rows of one validation batch that a data-parallel rank evaluates."""
+
+    batch: int
+    rows: slice
+    """Within the batch; a rank without any takes one that does not count, to run with the others."""
+    counted: bool
+    """Whether they count."""
+
+
+@dataclass(frozen=True)
+class ValidationRows:
+    """The first rows of `batches`: all where their number is known, or those of `limit` batches."""
+
+    batches: Batches
+    limit: int | None = None
+    """The most batches; None: all, or one where the data name no number of rows."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.batches, Stream | RankStream):
+            raise DataError(
+                "the validation data are a plait.Stream, whose rows come once, and each validation needs the "
+                "same: "
+                "give a plait.Loader of a list of some of its samples."
+            )
+        require_batches(self.batches)
+        if self.total == 0:
+            raise DataError("the validation data have 0 rows: give at least one, or no validation.")
+
+    @property
+    def total(self) -> int | None:
+        """The number of rows of the data; None for endless data."""
+        return row_total(self.batches)
+
+    @property
+    def count(self) -> int:
+        """The number of rows that are taken."""
+        if self.total is None:
+            return self.batches.size * (self.limit or 1)
+        return self.total if self.limit is None else min(self.total, self.limit * self.batches.size)
+
+    @property
+    def selection(self) -> str:
+        """Text that says which rows are used; "" for all."""
+        if self.total is not None:
+            return f"the first {self.count} of {self.total} rows" if self.count < self.total else ""
+        batches = "batch" if self.limit in (None, 1) else f"{self.limit} batches"
+        unknown = ", since the data have no number of `rows`" if self.limit is None else ""
+        return f"the first {batches}, {self.count} rows{unknown}"
+
+    def describe(self) -> dict[str, Any]:
+        """Return the settings that determine which rows are used, as JSON values."""
+        described = description(self.batches) | {"validated_rows": self.count}
+        if self.total is not None:
+            del described["size"]  # the rows are the same in batches of any size
+        return described
+
+    def shares(self, rank: int, ranks: int) -> Iterator[RowShare]:
+        """Yield the rows of data-parallel rank `rank` of each batch; shares differ by one row at most."""
+        size = self.batches.size
+        for number, first in enumerate(range(0, self.count, size)):
+            rows = min(size, self.count - first)
+            begin, end = rank * rows // ranks, (rank + 1) * rows // ranks
+            is_empty = begin == end
+            yield RowShare(number, slice(0, 1) if is_empty else slice(begin, end), not is_empty)
+
+
+Metric = Callable[[Any, Any], Tensor]
+"""Function of the model's whole output and the targets: one value for each row or token that counts."""
+
+
+def validation_means(data: ValidationRows, engine: Engine, metrics: Mapping[str, Metric]) -> list[float]:
+    """Return the loss of all rows together, as of one batch, and the mean of each metric.
+
+    Communication: that of `evaluate`; with metrics that of `output`, and an all-reduce over `world`.
+    Raises `DataError` where no target counts.
+    """
+    mesh, device = engine.mesh, engine.mesh.device
+    loss, weight = torch.zeros(2, dtype=torch.float64, device=device)
+    sums = torch.zeros(len(metrics), 2, dtype=torch.float64, device=device)
+    for share in data.shares(mesh.index("dp"), mesh.size("dp")):
+        inputs, targets = data.batches.batch(share.batch, share.rows)
+        mean = engine.evaluate(inputs, targets, rows=None if share.counted else 0)
+        counted = engine.loss_weight()
+        total = mean * counted if engine.averages_loss else mean
+        loss += torch.where(counted > 0, total, 0.0)  # of a batch in which no target counts, 0 / 0
+        weight += counted
+        if metrics:
+            found = _sums(engine, metrics, inputs, targets)  # on all ranks, for its communication
+            sums += found.where(torch.tensor(share.counted, device=device), 0.0)
+    if not weight:
+        raise DataError(
+            "no target of the validation data counts: all are -100, as where answers are cut off. Give "
+            "other data, or validate more batches."
+        )
+    means = [float(loss / weight if engine.averages_loss else loss)]
+    if metrics:
+        # Ranks of tp and cp have the same values, and count them as often as each other.
+        total = all_reduce(sums, mesh.group("world"), checked=False).about("the metrics").wait()
+        means += [value / count if count else math.nan for value, count in total.tolist()]
+    return means
+
+
+def _sums(engine: Engine, metrics: Mapping[str, Metric], inputs: Any, targets: Any) -> Tensor:
+    """Return sum and number of each metric's values, `[metrics, 2]`; zeros but on the last stage."""
+    output, device = engine.output(inputs, everywhere=False), engine.mesh.device
+    if output is None:
+        return torch.zeros(len(metrics), 2, dtype=torch.float64, device=device)
+    targets = map_tensors(lambda one: sent(one, device), targets)
+    found = []
+    for name, metric in metrics.items():
+        values = torch.as_tensor(metric(output, targets)).double()
+        if not values.dim():
+            raise DataError(
+                f"the metric {name} returned one number, of which no mean over batches of unlike sizes "
+                "can be made: return a value for each row or token, as output.argmax(1) == targets has."
+            )
+        found.append(torch.stack([values.sum(), torch.ones_like(values).sum()]))
+    return torch.stack(found)
+
 
 _LONG = 15.0
 """Seconds of a validation that is announced."""

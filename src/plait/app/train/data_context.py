@@ -10,7 +10,7 @@ from plait.app.config.config import Config
 from plait.app.config.config_parser import is_given
 from plait.app.config.model_section import USUAL_CONTEXT
 from plait.app.data.token_shards import open_corpus
-from plait.app.train.prepared_sources import prepared_folder
+from plait.app.train.run_sources import prepared_folder
 from plait.models.huggingface.pretrained import sizes_in
 
 MULTIPLE = 64

@@ -14,14 +14,11 @@ from plait.app.config.config import LIMITS, Config
 from plait.app.config.config_parser import config_from_arguments, given_values
 from plait.app.data.batches import NO_TARGET
 from plait.app.data.tokenizer import open_tokenizer
-from plait.app.loop.validation_means import validation_means
-from plait.app.loop.validation_rows import ValidationRows
-from plait.app.train.build import build_model
-from plait.app.train.prepared_sources import is_tokenized, prepared_folder
-from plait.app.train.run_checkpoints import FOLDER
-from plait.app.train.run_data import load_data
-from plait.app.train.trained_model import vocabulary
-from plait.app.train.validation_sets import ValidationSet, opened_validations
+from plait.app.loop.validation import ValidationRows, validation_means
+from plait.app.train.run_checkpoints import FOLDER, vocabulary
+from plait.app.train.run_data import ValidationSet, load_data, opened_validations
+from plait.app.train.run_sources import is_tokenized, prepared_folder
+from plait.app.train.trainer import build_model
 from plait.checkpoint.folders import resolve
 from plait.checkpoint.loading import load_checkpoint
 from plait.checkpoint.manifest import Manifest, read_manifest, section

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from plait.app.config.config import Config
 from plait.app.data.batches import rank_rows
-from plait.app.loop.metrics import unwritable
-from plait.app.train.build import trained_part
+from plait.app.loop.tracking_services import unwritable
 from plait.app.train.run_data import Data
+from plait.app.train.trainer import trained_part
 from plait.engine.engine import Engine
 from plait.engine.recorder import Recording
 from plait.estimate.measurement.measured_balance import balance

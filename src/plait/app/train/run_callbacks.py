@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from plait.app.config.config import Config
-from plait.app.loop.metrics import TABLE_FILE, TENSORBOARD_FOLDER, unwritable
 from plait.app.loop.run_folder import EARLIER, REPORT_FILES, set_aside, set_aside_line
+from plait.app.loop.tracking_services import TABLE_FILE, TENSORBOARD_FOLDER, unwritable
 from plait.app.loop.training_loop import Callback, TrainingLoop
 from plait.app.train.measured_schedules import (
     SCHEDULE_FILE,

@@ -1,23 +1,142 @@
-"""Load the data of a run: tokenizer, and batches of one corpus or of several."""
+"""The data of a run: tokenizer, batches of one corpus or of several, read ahead, and its validations."""
 
 from __future__ import annotations
 
 import math
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 from plait.app.config.config import RANDOM, Config, check_steps
-from plait.app.data.batches import Batches, RandomBatches, ShuffledBatches, row_total
+from plait.app.data.batches import (
+    NO_TARGET,
+    Batches,
+    ConcatenatedRows,
+    InputsAndTargets,
+    RandomBatches,
+    Rows,
+    ShuffledBatches,
+    TokenWindows,
+    ValidationBatches,
+    description,
+    row_total,
+)
 from plait.app.data.corpus import read_documents
 from plait.app.data.mixture import MixedBatches
+from plait.app.data.recorded_tokenizer import require_tokens_of_transformers
 from plait.app.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
-from plait.app.data.tokenizer_match import require_tokens_of_transformers
-from plait.app.train.prepared_sources import is_tokenized, prepared_folder
-from plait.app.train.read_ahead import ReadAhead
-from plait.app.train.run_sources import open_source
+from plait.app.train.run_sources import OpenSource, is_tokenized, open_source, prepared_folder
 from plait.app.train.sample import encode_prompt
-from plait.app.train.validation_sets import ValidationSet, held_out_validation, opened_validations
-from plait.errors import ConfigError
+from plait.errors import ConfigError, DataError
 from plait.plan.model_sizes import MOST_SIZE
+
+
+class ReadAhead:
+    """Wrapper of `batches` that reads the next step's batch in a thread while a step runs.
+
+    Not for threads that ask at the same time.
+    """
+
+    def __init__(self, batches: Batches) -> None:
+        self.batches = batches
+        """The batches that are read."""
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="plait-read-ahead")
+        self._next: tuple[tuple[int, int, int], Future[InputsAndTargets]] | None = None
+
+    @property
+    def size(self) -> int:
+        """The number of rows of a global batch."""
+        return self.batches.size
+
+    @property
+    def rows(self) -> int | None:
+        """The number of rows of the batches; None for endless ones."""
+        return row_total(self.batches)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the description of the batches."""
+        return description(self.batches)
+
+    def batch(self, step: int, rows: slice) -> InputsAndTargets:
+        """Return `rows` of the global batch of `step`, and start to read the same rows of the next one."""
+        known, key = self._next, _key(step, rows)
+        made = known[1].result() if known is not None and known[0] == key else self.batches.batch(step, rows)
+        following = step + 1
+        self._next = _key(following, rows), self._reader.submit(self.batches.batch, following, rows)
+        return made
+
+    def close(self) -> None:
+        """End the thread."""
+        self._reader.shutdown(cancel_futures=True)
+
+
+def _key(step: int, rows: slice) -> tuple[int, int, int]:
+    return step, rows.start or 0, -1 if rows.stop is None else rows.stop
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """The data of one validation: each held-out sequence once, or those of `train.validate_batches`."""
+
+    name: str
+    """That of the source; "" for a single one."""
+    batches: Batches
+    count: int | None = None
+    """Batches in a validation; None: as many as `batches` has."""
+    summary: str = ""
+    """Which sequences are validated; "" for random tokens."""
+
+
+def opened_validations(config: Config, tokenizer: Tokenizer) -> tuple[ValidationSet, ...]:
+    """Return the sources of `data.validation_source`, opened. Raises `DataError` or `ConfigError`."""
+    opened = {
+        name: open_source(config, source, tokenizer, 0.0)
+        for name, source in config.data.validation_sources.items()
+    }
+    return tuple(
+        _validation_set(config, name, [(one.training, one.holds_chats)]) for name, one in opened.items()
+    )
+
+
+def held_out_validation(config: Config, opened: list[OpenSource]) -> tuple[ValidationSet, ...]:
+    """Return the rows that are held out of the training data, as one set; none where there are none."""
+    rows = [(one.held_out, one.holds_chats) for one in opened if one.held_out is not None]
+    return (_validation_set(config, "", rows),) if rows else ()
+
+
+def _validation_set(config: Config, name: str, held_out: list[tuple[Rows, bool]]) -> ValidationSet:
+    """Return batches of rows, each given with whether they are of conversations.
+
+    Raises `DataError` where no target of conversations counts.
+    """
+    rows = [one for one, _ in held_out]
+    every = rows[0] if len(rows) == 1 else ConcatenatedRows(rows)
+    batches = ValidationBatches(every, config.train.batch, config.train.validate_batches)
+    if all(holds_chats for _, holds_chats in held_out):
+        _require_targets(config, batches)
+    if batches.rows < every.count:
+        summary = (
+            f"{batches.rows:,} of {every.count:,} sequences, evenly spaced (train.validate_batches = "
+            f"{config.train.validate_batches})"
+        )
+    else:
+        left = sum(one.left for one in rows if isinstance(one, TokenWindows))
+        count = "the only sequence" if every.count == 1 else f"all {every.count:,} sequences"
+        summary = count + (f", without {left:,} tokens that fill none" if left else "")
+    return ValidationSet(name, batches, summary=summary)
+
+
+def _require_targets(config: Config, validation: ValidationBatches) -> None:
+    """Raise `DataError` where no target of the validation data counts, as where all answers are cut off."""
+    numbers = range(math.ceil(validation.rows / validation.size))
+    targets = (validation.batch(number, slice(0, validation.size))[1] for number in numbers)
+    if not any(bool((one != NO_TARGET).any()) for one in targets):
+        raise DataError(
+            "none of the conversations for validation has an answer that is to be predicted, within "
+            f"model.context = {config.model.context}: raise data.validation = {config.data.validation:g} or "
+            "model.context, or give data.validation_source."
+        )
+
 
 RANDOM_VALIDATION = 8
 """Batches of random tokens, which have no end, in a validation."""

@@ -1,35 +1,65 @@
-"""`train(config)`: the training run, on every rank."""
+"""`train(config)`: the training run, on every rank, and the signals on which it ends between two steps."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from plait.app.config.config import Config
-from plait.app.loop.callbacks import Log, ReplicaChecks
+from plait.app.loop.callbacks import EarlyStop, Log, Progress, ProgressReporter, ReplicaChecks
 from plait.app.loop.describe_run import describe, plan_line
-from plait.app.loop.early_stop import EarlyStop
-from plait.app.loop.metrics import FIELD, loggers_of
-from plait.app.loop.progress import Progress, ProgressReporter
 from plait.app.loop.report_callback import Report
 from plait.app.loop.run_folder import LOCK, locked_folder
+from plait.app.loop.tracking_services import FIELD, loggers_of
 from plait.app.loop.validation import Validation
-from plait.app.train.build import trained_part
 from plait.app.train.measured_schedules import balanced
-from plait.app.train.predicted_run import peak_line, predict_memory, prediction_line
-from plait.app.train.predicted_step import predicted_step, step_lines
+from plait.app.train.predicted_run import (
+    peak_line,
+    predict_memory,
+    predicted_step,
+    prediction_line,
+    step_lines,
+)
 from plait.app.train.reference_steps import Comparison, LossAndNorm, compare_steps
 from plait.app.train.run_callbacks import WRITTEN, FirstSteps, FolderOfRun, Recordings, Samples
 from plait.app.train.run_checkpoints import FOLDER, run_checkpoints
 from plait.app.train.run_data import Data, load_data, with_steps_of_epochs
-from plait.app.train.stop_signals import StopSignals
-from plait.app.train.trainer import Trainer
+from plait.app.train.trainer import Trainer, trained_part
 from plait.estimate.memory.memory_report import Memory
 from plait.estimate.time.prediction import Prediction
 from plait.pictures.report.page import REPORT_FILE
 from plait.plan.plan import Plan
+from plait.ranks.failure.process_watch import GracefulStop
 from plait.ranks.mesh import Mesh
+
+
+class StopSignals:
+    """Context manager that records whether a rank has received one of `signals`.
+
+    The first signal is recorded, so that the run stops between two steps; the second ends the process.
+    """
+
+    def __init__(self, signals: Collection[int]) -> None:
+        self._signals = frozenset(signals)
+        self._handlers = GracefulStop(self._signals, self._receive)
+        self.local = 0
+        """The signal that this rank has received; 0: none."""
+
+    def __enter__(self) -> Self:
+        self._handlers.__enter__()
+        # Local ranks start with these signals blocked, until there is a handler.
+        self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+        self._handlers.__exit__(*error)
+
+    def _receive(self, number: int) -> None:
+        self.local = number
 
 
 @dataclass(frozen=True)

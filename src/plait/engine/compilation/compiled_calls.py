@@ -1,20 +1,147 @@
-"""Steps of a compiled layer: graphs, operations between graphs, and weight gradients for the queue."""
+"""Calls of a compiled layer: graphs, what runs eagerly between them, and the values that they exchange."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from plait.engine.compilation.attention_steps import AttentionBackwardStep, AttentionStep
-from plait.engine.compilation.slots import LayerCall, Results, Values, taken
 from plait.engine.compilation.torch_compiler import GraphCall
 from plait.engine.compilation.weight_terms import WeightTerm
-from plait.tensor.autograd.regather import Gather
+from plait.tensor.autograd.between_graphs import RecordedAttention
+from plait.tensor.autograd.engine_calls import run_backward
+from plait.tensor.autograd.regather import Gather, Regathered
 from plait.tensor.running_sequence import running_sequence
+
+Values = list[Any]
+"""By slot a tensor, `Regathered` or `AttentionRun`; None before it is computed, and after its last use."""
+
+
+class LayerCall(Protocol):
+    """Protocol of one call of a layer: gives its steps its dropouts, and queues weight gradients."""
+
+    def mask(self, number: int, name: str, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Return the mask of call `number` of the dropout `name`; asked again, the same mask."""
+
+    def dropout(self, name: str) -> nn.Module:
+        """Return the layer's dropout module `name`."""
+
+    def regathered(self, piece: Tensor, gather: Gather) -> Regathered:
+        """Return a tensor whose all-gather from the ranks' parts is repeated on first use."""
+
+    def defer(self, term: WeightTerm, operands: Sequence[Tensor | Regathered]) -> None:
+        """Queue the computation of `term`, a part of a weight gradient, from `operands`."""
+
+
+def taken(values: Values, slots: Sequence[int], done: Sequence[int]) -> list[Any]:
+    """Return the values of `slots`, and drop the references in the slots `done`, so that graphs free them."""
+    found = list(map(values.__getitem__, slots))
+    for slot in done:
+        values[slot] = None
+    return found
+
+
+@dataclass(frozen=True)
+class Results:
+    """The slots that store one result of a step, and the strides that later graphs expect of it."""
+
+    slots: Sequence[int]
+    stride: tuple[int, ...]
+
+    def store(self, values: Values, tensor: Tensor) -> None:
+        """Store `tensor`, or a copy with the strides of the trace."""
+        if self.slots:
+            made = tensor if tensor.stride() == self.stride else with_strides(tensor, self.stride)
+            for slot in self.slots:
+                values[slot] = made
+
+
+def with_strides(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """Return a copy of `tensor` with the strides `stride`."""
+    made = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)
+
+
+@dataclass
+class AttentionRun:
+    """Attention's output with its autograd graph, and where its backward puts gradients."""
+
+    output: Tensor
+    gradients: list[Tensor | None]
+    """Of the query, the keys and the values, once the backward has run."""
+
+
+@dataclass
+class AttentionStep:
+    """A step that computes attention eagerly, and keeps its autograd graph if a backward reads it."""
+
+    recorded: RecordedAttention
+    arguments: Sequence[int]
+    """The query, the keys and the values."""
+    output: Results
+    saved: Sequence[int]
+    """Slots for an `AttentionRun`; none where no backward reads it."""
+    done: Sequence[int] = ()
+
+    def run(self, values: Values, call: LayerCall) -> None:
+        """Compute attention of the step's arguments in `values`, and store the output there."""
+        query, key, value = taken(values, self.arguments, self.done)
+        name = self.recorded.dropout
+        dropout = None if name is None else call.dropout(name)
+        if not self.saved:
+            self.output.store(values, self.recorded.attention(query, key, value, dropout))
+            return
+        gradients: list[Tensor | None] = []
+        with torch.enable_grad():
+            anchor = query.new_empty(0).requires_grad_()
+            arguments = anchor, gradients, self.recorded.learns, query, key, value
+            query, key, value = _Given.apply(*arguments)  # type: ignore[no-untyped-call]
+            output = self.recorded.attention(query, key, value, dropout)
+        self.output.store(values, output.detach())
+        for slot in self.saved:
+            values[slot] = AttentionRun(output, gradients)
+
+
+@dataclass
+class AttentionBackwardStep:
+    """A step that computes the gradients of the query, keys and values of an `AttentionStep`."""
+
+    gradient: int
+    attention: int
+    """The slot of the `AttentionRun`."""
+    results: Sequence[Results]
+    done: Sequence[int] = ()
+
+    def run(self, values: Values, call: LayerCall) -> None:
+        """Run the backward of the attention's autograd graph, and store the gradients."""
+        gradient, run = taken(values, (self.gradient, self.attention), self.done)
+        run_backward([run.output], [gradient])
+        for gradient, result in zip(run.gradients, self.results, strict=True):
+            result.store(values, gradient)
+
+
+class _Given(torch.autograd.Function):
+    """Autograd function that returns views of tensors, and appends their gradients to a list in its backward.
+
+    Leaves with `.grad` would stay in memory until then, also those that attention does not save.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, gradients: list[Tensor | None], learns: Sequence[bool], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.gradients = gradients
+        given = tuple(one.view_as(one) for one in tensors)
+        ctx.mark_non_differentiable(*(one for one, learn in zip(given, learns, strict=True) if not learn))
+        return given
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.gradients += gradients
+        return (None,) * (3 + len(gradients))
 
 
 @dataclass

@@ -16,18 +16,19 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from plait.engine.compilation.attention_steps import AttentionBackwardStep, AttentionStep
 from plait.engine.compilation.compiled_calls import (
+    AttentionBackwardStep,
+    AttentionStep,
     BetweenStep,
     DeferStep,
     GraphStep,
     MaskStep,
     PositionsStep,
     RegatherStep,
+    Results,
     Step,
     Steps,
 )
-from plait.engine.compilation.slots import Results
 from plait.engine.compilation.torch_compiler import example_of, with_generated_code
 from plait.engine.compilation.weight_terms import Operand, WeightTerm
 from plait.tensor.autograd.between_graphs import (

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from plait.engine.compilation.compiled_calls import Steps
+from plait.engine.compilation.compiled_calls import LayerCall, Steps, with_strides
 from plait.engine.compilation.graph_division import JointGraph, divided
 from plait.engine.compilation.graph_to_calls import steps_of
-from plait.engine.compilation.slots import LayerCall, with_strides
 from plait.engine.compilation.torch_compiler import (
     COMPILER_LOCK,
     example_of,

@@ -1,4 +1,4 @@
-"""The private names of torch that compiled layers rely on, each in one function.
+"""The private names of torch that compiled layers rely on, each in one function; a lock to compile once.
 
 `tests/unit/compilation/test_torch_compiler.py` shows what is relied on.
 """
@@ -8,10 +8,14 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 from threading import RLock
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -19,9 +23,46 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from plait.engine.compilation.generation_lock import generating_alone
 from plait.errors import PlanError
 from plait.ranks.device import keep_stand_in_for_gpus
+from plait.ranks.file_lock import owner_of, try_lock, unlock
+
+PATIENCE = 600.0
+"""Seconds, as torch waits for its own locks."""
+_SECONDS_BETWEEN_TRIES = 0.02
+
+
+@contextmanager
+def generating_alone(graph: str, cache: Path, patience: float = PATIENCE) -> Iterator[None]:
+    """Context manager that holds the lock of a graph in torch's cache folder, while its code is generated.
+
+    `graph`: a text that identifies it. Another process that holds the lock is waited for, at most `patience`
+    seconds; then a warning names it. Where no file can be locked in `cache`, nobody is waited for.
+    """
+    path = cache / f"plait-{sha256(graph.encode()).hexdigest()[:32]}.lock"
+    file = _acquired(path, patience)
+    try:
+        yield
+    finally:
+        if file is not None:
+            unlock(path, file)
+
+
+def _acquired(path: Path, patience: float) -> BinaryIO | None:
+    start = time.monotonic()
+    try:
+        while (file := try_lock(path)) is None and time.monotonic() - start < patience:
+            time.sleep(_SECONDS_BETWEEN_TRIES)
+    except OSError:
+        return None
+    if file is None:
+        warnings.warn(
+            f"{owner_of(path)} has generated the code of a layer for {patience:g} seconds ({path}): this "
+            "rank generates its own.",
+            stacklevel=1,
+        )
+    return file
+
 
 GraphCall = Callable[[list[Tensor]], Sequence[Tensor]]
 """Returns the results of a graph for a list of its arguments, which it may empty."""

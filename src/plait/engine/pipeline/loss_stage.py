@@ -1,4 +1,4 @@
-"""The loss stage, after the model's last layer: the loss and the gradient that starts the backward."""
+"""The loss stage, after the model's last layer: the loss, of whole logits or in chunks, and its gradient."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from plait.engine.blueprint import Blueprint
 from plait.engine.pipeline.stage import Gradients
 from plait.errors import ModelError
 from plait.models.layers.graph_leaves import other_leaf
 from plait.models.layers.lost_settings import refusing_changed_buffers
 from plait.tensor.autograd.engine_calls import run_backward
-from plait.tensor.layer_values import Value, tensors_of
+from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.tensor.chunked_cross_entropy import ChunkedCrossEntropy, require_cross_entropy, return_features
+from plait.tensor.layer_values import NamedLayer, Value, tensors_of
+from plait.tensor.losses import Loss, loss_of_pieces
+from plait.tensor.parallel.partition import Vocabulary
 
 
 class LossLike(Protocol):
@@ -106,3 +111,76 @@ def _refuse_other_leaves(total: Tensor, outputs: Sequence[Tensor]) -> None:
             f"the loss computes with a tensor {list(leaf.shape)} that requires a gradient but is not the "
             "model's output: detach it, or compute with it in a layer that returns what the loss needs."
         )
+
+
+class ChunkedLossLike(LossLike, Protocol):
+    """Interface of a loss that takes features, the input of the output linear, and computes logits itself."""
+
+    def gradient(self, features: Any, targets: Any, scale: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the summed loss and the features' gradient; add those of the linear's parameters."""
+
+    def logits(self, features: Any) -> Tensor:
+        """Return the logits of all features."""
+
+
+class ChunkedLossStage(LossStage):
+    """Computes loss and gradients of each micro-batch in one pass, when its backward starts.
+
+    So in a training step the loss of a micro-batch is known after `seed`. The last layer's parameters have to
+    be gathered in `compute`, `seed` and `keep`, and its gradients allocated in `seed`.
+    """
+
+    def __init__(self, loss: ChunkedLossLike) -> None:
+        super().__init__(loss)
+        self._chunks = loss
+        self._features: dict[int, Value] = {}
+
+    def compute(self, microbatch: int, output: Value) -> None:
+        """Keep the features of one micro-batch for `seed`; without gradients compute its summed loss."""
+        if torch.is_grad_enabled():
+            self._features[microbatch] = output
+        else:
+            super().compute(microbatch, output)
+
+    def keep(self, microbatch: int, output: Value) -> None:
+        """Keep the logits of one micro-batch, in a step without targets."""
+        super().keep(microbatch, self._chunks.logits(output))
+
+    def seed(self, microbatch: int) -> Gradients:
+        """Compute the summed loss, and the gradients of the mean loss; return that of the features."""
+        features, targets = self._features.pop(microbatch), self._targets[microbatch]
+        assert self._scale is not None, "a training step has a scale"
+        self._totals[microbatch], gradient = self._chunks.gradient(features, targets, self._scale)
+        return [gradient]
+
+    def clear(self) -> None:
+        """Discard all unfinished micro-batches."""
+        super().clear()
+        self._features.clear()
+
+
+def build_loss_stage(
+    blueprint: Blueprint,
+    loss: Loss,
+    vocabulary: Vocabulary | None,
+    last: NamedLayer | None,
+    queue: WeightGradientQueue,
+) -> LossStage:
+    """Return the loss stage of a rank; with `plan.loss_rows`, make its `last` layer return features.
+
+    `last`: this rank's copy of the model's last layer, None on ranks of other stages, which compute no loss.
+    Raises PlanError for `plan.loss_rows` with another loss than a `CrossEntropy`.
+    """
+    rows, name = blueprint.plan.loss_rows, blueprint.output_linear
+    if rows is None or name is None:
+        if vocabulary is None:
+            return LossStage(loss)
+        return LossStage(loss_of_pieces(loss, vocabulary), writes_output=True)
+    terms = require_cross_entropy(loss, rows)
+    if last is None:
+        return LossStage(loss)
+    linear = return_features(last.module, name)
+    if vocabulary is None:
+        vocabulary = Vocabulary.of_one_rank(linear.out_features)
+    adds_late = blueprint.lowering_spec.adds_late
+    return ChunkedLossStage(ChunkedCrossEntropy(terms, linear, vocabulary, rows, queue, adds_late))

@@ -36,12 +36,11 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import PlanError
-from plait.plan.buffer_specs import BufferSpec
-from plait.plan.offsets import Slot
+from plait.plan.buffer_specs import BufferSpec, Slot
 from plait.ranks.device import copy_later, is_accelerator, moved_later
 from plait.ranks.gradient_hooks import first_gradient_hook
 from plait.ranks.group import Group
-from plait.tensor.precision import torch_dtype
+from plait.tensor.layer_values import torch_dtype
 
 
 @dataclass(eq=False)

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from plait.engine.sharding.flat_buffer import FlatBuffer, StageView, free_storage
-from plait.plan.buffer_specs import BufferSpec, FlatSpec
+from plait.plan.buffer_specs import BufferSpec, FlatSpec, Slot
 from plait.plan.layout.layout import Layout
-from plait.plan.offsets import Slot
 from plait.ranks.collectives import shared_zeros
 from plait.ranks.device import host_zeros
 from plait.ranks.group import Group
-from plait.tensor.precision import torch_dtype
+from plait.tensor.layer_values import torch_dtype
 
 CPU = torch.device("cpu")
 

@@ -10,14 +10,18 @@ from pathlib import Path
 from statistics import median
 
 from plait.errors import ConfigError
-from plait.estimate.measurement.link_rates import LinkRates, measure_links
-from plait.estimate.measurement.machine_rates import DeviceRates, measure_device
+from plait.estimate.measurement.machine_rates import DeviceRates, LinkRates, measure_device, measure_links
 from plait.estimate.measurement.model_steps import StepSeconds, fitted_to_steps, measure_steps
 from plait.estimate.measurement.timer import Timer
-from plait.estimate.time.hardware import Efficiency, Hardware, Link, bundled_name, load_hardware
-from plait.estimate.time.hardware_text import hardware_text
-from plait.estimate.time.operation_times import product_efficiency
-from plait.estimate.time.operations import Product
+from plait.estimate.time.hardware import (
+    Efficiency,
+    Hardware,
+    Link,
+    bundled_name,
+    hardware_text,
+    load_hardware,
+)
+from plait.estimate.time.operation_times import Product, product_efficiency
 from plait.ranks.device import is_accelerator, multiprocessors, name_of, total_memory, visible_accelerators
 from plait.ranks.launch.launch import launch
 from plait.ranks.mesh import GridMesh

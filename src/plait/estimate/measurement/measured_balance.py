@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from plait.engine.blueprint import Blueprint, build_blueprint
 from plait.engine.local_batch import cut, local_inputs
-from plait.engine.pipeline.loss_stage import LossStage
-from plait.engine.pipeline.loss_stages import build_loss_stage
+from plait.engine.pipeline.loss_stage import LossStage, build_loss_stage
 from plait.engine.pipeline.stage import Gradients, Stage
 from plait.models.layers.layer_sequence import private_copy
 from plait.models.layers.shape_inference import LayerInfo
@@ -29,8 +28,10 @@ from plait.schedules.search.stage_cuts import schedule_and_cut
 from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradients
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.layer_values import (
+    DTYPES,
     NamedLayer,
     Value,
+    convert,
     leaf_of,
     map_tensors,
     signature,
@@ -39,7 +40,6 @@ from plait.tensor.layer_values import (
 )
 from plait.tensor.losses import Loss, cross_entropy
 from plait.tensor.parallel.tensor_parallelism import TensorParallelism
-from plait.tensor.precision import DTYPES, convert
 from plait.tensor.running_sequence import ContextParallelism, running
 from plait.tensor.torch_losses import GivenLoss, as_loss
 

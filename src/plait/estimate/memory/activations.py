@@ -8,7 +8,7 @@ from typing import Any
 
 from plait.engine.pipeline.exchange import Crossing, buffer_sizes, receive_buffers
 from plait.estimate.memory.layer_traces import PhaseTrace, Trace
-from plait.estimate.memory.memory_ledger import Category, MemoryBlock, MemoryLedger
+from plait.estimate.memory.memory_report import Category, MemoryBlock, MemoryLedger
 from plait.estimate.memory.model_traces import ModelTraces
 from plait.schedules.action import Action, Kind
 from plait.schedules.lowering.messages import SENDS_IN_FLIGHT

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.engine.pipeline.chunked_loss_stage import ChunkedLossStage
-from plait.engine.pipeline.loss_stage import LossLike, LossStage
+from plait.engine.pipeline.loss_stage import ChunkedLossStage, LossLike, LossStage
 from plait.engine.pipeline.stage import Gradients, Stage
 from plait.estimate.memory.storage_tracker import StorageTracker
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue

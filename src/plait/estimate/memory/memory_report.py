@@ -1,13 +1,121 @@
-"""`Memory`: the predicted peak of each rank, as numbers and as a table."""
+"""`Memory`: the predicted peak of each rank, from a ledger of its memory blocks, as numbers and as a table.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
-from plait.estimate.memory.memory_ledger import Category
 from plait.plan.plan import Plan
+from plait.schedules.lowering.program import Instruction
 from plait.tensor.attention.method_choice import MethodChoice
+
+
+class Category(StrEnum):
+    """The purpose that a memory block is allocated for."""
+
+    PARAMETERS = "parameters"
+    """Whole parameters that are kept, pieces that the optimizer updates, buffers, and what layers cache."""
+    GATHERED = "gathered"
+    """Whole parameters between all-gather and release."""
+    GRADIENTS = "gradients"
+    STATE = "optimizer"
+    """Optimizer state."""
+    ACTIVATIONS = "activations"
+    """Tensors saved for the backward, inputs and outputs of layers, and the loss."""
+    MESSAGES = "messages"
+    """Buffers for sends and receives between stages."""
+    BATCH = "batch"
+
+    # Blocks are counted by category all the time; the hash that Enum defines is a Python function.
+    __hash__ = str.__hash__
+
+
+@dataclass(eq=False, slots=True, frozen=True)
+class MemoryBlock:
+    """An allocation of memory on a rank; tensors that share memory share a block."""
+
+    nbytes: int
+    category: Category
+    on_host: bool = False
+    """Whether it is offloaded to the CPU while layers run elsewhere."""
+
+
+@dataclass(frozen=True)
+class MemorySnapshot:
+    """The bytes allocated on a rank after an instruction."""
+
+    after: Instruction
+    held: Counter[Category]
+    """Bytes on the device where layers run, by use."""
+    host: int
+    """Offloaded bytes."""
+
+    @property
+    def total(self) -> int:
+        """All bytes on the device."""
+        return self.held.total()
+
+
+class MemoryLedger:
+    """Ledger of a rank's memory blocks: a block stays allocated while some holder (any key) holds it."""
+
+    def __init__(self) -> None:
+        self._holds: dict[Hashable, tuple[MemoryBlock, ...]] = {}
+        self._holders: Counter[MemoryBlock] = Counter()
+        self._held: Counter[Category] = Counter()
+        self._host = 0
+        self.peak: MemorySnapshot | None = None
+        """The snapshot with the most bytes on the device."""
+        self.host_peak = 0
+        self.most = 0
+        """The most bytes on the device, within instructions too."""
+
+    def hold(self, holder: Hashable, blocks: Iterable[MemoryBlock | None]) -> None:
+        """Make `holder` hold exactly `blocks`, and release what it held before; a block None is no memory."""
+        held = tuple(block for block in blocks if block is not None)
+        for block in held:
+            self._holders[block] += 1
+            if self._holders[block] == 1:
+                self._count(block, block.nbytes)
+        self.drop(holder)
+        self._holds[holder] = held
+
+    def drop(self, holder: Hashable) -> None:
+        """Release all blocks of `holder`."""
+        for block in self._holds.pop(holder, ()):
+            self._holders[block] -= 1
+            if not self._holders[block]:
+                del self._holders[block]
+                self._count(block, -block.nbytes)
+
+    def record_temporary(self, extra: int) -> None:
+        """Update `most`, the peak within instructions: `extra` more bytes are allocated temporarily."""
+        self.most = max(self.most, self._held.total() + extra)
+
+    def record(self, instruction: Instruction) -> None:
+        """Update the peaks with the bytes that are allocated after `instruction`."""
+        self.record_temporary(0)
+        self.host_peak = max(self.host_peak, self._host)
+        if self.peak is None or self._held.total() > self.peak.total:
+            self.peak = self.snapshot(instruction)
+
+    def snapshot(self, instruction: Instruction) -> MemorySnapshot:
+        """Return the currently allocated bytes, as a snapshot after `instruction`."""
+        return MemorySnapshot(instruction, self._held.copy(), self._host)
+
+    def reset_peaks(self) -> None:
+        """Reset the recorded peaks, before another step."""
+        self.peak, self.host_peak, self.most = None, 0, 0
+
+    def _count(self, block: MemoryBlock, nbytes: int) -> None:
+        if block.on_host:
+            self._host += nbytes
+        else:
+            self._held[block.category] += nbytes
+
 
 OTHER = (Category.MESSAGES, Category.BATCH)
 """Uses that share a column of the table."""

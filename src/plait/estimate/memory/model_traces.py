@@ -11,8 +11,7 @@ from torch import Tensor
 
 from plait.engine.blueprint import Blueprint
 from plait.engine.compilation.compiled_layer import CompiledLayer, LayerCompiler
-from plait.engine.pipeline.chunked_loss_stage import ChunkedLossStage
-from plait.engine.pipeline.loss_stages import build_loss_stage
+from plait.engine.pipeline.loss_stage import ChunkedLossStage, build_loss_stage
 from plait.engine.pipeline.stage import Stage
 from plait.estimate.memory.context_share import (
     ContextShare,
@@ -26,17 +25,15 @@ from plait.estimate.memory.context_share import (
 from plait.estimate.memory.layer_traces import Trace, meta_leaf, trace_chunked_loss, trace_layer, trace_loss
 from plait.models.layers.layer_sequence import on_meta, private_copy
 from plait.models.layers.shape_inference import LayerInfo, LayerInput, MetaRun, run_on_meta
-from plait.models.result_cache import result_caches
+from plait.models.rotary import result_caches
 from plait.plan.axes import AXES, layout_degrees
-from plait.ranks.group import Group
-from plait.ranks.traffic import Traffic
+from plait.ranks.group import Group, Traffic
 from plait.tensor.attention.method_choice import MethodChoice
 from plait.tensor.autograd.deferred_weight_gradients import defer_weight_gradients
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
-from plait.tensor.layer_values import NamedLayer, Value, map_tensors, tensors_of
+from plait.tensor.layer_values import DTYPES, NamedLayer, Value, map_tensors, tensors_of, torch_dtype
 from plait.tensor.losses import Loss
 from plait.tensor.parallel.tensor_parallelism import TensorParallelism
-from plait.tensor.precision import DTYPES, torch_dtype
 from plait.tensor.running_sequence import LocalSequence, running
 
 FIRST = dict.fromkeys(layout_degrees(dict.fromkeys(AXES, 1)), 0)

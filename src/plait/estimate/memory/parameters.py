@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from plait.engine.blueprint import Blueprint
-from plait.estimate.memory.memory_ledger import Category, MemoryBlock, MemoryLedger
+from plait.estimate.memory.memory_report import Category, MemoryBlock, MemoryLedger
 from plait.plan.buffer_specs import BufferSpec, FlatSpec
 from plait.plan.parameter_units import replicas_of
 from plait.ranks.transport.shared_memory.transport import STAGING_LIMIT

@@ -18,8 +18,14 @@ from plait.engine.pipeline.executor import Executor
 from plait.errors import PlanError
 from plait.estimate.memory.activations import ActivationAccount, ReceiveBufferAccount
 from plait.estimate.memory.context_share import as_input_batch
-from plait.estimate.memory.memory_ledger import Category, MemoryBlock, MemoryLedger, MemorySnapshot
-from plait.estimate.memory.memory_report import Memory, RankMemory
+from plait.estimate.memory.memory_report import (
+    Category,
+    Memory,
+    MemoryBlock,
+    MemoryLedger,
+    MemorySnapshot,
+    RankMemory,
+)
 from plait.estimate.memory.model_traces import ModelTraces, trace_model
 from plait.estimate.memory.parameters import ParameterAccount, rank_buffers
 from plait.plan.arguments import require_instance, require_whole
@@ -30,9 +36,8 @@ from plait.schedules.lowering.lower import lower
 from plait.schedules.lowering.program import INSTRUCTION_TYPES, Instruction, Program, RunLayer
 from plait.schedules.schedule import Schedule
 from plait.schedules.search.stage_cuts import StageCut, schedule_and_cut
-from plait.tensor.layer_values import Value, signature, split, tensors_of
+from plait.tensor.layer_values import DTYPES, Value, signature, split, tensors_of
 from plait.tensor.losses import Loss, cross_entropy
-from plait.tensor.precision import DTYPES
 from plait.tensor.torch_losses import GivenLoss, as_loss
 
 

@@ -10,8 +10,7 @@ from plait.estimate.search.memory_bounds import KINDS, LINEAR, WHOLE, MemoryBoun
 from plait.estimate.time.hardware import Hardware
 from plait.estimate.time.layer_operations import StepShape
 from plait.estimate.time.layer_times import LayerTimer, LayerVariant, PassTimes, WholeLayerTimes
-from plait.estimate.time.step_end import gradient_transfers, optimizer_seconds
-from plait.estimate.time.step_times import NANOSECOND, StepTimes
+from plait.estimate.time.step_times import NANOSECOND, StepTimes, gradient_transfers, optimizer_seconds
 from plait.plan.model_sizes import Decoder, LayerKind
 from plait.plan.parameter_units import timing_of
 from plait.plan.plan import Plan

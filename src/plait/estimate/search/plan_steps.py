@@ -12,8 +12,14 @@ from plait.estimate.time.layer_operations import StepShape
 from plait.estimate.time.memory_by_size import RankActivations, RankMemories
 from plait.estimate.time.prediction import Prediction, costs_for_cut, prediction_of
 from plait.estimate.time.state_memory import RankSizes
-from plait.estimate.time.step_end import RankWork, latest_ends
-from plait.estimate.time.step_times import StepTimes, hides_sums, stage_kinds, stage_modes
+from plait.estimate.time.step_times import (
+    RankWork,
+    StepTimes,
+    hides_sums,
+    latest_ends,
+    stage_kinds,
+    stage_modes,
+)
 from plait.plan.model_sizes import LayerKind
 from plait.plan.plan import Plan
 from plait.schedules.held_microbatches import HeldMicrobatches, RankHeld

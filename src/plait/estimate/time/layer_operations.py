@@ -6,7 +6,13 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from plait.estimate.time.operations import AxisTransfer, DeviceOperation, Elementwise, FusedAttention, Product
+from plait.estimate.time.operation_times import (
+    AxisTransfer,
+    DeviceOperation,
+    Elementwise,
+    FusedAttention,
+    Product,
+)
 from plait.plan.attention_heads import sending_less, vectors_sent
 from plait.plan.model_sizes import Decoder, LayerKind
 from plait.plan.parameter_units import BufferKind, UnitTiming, kind_of, timing_of

@@ -8,11 +8,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from operator import add
 
-from plait.estimate.time.collective_times import Network
 from plait.estimate.time.hardware import Hardware
 from plait.estimate.time.layer_operations import LayerWork, Recomputation, StepShape, layer_work
-from plait.estimate.time.operation_times import operation_seconds
-from plait.estimate.time.operations import AxisTransfer, DeviceOperation, Elementwise, Product
+from plait.estimate.time.operation_times import (
+    AxisTransfer,
+    DeviceOperation,
+    Elementwise,
+    Network,
+    Product,
+    operation_seconds,
+)
 from plait.plan.model_sizes import LayerKind
 from plait.plan.plan import Recompute
 

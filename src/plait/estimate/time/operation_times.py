@@ -1,11 +1,70 @@
-"""Seconds of an operation on a device: the longer of its arithmetic and its bytes, and a fixed cost."""
+"""Operations of a layer, with their sizes, and the seconds that each takes on a device or over a link."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
+from typing import Literal, TypeAlias
 
 from plait.estimate.time.hardware import Hardware
-from plait.estimate.time.operations import DeviceOperation, Elementwise, FusedAttention, Product
+from plait.plan.plan import Plan
+
+Axis = Literal["tp", "cp", "shard", "replicate", "pp"]
+Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ring", "message"]
+
+
+@dataclass(frozen=True)
+class Product:
+    """`batch` matrix products of `[m, k]` and `[k, n]`."""
+
+    m: float
+    n: float
+    k: float
+    batch: float = 1
+    result_bytes: float = 2
+    """Bytes read and written for an element of the result: more where it is added to a gradient."""
+
+
+@dataclass(frozen=True)
+class FusedAttention:
+    """Softmax attention in one kernel: `rows` sequences, `heads` query heads on this rank."""
+
+    rows: float
+    heads: float
+    key_heads: float
+    width: int
+    queries: float
+    keys: float
+    seen: float
+    """Fraction of the pairs of query and key that are computed."""
+    backward: bool = False
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """Work whose time is that of reading and writing `nbytes`."""
+
+    nbytes: float
+    kernels: float = 1
+    activation: bool = False
+    """Whether it is the activation inside an MLP, which computes more for each byte."""
+
+
+@dataclass(frozen=True)
+class AxisTransfer:
+    """A collective over an axis, and its size.
+
+    `nbytes`: of an all-gather its result, of an all-to-all the inputs of all ranks, else a rank's input.
+    """
+
+    collective: Collective
+    axis: Axis
+    nbytes: float
+
+
+DeviceOperation: TypeAlias = Product | FusedAttention | Elementwise
+
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.75), (64, 64, 0.6))
 """Tiles of a result that a multiprocessor computes at a time, and the rate beside that of the largest."""
@@ -67,3 +126,109 @@ def _tiles_used(product: Product, units: int) -> float:
         waves = ceil(tiles / units)
         best = max(best, rate * used * tiles / (waves * units))
     return best
+
+
+@dataclass(frozen=True)
+class AxisGroup:
+    """Where the ranks of an axis are: `size` ranks, `stride` ranks apart in the world, `tp` innermost."""
+
+    size: int
+    stride: int
+
+    def on_host(self, devices: int) -> int:
+        """Return how many of the group's ranks share a host of `devices` devices."""
+        return max(1, min(self.size, devices // self.stride))
+
+
+@dataclass(frozen=True)
+class Network:
+    """Times of the collectives of a plan on given hardware."""
+
+    plan: Plan
+    hardware: Hardware
+
+    @cached_property
+    def groups(self) -> dict[Axis, AxisGroup]:
+        """The group of each axis; ranks are numbered with `tp` innermost, then cp, shard, replicate, pp."""
+        plan = self.plan
+        strides = {"tp": 1, "cp": plan.tp, "shard": plan.tp * plan.cp}
+        replicate = plan.tp * plan.cp * plan.shard
+        return {
+            "tp": AxisGroup(plan.tp, strides["tp"]),
+            "cp": AxisGroup(plan.cp, strides["cp"]),
+            "shard": AxisGroup(plan.state_ranks, strides["cp"]),
+            "replicate": AxisGroup(plan.replicate, replicate),
+            "pp": AxisGroup(plan.pp, replicate * plan.replicate),
+        }
+
+    def seconds(self, transfer: AxisTransfer) -> float:
+        """Return the time of a transfer, with all groups of the axis active at once.
+
+        A ring of a group of which g ranks share a host leaves the host through g of its links. An all-reduce
+        is a reduce-scatter and an all-gather. `ring`: n − 1 messages of `nbytes` each, one after another.
+        """
+        group = self.groups[transfer.axis]
+        if group.size == 1 or not transfer.nbytes:
+            return 0.0
+        return self.hardware.efficiency.collective + self._steps(transfer, group)
+
+    def seconds_of_layers(self, transfer: AxisTransfer, layers: int) -> float:
+        """Return the time of a transfer in `layers` parts, each with the fixed cost of a collective.
+
+        The steps of a part run while those of the part before do.
+        """
+        seconds = self.seconds(transfer)
+        return seconds + (layers - 1) * self.hardware.efficiency.collective if seconds else 0.0
+
+    def _steps(self, transfer: AxisTransfer, group: AxisGroup) -> float:
+        """Return the time of a transfer's steps and bytes."""
+        ranks = group.size
+        here = group.on_host(self.hardware.devices)
+        bandwidth, latency = self._link(here, inside=here == ranks)
+        if transfer.collective == "message":
+            return latency + transfer.nbytes / self._message_bandwidth(group)
+        if transfer.collective == "ring":
+            return (ranks - 1) * (latency + transfer.nbytes / self._message_bandwidth(group))
+        if transfer.collective == "all-to-all":
+            away = (ranks - here) / ranks if here < ranks else (ranks - 1) / ranks
+            single = bandwidth / here if here < ranks else bandwidth
+            single *= self.hardware.efficiency.all_to_all
+            return latency * (ranks - 1) + transfer.nbytes / ranks * away / single
+        rounds = 2 if transfer.collective == "all-reduce" else 1
+        start = self._start(here, ranks, tree=transfer.collective == "all-reduce")
+        return rounds * (start + transfer.nbytes * (ranks - 1) / ranks / bandwidth)
+
+    def _start(self, here: int, ranks: int, *, tree: bool) -> float:
+        """Return the latency of a reduce-scatter, a gather, or half an all-reduce; `here`: ranks of a host.
+
+        A ring takes n − 1 steps one after another, one across hosts for each other host, so that its latency
+        grows with the ranks. NCCL has trees over the hosts for all-reduces only (Jeaugey 2025,
+        arXiv:2506.20252, which is about the ring's latency at scale), and takes what is shorter.
+        """
+        hosts = -(-ranks // here)
+        inside, across = self.hardware.inside.latency, self.hardware.across.latency
+        ring = (ranks - hosts) * inside + (hosts - 1) * across
+        if not tree or hosts == 1:
+            return ring
+        return min(ring, (here - 1) * inside + 2 * (hosts - 1).bit_length() * across)
+
+    def share_links(self, first: Axis, second: Axis) -> bool:
+        """Return whether two axes use the same links: both those inside hosts, or both those across them."""
+        groups = self.groups[first], self.groups[second]
+        within = [group.on_host(self.hardware.devices) == group.size for group in groups]
+        return min(group.size for group in groups) > 1 and within[0] == within[1]
+
+    def _link(self, here: int, *, inside: bool) -> tuple[float, float]:
+        hardware, part = self.hardware, self.hardware.efficiency
+        within = hardware.inside.bandwidth * part.inside
+        if inside:
+            return within, hardware.inside.latency
+        beyond = here * hardware.across.bandwidth * part.across / hardware.oversubscription
+        return (min(within, beyond) if here > 1 else beyond), hardware.across.latency
+
+    def _message_bandwidth(self, group: AxisGroup) -> float:
+        """Return the bandwidth of a message to the next rank of a group: its slowest such link."""
+        hardware, part = self.hardware, self.hardware.efficiency
+        if group.on_host(hardware.devices) == group.size:
+            return hardware.inside.bandwidth * part.inside
+        return hardware.across.bandwidth * part.across / hardware.oversubscription

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from plait.errors import ModelError
 from plait.models.model_helpers import InitializedLayer, require_length
-from plait.models.result_cache import ResultCache
-from plait.models.rotary import Angles, angles_of_positions, rotate
+from plait.models.rotary import Angles, ResultCache, angles_of_positions, rotate
 
 STEADY_ROTARY = ("default", "linear", "llama3", "proportional", "yarn")
 """Types of rotary embedding whose frequencies do not depend on the length of the sequence."""

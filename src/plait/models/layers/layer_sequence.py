@@ -1,9 +1,10 @@
-"""A model as a sequence of layers: flatten it, find shared parameters, copy layers."""
+"""A model as a sequence of layers: flattened, with shared parameters, copied, in evaluation mode."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -15,8 +16,7 @@ from plait.errors import ModelError
 from plait.plan.rules import join
 from plait.tensor.call_hooks import computed_by_hooks, hook_objects, shared_objects
 from plait.tensor.dropout import from_plain_dropout, is_plain_dropout
-from plait.tensor.layer_values import NamedLayer
-from plait.tensor.precision import convert
+from plait.tensor.layer_values import NamedLayer, convert
 
 MISSING = object()
 """The value of an attribute that a module does not have."""
@@ -223,3 +223,17 @@ def bits_of(tensor: Tensor) -> bytes:
     """Return the bytes of `tensor`, copied to the CPU."""
     flat = tensor.detach().to("cpu", copy=True).contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes()
+
+
+@contextmanager
+def evaluating(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Put every module of `layers` in evaluation mode; restore each module's mode at the end."""
+    modules = [module for layer in layers for module in layer.modules()]
+    before = [module.training for module in modules]
+    for module in modules:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, training in zip(modules, before, strict=True):
+            module.training = training

@@ -29,9 +29,8 @@ from plait.plan.layout.layout import (
     Shard,
     divide,
 )
-from plait.plan.layout.reshaping import reshape
 from plait.plan.layout.shards import assemble, shard
-from plait.plan.layout.transitions import Move, moves
+from plait.plan.layout.transitions import Move, moves, reshape
 
 __all__ = [
     "Box",

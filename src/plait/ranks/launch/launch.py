@@ -13,8 +13,7 @@ import torch
 from plait.errors import MeshError
 from plait.plan.arguments import require_choice, require_number, whole
 from plait.ranks.device import CPU, default_device, finish_queued_work, visible_accelerators
-from plait.ranks.failure.process_watch import OrphanWatch
-from plait.ranks.failure.signal_handling import Watchdog
+from plait.ranks.failure.process_watch import OrphanWatch, Watchdog
 from plait.ranks.launch.rank_pool import RankPool
 from plait.ranks.launch.rank_threads import run_threads
 from plait.ranks.launch.ranks_per_gpu import explained_sharing

@@ -21,10 +21,17 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any, TypeVar
 
 from plait.errors import MeshError, PlaitError, RankError
-from plait.ranks.failure.rank_failure import RankFailure, from_exit, root_cause
+from plait.ranks.failure.failures import RankFailure, from_exit, root_cause
 from plait.ranks.launch.fork_server import start_process
-from plait.ranks.launch.pickling import dumps_call
-from plait.ranks.launch.rank_process import END, STACK_SIGNAL, RankJob, RankResult, serve, stack_file
+from plait.ranks.launch.rank_process import (
+    END,
+    STACK_SIGNAL,
+    RankJob,
+    RankResult,
+    dumps_call,
+    serve,
+    stack_file,
+)
 from plait.ranks.launch.ranks_per_gpu import newer_nccl
 from plait.ranks.world import World
 

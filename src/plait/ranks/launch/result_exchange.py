@@ -23,7 +23,7 @@ import torch
 
 from plait.errors import CommunicationError, PlaitError, listed
 from plait.ranks import plain_values
-from plait.ranks.launch.pickling import dumps_result
+from plait.ranks.launch.rank_process import dumps_result
 from plait.ranks.plain_values import NotPlainError
 from plait.ranks.transport.interface import Transport
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from plait.ranks.failure.failures import FailureLog
-from plait.ranks.transport.reduction import Op
+from plait.ranks.transport.buffers import Op
 
 
 class Pending(Protocol):

@@ -13,7 +13,7 @@ from plait.ranks.device import default_device
 from plait.ranks.failure.failures import FailureLog, failure_log_of_world
 from plait.ranks.transport.interface import Ranks, Transport
 from plait.ranks.transport.local.transport import current_local_rank
-from plait.ranks.transport.shared_memory.host_discovery import HostRanks, discover_host
+from plait.ranks.transport.shared_memory.group_channels import HostRanks, discover_host
 from plait.ranks.transport.shared_memory.transport import SharedMemoryTransport
 from plait.ranks.transport.torch_distributed import (
     TorchTransport,

@@ -17,7 +17,6 @@ from typing import Literal
 
 from plait.plan.plan import weights_at_once
 from plait.schedules.action import Action, Kind
-from plait.schedules.lowering.lowering_spec import LoweringSpec
 from plait.schedules.lowering.messages import AT_START, Inbox, StageMessage, inboxes
 from plait.schedules.lowering.program import (
     AwaitReceive,
@@ -26,6 +25,7 @@ from plait.schedules.lowering.program import (
     Instruction,
     KeepOutput,
     LocalTransfer,
+    LoweringSpec,
     PostReceive,
     Program,
     ReleaseBuffers,

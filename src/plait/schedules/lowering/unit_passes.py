@@ -27,7 +27,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from plait.schedules.action import Action, Kind
-from plait.schedules.lowering.lowering_spec import LayerIndex, LoweringSpec
 from plait.schedules.lowering.program import (
     AllocateGradient,
     AwaitParameters,
@@ -36,6 +35,8 @@ from plait.schedules.lowering.program import (
     GatherParameters,
     Instruction,
     KeepOutput,
+    LayerIndex,
+    LoweringSpec,
     Program,
     ReduceGradient,
     ReleaseParameters,

@@ -33,13 +33,13 @@ from plait.tensor.attention.key_exchange import KeyExchange
 from plait.tensor.attention.method_choice import method_choice
 from plait.tensor.attention.ring import attend_to_all, share
 from plait.tensor.attention.ulysses import attend_by_heads, evenly_shared, to_heads
-from plait.tensor.attention.visibility import document_bounds
-from plait.tensor.attention.weight_dropout import (
+from plait.tensor.attention.unfused_kernel import (
     AnyDropout,
     WeightDropoutMask,
     attention_with_dropout,
     is_active,
 )
+from plait.tensor.attention.visibility import document_bounds
 from plait.tensor.autograd.between_graphs import TRACE
 from plait.tensor.autograd.kept_results import with_kept_operations
 from plait.tensor.autograd.replaceable import replaceable

@@ -17,9 +17,8 @@ from plait.tensor.attention.exchange_plan import ExchangePlan, PeerBlock, sizes_
 from plait.tensor.attention.kernels import Scaling, block_backward, block_forward, empty_result, merge
 from plait.tensor.attention.key_exchange import KeyExchange, Pair
 from plait.tensor.attention.packed_kernel import PackedCall
-from plait.tensor.attention.unfused_kernel import WeightDropout
+from plait.tensor.attention.unfused_kernel import WeightDropout, WeightDropoutMask
 from plait.tensor.attention.visibility import BlockCall
-from plait.tensor.attention.weight_dropout import WeightDropoutMask
 
 DropoutOfCall = Callable[[BlockCall], WeightDropout | None]
 """Returns the dropout of the weights of one kernel call."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from plait.tensor.attention.kernels import Scaling
 from plait.tensor.attention.key_blocks import SavedAttention, attend_blocks, attention_gradients
 from plait.tensor.attention.key_exchange import KeyExchange
-from plait.tensor.attention.weight_dropout import WeightDropoutMask
+from plait.tensor.attention.unfused_kernel import WeightDropoutMask
 from plait.tensor.autograd.kept_results import kept, next_result_is_kept
 
 

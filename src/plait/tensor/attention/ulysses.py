@@ -25,7 +25,7 @@ from plait.ranks.collectives import all_to_all_uneven
 from plait.tensor.attention.kernels import Scaling
 from plait.tensor.attention.key_blocks import SavedAttention, attend_blocks, attention_gradients
 from plait.tensor.attention.key_exchange import KeyExchange
-from plait.tensor.attention.weight_dropout import WeightDropoutMask
+from plait.tensor.attention.unfused_kernel import WeightDropoutMask
 from plait.tensor.autograd.kept_results import kept
 from plait.tensor.running_sequence import LocalSequence
 

@@ -32,12 +32,11 @@ from torch.autograd.graph import Node
 from plait.errors import ModelError
 from plait.plan.layout.layout import divide
 from plait.ranks.collectives import all_reduce
+from plait.ranks.consistency_check import require_same_bits
 from plait.ranks.group import Group
-from plait.ranks.tensor_hash import require_same_bits
 from plait.tensor.autograd.between_graphs import TRACE
-from plait.tensor.autograd.regather import Gather, GatherRegistry
-from plait.tensor.autograd.uneven_collectives import own_piece, start_piece_of_sum, start_whole
-from plait.tensor.node_tags import tag, tag_of
+from plait.tensor.autograd.regather import Gather, GatherRegistry, own_piece, start_piece_of_sum, start_whole
+from plait.tensor.proof_marks import tag, tag_of
 
 Overlap = Callable[[], None]
 """Runs in the backward during a reduction."""

@@ -37,8 +37,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from plait.errors import LayoutError
-from plait.plan.layout.boxes import intersection, slices_within
 from plait.plan.layout.layout import Coordinate, Layout, Partial, Placement, Replicate, Shard
+from plait.plan.layout.shards import intersection, slices_within
 from plait.plan.layout.transitions import Move, moves
 from plait.ranks.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from plait.ranks.group import Group

@@ -1,21 +1,119 @@
-"""Linears that save a piece of their input and output gradient, and re-gather it for the weight gradient.
+"""Linears that save a rank's part of their input, and all-gather it again for the weight gradient.
 
 forward    piece ─ all-gather → whole → linear             the linear saves a piece of its input
 I          piece ─ all-gather → whole → linear             and of its output gradient, unless `W` follows
 W          piece ─ all-gather → whole → weight gradient    once for all linears with the same input
+
+Pieces are those of `divide`: the first ranks may hold one element more. On the meta device nothing is
+communicated. Results of collectives are no views, so a layer may write to them.
 """
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
+from math import prod
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from plait.errors import ModelError
+from plait.plan.layout.layout import divide
+from plait.ranks.collectives import all_gather, reduce_scatter
 from plait.ranks.group import Group
-from plait.tensor.autograd.uneven_collectives import PendingTensor, start_whole
+
+PendingTensor = Callable[[], Tensor]
+"""Waits for a started collective and returns its result. To be called once."""
+
+
+def own_piece(whole: Tensor, group: Group, dim: int) -> Tensor:
+    """Return this rank's piece of dim `dim`: a view of `whole`."""
+    own = divide(whole.shape[dim], group.size)[group.index]
+    return whole.narrow(dim, own.start, len(own))
+
+
+def start_whole(piece: Tensor, group: Group, dim: int, size: int) -> PendingTensor:
+    """Start the all-gather of the ranks' pieces along `dim`, into a tensor of `size` along it.
+
+    Communication: one all-gather, of pieces padded to the size of the largest. ModelError where the size of
+    `piece` is not this rank's.
+    """
+    cuts, dim = divide(size, group.size), dim % piece.dim()
+    own = cuts[group.index]
+    if piece.is_meta and piece.shape[dim] == size > len(own):  # whole: the gradient proof names the fault
+        return lambda: piece.new_empty(*piece.shape[:dim], size, *piece.shape[dim + 1 :])
+    if piece.shape[dim] != len(own):
+        raise ModelError(
+            f"a tensor of shape {list(piece.shape)} is gathered over {group.name}, whose ranks cut {size} "
+            f"along dim {dim}, so that this one has {len(own)}: let layers with the rule sequence give as "
+            "many positions as they get, or take that rule off them."
+        )
+    mine = _padded(piece, dim, len(cuts[0]))
+    if len(cuts[-1]) == len(cuts[0]) and prod(piece.shape[:dim]) == 1:  # contiguous: gathered in place
+        whole = mine.new_empty(*mine.shape[:dim], size, *mine.shape[dim + 1 :])
+        in_place = _start_all_gather(mine, group, whole.view(_gathered_shape(mine, group)))
+
+        def finish_in_place() -> Tensor:
+            in_place()
+            return whole
+
+        return finish_in_place
+    pending = _start_all_gather(mine, group, mine.new_empty(_gathered_shape(mine, group)))
+
+    def finish() -> Tensor:
+        pieces = zip(pending().chunk(group.size), cuts, strict=True)
+        return torch.cat([one.narrow(dim, 0, len(cut)) for one, cut in pieces], dim)
+
+    return finish
+
+
+def start_piece_of_sum(summand: Tensor, group: Group, dim: int) -> PendingTensor:
+    """Start the reduce-scatter of the ranks' tensors: the result is this rank's piece of the sum along `dim`.
+
+    Communication: one reduce-scatter, of pieces padded to the size of the largest.
+    """
+    dim = dim % summand.dim()
+    cuts = divide(summand.shape[dim], group.size)
+    own = cuts[group.index]
+    if len(cuts[-1]) == len(cuts[0]):
+        shape = *summand.shape[:dim], group.size, len(own), *summand.shape[dim + 1 :]
+        mine = summand.reshape(shape).movedim(dim, 0).flatten(0, 1).contiguous()
+    else:
+        each = (summand.narrow(dim, cut.start, len(cut)) for cut in cuts)
+        mine = torch.cat([_padded(one, dim, len(cuts[0])) for one in each])
+    pending = _start_reduce_scatter(mine, group)
+    if len(own) == len(cuts[0]):
+        return pending
+    return lambda: pending().narrow(dim, 0, len(own)).clone(memory_format=torch.contiguous_format)
+
+
+def _start_all_gather(mine: Tensor, group: Group, out: Tensor) -> PendingTensor:
+    """Start an all-gather along dim 0."""
+    return (lambda: out) if mine.is_meta else all_gather(mine, group, out=out, checked=False).wait
+
+
+def _start_reduce_scatter(mine: Tensor, group: Group) -> PendingTensor:
+    """Start a reduce-scatter along dim 0."""
+    if not mine.is_meta:
+        return reduce_scatter(mine, group, checked=False).wait
+    piece = mine.new_empty(mine.shape[0] // group.size, *mine.shape[1:])
+    return lambda: piece
+
+
+def _gathered_shape(mine: Tensor, group: Group) -> tuple[int, ...]:
+    """Return the shape of all ranks' tensors, concatenated along dim 0."""
+    return group.size * mine.shape[0], *mine.shape[1:]
+
+
+def _padded(piece: Tensor, dim: int, size: int) -> Tensor:
+    """Return `piece`, padded with zeros to `size` along `dim`."""
+    missing = size - piece.shape[dim]
+    if not missing:
+        return piece
+    zeros = piece.new_zeros(*piece.shape[:dim], missing, *piece.shape[dim + 1 :])
+    return torch.cat([piece, zeros], dim)
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,8 @@ from plait.tensor.autograd.deferred_weight_gradients import is_transposed_linear
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.call_hooks import is_altered
 from plait.tensor.dropout import Dropout, set_region_piece, set_sequence_piece
-from plait.tensor.parallel.embedding_and_norm import VocabParallelEmbedding
-from plait.tensor.parallel.linear import ColumnParallelLinear, RowParallelLinear
-from plait.tensor.parallel.norm import ParallelRMSNorm
+from plait.tensor.parallel.embedding_and_norm import ParallelRMSNorm, VocabParallelEmbedding
+from plait.tensor.parallel.linear import ColumnParallelLinear, RegionBoundary, RowParallelLinear
 from plait.tensor.parallel.partition import (
     AXIS,
     EVEN,
@@ -35,7 +34,6 @@ from plait.tensor.parallel.partition import (
     norm_layouts,
     row_layouts,
 )
-from plait.tensor.parallel.region_boundary import RegionBoundary
 
 APPLICABLE: Mapping[str, tuple[type[nn.Module], ...]] = {
     "column": (nn.Linear,),

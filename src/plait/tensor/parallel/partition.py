@@ -1,17 +1,19 @@
-"""Partitioning of a linear's features over the ranks of `tp`: the layouts of its weight and bias."""
+"""Partitions over the ranks of `tp`: of a linear's features, and of the vocabulary."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 from torch import Tensor, nn
 
-from plait.errors import PlanError, listed
-from plait.plan.layout.layout import Layout, Shard
+from plait.errors import ModelError, PlanError, listed
+from plait.plan.layout.layout import Layout, Shard, divide
 from plait.plan.layout.shards import shard
-from plait.ranks.group import Group
+from plait.ranks.group import Group, Traffic
 
 AXIS = "tp"
 Axes = Mapping[str, int]
@@ -138,3 +140,37 @@ def _copies(features: int, shape: tuple[int, int], partition: Partition, ranks: 
         f"{refused} its {what} do not divide into {ranks}; set tp to {' or '.join(map(str, fitting))}, or "
         "change the model's sizes."
     )
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The `classes` of the logits, partitioned over `group` by `layout.divide`; a rank may have none."""
+
+    classes: int
+    group: Group
+
+    @staticmethod
+    def of_one_rank(classes: int) -> Vocabulary:
+        """Return the vocabulary of logits of all classes, over a group of one rank."""
+        return Vocabulary(classes, Group("tp", (0,), 0, None, Traffic(), 0.0))
+
+    @cached_property
+    def own(self) -> range:
+        """This rank's class numbers: the indices of its rows of the last linear's weight."""
+        return divide(self.classes, self.group.size)[self.group.index]
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of classes of each rank of the group."""
+        return tuple(map(len, divide(self.classes, self.group.size)))
+
+    def require_piece(self, output: Any) -> Tensor:
+        """Return `output` if it is this rank's logits `[..., len(own)]`, else raise ModelError."""
+        if isinstance(output, Tensor) and output.dim() and output.shape[-1] == len(self.own):
+            return output
+        given = f"of shape {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+        raise ModelError(
+            f"the model's output on rank {self.group.rank} is {given}: with its head partitioned by "
+            f"vocabulary over {self.group.name} it has to be one tensor of logits [..., {len(self.own)}], "
+            f"{len(self.own)} of the {self.classes} classes, so make the head the model's last operation."
+        )

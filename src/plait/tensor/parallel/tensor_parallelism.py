@@ -1,4 +1,13 @@
-"""The tensor parallelism of a model: its rules, proved correct and applied to layers."""
+"""The tensor and sequence parallelism of a model: its rules, proved correct and applied to layers.
+
+A layer with the rule `sequence` is given this rank's piece and gives one, but for one whose region never ends
+(a head: column linears and no row linear), which gives the whole sequence. Any other layer is given the whole
+sequence and gives it. Between the two kinds the sequence is split where it is made and gathered where it is
+read, so that pieces cross the boundary.
+
+Parameters that such a layer has whole see one piece each rank: their gradients are summed over `tp`. So are
+those of modules with the rule `replicated`, which see one rank's heads or features.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +16,103 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from plait.plan.rules import Rule
+from plait.errors import PlanError
+from plait.plan.layout.layout import Layout, Shard
+from plait.plan.rules import Rule, join
 from plait.ranks.group import Group
 from plait.tensor.autograd.paired_collectives import to_pieces, to_whole
 from plait.tensor.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.tensor.layer_values import NamedLayer, RunOnPieces, Value, tensors_of, with_tensors
 from plait.tensor.parallel.apply_rules import apply_rules, partitioned_classes
-from plait.tensor.parallel.region_boundary import RegionBoundary
-from plait.tensor.parallel.sequence_dims import SequenceDims
-from plait.tensor.parallel.vocabulary_partition import Vocabulary
+from plait.tensor.parallel.linear import RegionBoundary
+from plait.tensor.parallel.partition import AXIS, Layers, Vocabulary
+
+
+@dataclass(frozen=True)
+class SequenceDims:
+    """The sequence dim of the activation at four points around a layer; None for a whole sequence."""
+
+    previous: int | None = None
+    """Of what the previous stage or layer sends: the `next` of the previous layer."""
+    input: int | None = None
+    """Of the layer's input."""
+    output: int | None = None
+    """Of the layer's output."""
+    next: int | None = None
+    """Of what is sent to the next layer."""
+
+
+def sequence_dims(layers: Layers, matched: Mapping[str, Rule]) -> tuple[SequenceDims, ...]:
+    """Return the sequence dims of each layer. Raises PlanError for an inconsistent rule `sequence`."""
+    inputs = [_dim(matched.get(path)) for path, _ in layers]
+    found: list[SequenceDims] = []
+    previous = None
+    for (path, module), own, following in zip(layers, inputs, [*inputs[1:], None], strict=True):
+        output = own if own is not None and _ends_in_pieces(path, module, matched) else None
+        last = len(found) == len(layers) - 1
+        sent = output if following is None and not last else following
+        found.append(SequenceDims(previous, own, output, sent))
+        previous = sent
+    others = {path for path, rule in matched.items() if rule.kind == "sequence"} - {p for p, _ in layers}
+    if others:
+        path = min(others)
+        raise PlanError(
+            f"{path} has the rule sequence, but is no layer of the model: give that rule to a whole layer, "
+            f"such as {', '.join(name or 'the model' for name, _ in layers[:3])} …"
+        )
+    return tuple(found)
+
+
+def summed_over_tp(
+    layers: Layers, matched: Mapping[str, Rule], layouts: Mapping[int, Layout]
+) -> dict[int, int]:
+    """Return, by the `id` of each parameter, over how many ranks of `tp` its gradient has to be summed.
+
+    Those with the same shard of the parameter; for a whole parameter all ranks, if its layer runs on pieces
+    of the sequence or its module has the rule `replicated`, else 1. Raises PlanError for a parameter that is
+    whole in layers of both kinds.
+    """
+    found: dict[int, tuple[str, int]] = {}
+    for path, layer in layers:
+        on_pieces = _dim(matched.get(path)) is not None
+        replicated = [name for name, rule in matched.items() if rule.kind == "replicated"]
+        for name, parameter in layer.named_parameters():
+            layout, full = layouts[id(parameter)], join(path, name)
+            tp = layout.axes.index(AXIS)
+            placement = layout.placements[tp]
+            in_region = any(full.startswith(f"{name}.") for name in replicated)
+            ranks = layout.degrees[tp] if on_pieces or in_region else 1
+            if isinstance(placement, Shard):
+                ranks = placement.copies
+            first, known = found.setdefault(id(parameter), (full, ranks))
+            if known != ranks:
+                raise PlanError(
+                    f"{first} and {full} are one parameter, whole on every rank of tp, but only one of its "
+                    "layers has the rule sequence, or of its modules the rule replicated: give it to both, "
+                    "or to neither."
+                )
+    return {parameter: ranks for parameter, (_, ranks) in found.items()}
+
+
+def _dim(rule: Rule | None) -> int | None:
+    """Return the sequence dim of the input of a layer with this rule, or None."""
+    return rule.dim if rule is not None and rule.kind == "sequence" else None
+
+
+def _ends_in_pieces(path: str, layer: nn.Module, matched: Mapping[str, Rule]) -> bool:
+    """Return whether a layer with rule `sequence` outputs pieces of the sequence; a model's head does not."""
+    kinds = set()
+    for name, module in layer.named_modules(remove_duplicate=False):
+        full = join(path, name)
+        rule = matched.get(full)
+        if rule is not None and rule.kind == "vocabulary" and isinstance(module, nn.Embedding):
+            raise PlanError(
+                f"{full} is an embedding partitioned by vocabulary, whose ranks all look up the same tokens, "
+                "but its layer has the rule sequence: remove that rule."
+            )
+        if rule is not None:
+            kinds.add(rule.kind)
+    return "row" in kinds or not kinds & {"column", "vocabulary"}
 
 
 def named(layers: Iterable[NamedLayer]) -> list[tuple[str, nn.Module]]:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from plait.engine.runtime import Runtime
 from plait.models.initial import initial_value
 from plait.schedules.lowering.program import Instruction
-from plait.tensor.layer_values import Value, split
-from plait.tensor.precision import convert
+from plait.tensor.layer_values import Value, convert, split
 from plait.verification.candidate.instruction_checker import InstructionChecker
 from plait.verification.candidate.step_comparison import StepComparison
 from plait.verification.expected_dtypes import GROWTH_INTERVAL, INITIAL_LOSS_SCALE

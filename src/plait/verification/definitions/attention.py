@@ -1,4 +1,5 @@
-"""Softmax attention by definition: all scores, a mask of all pairs, softmax, a weighted sum of the values."""
+"""Softmax attention and packed documents by definition: all scores, a mask of all pairs, runs of equal ids.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 from torch.utils.checkpoint import checkpoint
+
+from plait.tensor.layer_values import Value
 
 MOST_SCORES = 1 << 25
 """Scores that are held at once: of longer sequences, blocks of queries are computed again in the backward."""
@@ -99,3 +102,29 @@ def masked_attention(
     if keep is not None:
         weights = keep(weights)
     return (weights @ value.to(wide)).to(query.dtype)
+
+
+DOCUMENT_IDS = "document_ids"
+"""The key of the ids `[rows, length]` in a batch that is a dictionary."""
+
+
+def separated(batch: Value) -> tuple[Value, Tensor | None]:
+    """Return a batch's values for the first layer, and its document ids, or None if it has none."""
+    if not isinstance(batch, dict) or DOCUMENT_IDS not in batch:
+        return batch, None
+    rest = {key: value for key, value in batch.items() if key != DOCUMENT_IDS}
+    return (next(iter(rest.values())) if len(rest) == 1 else rest), batch[DOCUMENT_IDS]
+
+
+def numbers_of(ids: Tensor) -> Tensor:
+    """Return for each position the number of its document in the row: 0, 0, 1, 1, 1, …; like `ids`."""
+    begins = torch.zeros_like(ids)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    return begins.cumsum(1)
+
+
+def positions_in(ids: Tensor) -> Tensor:
+    """Return each position's distance from the start of its document: int64, like `ids`."""
+    numbers = numbers_of(ids)
+    same = numbers.unsqueeze(2) == numbers.unsqueeze(1)
+    return same.tril(-1).sum(2)

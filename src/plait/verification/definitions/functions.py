@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from plait.tensor.attention import attention
 from plait.tensor.attention.attention import attend, share_keys
-from plait.tensor.attention.weight_dropout import AnyDropout, is_active
+from plait.tensor.attention.unfused_kernel import AnyDropout, is_active
 from plait.tensor.autograd.replaceable import Replacements, replacing
 from plait.tensor.dropout import Dropout
 from plait.tensor.running_sequence import longest_document, positions
-from plait.verification.definitions.attention import Visibility, softmax_attention
-from plait.verification.definitions.documents import numbers_of, positions_in
+from plait.verification.definitions.attention import Visibility, numbers_of, positions_in, softmax_attention
 
 NEAR = 8.0
 """Rounding errors of the largest value, at most, by which a kernel for attention is off."""

@@ -34,8 +34,8 @@ from plait.models.initial import normal_values
 from plait.tensor.attention.kernels import BlockMask, block_backward, block_forward, merge
 from plait.tensor.autograd.paired_collectives import reduce
 from plait.tensor.layer_values import Value, map_tensors, tensors_of
-from plait.tensor.parallel.norm import partitioned_rms_norm
-from plait.tensor.parallel.vocabulary_partition import Vocabulary
+from plait.tensor.parallel.embedding_and_norm import partitioned_rms_norm
+from plait.tensor.parallel.partition import Vocabulary
 from plait.verification.definitions.attention import masked_attention
 
 PERIOD = 16.0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.verification.reference.perturbation import Perturbation
+from plait.verification.reference.start_values import Perturbation
 
 CASTS = frozenset(
     {"_to_copy", "copy_", "sum", "mean", "prod", "cumsum", "cumprod", "_softmax", "_log_softmax"}

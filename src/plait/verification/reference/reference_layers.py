@@ -12,8 +12,7 @@ from plait.errors import ModelError, PlaitError
 from plait.models.initial import initial_value
 from plait.models.layers.layer_sequence import LayerSequence, private_copy
 from plait.models.module_reset import ModuleReset
-from plait.tensor.layer_values import NamedLayer, Value
-from plait.tensor.precision import convert
+from plait.tensor.layer_values import NamedLayer, Value, convert
 from plait.verification.expected_dtypes import NumberFormats
 from plait.verification.hidden_inputs import PASS_IT_ON
 from plait.verification.reference.start_values import ValueChange

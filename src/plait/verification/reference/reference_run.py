@@ -13,24 +13,24 @@ another dtype.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.engine.local_batch import local_inputs
-from plait.models.layers.evaluation_mode import evaluating
-from plait.models.layers.layer_sequence import LayerSequence
+from plait.models.layers.layer_sequence import LayerSequence, evaluating, own_numbers
 from plait.tensor.dropout import DropoutGenerator, names_of
 from plait.tensor.layer_values import NamedLayer, Value, map_tensors, split, tensors_of
 from plait.tensor.losses import Loss
 from plait.tensor.running_sequence import ContextParallelism, running
 from plait.tensor.torch_losses import divisor
 from plait.verification.attention_mistakes import other_documents, sums_after_mistakes
-from plait.verification.definitions.documents import separated
+from plait.verification.definitions.attention import separated
 from plait.verification.definitions.functions import Definitions
 from plait.verification.definitions.huggingface import FORWARDS as OF_HUGGINGFACE
 from plait.verification.definitions.layers import FORWARDS as OF_PLAIT
@@ -47,9 +47,7 @@ from plait.verification.hidden_inputs import (
 )
 from plait.verification.location import RecordKey, Records, RecordScope
 from plait.verification.options import VerifyOptions
-from plait.verification.reference.held_state import HeldState
 from plait.verification.reference.narrowing_casts import NarrowingCasts
-from plait.verification.reference.perturbation import Perturbation
 from plait.verification.reference.recording import LOSS_KINDS, ReferenceRecording
 from plait.verification.reference.reference_layers import (
     build_layers,
@@ -58,8 +56,45 @@ from plait.verification.reference.reference_layers import (
     random_refused,
 )
 from plait.verification.reference.reference_update import ReferenceUpdate
-from plait.verification.reference.start_values import ValueChange
+from plait.verification.reference.start_values import Perturbation, ValueChange
 from plait.verification.reference.tensor_sketches import sketched
+
+
+@dataclass(frozen=True)
+class HeldState:
+    """The buffers and the attributes that are numbers, each with the module that holds it, and its name."""
+
+    buffers: tuple[tuple[nn.Module, str, Tensor], ...]
+    numbers: tuple[tuple[nn.Module, dict[str, int | float]], ...]
+
+    @staticmethod
+    def of(layers: Iterable[NamedLayer]) -> HeldState:
+        """Return the current buffers and number attributes of `layers`; the buffers are not copied."""
+        modules = [module for layer in layers for module in layer.module.modules()]
+        return HeldState(
+            tuple(
+                (one, name, buffer) for one in modules for name, buffer in one.named_buffers(recurse=False)
+            ),
+            tuple((one, own_numbers(one)) for one in modules),
+        )
+
+    def set_back(self) -> None:
+        """Set the modules' buffers and numbers back to the recorded ones."""
+        self._set({id(buffer): buffer for _, _, buffer in self.buffers})
+
+    def set_copies(self) -> None:
+        """Set the modules' numbers, and buffers to copies of the recorded ones; shared ones stay shared."""
+        self._set({id(buffer): buffer.clone() for _, _, buffer in self.buffers})
+
+    def _set(self, values: dict[int, Tensor]) -> None:
+        for module, name, buffer in self.buffers:
+            setattr(module, name, values[id(buffer)])
+        for module, numbers in self.numbers:
+            for name in own_numbers(module).keys() - numbers.keys():
+                delattr(module, name)
+            for name, number in numbers.items():
+                setattr(module, name, number)
+
 
 Batch = tuple[Value, Value]
 """Inputs and targets of a global batch."""

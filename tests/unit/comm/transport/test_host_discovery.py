@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plait.ranks.transport.shared_memory.channel import Listener
-from plait.ranks.transport.shared_memory.host_discovery import HostRanks
+from plait.ranks.transport.shared_memory.group_channels import HostRanks
 
 
 def test_ranks_that_all_listen_on_one_host_share_memory() -> None:

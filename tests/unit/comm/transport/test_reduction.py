@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.ranks.transport import reduction
-from plait.ranks.transport.reduction import Op, blocks, fold, reduction_error
+from plait.ranks.transport import buffers as reduction
+from plait.ranks.transport.buffers import Op, blocks, fold, reduction_error
 
 ONE_BY_ONE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,

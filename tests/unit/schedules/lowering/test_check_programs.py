@@ -15,8 +15,15 @@ from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
 from plait.schedules.lowering.check_programs import check_programs
 from plait.schedules.lowering.lower import lower
-from plait.schedules.lowering.lowering_spec import LayerIndex, LoweringSpec
-from plait.schedules.lowering.program import AwaitReceive, Instruction, PostReceive, Program, Send
+from plait.schedules.lowering.program import (
+    AwaitReceive,
+    Instruction,
+    LayerIndex,
+    LoweringSpec,
+    PostReceive,
+    Program,
+    Send,
+)
 from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.schedule import Schedule
 

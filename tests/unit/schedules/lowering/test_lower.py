@@ -11,9 +11,10 @@ from plait.schedules.action import Action, Kind
 from plait.schedules.check import check
 from plait.schedules.lowering.check_programs import check_programs
 from plait.schedules.lowering.lower import lower
-from plait.schedules.lowering.lowering_spec import LayerIndex, LoweringSpec
 from plait.schedules.lowering.program import (
     AwaitReceive,
+    LayerIndex,
+    LoweringSpec,
     PostReceive,
     Program,
     ReduceGradient,

@@ -13,8 +13,8 @@ from schedule_cases import UNHURRIED, legal_schedules, written
 from plait.schedules.action import Action, Kind
 from plait.schedules.lowering.check_programs import check_programs
 from plait.schedules.lowering.lower import lower
-from plait.schedules.lowering.lowering_spec import LoweringSpec
 from plait.schedules.lowering.messages import AT_START, StageMessage, inboxes
+from plait.schedules.lowering.program import LoweringSpec
 from plait.schedules.named_schedules import POLICIES, forward_only, policy_schedule
 from plait.schedules.schedule import Schedule
 

@@ -13,10 +13,11 @@ from sharded_cases import shapes
 from plait.plan.parameter_units import UnitTiming
 from plait.schedules.action import Action, Kind
 from plait.schedules.lowering.lower import lower
-from plait.schedules.lowering.lowering_spec import LayerIndex, LoweringSpec
 from plait.schedules.lowering.program import (
     INSTRUCTION_TYPES,
     AwaitReceive,
+    LayerIndex,
+    LoweringSpec,
     ReduceGradient,
     RunLayer,
     segments_of,

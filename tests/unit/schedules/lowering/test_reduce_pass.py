@@ -12,11 +12,12 @@ from plait.plan.parameter_units import UnitTiming
 from plait.schedules.action import Kind
 from plait.schedules.lowering.check_programs import check_programs
 from plait.schedules.lowering.lower import lower
-from plait.schedules.lowering.lowering_spec import LayerIndex, LoweringSpec
 from plait.schedules.lowering.program import (
     AllocateGradient,
     AwaitScatter,
     Finish,
+    LayerIndex,
+    LoweringSpec,
     Program,
     ReduceGradient,
     RunLayer,

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from schedule_cases import BRIEF, UNHURRIED, legal_schedules
 
 from parity.mesh_calls import SHARDINGS, WORDS, deadlock_in, mesh_of_schedule
-from plait.engine.step_programs import StepPrograms
+from plait.engine.blueprint import StepPrograms
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
 from plait.schedules.lowering.check_programs import check_programs, own, stream_calls
 from plait.schedules.lowering.lower import lower
-from plait.schedules.lowering.lowering_spec import LoweringSpec
 from plait.schedules.lowering.messages import Channel, channels_of
 from plait.schedules.lowering.program import (
     AwaitReceive,
     Finish,
+    LoweringSpec,
     PostReceive,
     Program,
     ReduceGradient,

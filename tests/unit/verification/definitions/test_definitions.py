@@ -19,8 +19,13 @@ from plait.tensor.attention.attention import attend, share_keys
 from plait.tensor.autograd.replaceable import replaceable, replacing
 from plait.tensor.running_sequence import ContextParallelism, running
 from plait.verification.definitions import Definitions, attention
-from plait.verification.definitions.attention import Visibility, softmax_attention
-from plait.verification.definitions.documents import numbers_of, positions_in, separated
+from plait.verification.definitions.attention import (
+    Visibility,
+    numbers_of,
+    positions_in,
+    separated,
+    softmax_attention,
+)
 from plait.verification.definitions.huggingface import FORWARDS
 from plait.verification.definitions.rotary import angles_at, base_frequencies, rotated, scaled_frequencies
 

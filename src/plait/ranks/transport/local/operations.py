@@ -14,9 +14,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from plait.ranks.transport.buffers import dense, describe
+from plait.ranks.transport.buffers import Op, dense, describe, fold
 from plait.ranks.transport.interface import PieceSizes
-from plait.ranks.transport.reduction import Op, fold
 
 MessageKey = tuple[int, int, int]
 """Source, destination and tag."""

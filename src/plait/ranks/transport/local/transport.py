@@ -11,12 +11,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from plait.ranks.transport.buffers import describe, dtype_name
+from plait.ranks.transport.buffers import Op, describe, dtype_name
 from plait.ranks.transport.interface import Pending, PieceSizes, Ranks
 from plait.ranks.transport.local import operations
 from plait.ranks.transport.local.cooperative_scheduler import CooperativeScheduler, WaitCondition
 from plait.ranks.transport.local.operations import CollectiveCall, ComputeOutputs, GroupOperations, Transfer
-from plait.ranks.transport.reduction import Op
 
 Key = tuple[tuple[int, ...], int]
 """The ranks of a group, and its number among the groups of the same ranks."""
