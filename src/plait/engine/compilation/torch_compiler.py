@@ -1,6 +1,6 @@
 """The private names of torch that compiled layers rely on, each in one function; a lock to compile once.
 
-`tests/unit/compilation/test_torch_compiler.py` shows what is relied on.
+`tests/unit/engine/compilation/test_torch_compiler.py` shows what is relied on.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Direct calls of torch's autograd engine, without the checks that `torch.autograd` makes in Python.
 
 The checks look for symbolic shapes and functorch, and take as long as a small layer. The functions here rely
-on private names of torch; `tests/unit/autograd/test_engine_calls.py` shows on what.
+on private names of torch; `tests/unit/tensor/autograd/test_engine_calls.py` shows on what.
 """
 
 from __future__ import annotations

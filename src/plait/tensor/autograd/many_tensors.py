@@ -1,7 +1,7 @@
 """Operations on many tensors at once: on a GPU few kernels, which the host starts by one call.
 
 `torch._foreach_add_` and its like have private names, but all optimizers of torch build on them;
-`tests/unit/autograd/test_many_tensors.py` shows what is relied on.
+`tests/unit/tensor/autograd/test_many_tensors.py` shows what is relied on.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def test_a_configuration_survives_json() -> None:
 
 
 def test_the_example_configurations_are_valid() -> None:
-    examples = Path(__file__).parents[3] / "examples"
+    examples = Path(__file__).parents[4] / "examples"
     configs = {path.name: config_from_arguments(["--config", str(path)]) for path in examples.glob("*.toml")}
     assert configs["demo.toml"].plan().world == 4
 

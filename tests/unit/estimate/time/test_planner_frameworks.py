@@ -22,7 +22,7 @@ from plait.plan.plan import Plan
 from plait.schedules.held_microbatches import HeldMicrobatches
 from plait.schedules.search.api import schedule
 
-FOLDER = Path(__file__).parents[3] / "benchmarks" / "planner"
+FOLDER = Path(__file__).parents[4] / "benchmarks" / "planner"
 LLAMA = Decoder(
     layers=2, hidden=32, heads=4, kv_heads=2, inner=48, vocab=60, context=16, gated=True, rotary=True
 )

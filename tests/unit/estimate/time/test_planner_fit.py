@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).parents[3] / "benchmarks" / "planner"
+FOLDER = Path(__file__).parents[4] / "benchmarks" / "planner"
 
 
 @pytest.fixture

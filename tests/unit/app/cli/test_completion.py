@@ -12,7 +12,7 @@ import shtab
 from plait.app.cli.completion import command_line
 from plait.app.cli.main import main
 
-_ROOT = Path(__file__).parents[3]
+_ROOT = Path(__file__).parents[4]
 _COMPLETE = """
 COMP_WORDS=({line}"{last}"); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
 _shtab_plait
