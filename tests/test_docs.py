@@ -212,7 +212,8 @@ def existing() -> frozenset[str]:
     configured = {name.rpartition(".")[2] for name in fields()} - {"name", "dir", "source", "steps"}
     values = {str(value) for field in fields().values() for value in field.get("enum", ())} - {"none", "full"}
     public = set().union(*(import_module(name).__all__ for name in ("plait", "plait.ranks", "plait.tensor")))
-    packages = {path.parent.name for path in (ROOT / "src" / "plait").glob("*/__init__.py")} - {"train"}
+    packages = {path.parent.name for path in (ROOT / "src" / "plait").rglob("__init__.py")}
+    packages -= {"parallel", "time", "train"}
     names = configured | values | public | packages | set(Plan.__dataclass_fields__)
     return frozenset(
         re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().replace("-", "_") for name in names

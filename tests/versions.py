@@ -1,7 +1,7 @@
 """Runs the quick tests with the oldest versions of the dependencies, and with the newest; prints a table.
 
     .venv/bin/python tests/versions.py                                       # as `make versions`
-    .venv/bin/python tests/versions.py --rows newest --python python3.13 --folder DIR -- tests/unit/models/layers
+    .venv/bin/python tests/versions.py --rows newest --python python3.13 --folder DIR -- tests/unit/models
 
 Each row is a new environment, with plait of this folder: several GB each, most of them torch's, which are
 removed afterwards unless `--folder` keeps them. uv, which pip installs there, finds the versions.

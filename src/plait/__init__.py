@@ -12,30 +12,20 @@ from typing import TYPE_CHECKING, Any
 from plait.package import VERSION, submodule
 
 if TYPE_CHECKING:
-    from plait import (
-        checkpoint as checkpoint,
-    )
-    from plait import (
-        engine as engine,
-    )
-    from plait import (
-        errors as errors,
-    )
-    from plait import (
-        models as models,
-    )
-    from plait import ranks as comm
-    from plait import (
-        schedules as schedules,
-    )
-    from plait import (
-        tensor as tensor,
-    )
-    from plait import (
-        verification as verification,
-    )
-    from plait.app import data as data
-    from plait.app import loop as loop
+    from plait import app as app
+    from plait import checkpoint as checkpoint
+    from plait import engine as engine
+    from plait import errors as errors
+    from plait import estimate as estimate
+    from plait import loop as loop
+    from plait import models as models
+    from plait import pictures as pictures
+    from plait import plan as plan
+    from plait import ranks as ranks
+    from plait import rules as rules
+    from plait import schedules as schedules
+    from plait import tensor as tensor
+    from plait import verification as verification
     from plait.app.data.loader import Loader
     from plait.app.loop.fit import fit
     from plait.app.loop.stream import Stream
@@ -44,17 +34,12 @@ if TYPE_CHECKING:
     from plait.engine.local_batch import sequence_part
     from plait.engine.parallelize import parallelize
     from plait.errors import PlaitError
-    from plait.estimate import measurement as calibration
-    from plait.estimate import time as prediction
     from plait.estimate.memory.predicted_memory import memory
     from plait.estimate.search.plan_search import plans
     from plait.estimate.time.hardware import Hardware
     from plait.estimate.time.prediction import predict
-    from plait.models import layers as layers
     from plait.models.lora import lora
     from plait.pictures.timelines.timeline import simulate
-    from plait.plan import layout as layout
-    from plait.plan import rules as rules
     from plait.plan.plan import Plan
     from plait.ranks.launch.launch import launch
     from plait.ranks.mesh import Mesh

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
+
+VERSION = "0.1.0"
+
+
+def public_name(package: str, name: str, homes: Mapping[str, str]) -> Any:
+    """Return the public `name` of a package from its module in `homes`, imported, or else a `submodule`."""
+    if name in homes:
+        return getattr(import_module(homes[name]), name)
+    return submodule(package, name)
 
 
 def submodule(package: str, name: str) -> ModuleType:
@@ -15,9 +26,6 @@ def submodule(package: str, name: str) -> ModuleType:
     if name.startswith("_") or find_spec(f"{package}.{name}") is None:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
     return import_module(f"{package}.{name}")
-
-
-VERSION = "0.1.0"
 
 
 def version_of(package: str) -> str:

@@ -248,7 +248,7 @@ def caller(frame: FrameType | None) -> str | None:
 
 
 def stand_for_gpus(monkeypatch: pytest.MonkeyPatch, order: AccessOrder) -> None:
-    """Let `plait.ranks.device` take all tensors for those of a GPU, except those that it allocates for the host."""
+    """Let `plait.ranks.device` take all tensors for a GPU's, except those that it allocates for the host."""
     for name, new in _device_room(order).items():
         original = getattr(device, name)
         for module in [one for path, one in sys.modules.items() if path.startswith("plait.")]:

@@ -153,14 +153,17 @@ def test_float_and_bool_of_a_tensor_are_counted_as_host_reads() -> None:
 
 # ── without an operation ──
 
-ROOMS = ("engine/runner.py", "pipeline", "autograd", "tensor", "sharding", "layers", "comm", "loop", "train")
+ROOMS = (
+    "engine/runner.py",
+    *("engine/pipeline", "engine/sharding", "tensor", "models/layers", "proof", "ranks"),
+    *("app/loop", "app/train"),
+)
 READING = ("tolist", "numpy", "cpu", "item")
 MAKING = ("tensor", "as_tensor")
 ALLOWED = {
-    "ranks/consistency_check.py": "headers are in CPU memory wherever the group has Gloo, and cached on GPUs",
+    "ranks/consistency_check.py": "headers are in CPU memory with Gloo; guards and loads ask for hashes",
     "ranks/plain_values.py": "results of a launch, once, after the ranks have ended",
     "ranks/launch/result_exchange.py": "the same",
-    "ranks/consistency_check.py": "hashes of values are asked for by guards and loads",
     "ranks/text_collectives.py": "texts are exchanged at the start, on saves and for errors",
     "ranks/transport/shared_memory/group_channels.py": "once per mesh",
     "ranks/transport/shared_memory/transport.py": "where pieces begin, in the CPU memory that ranks share",
@@ -168,6 +171,10 @@ ALLOWED = {
     "engine/sharding/gradient_norm.py": "the factor of a clipped gradient that is offloaded to the CPU",
     "proof/optimizer_proof.py": "once per optimizer, on CPU tensors of its own",
     "engine/sharding/replica_check.py": "of guards, which are asked for",
+    "ranks/device.py": "the room that the others ask",
+    "tensor/attention/attention.py": "documents given to `attention` itself, once for each micro-batch",
+    "tensor/attention/exchange_plan.py": "positions of a layout, once for each layout",
+    "tensor/attention/visibility.py": "bounds of documents, which are on the CPU",
     "tensor/sampling.py": "generation draws tokens on the CPU",
     "app/loop/meter.py": "the numbers of a step, read after the next one was submitted",
     "app/loop/stream.py": "what the rank that reads has read, on the way between CPUs",

@@ -9,7 +9,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from plait.rules import column
 from torch import Tensor, nn
 
 from parity import lora_cases
@@ -20,6 +19,7 @@ from plait.engine import Engine, runner
 from plait.engine import parallelize as composer
 from plait.models.lora import LoraLinear
 from plait.plan.plan import Plan
+from plait.rules import column
 from plait.tensor.dropout import Dropout, set_region_piece
 from plait.tensor.layer_values import Value, map_tensors
 from plait.tensor.parallel import apply_rules

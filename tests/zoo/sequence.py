@@ -9,7 +9,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from plait.rules import column, entrance, row, sequence
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -25,6 +24,7 @@ from plait.models.rotary import rotary_angles, rotate
 from plait.plan.plan import Plan
 from plait.ranks.collectives import all_reduce
 from plait.ranks.group import Group
+from plait.rules import column, entrance, row, sequence
 from plait.tensor.autograd import paired_collectives
 from plait.tensor.autograd.deferred_weight_gradients import linear
 from plait.tensor.autograd.regather import Gather, GatherRegistry, Regathered, own_piece, start_whole

@@ -1,5 +1,4 @@
-"""The dim of a tensor that contains the positions of a sequence, and the operations that index such tensors.
-"""
+"""The dim of a tensor that contains the positions of a sequence, and the operations that index such tensors."""
 
 from __future__ import annotations
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plait.rules import Rules, column, row
 from torch import nn
 
 from plait.engine.blueprint import build_blueprint, shared_blueprint
 from plait.errors import PlanError
 from plait.plan.plan import Plan
+from plait.rules import Rules, column, row
 
 
 def model() -> nn.Sequential:

@@ -9,6 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import plait
+from plait.app.loop.fit import FitResult
+from plait.engine import Engine
+from plait.errors import PlaitError
 from plait.loop import (
     Checkpoints,
     Csv,
@@ -25,13 +32,6 @@ from plait.loop import (
     warmup_cosine,
     warmup_stable_decay,
 )
-from torch import Tensor, nn
-from torch.utils.data import TensorDataset
-
-import plait
-from plait.app.loop.fit import FitResult
-from plait.engine import Engine
-from plait.errors import PlaitError
 from plait.plan.plan import Plan
 
 DATA = TensorDataset(torch.randn(8, 4), torch.arange(8) % 2)

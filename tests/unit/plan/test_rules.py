@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import pytest
-from plait.rules import Rule, column, entrance, row, vocabulary
 
 from plait.errors import PlanError
 from plait.plan.rules import match
+from plait.rules import Rule, column, entrance, row, vocabulary
 
 PATHS = [
     "embedding.token",

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from parallel_cases import assert_close, draw
-from plait.rules import Rules, column, entrance, row, vocabulary
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
@@ -17,6 +16,7 @@ from parity.layers import Conv1D
 from plait.errors import ModelError, PlanError
 from plait.plan.layout import Layout, Shard, assemble, shard
 from plait.ranks import Count, Group, Mesh, Traffic
+from plait.rules import Rules, column, entrance, row, vocabulary
 from plait.tensor.autograd.weight_gradient_queue import INPUT_ONLY, WEIGHTS_NEXT, WeightGradientQueue
 from plait.tensor.parallel.apply_rules import apply_rules, layouts_of, match_modules, partitioned_classes
 from plait.tensor.parallel.embedding_and_norm import VocabParallelEmbedding

@@ -1,5 +1,4 @@
-"""Loggers of other packages, TensorBoard, Weights & Biases, MLflow, and those that a configuration asks for.
-"""
+"""Loggers of other packages, TensorBoard, Weights & Biases, MLflow, and those that a configuration asks for."""
 
 from __future__ import annotations
 

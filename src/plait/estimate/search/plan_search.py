@@ -1,5 +1,4 @@
-"""`search`: the fastest plans of a number of ranks that fit the memory, and the trade of time against memory.
-"""
+"""`search`: the fastest plans of a number of ranks that fit the memory, and the trade of time against memory."""
 
 from __future__ import annotations
 

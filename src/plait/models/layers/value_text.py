@@ -53,14 +53,7 @@ _COMMON = frozenset({bool, int, float, type(None)})
 _NAMED = (torch.dtype, torch.layout, torch.memory_format)
 _CONTAINERS = (dict, MappingProxyType, list, tuple, set, frozenset, deque)
 _CONFIGURING = (SimpleNamespace, Pattern)
-_OWN_OPAQUE = (
-    "plait.ranks",
-    "plait.engine",
-    "plait.loop",
-    "plait.app.train",
-    "plait.app.data",
-    "plait.checkpoint",
-)
+_OWN_OPAQUE = ("plait.ranks", "plait.engine", "plait.app", "plait.checkpoint")
 
 
 def attributes_of(thing: Any, besides: frozenset[str] = frozenset()) -> dict[str, Any]:

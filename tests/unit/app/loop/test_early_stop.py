@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from plait.loop import Callback, Checkpoints, EarlyStop, Validation
 from torch import Tensor, nn
 
 import plait
@@ -18,6 +17,7 @@ from plait.app.loop import training_loop as training
 from plait.app.loop.meter import Meter
 from plait.checkpoint.folders import resolve
 from plait.errors import CheckpointError, ConfigError, DataError
+from plait.loop import Callback, Checkpoints, EarlyStop, Validation
 from plait.plan.plan import Plan
 from plait.ranks.launch.rank_pool import RankPool
 

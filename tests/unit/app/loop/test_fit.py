@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from plait.loop import Callback, Checkpoints, History, JsonLines, Log, Progress, ReplicaChecks, TrainingLoop
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import plait
 from plait.errors import ConfigError, DataError, NonFiniteError
+from plait.loop import Callback, Checkpoints, History, JsonLines, Log, Progress, ReplicaChecks, TrainingLoop
 from plait.plan.plan import Plan
 from plait.ranks.launch.rank_pool import RankPool
 

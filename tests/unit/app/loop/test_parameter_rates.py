@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from plait.loop import History, ParameterRate, freeze, parameter_groups
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import plait
 from plait.app.loop.parameter_rates import fits_name
 from plait.errors import ConfigError
+from plait.loop import History, ParameterRate, freeze, parameter_groups
 from plait.plan.plan import Plan
 from plait.ranks.launch.rank_pool import RankPool
 

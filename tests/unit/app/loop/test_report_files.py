@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from plait.loop import Callback, Checkpoints, Progress, Report, TrainingLoop
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import plait
 from plait.app.loop.describe_run import command_line, plan_line
 from plait.engine import Recording
+from plait.loop import Callback, Checkpoints, Progress, Report, TrainingLoop
 from plait.package import version_of
 from plait.pictures.report.recorded_step import StepTimeline
 from plait.pictures.report.run_record import read_run

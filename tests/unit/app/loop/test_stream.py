@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from plait.loop import Callback, Checkpoints, TrainingLoop
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import plait
 from plait.errors import DataError
+from plait.loop import Callback, Checkpoints, TrainingLoop
 from plait.plan.plan import Plan
 from plait.ranks.launch.rank_pool import RankPool
 

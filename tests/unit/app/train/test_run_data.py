@@ -240,7 +240,8 @@ def test_a_corpus_of_exactly_one_sequence_for_each_part_is_accepted(tmp_path: Pa
 
 def test_checking_data_does_not_import_torch() -> None:
     program = (
-        "import sys; from plait.app.config.config import Config; from plait.app.train.run_data import check_data; "
+        "import sys; from plait.app.config.config import Config; "
+        "from plait.app.train.run_data import check_data; "
         "check_data(Config()); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

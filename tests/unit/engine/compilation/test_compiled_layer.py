@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from plait.rules import column, row
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,6 +14,7 @@ import plait
 from plait.engine.compilation import layer_graphs
 from plait.engine.compilation.layer_graphs import OutputGradient
 from plait.errors import ModelError, PlanError
+from plait.rules import column, row
 from plait.tensor.layer_values import Microbatches
 
 WIDTH, INNER = 6, 10

@@ -17,7 +17,7 @@ from plait.estimate.time.hardware import (
 )
 from plait.files import toml_value
 
-FOLDER = Path(__file__).parents[4] / "src" / "plait" / "prediction" / "hardware_files"
+FOLDER = Path(__file__).parents[4] / "src" / "plait" / "estimate" / "time" / "hardware_files"
 
 
 def test_bundled_files_are_complete_and_say_where_figures_come_from() -> None:
