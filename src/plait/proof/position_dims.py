@@ -1,4 +1,4 @@
-"""The dim of a tensor that contains the positions of a sequence, and the operations that index such tensors."""
+"""The dim of a tensor that contains the positions of a sequence, and operations that index along it."""
 
 from __future__ import annotations
 

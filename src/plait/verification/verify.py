@@ -1,4 +1,4 @@
-"""`plait.verify`: runs the reference and the candidate, on local or a launcher's ranks, and makes the report."""
+"""`plait.verify`: runs reference and candidate, on local or a launcher's ranks, and makes the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`describe`: what `run.json` says of a run: command, commit, environment, stages, layouts, predicted memory."""
+"""`describe`: what `run.json` says of a run: command, environment, stages, layouts, predicted memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loggers of other packages, TensorBoard, Weights & Biases, MLflow, and those that a configuration asks for."""
+"""Loggers of other packages, TensorBoard, Weights & Biases, MLflow, and those of a configuration."""
 
 from __future__ import annotations
 

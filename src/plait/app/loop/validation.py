@@ -1,4 +1,4 @@
-"""Validation during a run: each row once, the mean loss and metrics on any plan, and the lowest loss so far."""
+"""Validation during a run: each row once, mean loss and metrics on any plan, and the lowest loss so far."""
 
 from __future__ import annotations
 

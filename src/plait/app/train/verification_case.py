@@ -1,4 +1,4 @@
-"""What `plait verify` compares for a configuration: model, first batches, optimizer, or transformers' model."""
+"""What `plait verify` compares for a configuration: model, first batches, optimizer; or transformers."""
 
 from __future__ import annotations
 

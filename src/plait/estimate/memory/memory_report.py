@@ -1,4 +1,4 @@
-"""`Memory`: the predicted peak of each rank, from a ledger of its memory blocks, as numbers and as a table."""
+"""`Memory`: the predicted peak of each rank, from a ledger of memory blocks, as numbers and as a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`search`: the fastest plans of a number of ranks that fit the memory, and the trade of time against memory."""
+"""`plait.plans`, `search`: the fastest plans of a number of ranks that fit; the trade of time for memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watches of a rank's process: for a launcher that has ended, for signals, and for a rank that blocks in C++."""
+"""Watches of a rank's process: for a launcher that has ended, for signals, for a rank blocked in C++."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buffers of a transport: contiguous, without autograd, viewed as bytes; and their reductions in rank order."""
+"""Buffers of a transport: contiguous, without autograd, viewed as bytes; their reduction in rank order."""
 
 from __future__ import annotations
 

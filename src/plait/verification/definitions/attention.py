@@ -1,4 +1,4 @@
-"""Softmax attention and packed documents by definition: all scores, a mask of all pairs, runs of equal ids."""
+"""Softmax attention and packed documents by definition: all scores, all pairs in a mask, equal ids."""
 
 from __future__ import annotations
 
