@@ -12,7 +12,6 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from plait.rules import column, row
 from run import (
     LAYER_KINDS,
     LAYERS,
@@ -32,6 +31,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import plait
+from plait.rules import column, row
 
 RANKS = 2
 Make = Callable[[str], Step]

@@ -13,7 +13,6 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from plait.rules import column, entrance, row, sequence
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
@@ -31,6 +30,7 @@ from plait.models.gpt2 import MLP
 from plait.ranks import Group
 from plait.ranks.collectives import all_gather, all_reduce, reduce_scatter
 from plait.ranks.transport.shared_memory.transport import SharedMemoryTransport
+from plait.rules import column, entrance, row, sequence
 
 BLOCKS, HIDDEN, HEADS, VOCAB, CONTEXT, MICROBATCHES = 2, 256, 8, 1024, 256, 2
 ACTIVATION = CONTEXT * HIDDEN * 4

@@ -7,12 +7,12 @@ left or right half. A few Euler steps with `engine.output` then draw images from
 """
 
 import torch
-from plait.rules import column, row
 from torch import Tensor, nn
 from torch.nn import functional
 
 import plait
 from plait.engine import Engine
+from plait.rules import column, row
 
 PLAN = plait.Plan(tp=2, microbatches=2)
 SIZE, PATCH, WIDTH, HEADS, ROWS, STEPS, EULER = 8, 2, 32, 4, 64, 40, 8

@@ -8,12 +8,12 @@ The task: on which quarter of a noisy image is the bright square?
 from functools import partial
 
 import torch
-from plait.loop import History
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import plait
+from plait.loop import History
 
 PLAN = plait.Plan(dp=2, strategy="full", microbatches=2)
 SIZE, PATCH, WIDTH, HEADS, STEPS = 16, 4, 32, 4, 30

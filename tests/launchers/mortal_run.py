@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from plait.loop import Checkpoints
 
 import plait
 from plait.app.loop.training_loop import Callback, TrainingLoop
+from plait.loop import Checkpoints
 
 
 class Death(Callback):

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from plait.rules import Rules, column, entrance, piece, row, sequence
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -21,6 +20,7 @@ from parity.cases import GPT2_VOCAB, draw_contexts, with_values
 from parity.outcome import Outcome
 from parity.reference import materialise, train_model
 from plait.plan.plan import Plan
+from plait.rules import Rules, column, entrance, piece, row, sequence
 from plait.tensor.dropout import key_of
 from plait.tensor.dropout_mask import keep_mask
 

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from itertools import count
 
 import torch
-from plait.rules import Rules, column, row
 from torch import Tensor, nn
 
 from parity.case import SEED, Batch
 from parity.cases import with_values
 from parity.layers import HIDDEN, VOCAB
+from plait.rules import Rules, column, row
 from plait.tensor.losses import CrossEntropy
 
 LOSS = CrossEntropy()

@@ -7,13 +7,13 @@ from dataclasses import replace
 from functools import cache
 
 import torch
-from plait.rules import Rules, column, entrance, row, sequence, vocabulary
 from torch import Tensor, nn
 from torch.nn import functional
 
 from parity import data
 from parity.case import Batch, Case
 from parity.cases import GPT2_VOCAB, with_values
+from plait.rules import Rules, column, entrance, row, sequence, vocabulary
 
 HIDDEN, HEADS = 24, 12
 """Both divide by 2, 3 and 4."""

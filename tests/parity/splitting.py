@@ -6,11 +6,11 @@ from collections import Counter
 from typing import Any
 
 import torch
-from plait.rules import column, entrance, row
 from torch import Tensor, nn
 from torch.nn import grad
 
 from parity.layers import CLASSES, HIDDEN
+from plait.rules import column, entrance, row
 
 CALLS: Counter[str] = Counter()
 """Of this process: F, I and W of both classes."""

@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from plait.rules import column, sequence, vocabulary
 from torch import nn
 
 import plait
@@ -18,6 +17,7 @@ from parity.parity import check_parity
 from plait.engine.blueprint import build_blueprint
 from plait.errors import DataError, PlanError
 from plait.plan.plan import Plan
+from plait.rules import column, sequence, vocabulary
 from plait.tensor.layer_values import Microbatches
 from plait.tensor.losses import CrossEntropy
 

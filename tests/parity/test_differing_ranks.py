@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from plait.rules import column, entrance, row
 from torch import Tensor, nn
 
 import plait
 from plait.engine import Engine
 from plait.errors import PlaitError
+from plait.rules import column, entrance, row
 
 WIDTH, ROWS, CLASSES = 8, 4, 5
 PLANS = {

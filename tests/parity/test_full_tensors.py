@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from plait.rules import column, entrance, row
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -22,6 +21,7 @@ from parity.reference import materialise, train
 from plait.errors import CommunicationError, ModelError
 from plait.plan.plan import Plan
 from plait.ranks.launch.rank_pool import RankPool
+from plait.rules import column, entrance, row
 
 TIGHT = TOLERANCE[torch.float64]
 BY_NAME = {one.name: one for one in USER_CASES}

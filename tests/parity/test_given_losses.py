@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from plait.rules import vocabulary
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -21,6 +20,7 @@ from parity.norm import TOLERANCE, assert_close
 from parity.parity import check_parity
 from plait.plan.plan import Plan
 from plait.ranks.launch.rank_pool import RankPool
+from plait.rules import vocabulary
 from plait.tensor import mean_loss
 
 ONE_STEP = Recipe(steps=1)

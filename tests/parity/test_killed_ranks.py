@@ -13,7 +13,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from plait.rules import Rules, column, row
 from torch import Tensor, nn
 
 import plait
@@ -21,6 +20,7 @@ from parity.mortal import Ending, MortalRanks, Run
 from plait.engine import Engine
 from plait.engine.blueprint import build_blueprint
 from plait.plan.plan import Plan
+from plait.rules import Rules, column, row
 from plait.schedules.lowering.lower import lower
 from plait.schedules.lowering.program import Instruction, Program, RunLayer
 from plait.tensor.autograd import deferred_weight_gradients

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from plait.rules import Rules, column, entrance, norm, replicated, row, sequence, vocabulary
 from torch import Tensor, nn
 
 import plait
@@ -17,6 +16,7 @@ from parity.parity import check_parity
 from plait.errors import PlanError
 from plait.plan.plan import Plan
 from plait.ranks.launch.rank_pool import RankPool
+from plait.rules import Rules, column, entrance, norm, replicated, row, sequence, vocabulary
 from plait.verification.case import Case as VerifyCase
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank

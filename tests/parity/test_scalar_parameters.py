@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from plait.rules import column, row
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
@@ -21,6 +20,7 @@ from plait.checkpoint.inspecting import summary
 from plait.plan.layout import assemble
 from plait.plan.plan import Plan
 from plait.ranks.launch.rank_pool import RankPool
+from plait.rules import column, row
 from plait.verification.case import Case
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank

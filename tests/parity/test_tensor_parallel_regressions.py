@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from plait.rules import Rule, column, entrance, row, vocabulary
 from torch import nn
 from torch.nn import functional
 
@@ -13,6 +12,7 @@ from parity.parity import check_parity
 from plait.engine import Engine
 from plait.errors import CommunicationError, ModelError, PlanError
 from plait.plan.plan import Plan
+from plait.rules import Rule, column, entrance, row, vocabulary
 from plait.tensor.losses import CrossEntropy
 
 HIDDEN, CLASSES = 8, 13

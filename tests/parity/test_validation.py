@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from plait.loop import History
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
@@ -14,6 +13,7 @@ from torch.utils.data import TensorDataset
 import plait
 from parity.pairs import covering_rows
 from parity.reference import materialise
+from plait.loop import History
 from plait.plan.plan import Plan
 from plait.ranks.launch.rank_pool import RankPool
 from plait.tensor import mean_loss

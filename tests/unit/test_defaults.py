@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from plait.loop import Checkpoints
 
 import plait
 from plait.app.config.config import Config
 from plait.app.config.config_sections import ModelConfig
 from plait.app.train.trainer import build_model
+from plait.loop import Checkpoints
 
 FUNCTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
     "model": (plait.models.gpt2, plait.models.llama),

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from plait.rules import column, row
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -17,6 +16,7 @@ from parity.case import Batch
 from parity.cases import case
 from parity.layers import CLASSES, HIDDEN, Moody
 from parity.models import on_meta, padded
+from plait.rules import column, row
 
 
 class Masked(nn.Module):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 
-from plait.rules import Rules
 from torch import nn
 
 from plait.models.initial import initial_value
 from plait.models.layers.layer_sequence import sequence_of
 from plait.plan.rules import match
+from plait.rules import Rules
 
 
 def filled(model: nn.Sequential) -> nn.Sequential:

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from plait.rules import column, entrance, piece, replicated, row
 from torch import nn
 from torch.nn.utils import prune
 
@@ -13,6 +12,7 @@ from parity.lora_cases import adapted
 from parity.norm import assert_equal
 from plait.errors import ModelError
 from plait.models.lora import LoraLinear, adapter_values, adapters_of
+from plait.rules import column, entrance, piece, replicated, row
 
 SIZES = {"layers": 2, "hidden": 8, "heads": 2, "vocab": 11, "context": 6}
 

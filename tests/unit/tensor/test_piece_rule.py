@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from plait.rules import Rule, Rules, column, entrance, piece, row
 from torch import Tensor, nn
 
 import plait
@@ -17,6 +16,7 @@ from plait.plan.layout import Layout
 from plait.plan.plan import Plan
 from plait.plan.rules import match
 from plait.ranks import Group, Mesh, Traffic
+from plait.rules import Rule, Rules, column, entrance, piece, row
 from plait.tensor.dropout import Dropout
 from plait.tensor.dropout_mask import DimPiece
 from plait.tensor.losses import cross_entropy

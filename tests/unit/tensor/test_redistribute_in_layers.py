@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from plait.rules import vocabulary
 from torch import Tensor, nn
 
 import plait
 from plait.errors import ModelError
 from plait.plan.layout import Layout, Shard
+from plait.rules import vocabulary
 from plait.tensor import redistribute
 
 PLAN = plait.Plan(tp=2, precision="fp64")

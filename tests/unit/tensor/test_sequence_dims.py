@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from plait.rules import Rule, column, entrance, row, sequence, vocabulary
 from torch import nn
 
 from plait.errors import PlanError
 from plait.plan.layout import Layout, Shard
+from plait.rules import Rule, column, entrance, row, sequence, vocabulary
 from plait.tensor.parallel.tensor_parallelism import SequenceDims, sequence_dims, summed_over_tp
 
 WIDTH = 4

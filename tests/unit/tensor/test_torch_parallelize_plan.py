@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from plait.rules import Rule, column, row, vocabulary
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -27,6 +26,7 @@ import plait
 from plait.checkpoint.dtensor import as_dtensor
 from plait.errors import PlanError
 from plait.models.initial import initial_value
+from plait.rules import Rule, column, row, vocabulary
 from plait.tensor.parallel.torch_parallelize_plan import rules_from_torch
 
 WHOLE = Replicate()
