@@ -40,7 +40,7 @@ from plait.ranks.transport.local.stream_rules import Part, StreamOperation, Stre
 from plait.ranks.transport.local.transport import RankThread, current_local_rank
 
 SOURCE = Path(plait.__file__).parent
-RULES = SOURCE / "comm" / "transport" / "local"
+RULES = SOURCE / "ranks" / "transport" / "local"
 Lane: TypeAlias = Hashable
 READ_BY_HOST = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero")
 ON_CPU = ("ranks/text_collectives.py", "tensor/parallel/embedding_and_norm.py")

@@ -50,7 +50,7 @@ class HostReads(TorchDispatchMode):
     ) -> Any:
         if func.overloadpacket.__name__ in READS:
             where = caller(sys._getframe(1))
-            if not where.startswith("comm/transport/local/"):  # NCCL's rules compare inputs, a GPU does not
+            if not where.startswith("ranks/transport/local/"):  # NCCL's rules compare inputs, a GPU does not
                 self.places[where] += 1
         return func(*args, **(kwargs or {}))
 
