@@ -11,6 +11,7 @@ from frameworks import (
     DEEPSPEED_BF16,
     FSDP,
     LLAMA_3_FSDP,
+    LLM_FOUNDRY,
     MEGATRON_2021,
     MEGATRON_2022,
     MEGATRON_CORE,
@@ -128,21 +129,26 @@ def deepspeed(table: str, row: Mapping[str, Any]) -> Case:
     bf16 = row.get("era", "").startswith("bf16")
     cut = even_blocks(model, row["pp"])
     several = table == "vtrain, several hosts" and row["pp"] > 1
-    plan = Plan(
-        tp=row["tp"],
-        pp=row["pp"],
-        dp=row["dp"],
-        microbatches=per_rank // row["rows"],
-        strategy="optimizer" if zero else "none",
-        recompute=_all_but_last(cut) if several else "full",
-        layers_per_stage=cut,
-        **(MIXED_32 if bf16 else MIXED),
-    )
+    modes: list[Any] = [_all_but_last(cut), "full"] if several else ["full"]
+    plans = [
+        Plan(
+            tp=row["tp"],
+            pp=row["pp"],
+            dp=row["dp"],
+            microbatches=per_rank // row["rows"],
+            strategy="optimizer" if zero else "none",
+            recompute=mode,
+            layers_per_stage=cut,
+            **(MIXED_32 if bf16 else MIXED),
+        )
+        for mode in modes
+    ]
     cluster = "jean-zay" if zero else "vtrain" if "several" in table else "vtrain-host"
+    framework = DEEPSPEED_BF16 if bf16 else DEEPSPEED
     return Case(
         table,
         row["step_seconds"] if zero else row["step_ms"] / 1e3,
-        (Setup(model, plan, per_rank, cluster, DEEPSPEED_BF16 if bf16 else DEEPSPEED),),
+        tuple(Setup(model, plan, per_rank, cluster, framework) for plan in plans),
         row["gigabytes"] * 2.0**30 if row.get("gigabytes") else None,
         counts_reserved=zero,
     )
@@ -150,7 +156,8 @@ def deepspeed(table: str, row: Mapping[str, Any]) -> Case:
 
 def _all_but_last(cut: tuple[int, ...]) -> tuple[Recompute, ...]:
     """Return the recomputation of vTrain's pipelines, whose last stage "doesn't perform recomputation"
-    (VIA-Research/vTrain, src/predictor.py): its backward follows its forward."""
+    (VIA-Research/vTrain, src/predictor.py): its backward follows its forward. Where that would not fit, its
+    runs must have recomputed it too."""
     return ("full",) * sum(cut[:-1]) + ("none",) * cut[-1]
 
 
@@ -199,7 +206,7 @@ def llm_foundry(table: str, row: Mapping[str, Any]) -> Case:
     )
     device = {"a100_40gb": "a100-40", "a100_80gb": "a100-80", "h100_80gb": "h100-triton"}[row["device"]]
     seconds = rows * model.context / row["tokens_per_second_per_device"]
-    return Case(table, seconds, (Setup(model, plan, rows, device, FSDP),))
+    return Case(table, seconds, (Setup(model, plan, rows, device, LLM_FOUNDRY),))
 
 
 def torchtitan(table: str, row: Mapping[str, Any]) -> Case:

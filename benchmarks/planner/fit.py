@@ -75,7 +75,7 @@ class Linearised:
 
     def __init__(self, case: Case, machines: Mapping[str, Hardware]) -> None:
         self.case = case
-        self.setup = min(case.setups, key=lambda one: one.step_seconds(machines))
+        self.setup = case.setup(machines)
         assert case.measured is not None
         self.measured = case.measured
         step = self.setup.step(machines)
@@ -196,12 +196,12 @@ def reserved() -> float:
     """
     machines = clusters()
     found = [
-        case.bytes - case.allocated(machines)
+        case.bytes - case.setup(machines).allocated(machines)
         for case in cases("fit")
         if case.counts_reserved and case.bytes is not None
     ]
     room = (
-        machines[case.setups[0].cluster].memory - case.allocated(machines)
+        machines[case.setups[0].cluster].memory - case.setup(machines).allocated(machines)
         for case in cases("fit")
         if case.counts_reserved
     )

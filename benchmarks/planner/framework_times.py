@@ -58,6 +58,7 @@ class FrameworkTimer(LayerTimer):
             parts = 2 if framework.fused_loss else 1
             (*before, loss), (loss_backward, *after) = found.forward, found.backward
             forward, backward = (*before, _divided(loss, parts)), (_divided(loss_backward, parts), *after)
+            backward += (loss,) * framework.loss_metrics
             # It is no block.
             nothing = Recomputation()
             found = replace(found, forward=forward, backward=backward, selective=nothing, full=nothing)

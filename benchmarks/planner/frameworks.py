@@ -39,6 +39,8 @@ class Framework:
     """Whether sharded parameters are gathered for every forward and backward; False: once a step."""
     fused_loss: bool = False
     """Whether the loss works on the logits in place, without copies in fp32."""
+    loss_metrics: int = 0
+    """Metrics that compute the cross-entropy once more after each backward, unfused and without gradients."""
     fused_gate: bool = False
     """Whether activation and product of a gated MLP are one operation, of which only the inputs are kept."""
     placeholder_gradients: Literal["none", "sizes", "all"] = "none"
@@ -64,6 +66,10 @@ DEEPSPEED_BF16 = replace(DEEPSPEED, placeholder_gradients="all")
 """With its optimizer for bf16, whose gradients of a micro-batch stay allocated beside the sums in fp32
 (deepspeed/runtime/bf16_optimizer.py)."""
 FSDP = Framework(overlaps_tensor_sums=False)
+LLM_FOUNDRY = replace(FSDP, fused_loss=True, loss_metrics=2)
+"""MPT under FSDP, by the defaults of its model (mosaicml/llm-foundry, llmfoundry/models/mpt/modeling_mpt.py),
+which the files of its runs (scripts/train/yamls/mpt) do not change: `loss_fn` is `fused_crossentropy`, and by
+`use_train_metrics` Composer computes a cross-entropy and a perplexity of each micro-batch's logits."""
 LLAMA_3_FSDP = replace(FSDP, fused_gate=True, overlaps_tensor_sums=True)
 """Llama 3's training (arXiv:2407.21783, section 3.3.2): FSDP that gathers once a step, messages that do not
 block, tensor parallelism as Korthikanti et al.'s."""

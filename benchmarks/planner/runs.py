@@ -41,6 +41,21 @@ class Setup:
         cut = self.plan.layers_per_stage or (len(self.model.kinds),)
         return quick_step(self.model, self.plan, cut, self.rows, self.framework, machines[self.cluster])
 
+    def allocated(self, machines: Mapping[str, Hardware]) -> float:
+        """Return the largest allocated bytes of a rank."""
+        step, plan = self.step(machines), self.plan
+        count = min(plan.microbatches, 4 * plan.pp)
+        order = schedule(plan.schedule, ranks=plan.pp, microbatches=count, chunks=plan.chunks)
+        shape = step.timer.shape
+        known = FrameworkMemories(shape, order, step.stages, step.modes, framework=self.framework)
+        ranks = map(known.activations, HeldMicrobatches(order).ranks)
+        return max(rank.with_state(shape, 0.0).allocated for rank in ranks)
+
+    def fits(self, machines: Mapping[str, Hardware]) -> bool:
+        """Return whether it is predicted to fit."""
+        machine = machines[self.cluster]
+        return self.allocated(machines) + machine.reserved <= machine.memory
+
 
 @dataclass(frozen=True)
 class Case:
@@ -50,40 +65,32 @@ class Case:
     measured: float | None
     """Step seconds; None: out of memory."""
     setups: tuple[Setup, ...]
-    """The fastest counts, where the micro-batch size is not published: the authors took the best."""
+    """Several where the micro-batch size, or what is recomputed, is not published, see `setup`."""
     bytes: float | None = None
     """Measured peak bytes of a device."""
     counts_reserved: bool = False
     """Whether the bytes are those of the whole process, with all libraries, as nvidia-smi shows them."""
 
-    def allocated(self, machines: Mapping[str, Hardware]) -> float:
-        """Return the largest allocated bytes of a rank."""
-        setup = self.setups[0]
-        step = setup.step(machines)
-        order = schedule(
-            setup.plan.schedule,
-            ranks=setup.plan.pp,
-            microbatches=min(setup.plan.microbatches, 4 * setup.plan.pp),
-            chunks=setup.plan.chunks,
-        )
-        shape = step.timer.shape
-        known = FrameworkMemories(shape, order, step.stages, step.modes, framework=setup.framework)
-        ranks = map(known.activations, HeldMicrobatches(order).ranks)
-        return max(rank.with_state(shape, 0.0).allocated for rank in ranks)
+    def setup(self, machines: Mapping[str, Hardware]) -> Setup:
+        """Return the fastest setup that fits, as the authors took the best; if none fits, the fastest."""
+        if len(self.setups) == 1:
+            return self.setups[0]
+        fitting = [one for one in self.setups if one.fits(machines)]
+        return min(fitting or self.setups, key=lambda one: one.step_seconds(machines))
 
     def memory(self, machines: Mapping[str, Hardware]) -> float:
         """Return what is comparable with the measured bytes."""
-        reserved = machines[self.setups[0].cluster].reserved
-        return self.allocated(machines) + (reserved if self.counts_reserved else 0.0)
+        setup = self.setup(machines)
+        reserved = machines[setup.cluster].reserved if self.counts_reserved else 0.0
+        return setup.allocated(machines) + reserved
 
     def fits(self, machines: Mapping[str, Hardware]) -> bool:
         """Return whether the run is predicted to fit."""
-        machine = machines[self.setups[0].cluster]
-        return self.allocated(machines) + machine.reserved <= machine.memory
+        return self.setup(machines).fits(machines)
 
     def step_seconds(self, machines: Mapping[str, Hardware]) -> float:
-        """Return the step time of the fastest setup."""
-        return min(one.step_seconds(machines) for one in self.setups)
+        """Return the predicted step time."""
+        return self.setup(machines).step_seconds(machines)
 
 
 def tables() -> dict[str, Any]:

@@ -35,7 +35,7 @@ def planner(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The names of the benchmark's modules."""
     monkeypatch.syspath_prepend(str(FOLDER))
     found = SimpleNamespace()
-    for name in ("frameworks", "framework_times", "framework_memory"):
+    for name in ("frameworks", "framework_times", "framework_memory", "runs"):
         vars(found).update(vars(import_module(name)))
     return found
 
@@ -88,6 +88,9 @@ def test_element_wise_operations_move_more_bytes_and_a_fused_loss_fewer(planner:
         assert isinstance(one, Elementwise)
         assert other == Elementwise(one.nbytes / 2, one.kernels / 2)
     assert (work.forward[:-1], work.backward[1:]) == (plain.forward[:-1], plain.backward[1:])
+    metrics = timer(planner, planner.Framework(fused_loss=True, loss_metrics=2), plan).work("head")
+    assert metrics.forward == work.forward
+    assert metrics.backward == (*work.backward, plain.forward[-1], plain.forward[-1])
 
 
 def operations_of(work: Any) -> tuple[Any, ...]:
@@ -150,6 +153,19 @@ def test_steps_of_many_microbatches_are_extrapolated_from_shorter_ones(planner: 
         assert part.seconds == pytest.approx(whole.step_seconds, rel=1e-3)
     in_fp8 = planner.quick_step(DECODER, Plan(), (4,), 1, planner.Framework(product_precision="fp8"), gpu)
     assert in_fp8.timer.precision == "fp8"
+
+
+def test_the_fastest_setup_that_fits_is_predicted(planner: Any) -> None:
+    slow, fast = Plan(recompute="full", **BF16), Plan(**BF16)
+    setups = [planner.Setup(LLAMA, plan, 1, "one", planner.Framework()) for plan in (slow, fast)]
+    case, roomy = planner.Case("", 1.0, tuple(setups)), {"one": load_hardware("h100-sxm")}
+    needed = [one.allocated(roomy) + roomy["one"].reserved for one in setups]
+    assert needed[0] < needed[1]
+    for memory, chosen, fits in [(needed[1], 1, True), (needed[0], 0, True), (needed[0] - 1, 1, False)]:
+        machines = {"one": replace(roomy["one"], memory=memory)}
+        assert case.setup(machines) is setups[chosen]
+        assert case.fits(machines) is fits
+        assert case.step_seconds(machines) == setups[chosen].step_seconds(machines)
 
 
 RECORDED: tuple[tuple[str, Decoder, dict[str, Any], dict[str, tuple[float, ...]]], ...] = (
