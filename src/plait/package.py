@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -11,10 +11,11 @@ from typing import Any
 VERSION = "0.1.0"
 
 
-def public_name(package: str, name: str, homes: Mapping[str, str]) -> Any:
-    """Return the public `name` of a package from its module in `homes`, imported, or else a `submodule`."""
-    if name in homes:
-        return getattr(import_module(homes[name]), name)
+def public_name(package: str, name: str, homes: Mapping[str, Sequence[str]]) -> Any:
+    """Return the public `name` of a package from the module in `homes` that has it, or else a `submodule`."""
+    for module, names in homes.items():
+        if name in names:
+            return getattr(import_module(module), name)
     return submodule(package, name)
 
 

@@ -1,9 +1,12 @@
 """The plan of a run and what it decides before there are ranks: rules, axes, units, layouts."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from plait.package import submodule
+from plait.package import public_name
+
+if TYPE_CHECKING:
+    from plait.plan.plan import Plan as Plan
 
 
 def __getattr__(name: str) -> Any:
-    return submodule(__name__, name)
+    return public_name(__name__, name, {"plait.plan.plan": ("Plan",)})

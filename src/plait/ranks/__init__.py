@@ -7,17 +7,39 @@ from typing import TYPE_CHECKING, Any
 from plait.package import public_name
 
 if TYPE_CHECKING:
-    from plait.ranks.collectives import all_gather as all_gather
-    from plait.ranks.collectives import all_reduce as all_reduce
-    from plait.ranks.collectives import all_to_all as all_to_all
-    from plait.ranks.collectives import all_to_all_uneven as all_to_all_uneven
-    from plait.ranks.collectives import barrier as barrier
-    from plait.ranks.collectives import broadcast as broadcast
-    from plait.ranks.collectives import gather as gather
-    from plait.ranks.collectives import reduce as reduce
-    from plait.ranks.collectives import reduce_scatter as reduce_scatter
-    from plait.ranks.collectives import scatter as scatter
-    from plait.ranks.collectives import shared_zeros as shared_zeros
+    from plait.ranks.collectives import (
+        all_gather as all_gather,
+    )
+    from plait.ranks.collectives import (
+        all_reduce as all_reduce,
+    )
+    from plait.ranks.collectives import (
+        all_to_all as all_to_all,
+    )
+    from plait.ranks.collectives import (
+        all_to_all_uneven as all_to_all_uneven,
+    )
+    from plait.ranks.collectives import (
+        barrier as barrier,
+    )
+    from plait.ranks.collectives import (
+        broadcast as broadcast,
+    )
+    from plait.ranks.collectives import (
+        gather as gather,
+    )
+    from plait.ranks.collectives import (
+        reduce as reduce,
+    )
+    from plait.ranks.collectives import (
+        reduce_scatter as reduce_scatter,
+    )
+    from plait.ranks.collectives import (
+        scatter as scatter,
+    )
+    from plait.ranks.collectives import (
+        shared_zeros as shared_zeros,
+    )
     from plait.ranks.group import Count as Count
     from plait.ranks.group import Group as Group
     from plait.ranks.group import Traffic as Traffic
@@ -27,50 +49,28 @@ if TYPE_CHECKING:
     from plait.ranks.point_to_point import receive as receive
     from plait.ranks.point_to_point import send as send
 
-_HOME = {
-    "Count": "plait.ranks.group",
-    "GridMesh": "plait.ranks.mesh",
-    "Group": "plait.ranks.group",
-    "Handle": "plait.ranks.handle",
-    "Mesh": "plait.ranks.mesh",
-    "Traffic": "plait.ranks.group",
-    "all_gather": "plait.ranks.collectives",
-    "all_reduce": "plait.ranks.collectives",
-    "all_to_all": "plait.ranks.collectives",
-    "all_to_all_uneven": "plait.ranks.collectives",
-    "barrier": "plait.ranks.collectives",
-    "broadcast": "plait.ranks.collectives",
-    "gather": "plait.ranks.collectives",
-    "receive": "plait.ranks.point_to_point",
-    "reduce": "plait.ranks.collectives",
-    "reduce_scatter": "plait.ranks.collectives",
-    "scatter": "plait.ranks.collectives",
-    "send": "plait.ranks.point_to_point",
-    "shared_zeros": "plait.ranks.collectives",
+_HOMES = {
+    "plait.ranks.collectives": (
+        "all_gather",
+        "all_reduce",
+        "all_to_all",
+        "all_to_all_uneven",
+        "barrier",
+        "broadcast",
+        "gather",
+        "reduce",
+        "reduce_scatter",
+        "scatter",
+        "shared_zeros",
+    ),
+    "plait.ranks.group": ("Count", "Group", "Traffic"),
+    "plait.ranks.handle": ("Handle",),
+    "plait.ranks.mesh": ("GridMesh", "Mesh"),
+    "plait.ranks.point_to_point": ("receive", "send"),
 }
 
-__all__ = [
-    "Count",
-    "GridMesh",
-    "Group",
-    "Handle",
-    "Mesh",
-    "Traffic",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_uneven",
-    "barrier",
-    "broadcast",
-    "gather",
-    "receive",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-    "send",
-    "shared_zeros",
-]
+__all__ = sorted(name for names in _HOMES.values() for name in names)
 
 
 def __getattr__(name: str) -> Any:
-    return public_name(__name__, name, _HOME)
+    return public_name(__name__, name, _HOMES)

@@ -22,55 +22,57 @@ from typing import TYPE_CHECKING, Any
 from plait.package import public_name
 
 if TYPE_CHECKING:
-    from plait.plan.layout.layout import Box as Box
-    from plait.plan.layout.layout import Coordinate as Coordinate
-    from plait.plan.layout.layout import Flat as Flat
-    from plait.plan.layout.layout import Layout as Layout
-    from plait.plan.layout.layout import Partial as Partial
-    from plait.plan.layout.layout import Placement as Placement
-    from plait.plan.layout.layout import Replicate as Replicate
-    from plait.plan.layout.layout import Shard as Shard
-    from plait.plan.layout.layout import divide as divide
+    from plait.plan.layout.layout import (
+        Box as Box,
+    )
+    from plait.plan.layout.layout import (
+        Coordinate as Coordinate,
+    )
+    from plait.plan.layout.layout import (
+        Flat as Flat,
+    )
+    from plait.plan.layout.layout import (
+        Layout as Layout,
+    )
+    from plait.plan.layout.layout import (
+        Partial as Partial,
+    )
+    from plait.plan.layout.layout import (
+        Placement as Placement,
+    )
+    from plait.plan.layout.layout import (
+        Replicate as Replicate,
+    )
+    from plait.plan.layout.layout import (
+        Shard as Shard,
+    )
+    from plait.plan.layout.layout import (
+        divide as divide,
+    )
     from plait.plan.layout.shards import assemble as assemble
     from plait.plan.layout.shards import shard as shard
     from plait.plan.layout.transitions import Move as Move
     from plait.plan.layout.transitions import moves as moves
     from plait.plan.layout.transitions import reshape as reshape
 
-_HOME = {
-    "Box": "plait.plan.layout.layout",
-    "Coordinate": "plait.plan.layout.layout",
-    "Flat": "plait.plan.layout.layout",
-    "Layout": "plait.plan.layout.layout",
-    "Move": "plait.plan.layout.transitions",
-    "Partial": "plait.plan.layout.layout",
-    "Placement": "plait.plan.layout.layout",
-    "Replicate": "plait.plan.layout.layout",
-    "Shard": "plait.plan.layout.layout",
-    "assemble": "plait.plan.layout.shards",
-    "divide": "plait.plan.layout.layout",
-    "moves": "plait.plan.layout.transitions",
-    "reshape": "plait.plan.layout.transitions",
-    "shard": "plait.plan.layout.shards",
+_HOMES = {
+    "plait.plan.layout.layout": (
+        "Box",
+        "Coordinate",
+        "Flat",
+        "Layout",
+        "Partial",
+        "Placement",
+        "Replicate",
+        "Shard",
+        "divide",
+    ),
+    "plait.plan.layout.shards": ("assemble", "shard"),
+    "plait.plan.layout.transitions": ("Move", "moves", "reshape"),
 }
 
-__all__ = [
-    "Box",
-    "Coordinate",
-    "Flat",
-    "Layout",
-    "Move",
-    "Partial",
-    "Placement",
-    "Replicate",
-    "Shard",
-    "assemble",
-    "divide",
-    "moves",
-    "reshape",
-    "shard",
-]
+__all__ = sorted(name for names in _HOMES.values() for name in names)
 
 
 def __getattr__(name: str) -> Any:
-    return public_name(__name__, name, _HOME)
+    return public_name(__name__, name, _HOMES)
