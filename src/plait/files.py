@@ -133,7 +133,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file. Raises OSError, and ValueError as `json_value`."""
+    """Return the content of a JSON file; OSError where it cannot be read, ValueError where it is not JSON."""
     return json_value(read_text(path))
 
 

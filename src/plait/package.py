@@ -24,7 +24,7 @@ def submodule(package: str, name: str) -> ModuleType:
 
     So `plait.checkpoint.dcp` is there after `import plait`, which imports neither.
     """
-    if name.startswith("_") or find_spec(f"{package}.{name}") is None:
+    if name.startswith("_") or "." in name or find_spec(f"{package}.{name}") is None:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
     return import_module(f"{package}.{name}")
 

@@ -180,8 +180,8 @@ class Decoder:
 def decoder_of(model: object) -> Decoder:
     """Return a `Decoder` with the sizes of `model`, which `plait.models.gpt2` or `llama` has made.
 
-    Only shapes are read: the model may be on the meta device. Raises ModelError for another model, and for
-    one whose blocks differ.
+    Only shapes are read: the model may be on the meta device. Raises ModelError for another model, for one
+    whose blocks differ, and for one with adapters or frozen parameters.
     """
     if isinstance(model, Decoder):
         return model
@@ -195,6 +195,12 @@ def decoder_of(model: object) -> Decoder:
             f"the sizes of {type(model).__name__} are not known: give a model of plait.models.gpt2 or "
             "llama, or its sizes as plait.plan.model_sizes.Decoder(...)."
         ) from None
+    frozen = next((name for name, one in found.named_parameters() if not one.requires_grad), None)
+    if frozen is not None:
+        raise ModelError(
+            f"{frozen} does not train: predictions know models of which all parameters do, without adapters; "
+            "plait.memory knows the memory of any model."
+        )
     if len(sizes) != 1:
         raise ModelError(
             f"the blocks of the model have {len(sizes)} different sizes: predict needs equal blocks."

@@ -40,13 +40,12 @@ class ParameterRate:
 def parameter_groups(
     engine: Engine, rates: Sequence[ParameterRate], weight_decay: float | None = None
 ) -> list[dict[str, Any]]:
-    """Return parameter groups of this rank: two for each of `rates`, and two for the other parameters.
+    """Return this rank's optimizer groups: matrices and vectors of each of `rates`, and of all others.
 
-    One of each two has matrices, which decay by `weight_decay` (None: the optimizer's), the other vectors,
-    which do not; but where a rate has a decay of its own, both have that. The first rate that fits a name
-    counts. `fit` multiplies its learning rate by `lr_scale` of a group. The groups are the same in number
-    and order on every rank, also where a rank has no parameters of one. Raises `ConfigError` for a pattern
-    that fits no parameter.
+    Matrices decay by `weight_decay` (None: the optimizer's), vectors do not; but where a rate has a decay of
+    its own, both have that. The first rate that fits a name counts. `fit` multiplies its learning rate by
+    `lr_scale` of a group. The groups are the same in number and order on every rank, also where a rank has no
+    parameters of one. Raises `ConfigError` for a pattern that fits no parameter.
     """
     require_instance("the engine", engine, Engine, "give what plait.parallelize returns")
     if weight_decay is not None:

@@ -38,10 +38,11 @@ class JointGraph:
 
     @staticmethod
     def of(module: GraphModule, arguments: int, results: int, inputs: int) -> JointGraph:
-        """Return the `JointGraph` of a traced function with so many arguments and results, which are clones.
+        """Return the `JointGraph` of a traced function with that number of arguments and results.
 
-        Only those of them stay clones that have the memory of an argument or of another result. The gradients
-        of the first `inputs` arguments become clones if they have the memory of anything else.
+        The trace clones every result; clones stay only where a result shares memory with an argument or
+        another result. The gradients of the first `inputs` arguments become clones if they have the memory of
+        anything else.
         """
         given = [node for node in module.graph.nodes if node.op == "placeholder"]
         (output,) = (node for node in module.graph.nodes if node.op == "output")

@@ -101,7 +101,7 @@ class FlatBuffer:
 
     @cached_property
     def gradient(self) -> Tensor | None:
-        """The whole gradient of the first stage; after `add_up_stages` the sum over all stages."""
+        """The flat gradient that backwards of the first stage add to; after `add_up_stages`, of all stages."""
         return self.stage_views[0].gradient
 
     @cached_property

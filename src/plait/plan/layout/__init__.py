@@ -76,3 +76,7 @@ __all__ = sorted(name for names in _HOMES.values() for name in names)
 
 def __getattr__(name: str) -> Any:
     return public_name(__name__, name, _HOMES)
+
+
+def __dir__() -> list[str]:
+    return __all__

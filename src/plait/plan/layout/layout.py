@@ -255,7 +255,7 @@ class Layout:
         return next(blocked, None)
 
     def sizes(self, where: Sequence[int] | Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape of the piece at this coordinate before a `Flat` axis, if any, divides it."""
+        """Return the shape of the shard at coordinate `where`, without the cut of a `Flat` axis, if any."""
         first, *others = self.boxes(where)
         if not others:
             return first.sizes

@@ -61,11 +61,11 @@ def stream_calls(
     collectives: CollectiveCalls | None = None,
     ranks: Sequence[int] | None = None,
 ) -> list[list[Call]]:
-    """Return each `pp` rank's calls that queue or await a message, and the calls that `collectives` returns.
+    """Return, for each rank of `pp`, its calls on communication streams: messages, waits, and collectives.
 
-    By default these are the reductions of tied parameters. Collectives along the other axes are left out: all
-    ranks along them run the same program. `ranks`: the rank that names each in operations, by default its
-    index along `pp`.
+    `collectives` gives the collectives, by default the reductions of tied parameters. Collectives along the
+    other axes are left out: all ranks along them run the same program. `ranks`: the rank that names each in
+    operations, by default its index along `pp`.
     """
     collectives = _reductions_of_tied(programs) if collectives is None else collectives
     ranks = range(len(programs)) if ranks is None else ranks

@@ -144,7 +144,7 @@ def block_calls(begin: Indices, end: Indices) -> tuple[BlockCall, ...]:
 
 
 def with_intervals_on(calls: tuple[BlockCall, ...], device: torch.device) -> tuple[BlockCall, ...]:
-    """Return calls whose intervals are on `device`: each different one is copied once, without a wait."""
+    """Return `calls` with their intervals copied to `device`, each distinct one once, without a wait."""
     intervals = {id(call.seen): call.seen for call in calls if isinstance(call.seen, Tensor)}
     copies = {key: sent(one, device) for key, one in intervals.items()}
     return tuple(

@@ -82,7 +82,7 @@ def local_shard(parameter: Tensor, layout: Layout, group: Group) -> nn.Parameter
 
 
 def norm_layouts(features: int, partition: Partition, axes: Axes, path: str) -> dict[str, Layout]:
-    """Return the layout of the weight of a norm over partitioned features. PlanError as above."""
+    """Return the layout of the weight of a norm over partitioned features. PlanError as `column_layouts`."""
     return {"weight": column_layouts(features, features, partition, axes, path)["bias"]}
 
 

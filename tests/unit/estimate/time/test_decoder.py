@@ -107,3 +107,12 @@ def test_ranks_share_whole_heads_and_equal_parts_of_the_width_of_an_mlp() -> Non
     assert {tp: sizes.undivided_by(tp) for tp in shared} == shared
     assert replace(sizes, kv_heads=2, inner=90).undivided_by(4) == "inner"
     assert replace(sizes, kv_heads=2).undivided_by(4) is None
+
+
+def test_models_of_which_a_part_is_frozen_or_adapted_are_refused() -> None:
+    frozen = plait.models.gpt2(**SIZES)
+    frozen.blocks[1].mlp.up.bias.requires_grad_(False)
+    adapted = plait.lora(plait.models.gpt2(**SIZES), rank=2)
+    for model, name in [(frozen, r"blocks\.1\.mlp\.up\.bias"), (adapted, r"embedding\.token\.weight")]:
+        with pytest.raises(ModelError, match=f"{name} does not train: predictions know models"):
+            decoder_of(model)
