@@ -69,7 +69,7 @@ class BufferKind:
     reduced_over: tuple[str, ...] = DATA_AXES
     """The axes over which gradients are all-reduced, after the reduce-scatter if there is one."""
     summands: int = 1
-    """How many neighbours along `tp` the all-reduce includes too."""
+    """How many neighbours along `tp` hold a summand of the gradient each."""
     keeps_parameters: bool = True
     """Whether whole parameters stay allocated between the layers that use them."""
     keeps_gradients: bool = True
@@ -83,6 +83,11 @@ class BufferKind:
     def sharded(self) -> bool:
         """Whether the optimizer updates a shard, or an offloaded copy, of the layers' parameters."""
         return bool(self.sharded_over)
+
+    @cached_property
+    def reduced_neighbours(self) -> int:
+        """How many neighbours along `tp` the all-reduce includes too: none where they reduce-scatter."""
+        return 1 if "tp" in self.sharded_over else self.summands
 
 
 @dataclass(frozen=True)
@@ -187,7 +192,7 @@ def shards_of(kind: BufferKind, plan: Plan) -> int:
 
 def replicas_of(kind: BufferKind, plan: Plan) -> int:
     """Return the number of ranks of a stage over which gradients of this kind are all-reduced."""
-    return size_along(kind.reduced_over, sizes_of_plan(plan)) * kind.summands
+    return size_along(kind.reduced_over, sizes_of_plan(plan)) * kind.reduced_neighbours
 
 
 def _check_accumulation_dtype(unit: UnitSpec) -> None:
