@@ -152,13 +152,13 @@ class BufferSpec:
     def has_pieces(self) -> bool:
         """Whether the optimizer's parameters are not the layers' own, but shards, copies or views of them."""
         kind = self.kind
-        return kind.sharded or kind.master != kind.compute or (kind.trains and kind.gradient != kind.master)
+        return kind.sharded or kind.has_master or (kind.trains and kind.gradient != kind.master)
 
     @cached_property
     def piece(self) -> FlatSpec | None:
         """Spec of the flat tensor that the optimizer updates; None where that is `whole` or a view of it."""
         offloaded = self.kind.offloads_parameters
-        is_view = self.whole.kept and self.kind.master == self.kind.compute and not offloaded
+        is_view = self.whole.kept and not self.kind.has_master and not offloaded
         if is_view or not self.has_pieces:
             return None
         return FlatSpec(self.offsets.piece, self.kind.master, offloaded=offloaded)

@@ -84,6 +84,11 @@ class BufferKind:
         """Whether the optimizer updates a shard, or an offloaded copy, of the layers' parameters."""
         return bool(self.sharded_over)
 
+    @property
+    def has_master(self) -> bool:
+        """Whether the optimizer's parameters have another dtype than the layers'."""
+        return self.master != self.compute
+
     @cached_property
     def reduced_neighbours(self) -> int:
         """How many neighbours along `tp` the all-reduce includes too: none where they reduce-scatter."""
