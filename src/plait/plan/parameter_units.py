@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from plait.errors import PlanError
-from plait.plan.axes import DATA_AXES, STATE_AXES, size_along, sizes_of_plan
+from plait.plan.axes import DATA_AXES, REPLICA_AXES, STATE_AXES, size_along, sizes_of_plan
 from plait.plan.plan import Plan, Precision
 
 
@@ -166,7 +166,7 @@ def kind_of(plan: Plan, parameter: ModelParameter | None = None) -> BufferKind:
         reduce=chosen(plan.reduce_precision, gradient),
         trains=given.trains,
         sharded_over=STATE_AXES if sharded else (),
-        reduced_over=tuple(axis for axis in DATA_AXES if not sharded or axis not in STATE_AXES),
+        reduced_over=REPLICA_AXES if sharded else DATA_AXES,
         summands=given.summands,
         keeps_parameters=keeps_parameters,
         keeps_gradients=not plan.shards or plan.strategy == "optimizer",
