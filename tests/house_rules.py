@@ -296,7 +296,7 @@ IMMUTABLE_MAKERS = {"TypeVar", "ParamSpec", "NewType", "frozenset", "tuple"}
 MUTATORS = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "remove", "clear"}
 AXIS_NAMES = {"pp", "dp", "replicate", "shard", "cp", "tp", "dp_cp", "shard_cp"}
 OF_PLANS_ALONE = {"strategy", "master_precision", "gradient_precision", "reduce_precision"}
-DECIDED_ONCE = OF_PLANS_ALONE | {"reduce", "shards", "state_ranks", "has_master"}
+DECIDED_ONCE = OF_PLANS_ALONE | {"reduce", "shards", "state_ranks"}
 """Fields of a plan that `parameter_units` turns into the description of each unit, which all else reads: some
 have names that nothing else has, so that they are found under any name of the plan."""
 READS_THE_PLAN = {

@@ -181,7 +181,7 @@ def timing_of(plan: Plan) -> UnitTiming:
     A strategy that keeps whole gradients gains nothing by reducing them early: they are reduced last.
     """
     if not plan.shards:
-        return UnitTiming(gathers="once" if plan.has_master else "never")
+        return UnitTiming(gathers="never" if plan.master_precision in (None, plan.precision) else "once")
     allocates = plan.strategy in ("gradients", "full")
     return UnitTiming(
         gathers="each use" if plan.strategy == "full" else "once",
