@@ -295,22 +295,23 @@ FROZEN_VALUES = {
 IMMUTABLE_MAKERS = {"TypeVar", "ParamSpec", "NewType", "frozenset", "tuple"}
 MUTATORS = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "remove", "clear"}
 AXIS_NAMES = {"pp", "dp", "replicate", "shard", "cp", "tp", "dp_cp", "shard_cp"}
-DECIDED_ONCE = {"strategy", "reduce", "master_precision", "gradient_precision", "reduce_precision"}
-"""Fields of a plan that `parameter_units` turns into the description of each unit, which all else reads."""
+OF_PLANS_ALONE = {"strategy", "master_precision", "gradient_precision", "reduce_precision"}
+DECIDED_ONCE = OF_PLANS_ALONE | {"reduce", "shards", "state_ranks"}
+"""Fields of a plan that `parameter_units` turns into the description of each unit, which all else reads: some
+have names that nothing else has, so that they are found under any name of the plan."""
 READS_THE_PLAN = {
     "plan/plan.py": "checks the fields",
     "plan/parameter_units.py": "decides",
     "plan/axes.py": "names the axes",
+    "app/config/config.py": "makes a plan of a configuration",
     "app/cli/plan_html.py": "prints a plan",
     "app/cli/plan_output.py": "prints a plan",
     "estimate/memory/fit_plan.py": "chooses among plans",
     "estimate/memory/memory_report.py": "prints a plan",
     "app/loop/describe_run.py": "prints a plan",
     "estimate/search/plan_changes.py": "chooses among plans",
-    "estimate/search/plan_search.py": "chooses among plans",
-    "estimate/search/plan_space.py": "chooses among plans",
     "estimate/time/operation_times.py": "places of ranks on hosts, by stride, and the type of an axis",
-    "estimate/time/state_memory.py": "memory of the search, before it reads traces",
+    "pictures/report/sections.py": "draws a run's files",
     "pictures/report/run_description.py": "the format of a run's files, which may be older than the mesh",
     "pictures/report/plan_pictures.py": "draws a run's files",
     "pictures/report/recorded_step.py": "draws a run's files",
@@ -641,9 +642,10 @@ def units_are_decided_once(source: Source, house: House) -> Iterator[str]:
         return
     for node in ast.walk(source.tree):
         decided = isinstance(node, ast.Attribute) and node.attr in DECIDED_ONCE
-        if decided and ast.unparse(node.value).rpartition(".")[2] == "plan":
-            yield source.breach(node.lineno, f"reads plan.{node.attr}: read the unit's `UnitSpec` instead")
+        if decided and (node.attr in OF_PLANS_ALONE or ast.unparse(node.value).rpartition(".")[2] == "plan"):
+            yield source.breach(node.lineno, f"reads a plan's {node.attr}: read the `UnitSpec` instead")
         parts = node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else ()
+        parts = node.keys if isinstance(node, ast.Dict) else parts
         named = [one.value for one in parts if isinstance(one, ast.Constant)]
         if len(named) > 1 and AXIS_NAMES.issuperset(named):
             yield source.breach(

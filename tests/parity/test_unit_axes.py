@@ -16,6 +16,7 @@ from parity.case import Batch, Case
 from parity.live_bytes import LiveBytes
 from parity.parity import check_parity
 from plait.engine import blueprint
+from plait.errors import PlanError
 from plait.estimate.memory.predicted_memory import MemoryEstimator
 from plait.plan import rules
 from plait.plan.layout import Flat
@@ -56,7 +57,7 @@ CASE = Case("toy", build, draw)
 def over_tp(kind: BufferKind) -> BufferKind:
     if not kind.sharded:
         return kind
-    return replace(kind, sharded_over=("shard", "tp"), reduced_over=("replicate", "cp"), summands=1)
+    return replace(kind, sharded_over=("shard", "tp"), reduced_over=("replicate", "cp"))
 
 
 def resolved(*given: Any) -> dict[str, UnitSpec]:
@@ -83,6 +84,13 @@ def test_only_that_unit_is_cut_over_shard_and_tp() -> None:
     where = {"replicate": 0, "shard": 1, "cp": 0, "tp": 1}
     assert [axis for axis, one in toy.axis_placements.items() if isinstance(one, Flat)] == ["shard", "tp"]
     assert (len(toy.replicas(where)), len(neighbour.replicas(where))) == (1, 2)
+
+
+def test_equal_gradients_are_not_added_over_tp() -> None:
+    """Without sequence parallelism each rank of `tp` computes all of the gradient, not a summand."""
+    plan = plan_of(strategy="full", sequence_parallel="none")
+    with pytest.raises(PlanError, match=r"1.weight has the same gradient on several ranks of tp, which"):
+        _ = blueprint.build_blueprint(build(), plan).buffer_specs
 
 
 def train(engine: plait.Engine, optimizer: Any, steps: range) -> list[float]:

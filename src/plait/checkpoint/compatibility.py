@@ -15,7 +15,7 @@ from plait.checkpoint.rank_contents import (
     NOT_RESTORED,
     NOT_SAVED,
     Checkpointable,
-    is_number,
+    layout_of_state,
     parameter_key,
     require_own_parameters,
     state_key,
@@ -163,9 +163,10 @@ def _require_states_shardable(
 ) -> None:
     """Raise CheckpointError if saved state of a sharded parameter is neither scalar nor of its full shape."""
     for name, piece in pieces.items():
-        full = layouts[name].shape
+        layout = layouts[name]
         for key, shape in shapes.get(name, {}).items():
-            if not is_number(key, shape, full) and shape != full != tuple(piece.shape):
+            sharded = layout_of_state(key, shape, layout) is layout
+            if shape and not sharded and tuple(piece.shape) != layout.shape:
                 raise CheckpointError(
                     f"the optimizer kept {key} of {name} as {list(shape)}, which cannot be sharded as the "
                     "parameter is here: load it where parameters are whole (strategy none, tp 1)."

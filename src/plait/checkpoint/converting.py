@@ -13,7 +13,13 @@ from plait.checkpoint.compatibility import applicable_run_state, require_model
 from plait.checkpoint.disk import Disk
 from plait.checkpoint.folders import atomic_folder, write_manifest
 from plait.checkpoint.manifest import Manifest, TensorEntry
-from plait.checkpoint.rank_contents import WriterAssignment, is_number, parameter_key, state_key, state_keys
+from plait.checkpoint.rank_contents import (
+    WriterAssignment,
+    layout_of_state,
+    parameter_key,
+    state_key,
+    state_keys,
+)
 from plait.checkpoint.save_task import file_name
 from plait.checkpoint.tensor_file import BoxToWrite, write_file, write_files
 from plait.plan.axes import sizes_of_plan
@@ -99,9 +105,7 @@ def _layouts(
         yield parameter_key(name), layout, owners[name]
         for key in states.get(name, ()):
             full = state_key(name, key)
-            shape = saved[full].shape
-            sharded = shape == layout.shape and not is_number(key, shape, layout.shape)
-            yield full, layout if sharded else Layout(shape, layout.axis_degrees), owners[name]
+            yield full, layout_of_state(key, saved[full].shape, layout), owners[name]
     any_layout = next(iter(shard_plan.layouts.values()))
     for name, shape in shard_plan.buffer_shapes.items():
         yield parameter_key(name), Layout(shape, any_layout.axis_degrees), owners[name]

@@ -37,7 +37,7 @@ from plait.checkpoint.optimizer_options import (
 from plait.checkpoint.optimizer_set import GivenOptimizers, OptimizerSet
 from plait.checkpoint.rank_contents import (
     Checkpointable,
-    is_number,
+    layout_of_state,
     number_device,
     parameter_key,
     require_engine,
@@ -237,12 +237,11 @@ def _empty_state(
 
     `same_dtype`: it was saved in the dtype of its parameter, so it gets the dtype of the piece.
     """
-    shape, dtype = entry.shape, entry.torch_dtype
-    replicated = Layout(shape, layout.axis_degrees)
-    if is_number(key, shape, layout.shape):
-        return torch.empty((), dtype=dtype, device=number_device(key, group, piece)), replicated
+    found, dtype = layout_of_state(key, entry.shape, layout), entry.torch_dtype
+    if found is not layout and not found.shape:
+        return torch.empty((), dtype=dtype, device=number_device(key, group, piece)), found
     dtype = piece.dtype if same_dtype else dtype
-    if shape == layout.shape:
-        return torch.empty_like(piece, dtype=dtype, requires_grad=False), layout
+    if found is layout:
+        return torch.empty_like(piece, dtype=dtype, requires_grad=False), found
     assert tuple(piece.shape) == layout.shape, "see _require_states_shardable"
-    return torch.empty(shape, dtype=dtype, device=piece.device), replicated
+    return torch.empty(found.shape, dtype=dtype, device=piece.device), found

@@ -1,8 +1,8 @@
 """The tensors that a rank holds, of model and optimizer, as shards of global tensors, and who saves which.
 
-State of the shape of a rank's piece is sharded as its parameter. A tensor without dims, such as the step
-count, is a number that is equal on all ranks. State of any other shape must belong to a parameter that is not
-sharded.
+`layout_of_state` says where the optimizer's state of a parameter is: sharded as its parameter, if it has the
+same shape. A tensor without dims, such as the step count, is a number that is equal on all ranks. State of
+any other shape must belong to a parameter that is not sharded.
 """
 
 from __future__ import annotations
@@ -32,23 +32,22 @@ NOT_SAVED = frozenset({"params", "param_names"})
 
 def state_of(
     optimizers: OptimizerSet, name: str, piece: nn.Parameter, layout: Layout
-) -> dict[str, tuple[tuple[int, ...] | None, Tensor]]:
-    """Return a parameter's state tensors by key, each with its global shape (None: sharded as the parameter).
+) -> dict[str, tuple[Layout, Tensor]]:
+    """Return a parameter's state tensors by key, each with its layout.
 
     Raises CheckpointError for a tensor of another shape than the piece, unless the parameter is not sharded.
     """
-    found: dict[str, tuple[tuple[int, ...] | None, Tensor]] = {}
+    found: dict[str, tuple[Layout, Tensor]] = {}
     for key, value in optimizers.state_of(piece).items():
         if "." in str(key):
             raise CheckpointError(f"the optimizer's state of {name} has a key {key!r}: it must have no dot.")
         if not isinstance(value, Tensor):
             continue
-        if is_number(key, value.shape, layout.shape):
-            found[key] = (), value
-        elif value.shape == piece.shape:
-            found[key] = None, value
-        elif tuple(piece.shape) == layout.shape:
-            found[key] = tuple(value.shape), value
+        number = _is_number(key, value.shape, layout.shape)
+        if value.shape == piece.shape and not number:
+            found[key] = layout, value
+        elif number or tuple(piece.shape) == layout.shape:
+            found[key] = layout_of_state(key, tuple(value.shape), layout), value
         elif value.dim() == 0 and layout.shape == ():
             continue  # this rank's piece of the parameter is empty; another rank saves the state
         else:
@@ -59,7 +58,13 @@ def state_of(
     return found
 
 
-def is_number(key: str, shape: Iterable[int], parameter: tuple[int, ...]) -> bool:
+def layout_of_state(key: str, shape: tuple[int, ...], parameter: Layout) -> Layout:
+    """Return the layout of optimizer state of a global `shape`: its parameter's, or whole on each rank."""
+    alike = shape == parameter.shape and not _is_number(key, shape, parameter.shape)
+    return parameter if alike else Layout(shape, parameter.axis_degrees)
+
+
+def _is_number(key: str, shape: Iterable[int], parameter: tuple[int, ...]) -> bool:
     """Return whether a state tensor is one number for the whole parameter, such as its step count."""
     return not tuple(shape) and (parameter != () or key in NUMBERS)
 
@@ -193,8 +198,7 @@ def rank_contents(engine: Checkpointable, optimizers: OptimizerSet | None) -> It
         layout, stages = shard_plan.layouts[name], shard_plan.owners[name]
         yield held(parameter_key(name), layout, piece.detach(), stages)
         if optimizers is not None:
-            for key, (shape, tensor) in state_of(optimizers, name, piece, layout).items():
-                state_layout = layout if shape is None else Layout(shape, layout.axis_degrees)
+            for key, (state_layout, tensor) in state_of(optimizers, name, piece, layout).items():
                 yield held(state_key(name, key), state_layout, tensor.detach(), stages)
     for name, buffer in engine.named_buffers():
         layout = Layout(tuple(buffer.shape), layout_degrees(mesh.sizes))

@@ -116,8 +116,6 @@ class Blueprint:
     """The rule of each module that is partitioned over `tp`."""
     whole_layouts: Mapping[str, Layout]
     """The layout of each parameter as layers use it: sharded over `tp` only."""
-    summed: Mapping[str, int]
-    """The number of neighbours along `tp` over which the gradient of each parameter is summed."""
     sequence_dims: tuple[SequenceDims, ...]
     """The sequence dims of each layer."""
     units: Mapping[str, UnitSpec]
@@ -243,7 +241,7 @@ class Blueprint:
             self.sequence,
             self.structures,
             self.whole_layouts,
-            self.summed,
+            self.kinds,
             rules,
             coordinate=coordinate,
             dtype=dtype,
@@ -314,7 +312,6 @@ def build_blueprint(
         sequence,
         module_rules,
         whole_layouts,
-        summed,
         dims,
         units,
         schedule,

@@ -70,7 +70,9 @@ class Engine:
         self._runner = Runner(runtime)
         self._agreement = StepAgreement(runtime, self._runner.scale)
         self._guard = OptimizerGuard(
-            self.parameters(), Partitioning.of(self.plan), self._agreement.note_optimizer
+            self.parameters(),
+            Partitioning.of(self.plan, self.blueprint.kinds.values()),
+            self._agreement.note_optimizer,
         )
         self._traffic_before = self.mesh.traffic.snapshot()
 

@@ -143,11 +143,12 @@ def generated(runner: Runner, prompt: Tensor, tokens: int, choice: TokenChoice) 
 def _all_ended(runner: Runner, ended: bool) -> bool:
     """Return whether this rank's rows have ended, and those of ranks with which it gathers parameters.
 
-    Communication: 4 bytes over `shard`, on the CPU where the group has a transport for it; none where
-    nothing is sharded.
+    Communication: 4 bytes over the axes of its shards, on the CPU where the group has a transport for it;
+    none where nothing is sharded.
     """
-    group = runner.mesh.group("shard")
-    if not runner.plan.shards or group.size == 1:
+    kinds = runner.runtime.blueprint.kinds.values()
+    axes = {axis for kind in kinds for axis in kind.sharded_over}
+    if not axes or (group := runner.mesh.group(axes)).size == 1:
         return ended
     going_on = torch.tensor(float(not ended), device=group.device_for_text(runner.mesh.device))
     return not all_reduce(going_on, group, "max", checked=False).about("rows that go on").wait()

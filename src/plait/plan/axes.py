@@ -19,6 +19,8 @@ DATA_AXES = ("replicate", "shard", "cp")
 """The axes whose ranks compute gradients from other tokens."""
 STATE_AXES = ("shard", "cp")
 """The axes over which a strategy shards state."""
+REPLICA_AXES = ("replicate",)
+"""The other axes of `DATA_AXES`, along which sharded state is equal."""
 PLAN_AXES = ("pp", "dp", "cp", "tp")
 """The axes by which a plan is written: `dp` for `replicate` × `shard`."""
 STAGE_AXES = ("dp_cp", "tp")
@@ -46,7 +48,7 @@ def sizes_of(*, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, replicate: i
 
 def sizes_of_plan(plan: Plan) -> dict[str, int]:
     """Return the number of ranks along each axis of a plan's mesh, outermost first."""
-    return sizes_of(pp=plan.pp, dp=plan.dp, cp=plan.cp, tp=plan.tp, replicate=plan.replicate)
+    return {"pp": plan.pp, "replicate": plan.replicate, "shard": plan.shard, "cp": plan.cp, "tp": plan.tp}
 
 
 def layout_degrees(sizes: Mapping[str, int]) -> dict[str, int]:

@@ -27,6 +27,7 @@ from typing import TypeAlias
 import torch
 
 from plait.errors import PlanError
+from plait.plan.axes import DATA_AXES
 from plait.plan.layout.layout import Flat, Layout, Placement, Replicate
 from plait.plan.parameter_units import BufferKind, Dtype, UnitSpec
 
@@ -151,13 +152,13 @@ class BufferSpec:
     def has_pieces(self) -> bool:
         """Whether the optimizer's parameters are not the layers' own, but shards, copies or views of them."""
         kind = self.kind
-        return kind.sharded or kind.master != kind.compute or (kind.trains and kind.gradient != kind.master)
+        return kind.sharded or kind.has_master or (kind.trains and kind.gradient != kind.master)
 
     @cached_property
     def piece(self) -> FlatSpec | None:
         """Spec of the flat tensor that the optimizer updates; None where that is `whole` or a view of it."""
         offloaded = self.kind.offloads_parameters
-        is_view = self.whole.kept and self.kind.master == self.kind.compute and not offloaded
+        is_view = self.whole.kept and not self.kind.has_master and not offloaded
         if is_view or not self.has_pieces:
             return None
         return FlatSpec(self.offsets.piece, self.kind.master, offloaded=offloaded)
@@ -208,14 +209,14 @@ def build_buffer_specs(units: Mapping[str, UnitSpec], layouts: Mapping[str, Layo
     """Return by unit (parameters gathered together) the specs of its flat buffers, one per `BufferKind`.
 
     `layouts` are over `tp`. Offsets are those of the first rank along `tp`, which has the largest pieces; so
-    they are equal on all. Raises PlanError where layers and their shards would cut a parameter over one axis.
+    they are equal on all. Raises PlanError where a unit cannot be sharded over its axes.
     """
     specs = {}
     for name, unit in units.items():
         shapes: dict[BufferKind, dict[str, torch.Size]] = {}
         for member, kind in unit.kinds.items():
             layout = layouts[member]
-            _refuse_cut_twice(member, layout, kind)
+            _require_sharded_apart(member, layout, kind)
             largest = layout.local_shape([0] * len(layout.axes))
             shapes.setdefault(kind, {})[member] = torch.Size(largest)
         specs[name] = tuple(
@@ -247,11 +248,17 @@ def _ranks(kind: BufferKind, layout: Layout) -> int:
     return prod(degree for axis, degree in layout.axis_degrees.items() if axis in kind.sharded_over)
 
 
-def _refuse_cut_twice(name: str, layout: Layout, kind: BufferKind) -> None:
+def _require_sharded_apart(name: str, layout: Layout, kind: BufferKind) -> None:
+    """Raise PlanError where a unit is sharded over an axis that cuts a parameter, or copies its gradient."""
     for axis in kind.sharded_over:
         placement = layout.axis_placements.get(axis, Replicate())
         if not isinstance(placement, Replicate):
             raise PlanError(
                 f"{name} is cut over {axis} as {placement} by the rules of its layer, and its unit would be "
                 f"sharded over {axis} too: give the unit other axes, or the layer another rule."
+            )
+        if kind.trains and axis not in DATA_AXES and kind.summands != layout.axis_degrees[axis]:
+            raise PlanError(
+                f"{name} has the same gradient on several ranks of {axis}, which a unit sharded over {axis} "
+                "would add up: give the unit other axes, or set plan.sequence_parallel."
             )

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from plait.errors import PlanError
-from plait.plan.axes import DATA_AXES, STATE_AXES, size_along, sizes_of_plan
+from plait.plan.axes import DATA_AXES, REPLICA_AXES, STATE_AXES, size_along, sizes_of_plan
 from plait.plan.plan import Plan, Precision
 
 
@@ -69,7 +69,7 @@ class BufferKind:
     reduced_over: tuple[str, ...] = DATA_AXES
     """The axes over which gradients are all-reduced, after the reduce-scatter if there is one."""
     summands: int = 1
-    """How many neighbours along `tp` the all-reduce includes too."""
+    """How many neighbours along `tp` hold a summand of the gradient each."""
     keeps_parameters: bool = True
     """Whether whole parameters stay allocated between the layers that use them."""
     keeps_gradients: bool = True
@@ -83,6 +83,16 @@ class BufferKind:
     def sharded(self) -> bool:
         """Whether the optimizer updates a shard, or an offloaded copy, of the layers' parameters."""
         return bool(self.sharded_over)
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the optimizer's parameters have another dtype than the layers'."""
+        return self.master != self.compute
+
+    @cached_property
+    def reduced_neighbours(self) -> int:
+        """How many neighbours along `tp` the all-reduce includes too: none where they reduce-scatter."""
+        return 1 if "tp" in self.sharded_over else self.summands
 
 
 @dataclass(frozen=True)
@@ -156,7 +166,7 @@ def kind_of(plan: Plan, parameter: ModelParameter | None = None) -> BufferKind:
         reduce=chosen(plan.reduce_precision, gradient),
         trains=given.trains,
         sharded_over=STATE_AXES if sharded else (),
-        reduced_over=tuple(axis for axis in DATA_AXES if not sharded or axis not in STATE_AXES),
+        reduced_over=REPLICA_AXES if sharded else DATA_AXES,
         summands=given.summands,
         keeps_parameters=keeps_parameters,
         keeps_gradients=not plan.shards or plan.strategy == "optimizer",
@@ -171,7 +181,7 @@ def timing_of(plan: Plan) -> UnitTiming:
     A strategy that keeps whole gradients gains nothing by reducing them early: they are reduced last.
     """
     if not plan.shards:
-        return UnitTiming(gathers="once" if plan.has_master else "never")
+        return UnitTiming(gathers="never" if plan.master_precision in (None, plan.precision) else "once")
     allocates = plan.strategy in ("gradients", "full")
     return UnitTiming(
         gathers="each use" if plan.strategy == "full" else "once",
@@ -187,7 +197,7 @@ def shards_of(kind: BufferKind, plan: Plan) -> int:
 
 def replicas_of(kind: BufferKind, plan: Plan) -> int:
     """Return the number of ranks of a stage over which gradients of this kind are all-reduced."""
-    return size_along(kind.reduced_over, sizes_of_plan(plan)) * kind.summands
+    return size_along(kind.reduced_over, sizes_of_plan(plan)) * kind.reduced_neighbours
 
 
 def _check_accumulation_dtype(unit: UnitSpec) -> None:

@@ -220,11 +220,6 @@ class Plan:
         return self.pp > 1 and not self.weights_at_once(sends=True)
 
     @property
-    def has_master(self) -> bool:
-        """Whether the optimizer's parameters have another dtype than the layers'."""
-        return self.master_precision not in (None, self.precision)
-
-    @property
     def world(self) -> int:
         """The number of ranks: the product of the degrees."""
         return self.pp * self.dp * self.cp * self.tp

@@ -16,7 +16,7 @@ class ShardPlan:
 
     plan: Plan
     layouts: Mapping[str, Layout]
-    """The layout of each parameter, in the order in which ranks save them."""
+    """The layout of each parameter and its optimizer state, in the order in which ranks save them."""
     buffer_shapes: Mapping[str, tuple[int, ...]]
     """The shape of each saved buffer; every rank of its stage holds all of it."""
     aliases: Mapping[str, str]

@@ -16,6 +16,7 @@ from plait.models.layers.carried_values import refuse_carried_values
 from plait.models.layers.layer_sequence import LayerSequence, on_meta, private_copy
 from plait.models.layers.shape_inference import LayerInfo, LayerInput, MetaRun, run_on_meta
 from plait.plan.layout.layout import Layout
+from plait.plan.parameter_units import BufferKind
 from plait.plan.rules import join
 from plait.proof.gradient_proof import Claims, prove_layer
 from plait.proof.position_proof import prove_positions_apart
@@ -38,7 +39,7 @@ class MetaLayers:
         sequence: LayerSequence,
         structures: Sequence[Hashable],
         layouts: Mapping[str, Layout],
-        summed: Mapping[str, int],
+        kinds: Mapping[str, BufferKind],
         tensor_parallel: TensorParallelism,
         *,
         coordinate: Mapping[str, int],
@@ -48,7 +49,7 @@ class MetaLayers:
     ) -> None:
         """`results`: a cache of runs, which the ranks of a process may share.
 
-        `structures`: of each layer. `layouts` and `summed` are those of the parameters, see `Blueprint`;
+        `structures`: of each layer. `layouts` and `kinds` are those of the parameters, see `Blueprint`;
         `dtype` is the compute dtype. `output_linear`: that of the last layer, whose input the layer returns.
         """
         self._sequence, self._given_structures, self._dtype = sequence, structures, dtype
@@ -57,9 +58,9 @@ class MetaLayers:
         self._output_linear = output_linear
         self._output_inside = tensor_parallel.vocabulary_of(sequence.layers[-1]) is not None
         sharded = {name for name, layout in layouts.items() if is_sharded(layout)}
-        frozen = {name for name, parameter in sequence.parameters.items() if not parameter.requires_grad}
+        frozen = {name for name, kind in kinds.items() if not kind.trains}
         self._sharded, self._frozen = _names(sequence, sharded), _names(sequence, frozen)
-        self._summed = _names(sequence, {name for name, ranks in summed.items() if ranks > 1})
+        self._summed = _names(sequence, {name for name, kind in kinds.items() if kind.summands > 1})
 
     @cached_property
     def layers(self) -> list[NamedLayer]:

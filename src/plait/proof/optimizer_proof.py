@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from plait.errors import PlanError
-from plait.plan.parameter_units import kind_of, shards_of
+from plait.plan.parameter_units import BufferKind, shards_of
 from plait.plan.plan import Plan
 from plait.ranks.device import keep_random_state
 
@@ -244,9 +244,9 @@ class Partitioning:
     """Whether a rank has pieces of parameters, over `shard`, `cp` or `tp`."""
 
     @staticmethod
-    def of(plan: Plan) -> Partitioning:
-        """Return the partitioning under `plan`; offload without sharding divides no parameter."""
-        return Partitioning(plan.pp, plan.tp > 1 or shards_of(kind_of(plan), plan) > 1)
+    def of(plan: Plan, kinds: Iterable[BufferKind]) -> Partitioning:
+        """Return the partitioning of parameters of `kinds`; offload without sharding divides none."""
+        return Partitioning(plan.pp, plan.tp > 1 or any(shards_of(kind, plan) > 1 for kind in kinds))
 
 
 def require_elementwise(optimizer: Optimizer, partitioning: Partitioning) -> None:

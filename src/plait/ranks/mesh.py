@@ -364,8 +364,7 @@ class Mesh(GridMesh):
 
     def _axis_of_group(self, axis: str) -> str:
         """Return the axis whose group stands for `axis`: without context parallelism `dp` for `dp_cp`."""
-        same = {"dp_cp": "dp", "shard_cp": "shard"} if self.size("cp") == 1 else {}
-        return same.get(axis, axis)
+        return axis if self.size("cp") > 1 else axis.removesuffix("_cp")
 
     def _described_sizes(self) -> dict[str, int]:
         return {axis: self.size(axis) for axis in PLAN_AXES}

@@ -1,6 +1,7 @@
-"""The dtypes and loss scale that a plan implies, derived from the documentation of `Plan` alone.
+"""The dtypes and loss scale that a plan implies, from a table of what the documentation of `Plan` says.
 
-Of purpose nothing is shared with `plait.plan.parameter_units`, whose mistakes the verification is to find.
+Independent of `plait.plan.parameter_units`, whose mistakes the verification is to find: that derives each
+dtype from the one before, this lists for each the fields that may set it, and takes the first one given.
 """
 
 from __future__ import annotations
@@ -18,6 +19,14 @@ INITIAL_LOSS_SCALE = 2.0**16
 """First value of a dynamic loss scale (Micikevicius et al. 2017, arXiv:1710.03740)."""
 GROWTH_INTERVAL = 2000
 """Consecutive steps with finite gradients, after which a dynamic loss scale is doubled."""
+SET_BY = {
+    "compute": ("compute",),
+    "master": ("master", "compute"),
+    "gradient": ("gradient", "master", "compute"),
+    "reduce": ("reduce", "gradient", "master", "compute"),
+}
+"""The fields of `NumberFormats` that set each dtype of a trainable parameter: the first one that is given, or
+the dtype is the parameter's own. A plan always gives that of masters where `compute` has 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -43,20 +52,27 @@ class NumberFormats:
 
     def compute_of(self, parameter: Tensor) -> torch.dtype:
         """Return the dtype in which layers use `parameter`."""
-        return _or(self.compute, parameter.dtype, parameter)
+        return self._first_given("compute", parameter)
 
     def master_of(self, parameter: nn.Parameter) -> torch.dtype:
         """Return the dtype of the optimizer's copy of `parameter`; if frozen, that in which layers use it."""
-        own = self.compute_of(parameter)
-        return _or(self.master, own, parameter) if parameter.requires_grad else own
+        return self._first_given("master", parameter)
 
     def gradient_of(self, parameter: nn.Parameter) -> torch.dtype:
         """Return the dtype in which the gradient of `parameter` is accumulated."""
-        return _or(self.gradient, self.master_of(parameter), parameter)
+        return self._first_given("gradient", parameter)
 
     def reduce_of(self, parameter: nn.Parameter) -> torch.dtype:
         """Return the dtype in which the gradient of `parameter` is reduced."""
-        return _or(self.reduce, self.gradient_of(parameter), parameter)
+        return self._first_given("reduce", parameter)
+
+    def _first_given(self, which: str, parameter: Tensor) -> torch.dtype:
+        """Return one of a parameter's dtypes by `SET_BY`; whole numbers keep theirs, frozen ones have one."""
+        if not parameter.is_floating_point():
+            return parameter.dtype
+        fields = SET_BY[which if parameter.requires_grad else "compute"]
+        given = (getattr(self, field) for field in fields)
+        return next((dtype for dtype in given if dtype is not None), parameter.dtype)
 
     def epsilon_of_gradient(self, parameter: nn.Parameter) -> float:
         """Return the largest machine epsilon of the dtypes in which a gradient is added, reduced or used."""
@@ -87,10 +103,6 @@ def formats_of(plan: Plan) -> NumberFormats:
 def epsilon_of(dtype: torch.dtype) -> float:
     """Return the machine epsilon of a dtype; 0 for integers."""
     return float(torch.finfo(dtype).eps) if dtype.is_floating_point or dtype.is_complex else 0.0
-
-
-def _or(chosen: torch.dtype | None, default: torch.dtype, parameter: Tensor) -> torch.dtype:
-    return default if chosen is None or not parameter.is_floating_point() else chosen
 
 
 @dataclass

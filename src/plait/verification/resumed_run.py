@@ -20,7 +20,9 @@ from plait.checkpoint.loading import load
 from plait.checkpoint.saving import save
 from plait.engine.engine import Engine
 from plait.errors import CheckpointError, ModelError, PlanError, ScheduleError
+from plait.plan.parameter_units import kind_of
 from plait.plan.plan import Plan
+from plait.proof.optimizer_proof import Partitioning
 from plait.ranks.mesh import Mesh
 from plait.ranks.text_collectives import broadcast_text
 from plait.verification.candidate.candidate_run import CandidateRun
@@ -141,7 +143,7 @@ def another_plan(plan: Plan, layers: int) -> Plan | None:
     if plan.world == 1:
         return None
     if plan.dp < plan.world:
-        elementwise = plan.shards or plan.tp > 1
+        elementwise = Partitioning.of(plan, [kind_of(plan)]).sharded
         return Plan(dp=plan.world, strategy="full" if elementwise else "none", **precisions)
     return Plan(pp=plan.world, **precisions) if layers >= plan.world else None
 

@@ -14,9 +14,10 @@ from torch.optim import lr_scheduler
 
 import plait
 from plait.checkpoint.manifest import FILE, manifest_text, read_manifest
-from plait.checkpoint.rank_contents import is_number
+from plait.checkpoint.rank_contents import layout_of_state
 from plait.engine import Engine
 from plait.errors import CheckpointError
+from plait.plan.layout.layout import Layout
 from plait.plan.plan import Plan
 from plait.ranks.launch.rank_pool import RankPool
 
@@ -195,13 +196,16 @@ def test_an_option_of_another_type_is_refused_before_anything_changes(
     assert loaded(tmp_path / "a", ADAM, "given")["lr"] == 1e-3
 
 
-def test_a_state_of_one_number_is_told_from_one_of_each_element() -> None:
-    for key, shape, parameter, is_one in [
-        ("step", (), (3, 2), True),
-        ("anything", (), (3, 2), True),
-        ("exp_avg", (3, 2), (3, 2), False),
-        ("step", (), (), True),
-        ("exp_avg", (), (), False),
-        ("step", (1,), (3, 2), False),
+def test_state_of_its_parameters_shape_is_sharded_as_it_and_numbers_are_not() -> None:
+    for key, shape, parameter, alike in [
+        ("step", (), (3, 2), False),
+        ("anything", (), (3, 2), False),
+        ("exp_avg", (3, 2), (3, 2), True),
+        ("step", (), (), False),
+        ("exp_avg", (), (), True),
+        ("row_var", (3, 1), (3, 2), False),
     ]:
-        assert is_number(key, shape, parameter) is is_one, (key, shape, parameter)
+        layout = Layout(parameter, {"tp": 2})
+        found = layout_of_state(key, shape, layout)
+        assert (found is layout) is alike, (key, shape, parameter)
+        assert alike or found == Layout(shape, {"tp": 2})

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,7 +8,6 @@ import pytest
 from plait.plan.parameter_units import PRECISIONS, Dtype, ModelParameter, UnitTiming, kind_of, timing_of
 from plait.plan.plan import Plan
 
-MASTER = {"precision": "bf16", "master_precision": "fp32"}
 OPTIMIZER = UnitTiming(gathers="once", scatters="last")
 GRADIENTS = {how: UnitTiming(gathers="once", scatters=how, allocates=True) for how in ("last", "each")}
 FULL = {how: UnitTiming(gathers="each use", scatters=how, allocates=True) for how in ("last", "each")}
@@ -36,10 +36,22 @@ def test_what_is_offloaded_is_gathered_though_a_rank_is_alone() -> None:
     assert timing_of(Plan(strategy="optimizer", offload="full")) == OPTIMIZER
 
 
-def test_layers_get_what_a_master_has_become_once_a_step() -> None:
-    assert timing_of(Plan(dp=2, **MASTER)) == UnitTiming(gathers="once")
-    assert timing_of(Plan(dp=2, strategy="full", **MASTER)) == FULL["last"]
-    assert timing_of(Plan(dp=2, precision="bf16", master_precision="bf16")) == UnitTiming()
+@pytest.mark.parametrize(
+    ("precision", "master", "casts"),
+    [
+        (None, None, False),
+        ("fp32", None, False),
+        ("bf16", None, True),
+        ("fp16", None, True),
+        ("bf16", "bf16", False),
+        ("bf16", "fp32", True),
+        (None, "fp32", True),
+    ],
+)
+def test_layers_get_what_a_master_has_become_once_a_step(precision: Any, master: Any, casts: bool) -> None:
+    plan = Plan(dp=2, precision=precision, master_precision=master)
+    assert timing_of(plan) == UnitTiming(gathers="once" if casts else "never")
+    assert timing_of(replace(plan, strategy="full")) == FULL["last"]
 
 
 OWN, HALF, SINGLE = Dtype("float64", 8), PRECISIONS["bf16"], PRECISIONS["fp32"]

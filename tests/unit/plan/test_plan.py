@@ -101,22 +101,6 @@ def test_the_optimizer_has_pieces_where_something_is_cut_or_offloaded(strategy: 
     assert not Plan(dp=2).shards
 
 
-@pytest.mark.parametrize(
-    ("precision", "master", "has_master"),
-    [
-        (None, None, False),
-        ("fp32", None, False),
-        ("bf16", None, True),
-        ("fp16", None, True),
-        ("bf16", "bf16", False),
-        ("bf16", "fp32", True),
-        (None, "fp32", True),
-    ],
-)
-def test_a_master_has_another_precision(precision: Any, master: Any, has_master: bool) -> None:
-    assert Plan(precision=precision, master_precision=master).has_master == has_master
-
-
 @pytest.mark.parametrize("offload", ["parameters", "full"])
 def test_without_a_strategy_nothing_is_offloaded(offload: Any) -> None:
     with pytest.raises(PlanError) as caught:
@@ -149,7 +133,7 @@ def test_half_precision_needs_a_master(master: Any) -> None:
         PlanError, match=rf"plan\.precision is 'fp16' and plan\.master_precision is {master!r}: "
     ):
         Plan(precision="fp16", master_precision=master)
-    assert Plan(precision="fp16", master_precision="fp32").has_master
+    assert Plan(precision="fp16").master_precision == "fp32"
 
 
 @pytest.mark.parametrize("scale", [0, -1.0, float("inf"), float("nan"), "8"])

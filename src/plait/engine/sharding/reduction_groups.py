@@ -25,12 +25,12 @@ def reduction_groups(owners: Owners, kinds: Mapping[str, BufferKind], mesh: Mesh
     """Return for each parameter of this rank the process group over which its gradient is all-reduced.
 
     The ranks along its kind's `reduced_over`; for a parameter tied across stages also those of each rank of
-    `pp` that holds it; and along `tp` as many neighbours as its kind's `summands`.
+    `pp` that holds it; and along `tp` as many as its kind's `reduced_neighbours`.
     """
     groups: dict[str, Group] = {}
     known: dict[tuple[tuple[int, ...], tuple[str, ...], int], Group | None] = {}
     for name, stages in owners.items():
-        axes, summands = kinds[name].reduced_over, kinds[name].summands
+        axes, summands = kinds[name].reduced_over, kinds[name].reduced_neighbours
         tied = len(stages) > 1
         key = (stages if tied else (), axes, summands)
         if not tied and summands == 1:

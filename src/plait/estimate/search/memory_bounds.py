@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from plait.estimate.time.layer_memory import layer_memory
 from plait.estimate.time.layer_operations import StepShape
-from plait.estimate.time.state_memory import RankSizes, shards_gradients, state_bytes, whole_gradients
+from plait.estimate.time.state_memory import RankSizes, state_bytes, whole_gradients
 from plait.plan.model_sizes import Decoder, LayerKind
 from plait.schedules.action import Kind
 
@@ -63,7 +63,7 @@ class MemoryBounds:
         """
         parameters, activations = self.parameters(shape.plan.tp), self._kept(shape)
         mean = _in_a_row(parameters.whole / shape.plan.pp)
-        state, buffers = state_bytes(shape, mean), gathered and shards_gradients(shape.plan)
+        state, buffers = state_bytes(shape, mean), gathered and not shape.kind.keeps_gradients
         pieces = sum(state[:3])
         least = self._held_at_once(shape, policy, pieces, buffers=buffers)
         added = whole_gradients(shape, mean, splits=False).always

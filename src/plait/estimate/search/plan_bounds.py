@@ -62,12 +62,12 @@ class Bounds:
         shape = self.shape(plan)
         key = self._key(plan)
         known, whole = self._layers.setdefault(key, {}), self._whole.setdefault(key[:4], {})
-        return LayerTimer(shape, self.hardware, plan.precision or "fp32", known, whole)
+        return LayerTimer(shape, self.hardware, shape.precision, known, whole)
 
     def _key(self, plan: Plan) -> tuple[object, ...]:
         """Return a cache key of the times of a plan's layers, without their recomputation."""
         timing = timing_of(plan)
-        state = (timing, plan.state_ranks) if timing.allocates else ()
+        state = (timing, plan.shard) if timing.allocates else ()
         rows = self.batch / plan.dp / plan.microbatches
         return plan.tp, plan.cp, rows, plan.sequence_parallel, state
 

@@ -19,11 +19,11 @@ from plait.estimate.time.hardware import Hardware, load_hardware
 from plait.estimate.time.prediction import Prediction
 from plait.estimate.time.step_times import NANOSECOND, step_seconds
 from plait.plan.arguments import require_instance, require_whole
+from plait.plan.axes import PLAN_AXES
 from plait.plan.model_sizes import Decoder, decoder_of
 from plait.plan.plan import Plan, Recompute, SequenceParallel
 
 ALL = PlanChoices()
-AXES = ("pp", "tp", "cp", "dp")
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def plan_rank(seconds: float, memory: float, plan: Plan) -> tuple[int, int, int]
 
     `memory`: the most bytes that a rank allocates.
     """
-    axes = sum(getattr(plan, axis) > 1 for axis in AXES)
+    axes = sum(getattr(plan, axis) > 1 for axis in PLAN_AXES)
     return round(seconds / NANOSECOND), round(memory), axes
 
 

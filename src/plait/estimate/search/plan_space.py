@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
+from plait.plan.axes import PLAN_AXES
 from plait.plan.model_sizes import Decoder
 from plait.plan.plan import Plan, Recompute, Reduce, SequenceParallel, Strategy
 from plait.schedules.named_schedules import POLICIES, BlockPolicy
@@ -83,7 +84,7 @@ class RankDivision:
 
     def plan(self, base: Plan, **options: object) -> Plan:
         """Return `base` with the degrees and micro-batches of the division, and with `options`."""
-        degrees = {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp}
+        degrees = {axis: getattr(self, axis) for axis in PLAN_AXES}
         return replace(base, **degrees, microbatches=self.microbatches, layers_per_stage=None, **options)  # type: ignore[arg-type]
 
     def schedules(self, layers: int, choices: PlanChoices) -> tuple[tuple[str, int], ...]:

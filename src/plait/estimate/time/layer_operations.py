@@ -15,11 +15,8 @@ from plait.estimate.time.operation_times import (
 )
 from plait.plan.attention_heads import sending_less, vectors_sent
 from plait.plan.model_sizes import Decoder, LayerKind
-from plait.plan.parameter_units import BufferKind, UnitTiming, kind_of, timing_of
-from plait.plan.plan import Plan
-
-ITEM = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
-"""Bytes of an element of an activation; products in fp8 read casts of bf16."""
+from plait.plan.parameter_units import BufferKind, UnitTiming, kind_of, shards_of, timing_of
+from plait.plan.plan import Plan, Precision
 
 
 @dataclass(frozen=True)
@@ -80,6 +77,16 @@ class StepShape:
     def tokens(self) -> float:
         """Tokens of a micro-batch that a rank of `cp` holds."""
         return self.rows * self.decoder.context / self.plan.cp
+
+    @cached_property
+    def state_ranks(self) -> int:
+        """The number of ranks between which the optimizer's state is cut."""
+        return shards_of(self.kind, self.plan)
+
+    @property
+    def precision(self) -> Precision:
+        """The precision of products: the plan's, by default fp32."""
+        return self.plan.precision or "fp32"
 
     @property
     def item(self) -> int:

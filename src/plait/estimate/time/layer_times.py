@@ -250,10 +250,10 @@ class LayerTimer:
         Sharded parameters of the next layer are gathered while a layer runs; with `reduce` `each` the
         gradients of the one before are summed during a backward.
         """
-        plan, timing = self.shape.plan, self.shape.timing
-        if not timing.allocates or plan.state_ranks == 1:
+        timing = self.shape.timing
+        if not timing.allocates or self.shape.state_ranks == 1:
             return 0.0
-        count, seconds = self.shape.decoder.parameters(kind, plan.tp), 0.0
+        count, seconds = self.shape.decoder.parameters(kind, self.shape.plan.tp), 0.0
         if timing.gathers == "each use":
             seconds += self.gather_seconds(count, backward=backward)
         if backward and timing.scatters == "each":

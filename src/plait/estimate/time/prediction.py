@@ -69,7 +69,7 @@ class Prediction:
         Recomputation is not counted.
         """
         needed = self.decoder.operations_per_token * self.tokens_per_second / self.plan.world
-        return needed / self.hardware.peak_of(self.plan.precision or "fp32")
+        return needed / self.hardware.peak_of(self.times.timer.shape.precision)
 
     @property
     def hfu(self) -> float:
@@ -154,7 +154,7 @@ def prediction_of(
     """Return the predicted time and memory of a step whose schedule and layers per stage are given."""
     plan, decoder = shape.plan, shape.decoder
     stages, modes = stage_kinds(decoder.kinds, cut), stage_modes(plan, cut)
-    timer = LayerTimer(shape, hardware, plan.precision or "fp32")
+    timer = LayerTimer(shape, hardware, shape.precision)
     memory = predicted_memory(shape, schedule, stages, modes, hardware.reserved)
     times = StepTimes(timer, schedule, stages, modes)
     rows = round(shape.rows * plan.microbatches)

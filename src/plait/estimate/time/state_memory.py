@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import NamedTuple
 
-from plait.estimate.time.layer_operations import ITEM, StepShape
+from plait.estimate.time.layer_operations import StepShape
 from plait.plan.model_sizes import LayerKind
-from plait.plan.plan import Plan
 from plait.schedules.action import Kind
 
 
@@ -35,14 +34,12 @@ def rank_sizes(shape: StepShape, stages: Sequence[Sequence[LayerKind]]) -> RankS
 
 def state_bytes(shape: StepShape, sizes: RankSizes) -> tuple[float, float, float, float]:
     """Return bytes of a rank: parameters, kept gradients, optimizer state, gathered parameters."""
-    plan, count = shape.plan, sizes.whole
-    compute = ITEM[plan.precision or "fp32"]
-    master = ITEM[plan.master_precision or plan.precision or "fp32"]
-    ranks = plan.state_ranks if plan.strategy != "none" else 1
+    kind, count, ranks = shape.kind, sizes.whole, shape.state_ranks
+    compute, master = kind.compute.itemsize, kind.master.itemsize
     optimizer = count / ranks * 2 * master
-    gradients = (count / ranks if shards_gradients(plan) else count + sizes.twice) * shape.gradient_item
-    if plan.strategy != "full" or ranks == 1:
-        masters = count / ranks * master if plan.has_master else 0
+    gradients = (count + sizes.twice if kind.keeps_gradients else count / ranks) * shape.gradient_item
+    if kind.keeps_parameters:
+        masters = count / ranks * master if kind.has_master else 0
         return count * compute, gradients, optimizer + masters, 0.0
     # Pieces are kept in the optimizer's precision alone; the layer that runs and the next one are whole.
     return count * master / ranks, gradients, optimizer, sizes.pair * compute
@@ -75,14 +72,9 @@ def whole_gradients(shape: StepShape, sizes: RankSizes, *, splits: bool) -> Whol
     `splits`: whether its backwards are split. Then those of one micro-batch are all whole at once, too.
     """
     plan, item = shape.plan, shape.gradient_item
-    if not shards_gradients(plan):
+    if shape.kind.keeps_gradients:
         return WholeGradients(0.0, 0.0, False)
-    at_end = plan.reduce == "last"
+    at_end = shape.timing.scatters == "last"
     together = plan.microbatches > 1 or splits or plan.sends_inputs_first
     added_up = sizes.whole if at_end and together else 0.0
     return WholeGradients((added_up + sizes.twice) * item, (sizes.pair + sizes.twice) * item, at_end)
-
-
-def shards_gradients(plan: Plan) -> bool:
-    """Return whether each data-parallel rank keeps a piece of the gradients instead of all."""
-    return plan.strategy in ("gradients", "full") and plan.state_ranks > 1

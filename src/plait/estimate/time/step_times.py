@@ -53,7 +53,7 @@ def gradient_transfers(timer: LayerTimer, count: float, layers: int = 1) -> floa
     Zero where they are summed layer by layer in every backward. Else linear in `count` but for the latency,
     and for the fixed cost of a collective of each of `layers` layers.
     """
-    shape, plan, network = timer.shape, timer.shape.plan, timer.network
+    shape, network = timer.shape, timer.network
     if shape.timing.scatters == "each":
         return 0.0
     nbytes = count * shape.kind.reduce.itemsize
@@ -61,7 +61,7 @@ def gradient_transfers(timer: LayerTimer, count: float, layers: int = 1) -> floa
         kinds = [AxisTransfer("all-reduce", "shard", nbytes), AxisTransfer("all-reduce", "replicate", nbytes)]
     else:
         kinds = [AxisTransfer("reduce-scatter", "shard", nbytes)]
-        kinds.append(AxisTransfer("all-reduce", "replicate", nbytes / plan.state_ranks))
+        kinds.append(AxisTransfer("all-reduce", "replicate", nbytes / shape.state_ranks))
     return sum(network.seconds_of_layers(one, layers) for one in kinds)
 
 
@@ -77,14 +77,14 @@ def gradient_sum_seconds(timer: LayerTimer, work: RankWork) -> float:
 def optimizer_seconds(timer: LayerTimer, count: float, layers: int = 1) -> tuple[float, float]:
     """Return the seconds of the optimizer's step on `count` parameters of a rank before sharding, and of the
     gathers of parameters that follow, one for each of `layers` layers. Neither falls as `count` grows."""
-    shape, plan, hardware = timer.shape, timer.shape.plan, timer.hardware
-    ranks, master = plan.state_ranks if shape.kind.sharded else 1, shape.kind.master.itemsize
+    shape, kind, hardware = timer.shape, timer.shape.kind, timer.hardware
+    master = kind.master.itemsize
     # Gradients are read for the norm and for the step; master and two moments read and written.
-    nbytes = 2 * shape.gradient_item + 2 * (master + 2 * master) + (shape.item if plan.has_master else 0)
+    nbytes = 2 * shape.gradient_item + 2 * (master + 2 * master) + (shape.item if kind.has_master else 0)
     part = hardware.efficiency
     bandwidth = hardware.memory_bandwidth * part.memory * part.optimizer
-    seconds = count / ranks * nbytes / bandwidth
-    if not shape.kind.sharded or shape.timing.gathers != "once":
+    seconds = count / shape.state_ranks * nbytes / bandwidth
+    if not kind.sharded or shape.timing.gathers != "once":
         return seconds, 0.0
     gather = AxisTransfer("all-gather", "shard", count * shape.item)
     return seconds, timer.network.seconds_of_layers(gather, layers)

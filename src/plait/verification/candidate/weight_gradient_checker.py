@@ -323,4 +323,4 @@ class WeightGradientChecker:
 
     def _is_complete(self, name: str) -> bool:
         """Return whether a gradient is complete without a sum over `tp`."""
-        return self.blueprint.summed[name] == 1
+        return self.blueprint.kinds[name].summands == 1

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from plait.plan.axes import axes_of, index_along, sizes_of_plan
+from plait.plan.parameter_units import kind_of
 from plait.plan.plan import Plan
+from plait.proof.optimizer_proof import Partitioning
 from plait.verification.findings import Difference, Evidence
 from plait.verification.location import StepPhase
 
@@ -76,7 +78,7 @@ class Symptoms:
     @property
     def axes(self) -> Sequence[str]:
         """Names of the mesh axes over which a tensor may be summed; with hybrid sharding `replicate`, too."""
-        is_hybrid = self.plan.shards and self.plan.replicate > 1
+        is_hybrid = kind_of(self.plan).sharded and self.plan.replicate > 1
         axes = ("tp", "cp", "replicate", "dp", "pp") if is_hybrid else AXES
         return tuple(axis for axis in axes if axis != "cp" or self.plan.cp > 1)
 
@@ -113,7 +115,7 @@ def either(suspects: Sequence[str]) -> str:
 def of_the_optimizer(plan: Plan) -> str:
     """Return the possible causes of a wrong optimizer step with right gradients, as text."""
     suspects = ["it has another setting (its rate, a decay, a beta, its epsilon)", "its state is another"]
-    if plan.shards or plan.tp > 1:
+    if Partitioning.of(plan, [kind_of(plan)]).sharded:
         suspects.append("its update is not elementwise, and it sees only a piece")
     return either(suspects)
 

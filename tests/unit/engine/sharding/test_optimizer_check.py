@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import Optimizer
 
 from plait.errors import PlanError
+from plait.plan.parameter_units import kind_of
 from plait.plan.plan import Plan
 from plait.proof.optimizer_proof import (
     COUPLING,
@@ -330,7 +331,7 @@ def test_sparse_gradients_are_refused() -> None:
 def test_each_plan_leaves_an_optimizer_the_listed_partitioning(
     plan: Plan, partitioning: Partitioning
 ) -> None:
-    assert Partitioning.of(plan) == partitioning
+    assert Partitioning.of(plan, [kind_of(plan)]) == partitioning
 
 
 @pytest.mark.parametrize(
