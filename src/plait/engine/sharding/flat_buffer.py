@@ -101,7 +101,7 @@ class FlatBuffer:
 
     @cached_property
     def gradient(self) -> Tensor | None:
-        """The flat gradient that backwards of the first stage add to; after `add_up_stages`, of all stages."""
+        """The flat gradient that backwards of the first stage add to; of all stages after `add_up_stages`."""
         return self.stage_views[0].gradient
 
     @cached_property
