@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from plait.pictures.colours import GREY, MIDDLE, shade
-from plait.pictures.timelines.svg import svg_document
+from plait.pictures.svg_elements import svg_document
 from plait.plan.layout.sequence_layout import sequence_layout
 from plait.schedules.action import Kind
 from plait.tensor.attention.exchange_plan import ExchangePlan, Mask, build_plan
