@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import ceil, floor
 
-from plait.pictures.quantities import number_text
+from plait.pictures.quantities import number_text, round_numbers
 from plait.pictures.svg_elements import element, inline_svg, path, text_at
-from plait.pictures.timelines.text import round_times
 
 _WIDTH, _HEIGHT = 860, 400
 _LEFT, _TOP, _RIGHT, _BOTTOM = 62, 26, 24, 46
@@ -70,11 +68,11 @@ class ScatterPicture:
 
     def _axes(self) -> Iterator[str]:
         floor_y, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
-        for value in _ticks(*self._range):
+        for value in round_numbers(*self._range, _TICKS):
             y = self._y(value)
             yield path(f"M{_LEFT} {y:.1f}H{right}", class_="rule")
             yield _text(_LEFT - 8, y + 4, number_text(value), "end")
-        for value in _ticks(0, self._right):
+        for value in round_numbers(0, self._right, _TICKS):
             x = self._x(value)
             yield path(f"M{x:.1f} {_TOP}V{floor_y}", class_="rule")
             yield _text(x, floor_y + 16, number_text(value), "middle")
@@ -100,12 +98,6 @@ class ScatterPicture:
             inside = ring + inside + text_at(x, y - 15, point.label, text_anchor="middle")
         title = point.title + (f"\nand {len(hidden)} more here" if hidden else "")
         return element("g", inside, title, class_="point", tabindex="0")
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Return the values of an axis, round numbers from `low` to `high`, that are labelled."""
-    step = round_times(high - low, _TICKS)[1]
-    return [step * number for number in range(ceil(low / step), floor(high / step) + 1)]
 
 
 def _text(x: float, y: float, text: str, anchor: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from plait.pictures.markup import bar, legend, section, table, wrappable
-from plait.pictures.quantities import bytes_text, seconds_text
+from plait.pictures.quantities import bytes_text, microbatches_text, seconds_text
 from plait.pictures.report.plan_pictures import layers_picture, ranks_picture, tensor_picture, tensor_text
 from plait.pictures.report.recorded_step import RecordedStep, StepTimeline
 from plait.pictures.report.run_description import PredictedRank, RunDescription
@@ -76,7 +76,7 @@ def _timeline(step: RecordedStep, of: str, number: int) -> str:
     first, last = timeline.bounds
     about = (
         f"Step {step.step:,}, as it ran: {seconds_text((last - first) / 1e9)}, schedule "
-        f"{escape(step.policy)}, {step.microbatches} micro-batch{'es' * (step.microbatches > 1)}.{lane}{part}"
+        f"{escape(step.policy)}, {microbatches_text(step.microbatches)}.{lane}{part}"
     )
     markup = timeline_markup(f"step {step.step}{of}", timeline.kinds, timeline.axes, id=f"timeline-{number}")
     return section(f"A step{of}", markup + _uses(timeline), about, name=f"step-of-{number}")

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from textwrap import wrap
 
 from plait.pictures.colours import MIDDLE, shade
+from plait.pictures.quantities import round_numbers, with_unit
 from plait.pictures.svg_elements import path, rect, svg_document, text_at
 from plait.pictures.timelines.svg_rows import MARGIN, Bands, Cells, Frame, RowLabel, SvgPart
-from plait.pictures.timelines.text import KIND_NAMES, amount, kinds_of, round_times, title
+from plait.pictures.timelines.text import KIND_NAMES, kinds_of, title
 from plait.schedules.timed_schedule import TimedSchedule
 
 CROWDED = 3
@@ -47,7 +48,7 @@ def draw_svg(
 def _heading(frame: Frame, name: str, *, crowded: bool) -> SvgPart:
     timeline, room = frame.timeline, frame.width - 2 * MARGIN
     figures = (
-        f"makespan {amount(timeline, timeline.makespan)} · bubble {timeline.bubble:.1%} · "
+        f"makespan {with_unit(timeline.makespan, timeline.unit)} · bubble {timeline.bubble:.1%} · "
         f"peak activations per rank: {_peaks(timeline)}"
     )
     elements, y = [], 5.0
@@ -89,7 +90,7 @@ def _axis(frame: Frame, top: float, bottom: float) -> Iterator[str]:
     """Yield grid lines at round times, with times below them and the unit in front."""
     timeline = frame.timeline
     yield text_at(MARGIN, bottom + 22, timeline.unit or "time")
-    for time in round_times(timeline.makespan, max(2, min(12, int(frame.plot / 45)))):
+    for time in round_numbers(0, timeline.makespan, max(2, min(12, int(frame.plot / 45)))):
         x = frame.left + time / (timeline.makespan or 1) * frame.plot
         yield path(f"M{x:.1f} {top - 4:g}V{bottom + 8:g}", class_="grid")
         yield text_at(x, bottom + 22, f"{time:g}", class_="time")

@@ -13,8 +13,9 @@ from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
 from plait.pictures.colours import MIDDLE, shade
+from plait.pictures.quantities import with_unit
 from plait.pictures.svg_elements import element, path, rect, text_at
-from plait.pictures.timelines.text import amount, kinds_of
+from plait.pictures.timelines.text import kinds_of
 from plait.schedules.action import Action, Kind
 from plait.schedules.timed_schedule import Cell, TimedSchedule
 
@@ -126,7 +127,7 @@ class Cells:
         gap = min(1.5, wide / 8)
         x, wide = self.frame.at(start) + gap / 2, wide - gap
         last = max(self.timeline.schedule.microbatches - 1, 1)
-        times = f"{self.timeline.time(start):g} to {amount(self.timeline, self.timeline.time(end))}"
+        times = f"{self.timeline.time(start):g} to {with_unit(self.timeline.time(end), self.timeline.unit)}"
         fill, round_by = shade(action.kind, action.microbatch / last), min(4.5, wide / 4)
         yield rect(x, y, wide, self.lane, f"{action}: {times}", rx=round_by, fill=fill)
         if text := self.written[action.kind](action):
@@ -211,7 +212,7 @@ class Bands:
         """Return the SVG of a rank's band: background, and a stacked area for each kind of action."""
         frame, timeline = self.frame, self.frame.timeline
         row = timeline.cells[rank]
-        idle = amount(timeline, timeline.idle[rank])
+        idle = with_unit(timeline.idle[rank], timeline.unit)
         about = f"{name}: {len(row):,} actions, idle {idle}, holds up to {timeline.peak[rank]:g}"
         inside = rect(frame.left, y, frame.plot, self.row_height, class_="track")
         shares = self.shares(row)
