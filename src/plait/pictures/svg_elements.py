@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
-from plait.pictures.colours import GREY, ON_CELL, TEXT
+from plait.pictures.colours import TEXT, TEXT_ON_CELL, TRACK
 
 _STYLE = f"""\
 text {{ font: 12px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: {TEXT} }}
 .title {{ font-size: 15px; font-weight: 600 }}
-.cell {{ font-size: 11px; font-weight: 600; fill: {ON_CELL}; text-anchor: middle; pointer-events: none }}
+.cell {{ font-size: 11px; font-weight: 600; fill: {TEXT_ON_CELL}; text-anchor: middle; pointer-events: none }}
 .small {{ font-size: 9px; font-weight: 500 }}
 .stage {{ font-size: 9px; text-anchor: end }}
 .time {{ font-size: 11px; text-anchor: middle }}
-.track {{ fill: {GREY}; fill-opacity: .13 }}
-.grid {{ stroke: {GREY}; stroke-opacity: .3 }}"""
+.track {{ fill: {TRACK}; fill-opacity: .13 }}
+.grid {{ stroke: {TRACK}; stroke-opacity: .3 }}"""
 
 
 def element(tag: str, inside: str = "", title: str = "", /, **attributes: str | float) -> str:

@@ -161,7 +161,7 @@ def _step(found: Prediction) -> Iterator[str]:
     rows = [
         [
             escape(name),
-            bar([(name, seconds, "use-0")], whole),
+            bar([(name, seconds, "bar")], whole),
             seconds_text(seconds),
             f"{seconds / whole:.1%}",
         ]

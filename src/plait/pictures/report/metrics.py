@@ -20,6 +20,7 @@ MOST = 1e300
 """Numbers are smaller than this: sums and squares of larger ones are infinite."""
 Number = float | None
 """A number of a row; None where it is missing or was not finite."""
+RANKS_FILE = "ranks.jsonl"
 
 
 @dataclass(frozen=True)
@@ -128,9 +129,6 @@ def buckets(count: int, most: int) -> Iterator[range]:
     parts = min(count, most)
     for part in range(parts):
         yield range(part * count // parts, (part + 1) * count // parts)
-
-
-RANKS_FILE = "ranks.jsonl"
 
 
 @dataclass(frozen=True)

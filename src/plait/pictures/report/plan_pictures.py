@@ -17,6 +17,12 @@ _CELL, _SMALLEST = 54, 3
 _ROW = 30
 _NUMBERED = 22
 """Pixels from which a cell has its rank's number."""
+_MOST_LINES = 48
+"""Intervals of a piece that are told apart by lines."""
+_FIRST_HUE = 2
+"""The colour of the first rank of `tp`; those before are of the first ranks of `pp`."""
+_MATRIX = 190
+"""Longest side of a matrix, in pixels."""
 
 
 def ranks_picture(about: RunDescription) -> str:
@@ -146,14 +152,6 @@ def _layers_list(about: RunDescription, pp: int) -> str:
 
 def _shortened(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
-
-
-_MOST_LINES = 48
-"""Intervals of a piece that are told apart by lines."""
-_FIRST_HUE = 2
-"""The colour of the first rank of `tp`; those before are of the first ranks of `pp`."""
-_MATRIX = 190
-"""Longest side of a matrix, in pixels."""
 
 
 def tensor_picture(tensor: PlannedTensor, mesh: Mapping[str, int]) -> str:

@@ -24,6 +24,19 @@ RecordedAction = tuple[Count, Annotated[str, Field(pattern="^[FIWB]$")], Count, 
 """Stage, kind, micro-batch, start and end in nanoseconds of the clock of rank 0."""
 BlockedSpan = tuple[str, Count, Count]
 """The axis, start and end in nanoseconds of a wait for communication."""
+MOST_ROWS = 64
+"""Ranks whose timeline is shown: of more, those of the first pipelines."""
+_MILLISECOND = Fraction(1, 1_000_000)
+"""Of a nanosecond."""
+_WAITS = {"pp": "pp", "tp": "tp", "cp": "cp", "tie": "tied parameters"} | dict.fromkeys(
+    ("dp", "replicate", "shard", "dp_cp", "shard_cp"), "dp"
+)
+"""Names under which waits along an axis are shown; along any other, such as the world, it is `_OTHER`."""
+_OTHER = "other ranks"
+_COLOURS = {axis: f"axis-{axis}" for axis in ("pp", "tp", "cp", "dp")} | {
+    "tied parameters": "axis-tie",
+    _OTHER: "axis-all",
+}
 
 
 @dataclass(frozen=True)
@@ -89,25 +102,6 @@ def _contradictions(step: RecordedStep) -> Iterator[str]:
             yield f"ranks.{number}.actions: one is of no stage, or ends before it starts"
         if any(start > end for _, start, end in rank.blocked):
             yield f"ranks.{number}.blocked: a wait ends before it starts"
-
-
-MOST_ROWS = 64
-"""Ranks whose timeline is shown: of more, those of the first pipelines."""
-_MILLISECOND = Fraction(1, 1_000_000)
-"""Of a nanosecond."""
-_WAITS = {"pp": "pp", "tp": "tp", "cp": "cp", "tie": "tied parameters"} | dict.fromkeys(
-    ("dp", "replicate", "shard", "dp_cp", "shard_cp"), "dp"
-)
-"""Names under which waits along an axis are shown; along any other, such as the world, it is `_OTHER`."""
-_OTHER = "other ranks"
-_COLOURS = {
-    "pp": "axis-pp",
-    "tp": "axis-tp",
-    "cp": "axis-cp",
-    "dp": "axis-dp",
-    "tied parameters": "axis-tie",
-    _OTHER: "axis-all",
-}
 
 
 @dataclass(frozen=True)

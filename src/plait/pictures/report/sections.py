@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from html import escape
 
+from plait.pictures.colours import USES
 from plait.pictures.markup import bar, legend, section, table, wrappable
 from plait.pictures.quantities import bytes_text, microbatches_text, seconds_text
 from plait.pictures.report.plan_pictures import layers_picture, ranks_picture, tensor_picture, tensor_text
@@ -18,8 +19,6 @@ from plait.pictures.timelines.html import timeline_markup
 
 _MOST_RANKS = 16
 """Ranks that have a row in a table; of more, those with the extreme values do."""
-_USES = ("parameters", "gathered", "gradients", "optimizer", "activations", "messages", "batch")
-"""Uses of memory, in the order of their colours."""
 
 
 def warning_section(run: RunRecord, named: bool) -> str:
@@ -88,7 +87,7 @@ def _uses(timeline: StepTimeline) -> str:
     if not uses or not timeline.axes:
         return ""
     names = list(uses[0][1])
-    colours = ["use-4", *(colour for _, colour in timeline.axes), "track"]
+    colours = ["computing", *(colour for _, colour in timeline.axes), "track"]
     if len(uses) > _MOST_RANKS:
         ordered = sorted(uses, key=lambda one: -one[1]["computing"])
         uses = [*ordered[: _MOST_RANKS // 2], *ordered[-_MOST_RANKS // 2 :]]
@@ -164,15 +163,15 @@ def _memory(run: RunRecord, about: RunDescription, of: str, number: int) -> str:
         f"rank of that stage, {what}."
     )
     used = {use for one in about.memory for use in one.at_peak}
-    marks = legend((use, f"use-{number}") for number, use in enumerate(_USES) if use in used)
+    marks = legend((use, f"use-{use}") for use in USES if use in used)
     heads = ["", "predicted at the peak, by use", "predicted", "at rest", "measured"]
     return section(f"Memory{of}", marks + table(heads, rows, numbers=2), told, name=f"memory-of-{number}")
 
 
 def _memory_bar(rank: PredictedRank, largest: float) -> str:
     parts = [
-        (f"{use}: {bytes_text(rank.at_peak[use])}", rank.at_peak[use], f"use-{number}")
-        for number, use in enumerate(_USES)
+        (f"{use}: {bytes_text(rank.at_peak[use])}", rank.at_peak[use], f"use-{use}")
+        for use in USES
         if use in rank.at_peak
     ]
     return bar(parts, largest)
@@ -185,7 +184,7 @@ def _traffic(step: RecordedStep, of: str, number: int) -> str:
         [
             escape(axis),
             escape(kind.replace("_", "-")),
-            bar([(f"{bytes_text(total)}", total, "use-0")], largest),
+            bar([(f"{bytes_text(total)}", total, "bar")], largest),
             bytes_text(total),
             f"{calls:,}",
             bytes_text(most),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from html import escape
 
-from plait.pictures.colours import MIDDLE, page_colours, shade
+from plait.pictures.colours import LEGEND_SHADE, page_colours, shade
 from plait.pictures.markup import document, figure, filled, page_file
 from plait.pictures.quantities import with_unit
 from plait.pictures.timelines.text import KIND_NAMES, kinds_of, title
@@ -131,7 +131,7 @@ def timeline_markup(
 ) -> str:
     """Return the HTML element that `drawTimeline` draws into, with a legend of actions and waits."""
     legend = [
-        f'<li><b style="background: {shade(kind, MIDDLE)}">{kind}</b> {KIND_NAMES[kind]}</li>'
+        f'<li><b style="background: {shade(kind, LEGEND_SHADE)}">{kind}</b> {KIND_NAMES[kind]}</li>'
         for kind in kinds
     ]
     legend += [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from textwrap import wrap
 
-from plait.pictures.colours import MIDDLE, shade
+from plait.pictures.colours import LEGEND_SHADE, shade
 from plait.pictures.quantities import round_numbers, with_unit
 from plait.pictures.svg_elements import path, rect, svg_document, text_at
 from plait.pictures.timelines.svg_rows import MARGIN, Bands, Cells, Frame, RowLabel, SvgPart
@@ -79,7 +79,7 @@ def _legend(frame: Frame, y: float, *, crowded: bool) -> SvgPart:
         if x > MARGIN and x + wide > frame.width - MARGIN:
             x, y = MARGIN, y + _LINE
         if kind:
-            elements.append(rect(x, y - 12, 19, 16, rx=4, fill=shade(kind, MIDDLE)))
+            elements.append(rect(x, y - 12, 19, 16, rx=4, fill=shade(kind, LEGEND_SHADE)))
             elements.append(text_at(x + 9.5, y, kind, class_="cell"))
         elements.append(text_at(x + (25 if kind else 0), y, text))
         x += wide + 18

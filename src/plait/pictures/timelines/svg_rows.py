@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
-from plait.pictures.colours import MIDDLE, shade
+from plait.pictures.colours import LEGEND_SHADE, shade
 from plait.pictures.quantities import with_unit
 from plait.pictures.svg_elements import element, path, rect, text_at
 from plait.pictures.timelines.text import kinds_of
@@ -220,7 +220,7 @@ class Bands:
         for kind in self.kinds:
             levels = [below + part for below, part in zip(floor, shares[kind], strict=True)]
             if area := _area(floor, levels, frame, y, self.row_height):
-                inside += path(area, fill=shade(kind, MIDDLE))
+                inside += path(area, fill=shade(kind, LEGEND_SHADE))
             floor = levels
         return element("g", inside, about)
 
