@@ -13,12 +13,13 @@ from plait.pictures.report.plan_pictures import layers_picture, ranks_picture, t
 from plait.pictures.report.recorded_step import RecordedStep, StepTimeline
 from plait.pictures.report.run_description import PredictedRank, RunDescription
 from plait.pictures.report.run_record import RunRecord
-from plait.pictures.report.samples import samples_section
 from plait.pictures.report.warnings import warnings_of
 from plait.pictures.timelines.html import timeline_markup
 
 _MOST_RANKS = 16
 """Ranks that have a row in a table; of more, those with the extreme values do."""
+MOST_SAMPLES = 24
+"""Samples that are shown; of more, evenly spaced ones with the first and the last."""
 
 
 def warning_section(run: RunRecord, named: bool) -> str:
@@ -60,6 +61,21 @@ def notes_section(runs: Sequence[RunRecord]) -> str:
         for name, text in noted
     )
     return section("Notes", texts) if noted else ""
+
+
+def samples_section(run: RunRecord, of: str, number: int) -> str:
+    """Return the samples of a run as HTML, one of each step; `of`: the run's name after "of", or ""."""
+    by_step = {
+        event.step: event.text for event in run.events if event.kind == "sample"
+    }  # the latest of a step
+    steps = sorted(by_step)
+    shown = steps
+    if len(steps) > MOST_SAMPLES:
+        gaps = MOST_SAMPLES - 1
+        shown = [steps[place * (len(steps) - 1) // gaps] for place in range(MOST_SAMPLES)]
+    rows = [[f"{step:,}", f"<pre class=sample>{escape(by_step[step])}</pre>"] for step in shown]
+    left = f"{len(shown)} of {len(steps)} samples are shown." if len(shown) < len(steps) else ""
+    return section(f"Samples{of}", table(["after step", "text"], rows), left, name=f"samples-of-{number}")
 
 
 def _timeline(step: RecordedStep, of: str, number: int) -> str:
