@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from plait.pictures.colours import rank_colour
-from plait.pictures.timelines.svg import svg_document
+from plait.pictures.svg_elements import svg_document
 from plait.plan.layout.sequence_layout import SequenceLayout, sequence_layout
 from plait.tensor.attention.exchange_plan import Mask, build_plan
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from plait.pictures.colours import GREY, MIDDLE, shade
-from plait.pictures.timelines.svg import svg_document
+from plait.pictures.colours import LEGEND_SHADE, TRACK, shade
+from plait.pictures.svg_elements import svg_document
 from plait.plan.layout.sequence_layout import sequence_layout
 from plait.schedules.action import Kind
 from plait.tensor.attention.exchange_plan import ExchangePlan, Mask, build_plan
@@ -156,8 +156,8 @@ def rows(passes: Sequence[Pass], name: str, top: float, scale: float) -> Iterato
             x, wide, height = LEFT + start * scale, (stop - start) * scale - 1.5, 12 if sent else LANE
             low = y + LANE + 2 if sent else y
             shape = f'x="{x:.1f}" y="{low}" width="{wide:.1f}" height="{height}" rx="3"'
-            outline = f' stroke="{shade(kind, MIDDLE)}"' if sent else ""
-            fill = GREY if sent else shade(kind, MIDDLE)
+            outline = f' stroke="{shade(kind, LEGEND_SHADE)}"' if sent else ""
+            fill = TRACK if sent else shade(kind, LEGEND_SHADE)
             opacity = ' fill-opacity=".25"' if sent else ""
             yield f'<rect {shape} fill="{fill}"{opacity}{outline}/>'
             font = "cell small" if wide < NARROW else "cell"
@@ -175,7 +175,9 @@ def legend(y: float) -> Iterator[str]:
         (None, "sent meanwhile"),
     ):
         fill = (
-            f'fill="{shade(kind, MIDDLE)}"' if kind else f'fill="{GREY}" fill-opacity=".25" stroke="{GREY}"'
+            f'fill="{shade(kind, LEGEND_SHADE)}"'
+            if kind
+            else f'fill="{TRACK}" fill-opacity=".25" stroke="{TRACK}"'
         )
         yield f'<rect x="{x:g}" y="{y - 12:g}" width="19" height="16" rx="4" {fill}/>'
         yield f'<text x="{x + 25:g}" y="{y:g}">{text}</text>'

@@ -13,6 +13,7 @@ import stat
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
@@ -137,12 +138,25 @@ def read_json(path: Path) -> Any:
     return json_value(read_text(path))
 
 
-def validated(adapter: TypeAdapter[T], text: str | bytes) -> T:
-    """Return JSON data checked against a pydantic type. ValueError: the first fault, as "KEY: …"."""
+def adapter_of(kind: type[T]) -> TypeAdapter[T]:
+    """Return pydantic's reader and writer of a type, made once in a process: making it takes milliseconds."""
+    hashable: Any = kind  # as every class is; mypy asks the metaclass
+    return _adapter_of(hashable)
+
+
+@cache
+def _adapter_of(kind: type) -> TypeAdapter[Any]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
+
+
+def validated(kind: type[T], text: str | bytes) -> T:
+    """Return the value of a type that a JSON text has. ValueError: the first fault, as "KEY: …"."""
     from pydantic import ValidationError
 
     try:
-        return adapter.validate_json(text, strict=True)
+        return adapter_of(kind).validate_json(text, strict=True)
     except ValidationError as error:
         raise ValueError(first_fault(error)) from None
 

@@ -19,6 +19,7 @@ from plait.files import (
     open_to_write,
     read_json,
     require_file,
+    validated,
     write_bytes,
 )
 from plait.ranks.file_lock import try_lock
@@ -115,3 +116,9 @@ def test_texts_are_shown_without_what_a_terminal_obeys() -> None:
     assert terminal_text(shown) == shown
     for kind in (PlaitError, ConfigError):
         assert str(kind("a name \x1b[31m.")) == r"a name \x1b[31m."
+
+
+def test_json_of_another_type_is_refused_not_converted() -> None:
+    assert validated(dict[str, int], '{"step": 1}') == {"step": 1}
+    with pytest.raises(ValueError, match=r"^step: input should be a valid integer"):
+        validated(dict[str, int], '{"step": "1"}')

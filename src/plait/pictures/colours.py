@@ -10,12 +10,12 @@ from plait.schedules.action import Kind
 _HUES = {Kind.F: (213, 88), Kind.B: (27, 92), Kind.I: (338, 78), Kind.W: (156, 52)}
 """Hue and saturation of each kind; lightness grows from the first micro-batch to the last."""
 _LIGHTNESS = 58, 78
-MIDDLE = 0.3
+LEGEND_SHADE = 0.3
 """The `shade` of a kind in legends, and where micro-batches have one colour."""
 
-ON_CELL = "#0b1526"
+TEXT_ON_CELL = "#0b1526"
 """Colour of text on a cell."""
-TEXT, GREY = "#76808c", "#8a94a0"
+TEXT, TRACK = "#76808c", "#8a94a0"
 """Colours of an SVG, whose page may be light or dark: text; tracks and grid lines, with some opacity."""
 
 AXES = {
@@ -28,15 +28,15 @@ AXES = {
 }
 """Colours of the axes of a mesh along which ranks communicate: of Paul Tol's bright scheme."""
 USES = {
-    "use-0": "#4477aa",
-    "use-1": "#ee6677",
-    "use-2": "#228833",
-    "use-3": "#ccbb44",
-    "use-4": "#66ccee",
-    "use-5": "#aa3377",
-    "use-6": "#8a94a0",
+    "parameters": "#4477aa",
+    "gathered": "#ee6677",
+    "gradients": "#228833",
+    "optimizer": "#ccbb44",
+    "activations": "#66ccee",
+    "messages": "#aa3377",
+    "batch": "#8a94a0",
 }
-"""Colours of uses of memory and of time, of the same scheme: told apart without red or without green too."""
+"""Colours of uses of memory, of the same scheme: told apart without red or without green too."""
 
 LIGHT_PAGE: Mapping[str, str] = {
     "page": "#ffffff",
@@ -48,15 +48,17 @@ LIGHT_PAGE: Mapping[str, str] = {
     "edge": "#5d7599",
     "card": "#ffffff",
     "rim": "#8a94a066",
-    "on-cell": ON_CELL,
+    "on-cell": TEXT_ON_CELL,
     "warning": "#fff1d6",
+    "bar": "#4477aa",
+    "computing": "#66ccee",
     "series-0": "#0072b2",
     "series-1": "#d55e00",
     "series-2": "#008763",
     "series-3": "#4b1d6b",
     "series-line": "#66707c",
     **AXES,
-    **USES,
+    **{f"use-{name}": colour for name, colour in USES.items()},
 }
 """Colours of the HTML page, by the names in its style sheet."""
 DARK_PAGE: Mapping[str, str] = {

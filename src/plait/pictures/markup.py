@@ -1,4 +1,4 @@
-"""HTML documents, sections and tables; SVG elements. Every page of plait is put together here."""
+"""HTML documents, sections and tables. Every page of plait is put together here."""
 
 from __future__ import annotations
 
@@ -110,11 +110,3 @@ def legend(entries: Iterable[tuple[str, str]]) -> str:
 
 def _right(column: int, numbers: int) -> str:
     return " class=number" if column >= numbers else ""
-
-
-def svg(name: str, width: float, height: float, elements: Sequence[str]) -> str:
-    """Return an SVG element; `name` is its accessible name, `width` and `height` are in pixels."""
-    return (
-        f'<svg class="plan" viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" '
-        f'role="img" aria-label="{escape(name)}">\n' + "\n".join(elements) + "\n</svg>"
-    )

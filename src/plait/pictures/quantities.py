@@ -1,4 +1,4 @@
-"""Quantities with units that fit their size, as text: numbers, seconds, memory, counts."""
+"""Quantities as text: numbers, seconds, memory and counts, with units that fit their size; round numbers."""
 
 from __future__ import annotations
 
@@ -61,6 +61,26 @@ def count_text(value: float) -> str:
         if value >= size:
             return f"{number_text(value / size, 3)} {word}"
     return f"{value:,.0f}"
+
+
+def microbatches_text(count: int) -> str:
+    """Return a number of micro-batches, such as "1 micro-batch"."""
+    return f"{count} micro-batch{'es' * (count > 1)}"
+
+
+def with_unit(value: float, unit: str) -> str:
+    """Return a number of at most six digits, with `unit` behind it unless that is ""."""
+    return f"{value:g} {unit}" if unit else f"{value:g}"
+
+
+def round_numbers(low: float, high: float, at_most: int) -> list[float]:
+    """Return at most `at_most` (2 or more) round, evenly spaced numbers from `low` to `high`, for an axis."""
+    length = high - low
+    if length <= 0:
+        return [low]
+    power = 10.0 ** math.floor(math.log10(length / (at_most - 1)))
+    step = next(power * factor for factor in (1, 2, 5, 10, 20) if length < power * factor * at_most)
+    return [step * number for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def signed(text: str) -> str:

@@ -12,6 +12,7 @@ from plait.schedules.action import SPLIT_KINDS, Action, Kind
 
 ActionRows: TypeAlias = Sequence[Sequence[Action]]
 """Per rank, its actions in order."""
+_KINDS = (*SPLIT_KINDS, Kind.B)
 
 
 class Timing(NamedTuple):
@@ -80,9 +81,6 @@ def simulate_events(rows: ActionRows, timing: Timing) -> EventTimes:
             action = next(row, None)
         heads[rank] = action
     return EventTimes(ends, {rank: Action(*key) for key, ranks in waiting.items() for rank in ranks})
-
-
-_KINDS = (*SPLIT_KINDS, Kind.B)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,9 @@ from plait.errors import ScheduleError
 from plait.schedules.action import SPLIT_KINDS, Action, Kind
 from plait.schedules.schedule import Placement, Schedule
 
+MOST_COUNT = 1_000_000
+"""Most ranks, micro-batches or chunks."""
+
 PerStage = Sequence[int]
 
 
@@ -215,8 +218,6 @@ class BlockPolicy:
     chunks = 2
 
 
-MOST_COUNT = 1_000_000
-"""Most ranks, micro-batches or chunks."""
 Policy: TypeAlias = AlternatingPolicy | BlockPolicy
 
 POLICIES: dict[str, Policy] = {

@@ -7,7 +7,7 @@ from itertools import combinations
 
 import pytest
 
-from plait.pictures.colours import AXES, DARK_PAGE, LIGHT_PAGE, MIDDLE, USES, shade
+from plait.pictures.colours import AXES, DARK_PAGE, LEGEND_SHADE, LIGHT_PAGE, USES, shade
 from plait.schedules.action import Kind
 
 SEEN = {
@@ -39,7 +39,7 @@ def series(page: Mapping[str, str]) -> dict[str, str]:
 
 
 PALETTES = {
-    "kinds": {str(kind): shade(kind, MIDDLE) for kind in Kind},
+    "kinds": {str(kind): shade(kind, LEGEND_SHADE) for kind in Kind},
     "axes": AXES,
     "uses": USES,
     "series, light": series(LIGHT_PAGE),

@@ -25,7 +25,7 @@ from plait.estimate.search.plan_search import PlanFrontier, PlanSearchResult
 from plait.estimate.time.goodput import Goodput
 from plait.estimate.time.prediction import Prediction
 from plait.pictures.markup import bar, legend, section, table
-from plait.pictures.quantities import count_text, memory_text, seconds_text
+from plait.pictures.quantities import count_text, memory_text, microbatches_text, seconds_text
 from plait.pictures.report.charts import Figure
 from plait.pictures.report.page import draw_prediction
 from plait.pictures.report.scatter_picture import ScatterPicture, ScatterPoint
@@ -161,7 +161,7 @@ def _step(found: Prediction) -> Iterator[str]:
     rows = [
         [
             escape(name),
-            bar([(name, seconds, "use-0")], whole),
+            bar([(name, seconds, "bar")], whole),
             seconds_text(seconds),
             f"{seconds / whole:.1%}",
         ]
@@ -176,8 +176,8 @@ def _step(found: Prediction) -> Iterator[str]:
     )
     timeline, plan = found.timeline, found.plan
     about = (
-        f"The ranks of one pipeline: schedule {escape(plan.schedule)}, {plan.microbatches} "
-        f"micro-batch{'es' * (plan.microbatches > 1)}. The last sums of gradients and the optimizer's step "
+        f"The ranks of one pipeline: schedule {escape(plan.schedule)}, "
+        f"{microbatches_text(plan.microbatches)}. The last sums of gradients and the optimizer's step "
         "come after it."
     )
     yield section("Timeline", timeline_markup("the step", kinds_of(timeline)), about, "simulated")

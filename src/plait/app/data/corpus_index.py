@@ -12,16 +12,17 @@ import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr, TypeAdapter
+from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from plait.app.data.json_files import read_json_object
 from plait.app.data.whole_files import write_text
 from plait.errors import DataError
 from plait.files import validated
+
+T = TypeVar("T")
 
 INDEX = "index.json"
 SETTINGS = "preparation.json"
@@ -163,7 +164,7 @@ def read_index(folder: Path) -> CorpusIndex:
     if found.pop("format", None) != FORMAT:
         raise DataError(f"{path} is of another version of plait: prepare the corpus again.")
     checksum = found.pop(_CHECKSUM, None)
-    index: CorpusIndex = _valid(_index_adapter(), found, path)
+    index = _valid(CorpusIndex, found, path)
     has_checksums = checksum is not None or any(shard.checksums for shard in index.shards)
     if has_checksums and checksum != _content_checksum(found):
         raise DataError(f"{path} is not what was written, by its checksum: {REMEDY}.")
@@ -174,23 +175,12 @@ def read_index(folder: Path) -> CorpusIndex:
 
 def read_entry(path: Path) -> ShardEntry:
     """Read the counts of a finished shard. Raises DataError where the file is missing or damaged."""
-    entry: ShardEntry = _valid(_entry_adapter(), read_json_object(path, REMEDY), path)
-    return entry
+    return _valid(ShardEntry, read_json_object(path, REMEDY), path)
 
 
-@cache
-def _index_adapter() -> TypeAdapter[CorpusIndex]:
-    return TypeAdapter(CorpusIndex)
-
-
-@cache
-def _entry_adapter() -> TypeAdapter[ShardEntry]:
-    return TypeAdapter(ShardEntry)
-
-
-def _valid(adapter: TypeAdapter[Any], found: object, path: Path) -> Any:
+def _valid(kind: type[T], found: object, path: Path) -> T:
     try:
-        return validated(adapter, json.dumps(found))
+        return validated(kind, json.dumps(found))
     except ValueError as error:
         raise DataError(f"{path} is damaged ({error}): {REMEDY}.") from None
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel
 from torch import nn
 
 from plait.app.config.config import Config
@@ -129,7 +129,7 @@ _OTHER_TOKENIZER = (
 def _configured(kind: type[Section], settings: Mapping[str, Any]) -> Section:
     """Return a section of a run's configuration from a checkpoint. Raises CheckpointError for a bad value."""
     try:
-        return validated(TypeAdapter(kind), json.dumps(dict(settings)))
+        return validated(kind, json.dumps(dict(settings)))
     except ValueError as error:
         raise CheckpointError(
             f"the checkpoint's state holds no configuration of a run ({error}): take another checkpoint."

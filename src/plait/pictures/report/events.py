@@ -5,13 +5,10 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from pydantic import TypeAdapter
-
-from plait.files import open_to_write, read_bytes, validated
+from plait.files import adapter_of, open_to_write, read_bytes, validated
 
 EVENTS_FILE = "events.jsonl"
 EventKind = Literal["start", "warning", "note", "sample", "finished", "stopped", "failed"]
@@ -34,14 +31,9 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-@cache
-def _adapter() -> TypeAdapter[RunEvent]:
-    return TypeAdapter(RunEvent)
-
-
 def write_event(folder: Path, kind: EventKind, step: int, text: str) -> None:
     """Append an event to the file in `folder`; where that fails the run goes on, and the event is lost."""
-    line = _adapter().dump_json(RunEvent(kind, step, text, now())) + b"\n"
+    line = adapter_of(RunEvent).dump_json(RunEvent(kind, step, text, now())) + b"\n"
     with suppress(OSError), open_to_write(folder / EVENTS_FILE, append=True) as file:
         file.write(line)
 
@@ -51,7 +43,7 @@ def read_events(folder: Path) -> tuple[RunEvent, ...]:
     events: list[RunEvent] = []
     for line in lines_of(folder / EVENTS_FILE):
         with suppress(ValueError):
-            events.append(validated(_adapter(), line))
+            events.append(validated(RunEvent, line))
     return tuple(events)
 
 

@@ -6,11 +6,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
-
-from pydantic import TypeAdapter
 
 from plait.errors import DataError
 from plait.files import json_value, read_text, validated
@@ -20,6 +18,7 @@ MOST = 1e300
 """Numbers are smaller than this: sums and squares of larger ones are infinite."""
 Number = float | None
 """A number of a row; None where it is missing or was not finite."""
+RANKS_FILE = "ranks.jsonl"
 
 
 @dataclass(frozen=True)
@@ -130,9 +129,6 @@ def buckets(count: int, most: int) -> Iterator[range]:
         yield range(part * count // parts, (part + 1) * count // parts)
 
 
-RANKS_FILE = "ranks.jsonl"
-
-
 @dataclass(frozen=True)
 class RankSeries:
     """For each step the numbers of all ranks: seconds blocked in communication, peak bytes so far."""
@@ -182,7 +178,7 @@ def read_rank_series(folder: Path) -> RankSeries | None:
     rows: list[_Row] = []
     for line in lines_of(folder / RANKS_FILE):
         with suppress(ValueError):
-            row = validated(_adapter(), line)
+            row = validated(_Row, line)
             if all(0 <= number < MOST for number in (*row.blocked_seconds, *row.peak_memory_bytes)):
                 rows.append(row)
     world = len(rows[-1].peak_memory_bytes) if rows else 0
@@ -196,8 +192,3 @@ class _Row:
     step: int
     blocked_seconds: tuple[float, ...]
     peak_memory_bytes: tuple[float, ...]
-
-
-@cache
-def _adapter() -> TypeAdapter[_Row]:
-    return TypeAdapter(_Row)

@@ -27,6 +27,9 @@ MOST_STEPS = 10_000
 """Steps of a run that are drawn; of a longer run some are left out."""
 _MOST_RESUMPTIONS = 6
 """Resumptions that are listed."""
+MOST_STRETCHES = 300
+_DIGITS = 4
+REPORT_FILE = "report.html"
 
 _STYLES = "timelines/page/timeline.css", "report/page/report.css"
 _SCRIPTS = "uplot/uPlot.iife.min.js", "charts.js", "ranks.js", "plan.js"
@@ -120,9 +123,6 @@ def _chart(number: int, chart: Chart) -> str:
     )
 
 
-REPORT_FILE = "report.html"
-
-
 def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
     """Write the report of the runs at `paths` to `out`, by default into the only run's folder; return it.
 
@@ -166,10 +166,6 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
         replace(run, name=str(path)) if run.name in twice else run
         for run, path in zip(runs, paths, strict=True)
     ]
-
-
-MOST_STRETCHES = 300
-_DIGITS = 4
 
 
 def rank_map(run: RunRecord) -> dict[str, Any] | None:

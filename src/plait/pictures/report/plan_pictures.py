@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from math import prod
 
 from plait.pictures.colours import rank_colour
-from plait.pictures.markup import svg
 from plait.pictures.report.run_description import PlannedLayer, PlannedTensor, RunDescription, TensorPiece
+from plait.pictures.svg_elements import inline_svg, rect, text_at
 
 WIDTH = 1150
 _LABEL = 300
@@ -18,6 +17,12 @@ _CELL, _SMALLEST = 54, 3
 _ROW = 30
 _NUMBERED = 22
 """Pixels from which a cell has its rank's number."""
+_MOST_LINES = 48
+"""Intervals of a piece that are told apart by lines."""
+_FIRST_HUE = 2
+"""The colour of the first rank of `tp`; those before are of the first ranks of `pp`."""
+_MATRIX = 190
+"""Longest side of a matrix, in pixels."""
 
 
 def ranks_picture(about: RunDescription) -> str:
@@ -33,13 +38,11 @@ def ranks_picture(about: RunDescription) -> str:
     elements = [*_column_heads(about.mesh, cell, gaps)]
     for pp in range(about.mesh["pp"]):
         y = top + pp * row
-        elements.append(
-            f'<text x="0" y="{y + row / 2 + 1:.1f}">{escape(_shortened(_layers_text(about, pp), 44))}'
-            f"<title>{escape(_layers_list(about, pp))}</title></text>"
-        )
+        text = _shortened(_layers_text(about, pp), 44)
+        elements.append(text_at(0, y + row / 2 + 1, text, _layers_list(about, pp)))
         elements += _row_of_ranks(about, pp, y, row, cell, gaps)
     height = top + about.mesh["pp"] * row + 4
-    return svg("Ranks and their layers", WIDTH, height, elements)
+    return inline_svg("Ranks and their layers", WIDTH, height, elements)
 
 
 def layers_picture(about: RunDescription) -> str:
@@ -52,14 +55,11 @@ def layers_picture(about: RunDescription) -> str:
         wide = least + room * layer.elements / total
         rank = about.stage_ranks[layer.stage]
         told = f"{layer.path or layer.module}: stage {layer.stage}, pp {rank}, {layer.elements:,} elements"
-        elements.append(
-            f'<rect x="{x:.2f}" y="0" width="{max(wide - 1.5, 0.5):.2f}" height="26" rx="3" '
-            f'fill="{rank_colour(rank)}"><title>{escape(told)}</title></rect>'
-        )
+        elements.append(rect(x, 0, max(wide - 1.5, 0.5), 26, told, rx=3, fill=rank_colour(rank)))
         if label := _fitting(layer.path or layer.module, wide):
-            elements.append(f'<text class="on" x="{x + wide / 2:.1f}" y="17">{escape(label)}</text>')
+            elements.append(text_at(x + wide / 2, 17, label, class_="on"))
         x += wide
-    return svg("Layers, in order", WIDTH, 28, elements)
+    return inline_svg("Layers, in order", WIDTH, 28, elements)
 
 
 def _fitting(path: str, wide: float) -> str:
@@ -100,7 +100,7 @@ def _column_heads(mesh: Mapping[str, int], cell: float, gaps: Sequence[float]) -
         text = f"dp {column // each}" if shown else ""
         if text and x[column] - last > 6.6 * len(text) + 6:
             last = x[column]
-            yield f'<text x="{x[column]:.1f}" y="12" class="head">{text}</text>'
+            yield text_at(x[column], 12, text, class_="head")
 
 
 def _row_of_ranks(
@@ -112,14 +112,11 @@ def _row_of_ranks(
         rank = pp * columns + column
         place = _place(rank, mesh)
         where = ", ".join(f"{axis} {index}" for axis, index in place.items() if mesh[axis] > 1) or "alone"
-        attributes = " ".join(f'data-{escape(axis)}="{index}"' for axis, index in place.items())
-        yield (
-            f'<rect class="rank" data-rank="{rank}" {attributes} x="{x:.2f}" y="{y:.1f}" '
-            f'width="{wide:.2f}" height="{row - 4:.1f}" rx="{round_by}" '
-            f'fill="{rank_colour(pp)}"><title>rank {rank}: {where}</title></rect>'
-        )
+        told, data = f"rank {rank}: {where}", {f"data_{axis}": str(index) for axis, index in place.items()}
+        look = {"class_": "rank", "rx": f"{round_by}", "fill": rank_colour(pp)}
+        yield rect(x, y, wide, row - 4, told, **look, data_rank=str(rank), **data)
         if cell >= _NUMBERED and row >= 14:
-            yield (f'<text class="on" x="{x + cell / 2 - 1:.1f}" y="{y + row / 2 + 2:.1f}">{rank}</text>')
+            yield text_at(x + cell / 2 - 1, y + row / 2 + 2, str(rank), class_="on")
 
 
 def _place(rank: int, mesh: Mapping[str, int]) -> dict[str, int]:
@@ -157,14 +154,6 @@ def _shortened(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-_MOST_LINES = 48
-"""Intervals of a piece that are told apart by lines."""
-_FIRST_HUE = 2
-"""The colour of the first rank of `tp`; those before are of the first ranks of `pp`."""
-_MATRIX = 190
-"""Longest side of a matrix, in pixels."""
-
-
 def tensor_picture(tensor: PlannedTensor, mesh: Mapping[str, int]) -> str:
     """Return an SVG of a tensor's shards: colours mark ranks of `tp`, lines those of `shard` and `cp`."""
     rows, columns = _as_matrix(tensor.shape)
@@ -178,17 +167,15 @@ def tensor_picture(tensor: PlannedTensor, mesh: Mapping[str, int]) -> str:
             whole = all(size == full for size, full in zip(sizes, tensor.shape, strict=True))
             name = "every rank of tp" if whole and len(tensor.pieces) > 1 else told
             owner, hue = ("all", _FIRST_HUE) if whole else (str(tp), _FIRST_HUE + tp)
-            elements.append(
-                f'<rect class="piece" data-tp="{owner}" {_bounds(x, y, w, h)} fill="{rank_colour(hue)}">'
-                f"<title>{escape(name)}</title></rect>"
-            )
+            look = {"class_": "piece", "fill": rank_colour(hue)}
+            elements.append(rect(x, y, w, h, name, **look, data_tp=owner))
             elements += _intervals(piece, x, y, w, h, owner, mesh, coloured=len(tensor.pieces) == 1)
             base = y + 12 if piece.intervals else y + h / 2 + 4
             if not whole and w > 30 and h > (30 if piece.intervals else 13):
-                elements.append(f'<text class="on" x="{x + w / 2:.1f}" y="{base:.1f}">tp {tp}</text>')
+                elements.append(text_at(x + w / 2, base, f"tp {tp}", class_="on"))
         if piece.boxes and all(sizes == tensor.shape for _, sizes in piece.boxes):
             break
-    return svg(tensor.name, round(wide) + 2, round(high) + 2, elements)
+    return inline_svg(tensor.name, round(wide) + 2, round(high) + 2, elements)
 
 
 def tensor_text(tensor: PlannedTensor, about: RunDescription) -> str:
@@ -250,14 +237,13 @@ def _intervals(
         shard, cp = divmod(number, mesh["cp"])
         owner = f"shard {shard}" + (f", cp {cp}" if mesh["cp"] > 1 else "")
         told = f"elements {start:,} to {stop:,} of the piece: tp {tp}, {owner}"
-        style = f' style="--own: {rank_colour(_FIRST_HUE + number)}"' if coloured else ""
+        style = f"--own: {rank_colour(_FIRST_HUE + number)}" if coloured else ""
+        look = {"class_": f"interval{fine}", "style": style}
+        data = {"data_tp": tp, "data_shard": str(shard), "data_cp": str(cp)}
         left, top, wide, high = _part(x, y, w, h, start / total, stop / total, row=row)
-        yield (
-            f'<rect{style} class="interval{fine}" data-tp="{tp}" data-shard="{shard}" data-cp="{cp}" '
-            f"{_bounds(left, top, wide, high)}><title>{escape(told)}</title></rect>"
-        )
+        yield rect(left, top, wide, high, told, **look, **data)
         if coloured and wide > 6.2 * len(owner) and high > 13:
-            yield f'<text class="on" x="{left + wide / 2:.1f}" y="{top + high / 2 + 4:.1f}">{owner}</text>'
+            yield text_at(left + wide / 2, top + high / 2 + 4, owner, class_="on")
 
 
 def _ranges(offsets: Sequence[int], sizes: Sequence[int]) -> str:
@@ -271,7 +257,3 @@ def _part(
     if row:
         return x + w * start, y, w * (stop - start), h
     return x, y + h * start, w, h * (stop - start)
-
-
-def _bounds(x: float, y: float, w: float, h: float) -> str:
-    return f'x="{x:.2f}" y="{y:.2f}" width="{w:.2f}" height="{h:.2f}"'

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
-from plait.files import write_bytes
+from plait.files import adapter_of, write_bytes
 from plait.pictures.report.run_description import Count, read_file
 from plait.pictures.timelines.html import TimeAxis, TimelineRow, timeline_data
 from plait.schedules.action import Action, Kind
@@ -24,6 +24,19 @@ RecordedAction = tuple[Count, Annotated[str, Field(pattern="^[FIWB]$")], Count, 
 """Stage, kind, micro-batch, start and end in nanoseconds of the clock of rank 0."""
 BlockedSpan = tuple[str, Count, Count]
 """The axis, start and end in nanoseconds of a wait for communication."""
+MOST_ROWS = 64
+"""Ranks whose timeline is shown: of more, those of the first pipelines."""
+_MILLISECOND = Fraction(1, 1_000_000)
+"""Of a nanosecond."""
+_WAITS = {"pp": "pp", "tp": "tp", "cp": "cp", "tie": "tied parameters"} | dict.fromkeys(
+    ("dp", "replicate", "shard", "dp_cp", "shard_cp"), "dp"
+)
+"""Names under which waits along an axis are shown; along any other, such as the world, it is `_OTHER`."""
+_OTHER = "other ranks"
+_COLOURS = {axis: f"axis-{axis}" for axis in ("pp", "tp", "cp", "dp")} | {
+    "tied parameters": "axis-tie",
+    _OTHER: "axis-all",
+}
 
 
 @dataclass(frozen=True)
@@ -49,34 +62,24 @@ class RecordedStep:
     """All ranks of the world, in order."""
 
 
-@cache
-def _adapter() -> TypeAdapter[RecordedStep]:
-    return TypeAdapter(RecordedStep)
-
-
-@cache
-def _rank_adapter() -> TypeAdapter[RecordedRank]:
-    return TypeAdapter(RecordedRank)
-
-
 def rank_as_text(rank: RecordedRank) -> str:
     """Return a rank's recorded step as JSON text, to be sent to another rank."""
-    return _rank_adapter().dump_json(rank).decode()
+    return adapter_of(RecordedRank).dump_json(rank).decode()
 
 
 def rank_from_text(text: str) -> RecordedRank:
     """Return the recorded step from the JSON text of `rank_as_text`."""
-    return _rank_adapter().validate_json(text)
+    return adapter_of(RecordedRank).validate_json(text)
 
 
 def write_step(step: RecordedStep, folder: Path) -> None:
     """Write `step.json` in `folder`. Raises `OSError`."""
-    write_bytes(folder / STEP_FILE, _adapter().dump_json(step))
+    write_bytes(folder / STEP_FILE, adapter_of(RecordedStep).dump_json(step))
 
 
 def read_step(folder: Path) -> RecordedStep | None:
     """Return the content of `step.json`, or None without the file. Raises `DataError` if damaged."""
-    return read_file(_adapter(), folder / STEP_FILE, _contradictions)
+    return read_file(RecordedStep, folder / STEP_FILE, _contradictions)
 
 
 def _contradictions(step: RecordedStep) -> Iterator[str]:
@@ -89,25 +92,6 @@ def _contradictions(step: RecordedStep) -> Iterator[str]:
             yield f"ranks.{number}.actions: one is of no stage, or ends before it starts"
         if any(start > end for _, start, end in rank.blocked):
             yield f"ranks.{number}.blocked: a wait ends before it starts"
-
-
-MOST_ROWS = 64
-"""Ranks whose timeline is shown: of more, those of the first pipelines."""
-_MILLISECOND = Fraction(1, 1_000_000)
-"""Of a nanosecond."""
-_WAITS = {"pp": "pp", "tp": "tp", "cp": "cp", "tie": "tied parameters"} | dict.fromkeys(
-    ("dp", "replicate", "shard", "dp_cp", "shard_cp"), "dp"
-)
-"""Names under which waits along an axis are shown; along any other, such as the world, it is `_OTHER`."""
-_OTHER = "other ranks"
-_COLOURS = {
-    "pp": "axis-pp",
-    "tp": "axis-tp",
-    "cp": "axis-cp",
-    "dp": "axis-dp",
-    "tied parameters": "axis-tie",
-    _OTHER: "axis-all",
-}
 
 
 @dataclass(frozen=True)

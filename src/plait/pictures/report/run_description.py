@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from plait.errors import DataError
-from plait.files import json_value, read_text, validated, write_bytes
+from plait.files import adapter_of, json_value, read_text, validated, write_bytes
 
 T = TypeVar("T")
 
@@ -116,19 +115,14 @@ class RunDescription:
         return max((rank.most for rank in self.memory), default=None)
 
 
-@cache
-def _adapter() -> TypeAdapter[RunDescription]:
-    return TypeAdapter(RunDescription)
-
-
 def write_description(description: RunDescription, folder: Path) -> None:
     """Write `run.json` in `folder`. Raises `OSError`."""
-    write_bytes(folder / RUN_FILE, _adapter().dump_json(description, indent=1))
+    write_bytes(folder / RUN_FILE, adapter_of(RunDescription).dump_json(description, indent=1))
 
 
 def read_description(folder: Path) -> RunDescription | None:
     """Return the content of `run.json` in `folder`, or None without it. Raises `DataError` if damaged."""
-    return read_file(_adapter(), folder / RUN_FILE, _contradictions)
+    return read_file(RunDescription, folder / RUN_FILE, _contradictions)
 
 
 def _contradictions(read: RunDescription) -> Iterator[str]:
@@ -149,9 +143,9 @@ def _contradictions(read: RunDescription) -> Iterator[str]:
 
 
 def read_file(
-    adapter: TypeAdapter[T], path: Path, contradictions: Callable[[T], Iterator[str]] = lambda _: iter(())
+    kind: type[T], path: Path, contradictions: Callable[[T], Iterator[str]] = lambda _: iter(())
 ) -> T | None:
-    """Return the content of a run's JSON file, or None without the file. Raises `DataError` if damaged.
+    """Return the `kind` in a run's JSON file, or None without the file. Raises `DataError` if damaged.
 
     `contradictions`: yields what is wrong with it though each value is sound by itself.
     """
@@ -163,7 +157,7 @@ def read_file(
                 f"{path} has format {read['format']}, and this version of plait reads formats up to "
                 f"{FORMAT}: update plait, or remove the file."
             )
-        found = validated(adapter, text)
+        found = validated(kind, text)
         for problem in contradictions(found):
             raise ValueError(problem)
         return found

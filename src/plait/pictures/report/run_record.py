@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from plait.errors import ConfigError
 from plait.pictures.report.events import ENDS, RunEvent, read_events
 from plait.pictures.report.metrics import Metrics, RankSeries, read_metrics, read_rank_series
@@ -115,7 +113,7 @@ def read_run(path: Path) -> RunRecord:
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:
-    return read_file(TypeAdapter(dict[str, Any]), path) or {}
+    return read_file(dict[str, Any], path) or {}
 
 
 def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
-from math import ceil, floor
 
-from plait.pictures.markup import svg
-from plait.pictures.quantities import number_text
-from plait.pictures.timelines.text import round_times
+from plait.pictures.quantities import number_text, round_numbers
+from plait.pictures.svg_elements import element, inline_svg, path, text_at
 
 _WIDTH, _HEIGHT = 860, 400
 _LEFT, _TOP, _RIGHT, _BOTTOM = 62, 26, 24, 46
@@ -49,7 +46,7 @@ class ScatterPicture:
             place = round(self._x(point.x) / _NEAR), round(self._y(point.y) / _NEAR), point.colour
             places.setdefault(place, []).append(point)
         points = [self._point(*at) for at in places.values()]
-        return svg(name, _WIDTH, _HEIGHT, [*self._axes(), *self._lines(), *reversed(points)])
+        return inline_svg(name, _WIDTH, _HEIGHT, [*self._axes(), *self._lines(), *reversed(points)])
 
     @property
     def _right(self) -> float:
@@ -71,13 +68,13 @@ class ScatterPicture:
 
     def _axes(self) -> Iterator[str]:
         floor_y, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
-        for value in _ticks(*self._range):
+        for value in round_numbers(*self._range, _TICKS):
             y = self._y(value)
-            yield f'<path class="rule" d="M{_LEFT} {y:.1f}H{right}"/>'
+            yield path(f"M{_LEFT} {y:.1f}H{right}", class_="rule")
             yield _text(_LEFT - 8, y + 4, number_text(value), "end")
-        for value in _ticks(0, self._right):
+        for value in round_numbers(0, self._right, _TICKS):
             x = self._x(value)
-            yield f'<path class="rule" d="M{x:.1f} {_TOP}V{floor_y}"/>'
+            yield path(f"M{x:.1f} {_TOP}V{floor_y}", class_="rule")
             yield _text(x, floor_y + 16, number_text(value), "middle")
         yield _text(right, _HEIGHT - 8, self.across, "end")
         yield _text(8, 14, self.up, "start")
@@ -85,31 +82,23 @@ class ScatterPicture:
     def _lines(self) -> Iterator[str]:
         if self.limit is not None:
             x = self._x(self.limit[0])
-            yield f'<path class="limit" d="M{x:.1f} {_TOP}V{_HEIGHT - _BOTTOM}"/>'
+            yield path(f"M{x:.1f} {_TOP}V{_HEIGHT - _BOTTOM}", class_="limit")
             yield _text(x, _TOP - 8, self.limit[1], "end")
         if self.line:
             (x, y), *others = sorted(self.line)
             steps = "".join(f"H{self._x(x):.1f}V{self._y(y):.1f}" for x, y in others)
-            yield f'<path class="frontier" d="M{self._x(x):.1f} {self._y(y):.1f}{steps}"/>'
+            yield path(f"M{self._x(x):.1f} {self._y(y):.1f}{steps}", class_="frontier")
 
     def _point(self, point: ScatterPoint, *hidden: ScatterPoint) -> str:
         """Return a point; what it shows names the number of those that it hides."""
         x, y = self._x(point.x), self._y(point.y)
-        ring = f'<circle class="ring" cx="{x:.1f}" cy="{y:.1f}" r="10"/>' if point.label else ""
-        label = f'<text x="{x:.1f}" y="{y - 15:.1f}" text-anchor="middle">{escape(point.label)}</text>'
+        inside = element("circle", cx=x, cy=y, r=5.5, fill=f"var(--{point.colour})")
+        if point.label:
+            ring = element("circle", class_="ring", cx=x, cy=y, r=10)
+            inside = ring + inside + text_at(x, y - 15, point.label, text_anchor="middle")
         title = point.title + (f"\nand {len(hidden)} more here" if hidden else "")
-        return (
-            f'<g class="point" tabindex="0"><title>{escape(title)}</title>{ring}'
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5.5" fill="var(--{point.colour})"/>'
-            f"{label if point.label else ''}</g>"
-        )
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Return the values of an axis, round numbers from `low` to `high`, that are labelled."""
-    step = round_times(high - low, _TICKS)[1]
-    return [step * number for number in range(ceil(low / step), floor(high / step) + 1)]
+        return element("g", inside, title, class_="point", tabindex="0")
 
 
 def _text(x: float, y: float, text: str, anchor: str) -> str:
-    return f'<text class="head" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+    return text_at(x, y, text, class_="head", text_anchor=anchor)

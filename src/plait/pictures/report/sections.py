@@ -6,20 +6,20 @@ import json
 from collections.abc import Iterator, Sequence
 from html import escape
 
+from plait.pictures.colours import USES
 from plait.pictures.markup import bar, legend, section, table, wrappable
-from plait.pictures.quantities import bytes_text, seconds_text
+from plait.pictures.quantities import bytes_text, microbatches_text, seconds_text
 from plait.pictures.report.plan_pictures import layers_picture, ranks_picture, tensor_picture, tensor_text
 from plait.pictures.report.recorded_step import RecordedStep, StepTimeline
 from plait.pictures.report.run_description import PredictedRank, RunDescription
 from plait.pictures.report.run_record import RunRecord
-from plait.pictures.report.samples import samples_section
 from plait.pictures.report.warnings import warnings_of
 from plait.pictures.timelines.html import timeline_markup
 
 _MOST_RANKS = 16
 """Ranks that have a row in a table; of more, those with the extreme values do."""
-_USES = ("parameters", "gathered", "gradients", "optimizer", "activations", "messages", "batch")
-"""Uses of memory, in the order of their colours."""
+MOST_SAMPLES = 24
+"""Samples that are shown; of more, evenly spaced ones with the first and the last."""
 
 
 def warning_section(run: RunRecord, named: bool) -> str:
@@ -63,6 +63,21 @@ def notes_section(runs: Sequence[RunRecord]) -> str:
     return section("Notes", texts) if noted else ""
 
 
+def samples_section(run: RunRecord, of: str, number: int) -> str:
+    """Return the samples of a run as HTML, one of each step; `of`: the run's name after "of", or ""."""
+    by_step = {
+        event.step: event.text for event in run.events if event.kind == "sample"
+    }  # the latest of a step
+    steps = sorted(by_step)
+    shown = steps
+    if len(steps) > MOST_SAMPLES:
+        gaps = MOST_SAMPLES - 1
+        shown = [steps[place * (len(steps) - 1) // gaps] for place in range(MOST_SAMPLES)]
+    rows = [[f"{step:,}", f"<pre class=sample>{escape(by_step[step])}</pre>"] for step in shown]
+    left = f"{len(shown)} of {len(steps)} samples are shown." if len(shown) < len(steps) else ""
+    return section(f"Samples{of}", table(["after step", "text"], rows), left, name=f"samples-of-{number}")
+
+
 def _timeline(step: RecordedStep, of: str, number: int) -> str:
     timeline = StepTimeline(step)
     shown, ranks = len(timeline.shown), len(step.ranks)
@@ -76,7 +91,7 @@ def _timeline(step: RecordedStep, of: str, number: int) -> str:
     first, last = timeline.bounds
     about = (
         f"Step {step.step:,}, as it ran: {seconds_text((last - first) / 1e9)}, schedule "
-        f"{escape(step.policy)}, {step.microbatches} micro-batch{'es' * (step.microbatches > 1)}.{lane}{part}"
+        f"{escape(step.policy)}, {microbatches_text(step.microbatches)}.{lane}{part}"
     )
     markup = timeline_markup(f"step {step.step}{of}", timeline.kinds, timeline.axes, id=f"timeline-{number}")
     return section(f"A step{of}", markup + _uses(timeline), about, name=f"step-of-{number}")
@@ -88,7 +103,7 @@ def _uses(timeline: StepTimeline) -> str:
     if not uses or not timeline.axes:
         return ""
     names = list(uses[0][1])
-    colours = ["use-4", *(colour for _, colour in timeline.axes), "track"]
+    colours = ["computing", *(colour for _, colour in timeline.axes), "track"]
     if len(uses) > _MOST_RANKS:
         ordered = sorted(uses, key=lambda one: -one[1]["computing"])
         uses = [*ordered[: _MOST_RANKS // 2], *ordered[-_MOST_RANKS // 2 :]]
@@ -164,15 +179,15 @@ def _memory(run: RunRecord, about: RunDescription, of: str, number: int) -> str:
         f"rank of that stage, {what}."
     )
     used = {use for one in about.memory for use in one.at_peak}
-    marks = legend((use, f"use-{number}") for number, use in enumerate(_USES) if use in used)
+    marks = legend((use, f"use-{use}") for use in USES if use in used)
     heads = ["", "predicted at the peak, by use", "predicted", "at rest", "measured"]
     return section(f"Memory{of}", marks + table(heads, rows, numbers=2), told, name=f"memory-of-{number}")
 
 
 def _memory_bar(rank: PredictedRank, largest: float) -> str:
     parts = [
-        (f"{use}: {bytes_text(rank.at_peak[use])}", rank.at_peak[use], f"use-{number}")
-        for number, use in enumerate(_USES)
+        (f"{use}: {bytes_text(rank.at_peak[use])}", rank.at_peak[use], f"use-{use}")
+        for use in USES
         if use in rank.at_peak
     ]
     return bar(parts, largest)
@@ -185,7 +200,7 @@ def _traffic(step: RecordedStep, of: str, number: int) -> str:
         [
             escape(axis),
             escape(kind.replace("_", "-")),
-            bar([(f"{bytes_text(total)}", total, "use-0")], largest),
+            bar([(f"{bytes_text(total)}", total, "bar")], largest),
             bytes_text(total),
             f"{calls:,}",
             bytes_text(most),

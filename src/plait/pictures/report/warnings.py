@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import fmean, median
 
-from plait.pictures.quantities import bytes_text, seconds_text
+from plait.pictures.quantities import bytes_text, microbatches_text, seconds_text
 from plait.pictures.report.metrics import typical
 from plait.pictures.report.recorded_step import StepTimeline
 from plait.pictures.report.run_record import RunRecord
@@ -123,10 +123,10 @@ def _bubble(run: RunRecord) -> Iterator[str]:
         for count in (step.microbatches, 4 * ranks)
     )
     if now > LARGE_BUBBLE:
-        few = f"{step.microbatches} micro-batch{'es' * (step.microbatches > 1)}"
         yield (
-            f"With {few} on {ranks} ranks of pp, {step.policy} leaves {now:.0%} of the time unused even if "
-            f"the stages are even: with microbatches = {4 * ranks} it would be {more:.0%}."
+            f"With {microbatches_text(step.microbatches)} on {ranks} ranks of pp, {step.policy} leaves "
+            f"{now:.0%} of the time unused even if the stages are even: with microbatches = {4 * ranks} it "
+            f"would be {more:.0%}."
         )
 
 

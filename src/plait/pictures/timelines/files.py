@@ -17,6 +17,13 @@ from plait.schedules.timed_schedule import Cell
 from plait.schedules.torch_csv import to_csv
 
 FORMATS = ("svg", "html", "trace", "csv")
+TraceEvent: TypeAlias = dict[str, object]
+_NANOSECONDS = 1_000_000
+"""Nanoseconds of the trace in a unit of the costs, which so shows as a millisecond."""
+_INSIDE = 1000
+"""Largest distance, in nanoseconds, of the ends of an arrow from the edges of its actions."""
+_PROCESS, _FIRST_THREAD = 1, 100
+"""In Perfetto thread 0 is the process itself, and the thread with the process number the main thread."""
 
 
 def write_pictures(
@@ -41,16 +48,6 @@ def picture(timeline: Timeline, kind: str, *, name: str | None = None) -> str:
         return to_csv(timeline.schedule)
     draw = {"svg": draw_svg, "html": draw_html, "trace": draw_trace}[kind]
     return draw(timeline, name=name)
-
-
-TraceEvent: TypeAlias = dict[str, object]
-
-_NANOSECONDS = 1_000_000
-"""Nanoseconds of the trace in a unit of the costs, which so shows as a millisecond."""
-_INSIDE = 1000
-"""Largest distance, in nanoseconds, of the ends of an arrow from the edges of its actions."""
-_PROCESS, _FIRST_THREAD = 1, 100
-"""In Perfetto thread 0 is the process itself, and the thread with the process number the main thread."""
 
 
 def draw_trace(timeline: Timeline, *, name: str | None = None) -> str:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from html import escape
 
-from plait.pictures.colours import MIDDLE, page_colours, shade
+from plait.pictures.colours import LEGEND_SHADE, page_colours, shade
 from plait.pictures.markup import document, figure, filled, page_file
-from plait.pictures.timelines.text import KIND_NAMES, amount, kinds_of, title
+from plait.pictures.quantities import with_unit
+from plait.pictures.timelines.text import KIND_NAMES, kinds_of, title
 from plait.pictures.timelines.timeline import Timeline
 from plait.schedules.action import Kind
 from plait.schedules.timed_schedule import Cell
@@ -130,7 +131,7 @@ def timeline_markup(
 ) -> str:
     """Return the HTML element that `drawTimeline` draws into, with a legend of actions and waits."""
     legend = [
-        f'<li><b style="background: {shade(kind, MIDDLE)}">{kind}</b> {KIND_NAMES[kind]}</li>'
+        f'<li><b style="background: {shade(kind, LEGEND_SHADE)}">{kind}</b> {KIND_NAMES[kind]}</li>'
         for kind in kinds
     ]
     legend += [
@@ -172,8 +173,8 @@ def _figures(timeline: Timeline) -> Iterator[tuple[str, str]]:
     yield "ranks", str(schedule.ranks)
     yield "micro-batches", str(schedule.microbatches)
     yield "chunks per rank", f"{schedule.stages / schedule.ranks:g}"
-    yield "makespan", amount(timeline, timeline.makespan)
-    yield "span of the longest rank", amount(timeline, timeline.span)
+    yield "makespan", with_unit(timeline.makespan, timeline.unit)
+    yield "span of the longest rank", with_unit(timeline.span, timeline.unit)
     yield "bubble", f"{timeline.bubble:.1%}"
     yield "bubble of the span", f"{timeline.bubble_span:.1%}"
     many = len(peak) > 16

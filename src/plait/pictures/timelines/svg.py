@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from html import escape
+from collections.abc import Iterator, Sequence
 from textwrap import wrap
 
-from plait.pictures.colours import GREY, MIDDLE, ON_CELL, TEXT, shade
+from plait.pictures.colours import LEGEND_SHADE, shade
+from plait.pictures.quantities import round_numbers, with_unit
+from plait.pictures.svg_elements import path, rect, svg_document, text_at
 from plait.pictures.timelines.svg_rows import MARGIN, Bands, Cells, Frame, RowLabel, SvgPart
-from plait.pictures.timelines.text import KIND_NAMES, amount, kinds_of, round_times, title
+from plait.pictures.timelines.text import KIND_NAMES, kinds_of, title
 from plait.schedules.timed_schedule import TimedSchedule
 
 CROWDED = 3
 """Pixels: where the average action is narrower, bands are drawn instead of actions."""
-_STYLE = f"""\
-text {{ font: 12px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: {TEXT} }}
-.title {{ font-size: 15px; font-weight: 600 }}
-.cell {{ font-size: 11px; font-weight: 600; fill: {ON_CELL}; text-anchor: middle; pointer-events: none }}
-.small {{ font-size: 9px; font-weight: 500 }}
-.stage {{ font-size: 9px; text-anchor: end }}
-.time {{ font-size: 11px; text-anchor: middle }}
-.track {{ fill: {GREY}; fill-opacity: .13 }}
-.grid {{ stroke: {GREY}; stroke-opacity: .3 }}"""
 _LETTER, _TITLE_LETTER = 6.6, 8.6
 """Average width of a letter in pixels, rounded up, in text and in the title."""
 _LINE, _BELOW = 20, 34
@@ -53,38 +45,22 @@ def draw_svg(
     return svg_document(name, width, height, [*heading.elements, *axis, *body.elements])
 
 
-def svg_document(name: str, width: int, height: int, elements: Iterable[str]) -> str:
-    """Return an SVG document of `elements`, which may have the classes of timelines: title, cell, track, ….
-
-    `name`: its accessible name. `width`, `height`: in pixels.
-    """
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}" role="img">',
-        f"<title>{escape(name)}</title>",
-        f"<style>\n{_STYLE}\n</style>",
-        *elements,
-        "</svg>\n",
-    ]
-    return "\n".join(lines)
-
-
 def _heading(frame: Frame, name: str, *, crowded: bool) -> SvgPart:
     timeline, room = frame.timeline, frame.width - 2 * MARGIN
     figures = (
-        f"makespan {amount(timeline, timeline.makespan)} · bubble {timeline.bubble:.1%} · "
+        f"makespan {with_unit(timeline.makespan, timeline.unit)} · bubble {timeline.bubble:.1%} · "
         f"peak activations per rank: {_peaks(timeline)}"
     )
     elements, y = [], 5.0
-    for text, letter, style in ((name, _TITLE_LETTER, ' class="title"'), (figures, _LETTER, "")):
+    for text, letter, style in ((name, _TITLE_LETTER, "title"), (figures, _LETTER, "")):
         for line in wrap(text, max(int(room / letter), 8)):
             y += _LINE
-            elements.append(f'<text{style} x="{MARGIN}" y="{y:g}">{escape(line)}</text>')
+            elements.append(text_at(MARGIN, y, line, class_=style))
     legend = _legend(frame, y + _LINE + 4, crowded=crowded)
     y += legend.height + 14
     if frame.chunks > 1 and not crowded:
         y += 8
-        elements.append(f'<text class="stage" x="{frame.left - 5:g}" y="{y - 5:g}">stage</text>')
+        elements.append(text_at(frame.left - 5, y - 5, "stage", class_="stage"))
     return SvgPart(elements + legend.elements, y)
 
 
@@ -103,11 +79,9 @@ def _legend(frame: Frame, y: float, *, crowded: bool) -> SvgPart:
         if x > MARGIN and x + wide > frame.width - MARGIN:
             x, y = MARGIN, y + _LINE
         if kind:
-            elements.append(
-                f'<rect x="{x:g}" y="{y - 12:g}" width="19" height="16" rx="4" fill="{shade(kind, MIDDLE)}"/>'
-            )
-            elements.append(f'<text class="cell" x="{x + 9.5:g}" y="{y:g}">{kind}</text>')
-        elements.append(f'<text x="{x + (25 if kind else 0):g}" y="{y:g}">{text}</text>')
+            elements.append(rect(x, y - 12, 19, 16, rx=4, fill=shade(kind, LEGEND_SHADE)))
+            elements.append(text_at(x + 9.5, y, kind, class_="cell"))
+        elements.append(text_at(x + (25 if kind else 0), y, text))
         x += wide + 18
     return SvgPart(elements, y - first + _LINE + 4)
 
@@ -115,11 +89,11 @@ def _legend(frame: Frame, y: float, *, crowded: bool) -> SvgPart:
 def _axis(frame: Frame, top: float, bottom: float) -> Iterator[str]:
     """Yield grid lines at round times, with times below them and the unit in front."""
     timeline = frame.timeline
-    yield f'<text x="{MARGIN}" y="{bottom + 22:g}">{timeline.unit or "time"}</text>'
-    for time in round_times(timeline.makespan, max(2, min(12, int(frame.plot / 45)))):
+    yield text_at(MARGIN, bottom + 22, timeline.unit or "time")
+    for time in round_numbers(0, timeline.makespan, max(2, min(12, int(frame.plot / 45)))):
         x = frame.left + time / (timeline.makespan or 1) * frame.plot
-        yield f'<path class="grid" d="M{x:.1f} {top - 4:g}V{bottom + 8:g}"/>'
-        yield f'<text class="time" x="{x:.1f}" y="{bottom + 22:g}">{time:g}</text>'
+        yield path(f"M{x:.1f} {top - 4:g}V{bottom + 8:g}", class_="grid")
+        yield text_at(x, bottom + 22, f"{time:g}", class_="time")
 
 
 def _peaks(timeline: TimedSchedule) -> str:

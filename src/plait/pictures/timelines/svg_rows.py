@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from html import escape
 from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
-from plait.pictures.colours import MIDDLE, shade
-from plait.pictures.timelines.text import amount, kinds_of
+from plait.pictures.colours import LEGEND_SHADE, shade
+from plait.pictures.quantities import with_unit
+from plait.pictures.svg_elements import element, path, rect, text_at
+from plait.pictures.timelines.text import kinds_of
 from plait.schedules.action import Action, Kind
 from plait.schedules.timed_schedule import Cell, TimedSchedule
 
@@ -108,23 +109,15 @@ class Cells:
         name, rank = self.frame.labels[number]
         y = self.top + number * (self.row_height + _GAP)
         frame, lanes = self.frame, {}
-        yield f'<text x="{MARGIN}" y="{y + self.row_height / 2 + 4:g}">{escape(name)}</text>'
-        yield (
-            f'<rect class="track" x="{frame.left:g}" y="{y:g}" width="{frame.plot:g}" '
-            f'height="{self.row_height}" rx="5"/>'
-        )
+        yield text_at(MARGIN, y + self.row_height / 2 + 4, name)
+        yield rect(frame.left, y, frame.plot, self.row_height, class_="track", rx=5)
         for index, stage in enumerate(self.timeline.schedule.stages_of(rank)):
             lanes[stage] = y + index * (self.lane + _BETWEEN)
             if self.chunks > 1:
-                middle = lanes[stage] + self.lane / 2 + 3
-                yield f'<text class="stage" x="{frame.left - 5:g}" y="{middle:g}">{stage}</text>'
+                yield text_at(frame.left - 5, lanes[stage] + self.lane / 2 + 3, str(stage), class_="stage")
         if self.chunks > 1:
             for start, end in _busy(self.timeline.cells[rank]):
-                x, wide = frame.at(start), frame.wide(end - start)
-                yield (
-                    f'<rect class="track" x="{x:.2f}" y="{y:g}" width="{wide:.2f}" '
-                    f'height="{self.row_height}"/>'
-                )
+                yield rect(frame.at(start), y, frame.wide(end - start), self.row_height, class_="track")
         for action, start, end in self.timeline.cells[rank]:
             yield from self.cell(action, start, end, lanes[action.stage])
 
@@ -134,16 +127,12 @@ class Cells:
         gap = min(1.5, wide / 8)
         x, wide = self.frame.at(start) + gap / 2, wide - gap
         last = max(self.timeline.schedule.microbatches - 1, 1)
-        times = f"{self.timeline.time(start):g} to {amount(self.timeline, self.timeline.time(end))}"
+        times = f"{self.timeline.time(start):g} to {with_unit(self.timeline.time(end), self.timeline.unit)}"
         fill, round_by = shade(action.kind, action.microbatch / last), min(4.5, wide / 4)
-        yield (
-            f'<rect x="{x:.2f}" y="{y:g}" width="{wide:.2f}" height="{self.lane}" rx="{round_by:.2g}" '
-            f'fill="{fill}"><title>{action}: {times}</title></rect>'
-        )
+        yield rect(x, y, wide, self.lane, f"{action}: {times}", rx=round_by, fill=fill)
         if text := self.written[action.kind](action):
-            small, lift = (" small", 3) if self.lane < _LOW else ("", 4)
-            middle = y + self.lane / 2 + lift
-            yield f'<text class="cell{small}" x="{x + wide / 2:.2f}" y="{middle:g}">{text}</text>'
+            font, lift = ("cell small", 3) if self.lane < _LOW else ("cell", 4)
+            yield text_at(x + wide / 2, y + self.lane / 2 + lift, text, class_=font)
 
     @cached_property
     def written(self) -> Mapping[Kind, Callable[[Action], str]]:
@@ -215,31 +204,25 @@ class Bands:
         for number, (name, rank) in enumerate(self.frame.labels):
             y = self.top + number * self.pitch
             if number % every == 0:
-                middle = y + self.row_height / 2 + 4
-                elements.append(f'<text x="{MARGIN}" y="{middle:g}">{escape(name)}</text>')
-            elements += self.band(name, rank, y)
+                elements.append(text_at(MARGIN, y + self.row_height / 2 + 4, name))
+            elements.append(self.band(name, rank, y))
         return SvgPart(elements, len(self.frame.labels) * self.pitch - (self.pitch - self.row_height))
 
-    def band(self, name: str, rank: int, y: float) -> Iterator[str]:
-        """Yield the SVG elements of a rank's band: background, and a stacked area for each kind of action."""
+    def band(self, name: str, rank: int, y: float) -> str:
+        """Return the SVG of a rank's band: background, and a stacked area for each kind of action."""
         frame, timeline = self.frame, self.frame.timeline
         row = timeline.cells[rank]
-        idle = amount(timeline, timeline.idle[rank])
+        idle = with_unit(timeline.idle[rank], timeline.unit)
         about = f"{name}: {len(row):,} actions, idle {idle}, holds up to {timeline.peak[rank]:g}"
-        yield f"<g><title>{escape(about)}</title>"
-        yield (
-            f'<rect class="track" x="{frame.left:g}" y="{y:g}" width="{frame.plot:g}" '
-            f'height="{self.row_height:g}"/>'
-        )
+        inside = rect(frame.left, y, frame.plot, self.row_height, class_="track")
         shares = self.shares(row)
         floor = [0.0] * self.columns
         for kind in self.kinds:
             levels = [below + part for below, part in zip(floor, shares[kind], strict=True)]
-            path = _area(floor, levels, frame, y, self.row_height)
-            if path:
-                yield f'<path fill="{shade(kind, MIDDLE)}" d="{path}"/>'
+            if area := _area(floor, levels, frame, y, self.row_height):
+                inside += path(area, fill=shade(kind, LEGEND_SHADE))
             floor = levels
-        yield "</g>"
+        return element("g", inside, about)
 
     def shares(self, row: Sequence[Cell]) -> Mapping[Kind, list[float]]:
         """Return the share of each kind of action in the time slice of each column."""

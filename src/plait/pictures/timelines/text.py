@@ -7,9 +7,9 @@ rank 1  ···F0 B0--- F1 B1--- ······     while it runs, idle time is dot
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import floor, log10
 
 from plait.pictures.colours import TERMINAL
+from plait.pictures.quantities import microbatches_text, round_numbers
 from plait.schedules.action import Action, Kind
 from plait.schedules.schedule import Schedule
 from plait.schedules.timed_schedule import Cell, TimedSchedule
@@ -38,8 +38,7 @@ def draw_text(timeline: TimedSchedule, *, width: int = 100, colour: bool = False
 def title(schedule: Schedule) -> str:
     """Return the title of a schedule: policy, ranks and micro-batches."""
     ranks = f"{schedule.ranks} rank{'s' if schedule.ranks > 1 else ''}"
-    plural = "es" if schedule.microbatches > 1 else ""
-    return f"{schedule.policy}: {ranks}, {schedule.microbatches} micro-batch{plural}"
+    return f"{schedule.policy}: {ranks}, {microbatches_text(schedule.microbatches)}"
 
 
 def label(action: Action, schedule: Schedule) -> str:
@@ -47,24 +46,10 @@ def label(action: Action, schedule: Schedule) -> str:
     return str(action) if schedule.stages > schedule.ranks else f"{action.kind}{action.microbatch}"
 
 
-def amount(timeline: TimedSchedule, time: float) -> str:
-    """Return a time as text, with its unit if there is one."""
-    return f"{time:g} {timeline.unit}" if timeline.unit else f"{time:g}"
-
-
 def kinds_of(timeline: TimedSchedule) -> list[Kind]:
     """Return the kinds of action that occur in `timeline`, forward first."""
     present = {action.kind for row in timeline.cells for action, _, _ in row}
     return [kind for kind in KIND_NAMES if kind in present]
-
-
-def round_times(makespan: float, at_most: int) -> list[float]:
-    """Return at most `at_most` (2 or more) round, evenly spaced times from 0 to `makespan`, for an axis."""
-    if makespan <= 0:
-        return [0.0]
-    power = 10.0 ** floor(log10(makespan / (at_most - 1)))
-    step = next(power * factor for factor in (1, 2, 5, 10, 20) if makespan < power * factor * at_most)
-    return [step * number for number in range(floor(makespan / step) + 1)]
 
 
 def _head(rank: int) -> str:
@@ -117,7 +102,7 @@ def _idle(width: int, colour: bool) -> str:
 
 def _axis(timeline: TimedSchedule, columns: int) -> str:
     line = ""
-    for time in round_times(timeline.makespan, max(columns // 8, 2)):
+    for time in round_numbers(0, timeline.makespan, max(columns // 8, 2)):
         at = round(time / timeline.makespan * columns) if timeline.makespan else 0
         line = line.ljust(at) + f"{time:g}"
     return line

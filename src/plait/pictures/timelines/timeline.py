@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from plait.errors import ScheduleError
+from plait.pictures.quantities import with_unit
 from plait.pictures.timelines.svg import draw_svg
-from plait.pictures.timelines.text import amount, title
+from plait.pictures.timelines.text import title
 from plait.plan.arguments import require_instance
 from plait.schedules.costs import Costs
 from plait.schedules.schedule import Schedule
@@ -15,7 +16,7 @@ class Timeline(TimedSchedule):
     """A timed schedule that Jupyter shows as an SVG picture; its `repr` is one line with its figures."""
 
     def __repr__(self) -> str:
-        makespan = amount(self, self.makespan)
+        makespan = with_unit(self.makespan, self.unit)
         return f"Timeline({title(self.schedule)}; makespan {makespan}, bubble {self.bubble:.1%})"
 
     def _repr_svg_(self) -> str:

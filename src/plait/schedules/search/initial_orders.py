@@ -22,6 +22,13 @@ from plait.schedules.schedule import Placement
 from plait.schedules.search.limits import MemoryGuard
 from plait.schedules.search.problem import Orders, Problem, positions_in
 
+PAUSES = ((0, 0), (0, 1), (1, 0), (1, 1), (0, 4), (2, 2))
+CELLS = (1, 2)
+TURNS = (0, 1, 2)
+STRETCHES = (0.0, 0.0, 0.125, 0.25)
+SHIFTS = ((0, 0.0), (0, 0.5), (1, 0.5), (0, 1.0))
+"""Pairs of eager and lazy."""
+
 
 class BlockParameters(NamedTuple):
     """Period, cell length and delays from which a building block is made."""
@@ -45,14 +52,6 @@ class InitialOrder(NamedTuple):
     """Number of micro-batches by which forwards move earlier, where there is memory."""
     lazy: float = 0.0
     """Part of the memory then left that weight gradients take by moving later."""
-
-
-PAUSES = ((0, 0), (0, 1), (1, 0), (1, 1), (0, 4), (2, 2))
-CELLS = (1, 2)
-TURNS = (0, 1, 2)
-STRETCHES = (0.0, 0.0, 0.125, 0.25)
-SHIFTS = ((0, 0.0), (0, 0.5), (1, 0.5), (0, 1.0))
-"""Pairs of eager and lazy."""
 
 
 def initial_orders(problem: Problem, rng: Random) -> Iterator[InitialOrder]:

@@ -42,6 +42,8 @@ FOCUS = 0.6
 """Probability that only the rank that ends last is perturbed."""
 WORSE, BACK = 1.0, 0.05
 """How much longer the next orders may be, in operations; else the probability of a return to the best."""
+ROUNDS = 6
+"""Rounds of justification for the best of the first round."""
 BY_LENGTH = attrgetter("length")
 
 
@@ -179,10 +181,6 @@ def _perturbed_rule(candidate: Candidate, rng: Random) -> DispatchRule:
 
 def _random_rule(rng: Random) -> DispatchRule:
     return DispatchRule(rng.random(), rng.random() < 0.5, rng.choice(SWAP_CHANCES), rng.choice(GAP_NOISES))
-
-
-ROUNDS = 6
-"""Rounds of justification for the best of the first round."""
 
 
 def fit_block_policy(schedule: Schedule, policy: BlockPolicy, costs: Costs) -> Schedule:

@@ -26,6 +26,10 @@ from plait.schedules.timed_schedule import simulated
 
 BITS = 40
 """Bits of the largest cost of a layer on the grid of a simulation."""
+MOST_ACTIONS = 1 << 17
+"""Actions simulated in one search, so that it takes a tenth of a second or so."""
+StageCut = tuple[int, ...]
+"""Number of layers per stage, first stage first."""
 
 
 class _RankActions(NamedTuple):
@@ -119,13 +123,6 @@ class CutSimulation:
     def _on_grid(self, cost: float) -> int:
         numerator, denominator = ldexp(cost, self._exponent).as_integer_ratio()
         return (2 * numerator + denominator) // (2 * denominator)
-
-
-MOST_ACTIONS = 1 << 17
-"""Actions simulated in one search, so that it takes a tenth of a second or so."""
-
-StageCut = tuple[int, ...]
-"""Number of layers per stage, first stage first."""
 
 
 def schedule_and_cut(

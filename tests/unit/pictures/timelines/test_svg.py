@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from plait.pictures.colours import MIDDLE, shade
+from plait.pictures.colours import LEGEND_SHADE, shade
 from plait.pictures.timelines.svg import draw_svg
 from plait.pictures.timelines.timeline import Timeline, simulate
 from plait.schedules.action import Kind
@@ -186,7 +186,7 @@ def test_too_many_actions_are_bands_of_what_ranks_spend_their_time_on() -> None:
         assert track is not None
         whole = float(track.attrib["width"]) * float(track.attrib["height"])
         for path in row.iter(f"{SVG}path"):
-            kind = next(kind for kind in Kind if path.attrib["fill"] == shade(kind, MIDDLE))
+            kind = next(kind for kind in Kind if path.attrib["fill"] == shade(kind, LEGEND_SHADE))
             busy = sum(end - start for action, start, end in timeline.cells[rank] if action.kind is kind)
             steps = re.findall(r"v(-[0-9.]+)h([0-9.]+)V", path.attrib["d"])
             drawn = sum(-float(high) * float(wide) for high, wide in steps) / whole

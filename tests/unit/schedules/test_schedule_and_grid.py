@@ -1,4 +1,4 @@
-"""The rank × step grid: where actions stand, and how it is written."""
+"""A schedule as data and as text, its placements, and the grid of its steps."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from schedule_cases import UNHURRIED, has_its_needs, legal_schedules, written
 
+from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
 from plait.schedules.named_schedules import policy_schedule
-from plait.schedules.schedule import Grid, Schedule, draw_grid, fill_grid
+from plait.schedules.schedule import Grid, Placement, Schedule, draw_grid, fill_grid
 
 TWO = written(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"], rank_of=(0, 1), microbatches=2)
 STUCK = written(["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"], rank_of=(0, 1), microbatches=2)
@@ -121,3 +122,71 @@ def test_an_action_stands_at_the_first_step_at_which_all_that_it_needs_is_done(m
             done.add(made.actions[rank][counts[rank]])
             counts[rank] += 1
     assert not made.grid.missing
+
+
+TWO_STAGES_EACH = written(["0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"], rank_of=(0, 1, 1, 0), microbatches=1)
+
+
+def test_a_schedule_counts_ranks_and_stages_and_knows_whether_it_trains() -> None:
+    assert (TWO_STAGES_EACH.ranks, TWO_STAGES_EACH.stages) == (2, 4)
+    assert [TWO_STAGES_EACH.stages_of(rank) for rank in (0, 1)] == [(0, 3), (1, 2)]
+    assert TWO_STAGES_EACH.trains
+    assert not written(["0F0"], rank_of=(0,), microbatches=1).trains
+
+
+def test_the_order_of_a_schedule_is_the_text_of_its_actions() -> None:
+    assert TWO_STAGES_EACH.order == (("0F0", "3F0", "3B0", "0B0"), ("1F0", "2F0", "2B0", "1B0"))
+
+
+def test_a_schedule_prints_as_its_grid() -> None:
+    assert str(TWO_STAGES_EACH) == "\n".join(
+        [
+            "rank 0  0F0  .   .  3F0 3B0  .   .  0B0",
+            "rank 1   .  1F0 2F0  .   .  2B0 1B0  .",
+        ]
+    )
+
+
+def test_equal_schedules_are_equal_and_hash_alike() -> None:
+    same = written(["0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"], rank_of=(0, 1, 1, 0), microbatches=1)
+    assert same == TWO_STAGES_EACH
+    assert hash(same) == hash(TWO_STAGES_EACH)
+    assert same.bound is None
+    assert same.grid is same.grid
+
+
+@pytest.mark.parametrize("rank", [-1, 1])
+def test_a_stage_on_a_rank_without_actions_is_refused(rank: int) -> None:
+    told = f"stage 1 is on rank {rank}, but there are actions for ranks 0 to 0"
+    with pytest.raises(ScheduleError, match=told):
+        written(["0F0 0B0"], (0, rank), 1)
+
+
+def test_a_schedule_without_ranks_or_stages_is_refused() -> None:
+    for rows, rank_of in (([], (0,)), (["0F0 0B0"], ())):
+        with pytest.raises(ScheduleError, match=r"^a schedule without ranks or stages: "):
+            written(rows, rank_of, 1)
+
+
+DEALT = {
+    (Placement.LINEAR, 4, 1): "0 1 2 3",
+    (Placement.LOOP, 4, 1): "0 1 2 3",
+    (Placement.V, 4, 1): "0 1 2 3",
+    (Placement.LOOP, 4, 2): "0 1 2 3  0 1 2 3",
+    (Placement.V, 4, 2): "0 1 2 3  3 2 1 0",
+    (Placement.LOOP, 2, 3): "0 1  0 1  0 1",
+    (Placement.V, 3, 3): "0 1 2  2 1 0  0 1 2",
+    (Placement.V, 1, 2): "0  0",
+}
+
+
+@pytest.mark.parametrize(("placement", "ranks", "chunks"), DEALT)
+def test_each_placement_gives_each_stage_its_listed_rank(
+    placement: Placement, ranks: int, chunks: int
+) -> None:
+    dealt = tuple(map(int, DEALT[placement, ranks, chunks].split()))
+    assert placement.rank_of(ranks, chunks) == dealt
+
+
+def test_placements_are_called_linear_loop_and_v() -> None:
+    assert [Placement(name) for name in ("linear", "loop", "v")] == list(Placement)

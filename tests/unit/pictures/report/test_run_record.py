@@ -19,7 +19,7 @@ from plait.pictures.report.page import read_runs, write_report
 from plait.pictures.report.recorded_step import RecordedRank, write_step
 from plait.pictures.report.run_description import PlannedTensor, PredictedRank, TensorPiece, write_description
 from plait.pictures.report.run_record import read_run
-from plait.pictures.report.samples import samples_section
+from plait.pictures.report.sections import samples_section
 from plait.pictures.report.warnings import stragglers, warnings_of
 
 

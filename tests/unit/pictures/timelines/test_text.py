@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from plait.pictures.timelines.text import draw_text, round_times, title
+from plait.pictures.timelines.text import draw_text, title
 from plait.pictures.timelines.timeline import Timeline, simulate
 from plait.schedules.action import Action
 from plait.schedules.costs import Costs
@@ -108,21 +108,6 @@ def test_the_coloured_drawing_without_colour_codes_is_the_plain_one() -> None:
 def test_a_schedule_without_costs_is_drawn_with_empty_rows() -> None:
     timeline = simulate(policy_schedule("gpipe", 1, 1), Costs(0, 0, 0))
     assert draw_text(timeline).splitlines()[:2] == ["rank 0", "        0"]
-
-
-@pytest.mark.parametrize(
-    ("makespan", "at_most", "times"),
-    [
-        (33, 7, [0, 5, 10, 15, 20, 25, 30]),
-        (33, 6, [0, 10, 20, 30]),
-        (1, 6, [0, 0.2, 0.4, 0.6, 0.8, 1]),
-        (98.4, 2, [0, 50]),
-        (1e-6, 3, [0, 5e-7, 1e-6]),
-        (0, 5, [0]),
-    ],
-)
-def test_the_time_axis_has_round_numbers(makespan: float, at_most: int, times: list[float]) -> None:
-    assert round_times(makespan, at_most) == pytest.approx(times)
 
 
 def test_titles_of_schedules_count_ranks_and_micro_batches() -> None:

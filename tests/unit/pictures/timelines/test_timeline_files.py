@@ -1,17 +1,19 @@
-"""The trace: every action once, arrows that readers bind to the right actions, and what is held."""
+"""Timelines as files; as a Chrome trace, read as Perfetto reads it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.pictures.timelines.files import draw_trace
+from plait.errors import ConfigError
+from plait.pictures.timelines.files import FORMATS, draw_trace, picture, write_pictures
 from plait.pictures.timelines.timeline import Timeline, simulate
 from plait.schedules.action import Action, Kind
 from plait.schedules.costs import Costs
@@ -166,3 +168,30 @@ def test_names_in_a_chrome_trace_are_escaped() -> None:
     made = policy_schedule("gpipe", 1, 1)
     named = Schedule('"\\\n<é>', 1, made.rank_of, made.actions)
     assert events(simulate(named), "M")[0]["args"] == {"name": '"\\\n<é>: 1 rank, 1 micro-batch'}
+
+
+TIMELINE = simulate(policy_schedule("1f1b", 2, 2))
+
+
+def test_each_format_is_written_where_it_is_asked_for(tmp_path: Path) -> None:
+    paths = {kind: tmp_path / "new" / f"a.{kind}" for kind in FORMATS}
+    assert list(write_pictures(TIMELINE, paths)) == list(paths.values())
+    texts = {kind: path.read_text() for kind, path in paths.items()}
+    assert texts == {kind: picture(TIMELINE, kind) for kind in FORMATS}
+    assert texts["svg"].startswith("<svg")
+    assert "<html" in texts["html"]
+    assert len(json.loads(texts["trace"])["traceEvents"]) > 8
+    assert texts["csv"] == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+
+
+@pytest.mark.parametrize("kind", ["svg", "html", "trace"])
+def test_a_given_name_replaces_the_schedules_in_a_picture(kind: str) -> None:
+    assert "a name" in picture(TIMELINE, kind, name="a name")
+    assert "1f1b: 2 ranks, 2 micro-batches" in picture(TIMELINE, kind)
+    assert "1f1b: 2 ranks, 2 micro-batches" not in picture(TIMELINE, kind, name="a name")
+
+
+def test_a_picture_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file.x\.svg cannot be written .*: give another file"):
+        list(write_pictures(TIMELINE, {"svg": tmp_path / "file" / "x.svg"}))

@@ -1,12 +1,13 @@
+"""A recorded step: its timeline, the time of each rank by use, and the traffic."""
+
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
 import pytest
-from synthetic_runs import write_metrics, write_plan, write_recorded_step
+from synthetic_runs import write_metrics, write_recorded_step
 
-from plait.pictures.report.plan_pictures import layers_picture, ranks_picture, tensor_picture, tensor_text
 from plait.pictures.report.recorded_step import (
     MOST_ROWS,
     RecordedRank,
@@ -15,7 +16,6 @@ from plait.pictures.report.recorded_step import (
     in_order,
     write_step,
 )
-from plait.pictures.report.run_description import read_description
 from plait.pictures.report.run_record import read_run
 from plait.pictures.report.sections import sections_of
 
@@ -68,44 +68,3 @@ def test_traffic_is_summed_over_ranks_with_the_most_of_one() -> None:
 def test_overlapping_waits_of_a_rank_are_cut_to_follow_each_other() -> None:
     rank = RecordedRank((), (("tp", 5, 9), ("pp", 0, 6), ("dp", 1, 2)), {})
     assert in_order(rank) == [("pp", 0, 6), ("tp", 6, 9)]
-
-
-@pytest.mark.parametrize(
-    "parallel", [{"pp": 2, "tp": 2, "dp": 2, "cp": 2}, {"pp": 8, "tp": 8, "dp": 8, "replicate": 2}], ids=str
-)
-def test_every_rank_and_layer_has_a_place_in_the_plan_picture(
-    tmp_path: Path, parallel: dict[str, int]
-) -> None:
-    write_plan(tmp_path, layers=8, strategy="full", **parallel)
-    about = read_description(tmp_path)
-    assert about is not None
-    picture = ranks_picture(about)
-    ranks = re.findall(r'data-rank="(\d+)" data-pp="(\d+)"', picture)
-    assert [int(rank) for rank, _ in ranks] == list(range(about.world))
-    assert all(int(rank) // (about.world // about.mesh["pp"]) == int(pp) for rank, pp in ranks)
-    assert layers_picture(about).count("<rect") == len(about.layers)
-    right = max(
-        float(x) + float(w) for x, w in re.findall(r' x="([\d.]+)" y="[\d.]+" width="([\d.]+)"', picture)
-    )
-    assert right <= 1151
-
-
-def test_the_picture_of_a_sharded_matrix_covers_it_once(tmp_path: Path) -> None:
-    write_plan(tmp_path, tp=2, dp=2, cp=2, strategy="full")
-    about = read_description(tmp_path)
-    assert about is not None
-    for tensor in about.tensors:
-        picture = tensor_picture(tensor, about.mesh)
-        width, height = map(float, re.findall(r'width="([\d.]+)" height="([\d.]+)" role', picture)[0])
-        sizes = {
-            kind: sum(
-                float(w) * float(h)
-                for w, h in re.findall(rf'class="{kind}"[^>]* width="([\d.]+)" height="([\d.]+)"', picture)
-            )
-            for kind in ("piece", "interval")
-        }
-        whole = (width - 2) * (height - 2)
-        assert sizes["piece"] == pytest.approx(whole, rel=0.04), tensor.name
-        assert sizes["interval"] == pytest.approx(whole, rel=0.04), tensor.name
-    (up,) = (tensor for tensor in about.tensors if tensor.name == "blocks.0.mlp.gate.weight")
-    assert tensor_text(up, about).startswith("512 × 256, divided over tp 2 × shard 2 × cp 2: at most ")

@@ -1,0 +1,204 @@
+"""Cuts of a model into stages: simulated, the fastest one, and together with a schedule."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parity.cases import ONE_STAGE
+from plait.errors import PlanError, ScheduleError
+from plait.pictures.timelines.timeline import simulate
+from plait.schedules.action import Action, Kind
+from plait.schedules.check import check
+from plait.schedules.event_simulation import Timing, event_order, simulate_events
+from plait.schedules.schedule import Schedule
+from plait.schedules.search import stage_cuts as module
+from plait.schedules.search.api import schedule
+from plait.schedules.search.layer_costs import LayerCosts, balance
+from plait.schedules.search.stage_cuts import CutSimulation, StageCut, fastest_cut, schedule_and_cut
+
+
+def makespan(costs, cut, order):
+    return simulate(order.split_backward, LayerCosts.evenly(costs).of_stages(cut)).makespan
+
+
+def every_cut(layers, stages):
+    for bounds in itertools.combinations(range(1, layers), stages - 1):
+        yield tuple(b - a for a, b in zip((0, *bounds), (*bounds, layers), strict=True))
+
+
+# Embedding, eight blocks of attention and MLP, head.
+GPT = [0.0, *(1.3, 2.1) * 8, 4.2]
+
+
+@pytest.mark.parametrize(
+    ("policy", "microbatches", "cut"),
+    [("1f1b", 8, (11, 7)), ("1f1b", 32, (10, 8)), ("gpipe", 8, (10, 8))],
+)
+def test_a_step_of_few_micro_batches_is_cut_unevenly(policy, microbatches, cut):
+    order = schedule(policy, ranks=2, microbatches=microbatches)
+    assert balance(GPT, 2) == (10, 8)
+    assert fastest_cut(LayerCosts.evenly(GPT), order) == cut
+
+
+def test_with_many_micro_batches_the_fastest_cut_is_even():
+    order = schedule("1f1b", ranks=2, microbatches=64)
+    assert fastest_cut(LayerCosts.evenly([1.0] * 8), order) == (4, 4)
+
+
+@given(
+    # Thirds of them are whole, so that no rounding decides.
+    costs=st.lists(st.sampled_from(range(0, 30, 3)).map(float), min_size=2, max_size=8),
+    policy=st.sampled_from(ONE_STAGE),
+    microbatches=st.integers(1, 6),
+)
+def test_two_stages_are_never_worse_than_even(costs, policy, microbatches):
+    order = schedule(policy, ranks=2, microbatches=microbatches)
+    found = fastest_cut(LayerCosts.evenly(costs), order)
+    assert makespan(costs, found, order) <= makespan(costs, balance(costs, 2), order)
+
+
+@given(
+    # Thirds of them are whole, so that no rounding decides.
+    costs=st.lists(st.sampled_from(range(3, 30, 3)).map(float), min_size=4, max_size=7),
+    microbatches=st.integers(1, 6),
+)
+def test_moving_a_single_layer_never_shortens_the_fastest_cut(costs, microbatches):
+    order = schedule("1f1b", ranks=3, microbatches=microbatches)
+    found = fastest_cut(LayerCosts.evenly(costs), order)
+    for cut in every_cut(len(costs), 3):
+        if sum(abs(a - b) for a, b in zip(cut, found, strict=True)) == 2 and cut[1] != found[1]:
+            assert makespan(costs, cut, order) >= makespan(costs, found, order)
+
+
+def test_a_split_schedule_is_legal_and_ends_no_later():
+    order = schedule("1f1b", ranks=4, microbatches=6)
+    split = order.split_backward
+    check(split)
+    assert simulate(split).makespan <= simulate(order).makespan
+
+
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(PlanError, match="3 stages need at least 3 layers"):
+        fastest_cut(LayerCosts.evenly([1.0, 1.0]), schedule("1f1b", ranks=3, microbatches=2))
+
+
+POLICIES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half")
+
+
+@given(
+    policy=st.sampled_from(POLICIES),
+    ranks=st.integers(1, 4),
+    microbatches=st.integers(1, 6),
+    costs=st.lists(st.floats(0.01, 10), min_size=8, max_size=12),
+    split=st.booleans(),
+    message=st.sampled_from((0.0, 0.1, 1.7)),
+)
+def test_the_makespan_is_that_of_the_timeline(policy, ranks, microbatches, costs, split, message) -> None:
+    made = schedule(policy, ranks=ranks, microbatches=microbatches)
+    made = made.split_backward if split else made
+    layers = LayerCosts.evenly(costs)
+    layers = LayerCosts(layers.F, layers.I, layers.W, comm=message, message=message / 7)
+    cut = balance(costs, made.stages)
+    simulation = CutSimulation(layers, made)
+    expected = simulate(made, layers.of_stages(cut)).makespan
+    assert simulation.makespan(cut) / 2**simulation._exponent == pytest.approx(expected, rel=1e-9)
+
+
+@given(policy=st.sampled_from(POLICIES), ranks=st.integers(1, 4), split=st.booleans(), data=st.data())
+def test_no_cut_takes_less_than_the_lower_bound(policy, ranks, split, data) -> None:
+    made = schedule(policy, ranks=ranks, microbatches=data.draw(st.integers(1, 6)))
+    made = made.split_backward if split else made
+    cut = data.draw(st.lists(st.integers(1, 3), min_size=made.stages, max_size=made.stages))
+    each = st.lists(st.floats(0.01, 10), min_size=sum(cut), max_size=sum(cut))
+    layers = LayerCosts(
+        data.draw(each), data.draw(each), data.draw(each), comm=data.draw(st.sampled_from((0.0, 0.4)))
+    )
+    simulation = CutSimulation(layers, made)
+    assert simulation.least(cut) <= simulation.makespan(cut)
+
+
+def test_the_lower_bound_is_reached_where_nothing_waits() -> None:
+    layers = LayerCosts.evenly([1.0] * 8)
+    for policy in ("zb-h1", "zb-v"):
+        made = schedule(policy, ranks=4, microbatches=6).split_backward
+        simulation, cut = CutSimulation(layers, made), balance(layers.total, made.stages)
+        assert simulation.least(cut) == simulation.makespan(cut), policy
+
+
+@given(policy=st.sampled_from(POLICIES), ranks=st.integers(1, 4), data=st.data())
+def test_the_last_ends_are_those_of_the_event_simulation(policy, ranks, data) -> None:
+    made = schedule(policy, ranks=ranks, microbatches=data.draw(st.integers(1, 6)))
+    times = st.lists(st.integers(0, 99), min_size=made.stages, max_size=made.stages)
+    timing = Timing({kind: data.draw(times) for kind in Kind}, data.draw(times), data.draw(times))
+    expected = [row[-1] for row in simulate_events(made.actions, timing).ends]
+    assert event_order(made.actions, made.stages).last_ends(timing) == expected
+
+
+def test_a_deadlocked_order_is_refused_by_the_cut_simulation() -> None:
+    rows = ((Action(0, Kind.I, 0), Action(0, Kind.F, 0)), (Action(1, Kind.F, 0), Action(1, Kind.I, 0)))
+    with pytest.raises(ScheduleError, match="deadlock: rank 0 waits at 0I0"):
+        event_order(rows, 2)
+
+
+COSTS = LayerCosts.evenly([1.0] * 8)
+
+
+def makespan_of(cut: StageCut, made: Schedule) -> float:
+    return simulate(made, COSTS.of_stages(cut)).makespan
+
+
+def refuse_chunks(refused: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a limit is kept with some numbers of chunks only."""
+
+    def within_limit(*arguments: Any, chunks: int, **options: Any) -> Schedule:
+        if chunks in refused:
+            raise ScheduleError(f"{chunks} chunks do not keep the limit.")
+        return schedule(*arguments, chunks=chunks, **options)
+
+    module._automatic.cache_clear()  # what was found before nobody asks for again
+    monkeypatch.setattr(module, "schedule", within_limit)
+
+
+def test_the_shortest_number_of_chunks_wins() -> None:
+    made, cut = schedule_and_cut("auto", COSTS, ranks=2, microbatches=2)
+    alone = [
+        schedule_and_cut("auto", COSTS, ranks=2, microbatches=2, chunks=chunks) for chunks in range(1, 5)
+    ]
+    assert makespan_of(cut, made) == min(makespan_of(own, one) for one, own in alone)
+    assert made.stages > 2
+
+
+@pytest.mark.parametrize("refused", [{1}, {4}, {1, 3, 4}], ids=str)
+def test_a_number_of_chunks_that_does_not_keep_the_limit_is_passed_over(
+    refused: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_chunks(refused, monkeypatch)
+    made, cut = schedule_and_cut("auto", COSTS, ranks=2, microbatches=2)
+    assert made.stages // 2 not in refused
+    assert (len(cut), sum(cut)) == (made.stages, 8)
+
+
+def test_auto_is_refused_where_no_number_of_chunks_keeps_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ScheduleError, match=r"^a limit of 0\.5 is below .* hold at least 1\.$"):
+        schedule_and_cut("auto", COSTS, ranks=2, microbatches=2, limit=0.5)
+    refuse_chunks({1, 2, 3, 4}, monkeypatch)
+    with pytest.raises(ScheduleError, match=r"^4 chunks do not keep the limit"):
+        schedule_and_cut("auto", COSTS, ranks=2, microbatches=2)
+
+
+@pytest.mark.parametrize(("policy", "stages"), [("auto", 4), ("zb-v", 4), ("1f1b", 2)])
+def test_a_cut_by_hand_is_taken_as_it_is(policy: str, stages: int) -> None:
+    by_hand = {4: (1, 3, 2, 2), 2: (3, 5)}[stages]
+    made, cut = schedule_and_cut(policy, COSTS, ranks=2, microbatches=2, cut=by_hand)
+    assert (made.stages, cut) == (stages, by_hand)
+
+
+@pytest.mark.parametrize("policy", ["auto", "1f1b"])
+def test_a_cut_by_hand_of_another_number_of_stages_is_refused(policy: str) -> None:
+    with pytest.raises(PlanError, match=r"\[2, 3, 3\] does not cut 8 layers into 2 stages"):
+        schedule_and_cut(policy, COSTS, ranks=2, microbatches=2, cut=(2, 3, 3))
