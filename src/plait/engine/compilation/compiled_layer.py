@@ -156,11 +156,11 @@ class CompiledRun:
         self._makers: dict[int, Callable[[], Tensor]] = {}
         """Of masks, by number: they make the same mask again."""
 
-    def backward(self, gradients: Sequence[Tensor | None], *, adds_late: bool) -> list[Tensor | None]:
+    def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of the input's tensors from those of the output's.
 
         Queues what weight gradients are taken out of the backward. The others are added to their buffers, or
-        their addition is queued, too, where `adds_late`.
+        their addition is queued, too, where `W` adds all.
         """
         graphs, queue = self.graphs, self.layer.queue
         for one in graphs.output_gradients:
@@ -174,13 +174,17 @@ class CompiledRun:
             found = graphs.run_backward(saved, gradients, self)
             parameters = list(map(self.layer.parameters.__getitem__, graphs.parameters))
             computed: Any = found[graphs.inputs :]  # none of them is None
-            if adds_late:
+            if queue.adds_late:
                 queue.add(partial(add_found, parameters, computed, queue))
             else:
                 add_found(parameters, computed, queue)
         finally:
             torch.set_grad_enabled(True)
         return found[: graphs.inputs]
+
+    def output_is_read(self) -> bool:
+        """Return True: the backward may read the output, which must then not be written to."""
+        return True
 
     def mask(self, number: int, name: str, shape: Sequence[int], device: torch.device) -> Tensor:
         """Return the mask of call `number` of the dropout `name`; asked again, the same mask."""
