@@ -62,28 +62,45 @@ class WeightTerm:
     """A summand of a parameter's gradient that the backward leaves to the weight gradient queue."""
 
     parameter: int
-    """The number of the parameter among the arguments of the joint graph."""
+    """The number of the parameter in the layer."""
     operands: tuple[Operand, ...]
     add: Callable[..., None]
     """Adds the summand to a buffer, given that, the operands, and whether it is the first: then writes it."""
 
+
+@dataclass(frozen=True)
+class WeightTerms:
+    """Summands whose operands are computed at the same time: what several of them read is viewed once."""
+
+    terms: Sequence[tuple[WeightTerm, Sequence[int]]]
+    """Each with the numbers of its operands."""
+    operands: Sequence[Operand]
+
+    @staticmethod
+    def of(terms: Sequence[WeightTerm]) -> WeightTerms:
+        """Return `terms` with each operand once."""
+        operands: list[Operand] = []
+        for term in terms:
+            operands += [one for one in term.operands if one not in operands]
+        return WeightTerms([(one, list(map(operands.index, one.operands))) for one in terms], operands)
+
     def add_to(
-        self, queue: WeightGradientQueue, weight: Tensor, values: Sequence[Tensor | Regathered]
+        self, queue: WeightGradientQueue, parameters: Sequence[Tensor], values: Sequence[Tensor | Regathered]
     ) -> None:
-        """Add this part of the gradient of `weight` to its buffer; the operands are views of `values`.
+        """Add these parts of gradients to the buffers of a layer's `parameters`; operands view `values`.
 
         Communication: gathers what is to be gathered again.
         """
-        found = list(values)
-        for number, operand in enumerate(self.operands):
-            value = found[number]
-            if isinstance(value, Regathered):
-                value = value.whole()
+        found = []
+        for operand, value in zip(self.operands, values, strict=True):
+            tensor = value.whole() if isinstance(value, Regathered) else value
             for operation, arguments in operand.views:
-                value = operation(value, *arguments)
-            found[number] = value
-        first = bool(queue.unwritten) and queue.begins((weight,))
-        self.add(queue.buffer_of(weight), *found, first)
+                tensor = operation(tensor, *arguments)
+            found.append(tensor)
+        for term, numbers in self.terms:
+            weight = parameters[term.parameter]
+            first = bool(queue.unwritten) and queue.begins((weight,))
+            term.add(queue.buffer_of(weight), *map(found.__getitem__, numbers), first)
 
 
 def viewed(tensor: Tensor, views: Sequence[View]) -> Tensor:
