@@ -33,6 +33,16 @@ _METHODS: Mapping[object, Callable[..., Tensor]] = MappingProxyType(
 
 
 @dataclass(frozen=True)
+class StridedView:
+    """A tensor that is a view of all of another one, made in one operation."""
+
+    base: Sequence[int]
+    """The strides of the other one."""
+    shape: Sequence[int]
+    stride: Sequence[int]
+
+
+@dataclass(frozen=True)
 class Operand:
     """A tensor that is a view of a node's value."""
 
@@ -48,6 +58,18 @@ class Operand:
             views.insert(0, (operation, tuple(node.args[1:])))
             node = node.args[0]
         return Operand(node, tuple(views))
+
+    def in_one_step(self) -> StridedView | None:
+        """Return the operand as one view; None where it is one, or none, or a view of a part of its base.
+
+        Several views cost the host as much as a small product.
+        """
+        base = example_of(self.base)
+        if len(self.views) < 2:
+            return None
+        made = viewed(base, self.views)
+        is_whole = made.storage_offset() == base.storage_offset()
+        return StridedView(base.stride(), made.shape, made.stride()) if is_whole else None
 
     @property
     def transposed(self) -> Operand:
@@ -75,6 +97,8 @@ class WeightTerms:
     terms: Sequence[tuple[WeightTerm, Sequence[int]]]
     """Each with the numbers of its operands."""
     operands: Sequence[Operand]
+    direct: Sequence[StridedView | None]
+    """Of each operand, see `Operand.in_one_step`."""
 
     @staticmethod
     def of(terms: Sequence[WeightTerm]) -> WeightTerms:
@@ -82,7 +106,8 @@ class WeightTerms:
         operands: list[Operand] = []
         for term in terms:
             operands += [one for one in term.operands if one not in operands]
-        return WeightTerms([(one, list(map(operands.index, one.operands))) for one in terms], operands)
+        numbered = [(one, list(map(operands.index, one.operands))) for one in terms]
+        return WeightTerms(numbered, operands, [one.in_one_step() for one in operands])
 
     def add_to(
         self, queue: WeightGradientQueue, parameters: Sequence[Tensor], values: Sequence[Tensor | Regathered]
@@ -92,10 +117,13 @@ class WeightTerms:
         Communication: gathers what is to be gathered again.
         """
         found = []
-        for operand, value in zip(self.operands, values, strict=True):
+        for operand, direct, value in zip(self.operands, self.direct, values, strict=True):
             tensor = value.whole() if isinstance(value, Regathered) else value
-            for operation, arguments in operand.views:
-                tensor = operation(tensor, *arguments)
+            if direct is not None and tensor is value and tensor.stride() == direct.base:
+                tensor = tensor.as_strided(direct.shape, direct.stride)
+            else:
+                for operation, arguments in operand.views:
+                    tensor = operation(tensor, *arguments)
             found.append(tensor)
         for term, numbers in self.terms:
             weight = parameters[term.parameter]
