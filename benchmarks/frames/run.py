@@ -100,7 +100,7 @@ def main() -> None:
         files = {file for file, _ in stack}
         print(f"| {name} | {len(stack)} | {len(files)} | {len({file.split('/')[0] for file in files})} |")
         if name == "tp = 2":
-            shown = [f"{file:28}{function}" for file, function in stack]
+            shown = [f"{file:48}{function}" for file, function in stack]
     print("", *shown, "", sep="\n")
     least, own, every = plait.launch(overhead, 20, ranks=1, ranks_as="threads")[0]
     print(f"per layer and micro-batch: {least:.0f} µs, {own:.1f} calls of plait, {every:.1f} calls in all")

@@ -29,8 +29,7 @@ def weight_work_twice() -> Iterator[None]:
     original = Stage.backward_weight
 
     def backward_weight(self: Stage, microbatch: int, layer: int) -> None:
-        run = self.runs[microbatch, layer]
-        run.work = run.work * 2
+        self.work[microbatch, layer] *= 2
         original(self, microbatch, layer)
 
     with patch.object(Stage, "backward_weight", backward_weight):
@@ -44,8 +43,8 @@ def weight_work_of_another_microbatch() -> Iterator[None]:
     first: dict[tuple[int, int], list[Any]] = {}
 
     def backward_weight(self: Stage, microbatch: int, layer: int) -> None:
-        run = self.runs[microbatch, layer]
-        run.work = first.setdefault((self.number, layer), run.work)
+        key = microbatch, layer
+        self.work[key] = first.setdefault((self.number, layer), self.work[key])
         original(self, microbatch, layer)
 
     with patch.object(Stage, "backward_weight", backward_weight):

@@ -85,10 +85,10 @@ def saved_bytes(case, plan):
     """Return the bytes that each layer's backward reads, in the order of the backwards."""
     found, backward = [], CompiledRun.backward
 
-    def noting(run, gradients, *, adds_late):
+    def noting(run, gradients):
         storages = [tensor.untyped_storage() for tensor in run.saved]
         found.append(sum({one.data_ptr(): one.nbytes() for one in storages}.values()))
-        return backward(run, gradients, adds_late=adds_late)
+        return backward(run, gradients)
 
     with patch.object(CompiledRun, "backward", noting):
         woven.train(case, plan, TWO_STEPS)

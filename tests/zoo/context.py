@@ -170,8 +170,8 @@ def positions_of_the_first_micro_batch() -> Any:
     first: dict[int, Tensor] = {}
     original = steps.PositionsStep.run
 
-    def run(self: steps.PositionsStep, values: Any, call: Any) -> None:
-        original(self, values, call)
+    def run(self: steps.PositionsStep, given: Any, values: Any, call: Any) -> None:
+        original(self, given, values, call)
         values[self.result] = first.setdefault(id(self), values[self.result])
 
     return patch.object(steps.PositionsStep, "run", run)

@@ -190,10 +190,9 @@ GELU = functional.gelu
 def _only_woven(function: Any, x: Tensor) -> Tensor:
     """In a forward of a stage; the reference has the right one."""
     frame: Any = sys._getframe()
-    while frame is not None and frame.f_code.co_name != "_run":
+    while frame is not None and frame.f_code.co_qualname != "EagerLayer.forward":
         frame = frame.f_back
-    woven = frame is not None and "info" in frame.f_locals
-    result: Tensor = function(x) if woven else GELU(x, approximate="tanh")
+    result: Tensor = GELU(x, approximate="tanh") if frame is None else function(x)
     return result
 
 

@@ -88,7 +88,7 @@ def parallelize(
     local = blueprint.schedule.stages_of(mesh.index("pp"))
     spans = {stage: blueprint.stage_layers[stage] for stage in local}
     units = build_units(blueprint, spans, mesh, source)
-    dropout, queue = DropoutGenerator(seed), WeightGradientQueue()
+    dropout, queue = DropoutGenerator(seed), WeightGradientQueue(blueprint.lowering_spec.adds_late)
     tensor_parallel = blueprint.tensor_parallel(mesh.group("tp"))
     stages = build_stages(blueprint, sequence, spans, units, tensor_parallel, mesh, source, dropout, queue)
     meta_layers = blueprint.meta_layers(tensor_parallel, mesh.coordinate, mesh.shared_results)
@@ -252,7 +252,6 @@ def build_stages(
     plan = blueprint.plan
     mine = {number: [sequence.layers[layer] for layer in layers] for number, layers in spans.items()}
     buffers = read_buffers(sequence, chain.from_iterable(mine.values()), source, plan, mesh)
-    adds_late = blueprint.lowering_spec.adds_late
     stages = {}
     for number, layers in mine.items():
         # One copy of all layers of a stage, so that modules that they share stay shared.
@@ -262,9 +261,7 @@ def build_stages(
             defer_weight_gradients(layer.module, queue)
         dropout.attach_to(layer.module for layer in copies)
         recompute = [blueprint.recompute[layer] for layer in spans[number]]
-        stages[number] = Stage(
-            number, copies, queue, adds_late=adds_late, recompute=recompute, dropout=dropout
-        )
+        stages[number] = Stage(number, copies, queue, recompute=recompute, dropout=dropout)
     return stages
 
 

@@ -141,8 +141,7 @@ class ChunkedCrossEntropy:
     rows: int
     """The most rows of a chunk."""
     queue: WeightGradientQueue
-    adds_late: bool = False
-    """Whether weight gradients are added in `W`: then they are kept, in memory of their own, until it."""
+    """Where `W` adds weight gradients, they are kept, in memory of their own, until it."""
 
     def logits(self, features: Tensor) -> Tensor:
         """Return the logits of `features` for this rank's classes, in the dtype of `features`."""
@@ -183,7 +182,7 @@ class ChunkedCrossEntropy:
             if bias is not None:
                 bias.add_(gradient.sum(0))
             del gradient
-        if self.adds_late:
+        if self.queue.adds_late:
             for parameter, total in zip(self._parameters(), (weight, bias), strict=True):
                 if parameter is not None and total is not None:
                     self.queue.add(partial(_add, self.queue, parameter, total))
@@ -218,7 +217,7 @@ class ChunkedCrossEntropy:
     def _buffer(self, parameter: Tensor) -> Tensor:
         """Return the tensor to which a parameter's gradient is added."""
         buffer = self.queue.buffer_of(parameter)
-        return buffer.new_zeros(parameter.shape) if self.adds_late else buffer
+        return buffer.new_zeros(parameter.shape) if self.queue.adds_late else buffer
 
     def _chunks(self, count: int) -> Iterator[slice]:
         for start in range(0, max(count, 1), self.rows):

@@ -220,7 +220,9 @@ def test_after_an_exception_in_a_layer_the_next_step_is_right(where: str, kind: 
     assert place == f"in stage 0, micro-batch 1, {layers}"
     assert instruction.startswith(f"while running RunLayer(action=Action(stage=0, kind=<Kind.{kind}: ")
     (stage,) = engine._pipeline.stages.values()
-    assert not any((stage.values, stage.gradients, stage.runs, stage.queue.pending)), "memory is given back"
+    assert not any((stage.values, stage.gradients, stage.runs, stage.work, stage.queue.pending)), (
+        "memory is given back"
+    )
     torch.optim.SGD(engine.parameters()).zero_grad()
     engine.forward_backward(INPUTS, TARGETS)
     assert_gradients(engine, gradients)

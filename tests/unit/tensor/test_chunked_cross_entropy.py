@@ -35,8 +35,8 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def chunked(head: nn.Linear, rows: int, *, adds_late: bool = False) -> ChunkedCrossEntropy:
-    queue = WeightGradientQueue()
-    return ChunkedCrossEntropy(LOSS, head, Vocabulary.of_one_rank(CLASSES), rows, queue, adds_late)
+    queue = WeightGradientQueue(adds_late)
+    return ChunkedCrossEntropy(LOSS, head, Vocabulary.of_one_rank(CLASSES), rows, queue)
 
 
 def expected() -> tuple[Tensor, Tensor, nn.Linear]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.engine.compilation.torch_compiler import GraphCall
-from plait.engine.compilation.weight_terms import WeightTerm
+from plait.engine.compilation.weight_terms import WeightTerms
 from plait.tensor.autograd.between_graphs import RecordedAttention
 from plait.tensor.autograd.engine_calls import run_backward
 from plait.tensor.autograd.regather import Gather, Regathered
@@ -32,16 +32,8 @@ class LayerCall(Protocol):
     def regathered(self, piece: Tensor, gather: Gather) -> Regathered:
         """Return a tensor whose all-gather from the ranks' parts is repeated on first use."""
 
-    def defer(self, term: WeightTerm, operands: Sequence[Tensor | Regathered]) -> None:
-        """Queue the computation of `term`, a part of a weight gradient, from `operands`."""
-
-
-def taken(values: Values, slots: Sequence[int], done: Sequence[int]) -> list[Any]:
-    """Return the values of `slots`, and drop the references in the slots `done`, so that graphs free them."""
-    found = list(map(values.__getitem__, slots))
-    for slot in done:
-        values[slot] = None
-    return found
+    def defer(self, terms: WeightTerms, operands: Sequence[Tensor | Regathered]) -> None:
+        """Queue the computation of `terms`, parts of weight gradients, from `operands`."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +78,9 @@ class AttentionStep:
     """Slots for an `AttentionRun`; none where no backward reads it."""
     done: Sequence[int] = ()
 
-    def run(self, values: Values, call: LayerCall) -> None:
-        """Compute attention of the step's arguments in `values`, and store the output there."""
-        query, key, value = taken(values, self.arguments, self.done)
+    def run(self, given: list[Any], values: Values, call: LayerCall) -> None:
+        """Compute attention of the values `given`, and store the output in `values`."""
+        query, key, value = given
         name = self.recorded.dropout
         dropout = None if name is None else call.dropout(name)
         if not self.saved:
@@ -109,15 +101,14 @@ class AttentionStep:
 class AttentionBackwardStep:
     """A step that computes the gradients of the query, keys and values of an `AttentionStep`."""
 
-    gradient: int
-    attention: int
-    """The slot of the `AttentionRun`."""
+    arguments: Sequence[int]
+    """The gradient of the output, and the `AttentionRun`."""
     results: Sequence[Results]
     done: Sequence[int] = ()
 
-    def run(self, values: Values, call: LayerCall) -> None:
+    def run(self, given: list[Any], values: Values, call: LayerCall) -> None:
         """Run the backward of the attention's autograd graph, and store the gradients."""
-        gradient, run = taken(values, (self.gradient, self.attention), self.done)
+        gradient, run = given
         run_backward([run.output], [gradient])
         for gradient, result in zip(run.gradients, self.results, strict=True):
             result.store(values, gradient)
@@ -152,11 +143,10 @@ class GraphStep:
     arguments: Sequence[int]
     results: Sequence[int]
     done: Sequence[int] = ()
-    """Slots that no later step reads."""
 
-    def run(self, values: Values, call: LayerCall) -> None:
-        """Run the graph on the step's arguments in `values`, and store its results there."""
-        made = self.graph(taken(values, self.arguments, self.done))
+    def run(self, given: list[Any], values: Values, call: LayerCall) -> None:
+        """Run the graph on `given`, and store its results in `values`."""
+        made = self.graph(given)
         for slot, value in zip(self.results, made, strict=True):
             values[slot] = value
 
@@ -166,15 +156,16 @@ class BetweenStep:
     """A step that runs a collective between two graphs."""
 
     operation: Callable[[Tensor], Tensor]
-    argument: int
+    arguments: Sequence[int]
+    """One."""
     result: Results
     copies: bool
     """Whether the operation writes to its argument, which others read, too."""
     done: Sequence[int] = ()
 
-    def run(self, values: Values, call: LayerCall) -> None:
-        """Run the collective on the step's argument in `values`, and store its result there."""
-        (argument,) = taken(values, (self.argument,), self.done)
+    def run(self, given: list[Any], values: Values, call: LayerCall) -> None:
+        """Run the collective on the value `given`, and store its result in `values`."""
+        (argument,) = given
         self.result.store(values, self.operation(argument.clone() if self.copies else argument))
 
 
@@ -183,13 +174,14 @@ class RegatherStep:
     """A step that prepares to repeat an all-gather of the forward, for a weight gradient."""
 
     gather: Gather
-    argument: int
+    arguments: Sequence[int]
+    """The piece."""
     result: int
     done: Sequence[int] = ()
 
-    def run(self, values: Values, call: LayerCall) -> None:
+    def run(self, given: list[Any], values: Values, call: LayerCall) -> None:
         """Store the `Regathered`; its all-gather starts now only if the weight gradients follow at once."""
-        (piece,) = taken(values, (self.argument,), self.done)
+        (piece,) = given
         values[self.result] = call.regathered(piece, self.gather)
 
 
@@ -203,9 +195,10 @@ class MaskStep:
     shape: Sequence[int]
     device: torch.device
     result: int
+    arguments: Sequence[int] = ()
     done: Sequence[int] = ()
 
-    def run(self, values: Values, call: LayerCall) -> None:
+    def run(self, given: list[Any], values: Values, call: LayerCall) -> None:
         """Compute the dropout's mask for this call, and store it in `values`."""
         values[self.result] = call.mask(self.number, self.name, self.shape, self.device)
 
@@ -216,9 +209,10 @@ class PositionsStep:
 
     device: torch.device
     result: int
+    arguments: Sequence[int] = ()
     done: Sequence[int] = ()
 
-    def run(self, values: Values, call: LayerCall) -> None:
+    def run(self, given: list[Any], values: Values, call: LayerCall) -> None:
         """Store the positions of the running sequence in `values`."""
         sequence = running_sequence()
         assert sequence is not None
@@ -227,15 +221,16 @@ class PositionsStep:
 
 @dataclass
 class DeferStep:
-    """A step that queues a summand of a weight gradient, once its operands are computed."""
+    """A step that queues summands of weight gradients, once their operands are computed."""
 
-    term: WeightTerm
-    operands: Sequence[int]
+    terms: WeightTerms
+    arguments: Sequence[int]
+    """The operands, each once."""
     done: Sequence[int] = ()
 
-    def run(self, values: Values, call: LayerCall) -> None:
-        """Queue the computation of the summand from its operands in `values`."""
-        call.defer(self.term, taken(values, self.operands, self.done))
+    def run(self, given: list[Any], values: Values, call: LayerCall) -> None:
+        """Queue the computation of the summands from their operands."""
+        call.defer(self.terms, given)
 
 
 Between = BetweenStep | RegatherStep | AttentionStep | AttentionBackwardStep
@@ -244,16 +239,23 @@ Step = GraphStep | Between | MaskStep | PositionsStep | DeferStep
 
 @dataclass(frozen=True)
 class Steps:
-    """A sequence of steps, and the slots of its arguments and results."""
+    """A sequence of steps, and the slots of its arguments and results.
+
+    Each step has slots `arguments`, and is given their values; `done` are those that no later step reads,
+    whose references are dropped, so that graphs free them.
+    """
 
     steps: Sequence[Step]
     slots: int
     results: Sequence[int]
     """A slot beyond the last: no result."""
 
-    def run(self, given: Values, call: LayerCall) -> list[Any]:
-        """Return the results of the steps for `given`, which it empties; None where there is no result."""
-        given += [None] * (self.slots + 1 - len(given))
+    def run(self, values: Values, call: LayerCall) -> list[Any]:
+        """Return the results of the steps for `values`, which it empties; None where there is no result."""
+        values += [None] * (self.slots + 1 - len(values))
         for step in self.steps:
-            step.run(given, call)
-        return list(map(given.__getitem__, self.results))
+            taken = list(map(values.__getitem__, step.arguments))
+            for slot in step.done:
+                values[slot] = None
+            step.run(taken, values, call)
+        return list(map(values.__getitem__, self.results))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from plait.engine.compilation.layer_graphs import LayerGraphs, trace_layer
-from plait.engine.compilation.weight_terms import WeightTerm
+from plait.engine.compilation.weight_terms import WeightTerms
 from plait.errors import ModelError
 from plait.models.layers.shape_inference import LayerInfo
 from plait.plan.plan import Plan, Recompute
@@ -106,15 +106,14 @@ class CompiledLayer:
         torch.set_grad_enabled(False)
         try:
             # Inputs and outputs are detached, since what is saved is to hold no gradient and need none.
-            given = [one.detach() for one in inputs]
+            given = list(map(Tensor.detach, inputs))
             outputs, run.saved = graphs.run_forward([*given, *self._tensors], run)
-            leaves = [
-                one.detach().requires_grad_() if learns else one
-                for one, learns in zip(outputs, graphs.requires_grad, strict=True)
-            ]
+            for number, learns in enumerate(graphs.requires_grad):
+                if learns:
+                    outputs[number] = outputs[number].detach().requires_grad_()
         finally:
             torch.set_grad_enabled(True)
-        return leaves[0] if graphs.returns_tensor else with_tensors(graphs.output, leaves), run
+        return outputs[0] if graphs.returns_tensor else with_tensors(graphs.output, outputs), run
 
     def _found(self, key: Hashable, value: Value, info: LayerInfo) -> LayerGraphs | None:
         """Return the graphs of the structure for these shapes: of an equal layer, or newly traced."""
@@ -156,11 +155,11 @@ class CompiledRun:
         self._makers: dict[int, Callable[[], Tensor]] = {}
         """Of masks, by number: they make the same mask again."""
 
-    def backward(self, gradients: Sequence[Tensor | None], *, adds_late: bool) -> list[Tensor | None]:
+    def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of the input's tensors from those of the output's.
 
         Queues what weight gradients are taken out of the backward. The others are added to their buffers, or
-        their addition is queued, too, where `adds_late`.
+        their addition is queued, too, where `W` adds all.
         """
         graphs, queue = self.graphs, self.layer.queue
         for one in graphs.output_gradients:
@@ -174,13 +173,17 @@ class CompiledRun:
             found = graphs.run_backward(saved, gradients, self)
             parameters = list(map(self.layer.parameters.__getitem__, graphs.parameters))
             computed: Any = found[graphs.inputs :]  # none of them is None
-            if adds_late:
+            if queue.adds_late:
                 queue.add(partial(add_found, parameters, computed, queue))
             else:
                 add_found(parameters, computed, queue)
         finally:
             torch.set_grad_enabled(True)
         return found[: graphs.inputs]
+
+    def output_is_read(self) -> bool:
+        """Return True: the backward may read the output, which must then not be written to."""
+        return True
 
     def mask(self, number: int, name: str, shape: Sequence[int], device: torch.device) -> Tensor:
         """Return the mask of call `number` of the dropout `name`; asked again, the same mask."""
@@ -203,15 +206,15 @@ class CompiledRun:
             found.start()
         return found
 
-    def defer(self, term: WeightTerm, operands: Sequence[Tensor | Regathered]) -> None:
-        """Queue the computation of `term`, a part of a weight gradient, from `operands`.
+    def defer(self, terms: WeightTerms, operands: Sequence[Tensor | Regathered]) -> None:
+        """Queue the computation of `terms`, parts of weight gradients, from `operands`.
 
         An output gradient that was gathered is gathered again, unless the weight gradients follow at once.
         """
-        weight, queue = self.layer.parameters[term.parameter - self.graphs.inputs], self.layer.queue
+        queue = self.layer.queue
         if queue.gathered.is_used:
             operands = [self._later(operand) for operand in operands]
-        queue.add(partial(term.add_to, queue, weight, operands))
+        queue.add(partial(terms.add_to, queue, self.layer.parameters, operands))
 
     def _later(self, operand: Tensor | Regathered) -> Tensor | Regathered:
         queue = self.layer.queue

@@ -91,7 +91,7 @@ def divided(
     for number in parameters:
         gradient = gradients[number]
         if gradient is not None:
-            found, others = terms_of(gradient, joint.arguments[number], number)
+            found, others = terms_of(gradient, joint.arguments[number], number - parameters[0])
             terms += found
             gradients[number] = _sum_of(joint, others) if found else gradient
     terms = [_with_regathered(joint, term, gathers) for term in terms]

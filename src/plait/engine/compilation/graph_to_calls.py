@@ -30,7 +30,7 @@ from plait.engine.compilation.compiled_calls import (
     Steps,
 )
 from plait.engine.compilation.torch_compiler import example_of, with_generated_code
-from plait.engine.compilation.weight_terms import Operand, WeightTerm
+from plait.engine.compilation.weight_terms import Operand, WeightTerm, WeightTerms
 from plait.tensor.autograd.between_graphs import (
     ATTENTION,
     ATTENTION_BACKWARD,
@@ -60,9 +60,11 @@ def steps_of(
     steps, waiting, known = list[Step](), list(terms), set(given)
 
     def defer() -> None:
-        for term in [one for one in waiting if all(operand.base in known for operand in one.operands)]:
-            waiting.remove(term)
-            steps.append(DeferStep(term, [slots[operand.base] for operand in term.operands]))
+        found = [one for one in waiting if all(operand.base in known for operand in one.operands)]
+        if found:
+            waiting[:] = [one for one in waiting if one not in found]
+            made = WeightTerms.of(found)
+            steps.append(DeferStep(made, [slots[operand.base] for operand in made.operands]))
 
     defer()
     for level, group in groupby(sorted(nodes, key=levels.__getitem__), key=levels.__getitem__):
@@ -91,7 +93,7 @@ def _between(
         return PositionsStep(node.args[1], slots[node])  # type: ignore[arg-type]
     if node.target == REGATHERED:
         piece, gather = node.args
-        return RegatherStep(trace.gathers[gather], slots[piece], slots[node])  # type: ignore[index]
+        return RegatherStep(trace.gathers[gather], [slots[piece]], slots[node])  # type: ignore[index]
     if node.target == ATTENTION:
         *given, call, _ = node.args
         output, run = (_results(node, number, slots) for number in range(2))
@@ -100,13 +102,13 @@ def _between(
     if node.target == ATTENTION_BACKWARD:
         gradient, saved, *_ = node.args
         results = [_results(node, number, slots) for number in range(3)]
-        return AttentionBackwardStep(slots[gradient], slots[saved], results)  # type: ignore[index]
+        return AttentionBackwardStep([slots[gradient], slots[saved]], results)  # type: ignore[index]
     argument, number, _ = node.args
     assert isinstance(argument, Node)
     assert isinstance(number, int)
     copies = number in trace.writes and _is_read_elsewhere(argument, node, readers, outside)
     result = Results([slots[node]], example_of(node).stride())
-    return BetweenStep(trace.operations[number], slots[argument], result, copies)
+    return BetweenStep(trace.operations[number], [slots[argument]], result, copies)
 
 
 def _results(node: Node, number: int, slots: Mapping[Node, int]) -> Results:
@@ -174,25 +176,9 @@ def _set_last_uses(steps: Sequence[Step], returned: set[int]) -> None:
     """Set `done` of each step: the slots that it reads and no later step does."""
     seen = set(returned)
     for step in reversed(steps):
-        read = set(_read_by(step)) - seen
+        read = set(step.arguments) - seen
         step.done = tuple(read)
         seen |= read
-
-
-def _read_by(step: Step) -> Sequence[int]:
-    match step:
-        case GraphStep():
-            return step.arguments
-        case BetweenStep() | RegatherStep():
-            return [step.argument]
-        case DeferStep():
-            return step.operands
-        case AttentionStep():
-            return step.arguments
-        case AttentionBackwardStep():
-            return [step.gradient, step.attention]
-        case MaskStep() | PositionsStep():
-            return []
 
 
 def _levels(nodes: Sequence[Node]) -> Mapping[Node, int]:

@@ -80,7 +80,7 @@ class LayerGraphs:
         """Return the output's tensors and what the backward reads; gradients are disabled."""
         for check in self.checks:
             check()
-        saved = [arguments[number] for number in self.saved_arguments]
+        saved = list(map(arguments.__getitem__, self.saved_arguments))
         made = self.forward.run(arguments, call)
         count = len(self.requires_grad)
         return made[:count], saved + made[count:]

@@ -33,6 +33,16 @@ _METHODS: Mapping[object, Callable[..., Tensor]] = MappingProxyType(
 
 
 @dataclass(frozen=True)
+class StridedView:
+    """A tensor that is a view of all of another one, made in one operation."""
+
+    base: Sequence[int]
+    """The strides of the other one."""
+    shape: Sequence[int]
+    stride: Sequence[int]
+
+
+@dataclass(frozen=True)
 class Operand:
     """A tensor that is a view of a node's value."""
 
@@ -49,6 +59,18 @@ class Operand:
             node = node.args[0]
         return Operand(node, tuple(views))
 
+    def in_one_step(self) -> StridedView | None:
+        """Return the operand as one view; None where it is one, or none, or a view of a part of its base.
+
+        Several views cost the host as much as a small product.
+        """
+        base = example_of(self.base)
+        if len(self.views) < 2:
+            return None
+        made = viewed(base, self.views)
+        is_whole = made.storage_offset() == base.storage_offset()
+        return StridedView(base.stride(), made.shape, made.stride()) if is_whole else None
+
     @property
     def transposed(self) -> Operand:
         """The transpose of a matrix."""
@@ -62,28 +84,51 @@ class WeightTerm:
     """A summand of a parameter's gradient that the backward leaves to the weight gradient queue."""
 
     parameter: int
-    """The number of the parameter among the arguments of the joint graph."""
+    """The number of the parameter in the layer."""
     operands: tuple[Operand, ...]
     add: Callable[..., None]
     """Adds the summand to a buffer, given that, the operands, and whether it is the first: then writes it."""
 
+
+@dataclass(frozen=True)
+class WeightTerms:
+    """Summands whose operands are computed at the same time: what several of them read is viewed once."""
+
+    terms: Sequence[tuple[WeightTerm, Sequence[int]]]
+    """Each with the numbers of its operands."""
+    operands: Sequence[Operand]
+    direct: Sequence[StridedView | None]
+    """Of each operand, see `Operand.in_one_step`."""
+
+    @staticmethod
+    def of(terms: Sequence[WeightTerm]) -> WeightTerms:
+        """Return `terms` with each operand once."""
+        operands: list[Operand] = []
+        for term in terms:
+            operands += [one for one in term.operands if one not in operands]
+        numbered = [(one, list(map(operands.index, one.operands))) for one in terms]
+        return WeightTerms(numbered, operands, [one.in_one_step() for one in operands])
+
     def add_to(
-        self, queue: WeightGradientQueue, weight: Tensor, values: Sequence[Tensor | Regathered]
+        self, queue: WeightGradientQueue, parameters: Sequence[Tensor], values: Sequence[Tensor | Regathered]
     ) -> None:
-        """Add this part of the gradient of `weight` to its buffer; the operands are views of `values`.
+        """Add these parts of gradients to the buffers of a layer's `parameters`; operands view `values`.
 
         Communication: gathers what is to be gathered again.
         """
-        found = list(values)
-        for number, operand in enumerate(self.operands):
-            value = found[number]
-            if isinstance(value, Regathered):
-                value = value.whole()
-            for operation, arguments in operand.views:
-                value = operation(value, *arguments)
-            found[number] = value
-        first = bool(queue.unwritten) and queue.begins((weight,))
-        self.add(queue.buffer_of(weight), *found, first)
+        found = []
+        for operand, direct, value in zip(self.operands, self.direct, values, strict=True):
+            tensor = value.whole() if isinstance(value, Regathered) else value
+            if direct is not None and tensor is value and tensor.stride() == direct.base:
+                tensor = tensor.as_strided(direct.shape, direct.stride)
+            else:
+                for operation, arguments in operand.views:
+                    tensor = operation(tensor, *arguments)
+            found.append(tensor)
+        for term, numbers in self.terms:
+            weight = parameters[term.parameter]
+            first = bool(queue.unwritten) and queue.begins((weight,))
+            term.add(queue.buffer_of(weight), *map(found.__getitem__, numbers), first)
 
 
 def viewed(tensor: Tensor, views: Sequence[View]) -> Tensor:

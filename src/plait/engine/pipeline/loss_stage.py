@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.engine.blueprint import Blueprint
-from plait.engine.pipeline.stage import Gradients
+from plait.engine.pipeline.layer_runner import Gradients
 from plait.errors import ModelError
 from plait.models.layers.graph_leaves import other_leaf
 from plait.models.layers.lost_settings import refusing_changed_buffers
@@ -182,5 +182,4 @@ def build_loss_stage(
     linear = return_features(last.module, name)
     if vocabulary is None:
         vocabulary = Vocabulary.of_one_rank(linear.out_features)
-    adds_late = blueprint.lowering_spec.adds_late
-    return ChunkedLossStage(ChunkedCrossEntropy(terms, linear, vocabulary, rows, queue, adds_late))
+    return ChunkedLossStage(ChunkedCrossEntropy(terms, linear, vocabulary, rows, queue))

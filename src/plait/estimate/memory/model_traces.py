@@ -71,7 +71,7 @@ def trace_model(blueprint: Blueprint, microbatch: Value, targets: Value | None, 
     rank of `cp` it is, see `context_share`. Raises ModelError where a layer does not run on meta.
     Without `targets` there is a class for each row of the output.
     """
-    queue = WeightGradientQueue()
+    queue = WeightGradientQueue(blueprint.lowering_spec.adds_late)
     tensor_parallel = blueprint.tensor_parallel(
         Group("tp", tuple(range(blueprint.plan.tp)), 0, None, Traffic(), 0.0)
     )
@@ -130,7 +130,6 @@ def _trace_layers(
 ) -> list[_LayerTrace]:
     """Return the trace of each layer, given the layer before's output; those that run alike share a trace."""
     structures = blueprint.meta_layers(tensor_parallel, FIRST, {}).structures
-    adds_late = blueprint.lowering_spec.adds_late
     compiled = _compiled_layers(blueprint, structures, layers, queue)
     given, value = LayerInput.of_batch(share.inputs, input_gradients=False), share.inputs
     known: dict[Hashable, _LayerTrace] = {}
@@ -142,7 +141,7 @@ def _trace_layers(
             with running(share.sequence):
                 run, _ = run_on_meta(layer, given)  # fills the layer's caches, too
             sequence = share.new_sequence()
-            stage = Stage(0, [layer], queue, [[run.info]], adds_late, [recompute], sequences=[sequence])
+            stage = Stage(0, [layer], queue, [[run.info]], [recompute], sequences=[sequence])
             by_graphs = bool(compiled) and _run_compiled(stage, compiled[number], value)
             if recompute == "selective" and not by_graphs:
                 trace_layer(stage, value)  # what to keep is known from the first backward

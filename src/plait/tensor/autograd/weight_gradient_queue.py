@@ -39,6 +39,8 @@ NO_WEIGHTS = BackwardMode(keeps=False)
 class WeightGradientQueue:
     """The deferred weight gradients of a stage, in the order of the backward."""
 
+    adds_late: bool = False
+    """Whether `W` adds all weight gradients, also those that `I` has computed with the layer's backward."""
     pending: list[WeightWork] = field(default_factory=list)
     mode: BackwardMode = INPUT_ONLY
     """How the running backward is done; torch hands the functions of a graph no argument to say so."""

@@ -181,7 +181,7 @@ class WeightGradientChecker:
         self.isolate = comparison.options.isolate
         self.resynchronizes = comparison.resynchronizes
         self.step = -1
-        self.adds_late = any(stage.adds_late for stage in runtime.pipeline.stages.values())
+        self.adds_late = runtime.queue.adds_late
         gradients: dict[GradientKey, Tensor] = {}
         self.gradients_of: dict[tuple[int, int], list[GradientKey]] = {}
         """By stage and layer, the gradients that a backward adds to, except those summed over tp later."""

@@ -1,4 +1,4 @@
-"""`Stage.adds_late`: where each micro-batch is reduced by itself, its gradients are added by `W` alone."""
+"""`adds_late` of a queue: where each micro-batch is reduced by itself, `W` alone adds its gradients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def late_stage(*, adds_late: bool) -> tuple[Stage, dict[str, nn.Parameter]]:
     layers = [nn.Linear(3, 4), nn.LayerNorm(4), Twice(4), nn.Linear(4, 3)]
     layers[3].bias.requires_grad_(False)
     stage = stage_of(*layers, batch=torch.randn(2, 3))
-    stage.adds_late = adds_late
+    stage.queue.adds_late = adds_late
     return stage, dict(nn.Sequential(*layers).named_parameters())
 
 
@@ -73,7 +73,7 @@ def test_gradients_that_are_added_late_are_the_same_bits(at_once: bool) -> None:
             stage.gradients[number] = [batch + 1]
             for layer in reversed(range(4)):
                 (stage.backward if at_once else stage.backward_input)(number, layer)
-        for number, layer in list(stage.runs):
+        for number, layer in list(stage.work):
             stage.backward_weight(number, layer)
         results.append({name: one.grad for name, one in parameters.items() if one.requires_grad})
     early, late = results
@@ -109,7 +109,7 @@ def test_work_done_while_a_backward_waits_adds_to_gradients_set_aside() -> None:
 
     linear = nn.Linear(2, 2)
     stage = stage_of(Before(Waits.apply, linear), batch=torch.ones(1, 2))
-    stage.adds_late, buffer = True, linear.weight.grad
+    stage.queue.adds_late, buffer = True, linear.weight.grad
     forward(stage, torch.ones(1, 2))
     stage.gradients[0] = [torch.ones(1, 2)]
     stage.backward(0, 0)
@@ -121,7 +121,7 @@ def test_work_done_while_a_backward_waits_adds_to_gradients_set_aside() -> None:
 def test_a_backward_that_fails_leaves_gradients_where_they_were() -> None:
     norm = nn.LayerNorm(2)
     stage = stage_of(Before(FailBackward.apply, norm), batch=torch.ones(1, 2))
-    stage.adds_late, buffer = True, norm.weight.grad
+    stage.queue.adds_late, buffer = True, norm.weight.grad
     forward(stage, torch.ones(1, 2))
     with pytest.raises(ZeroDivisionError):
         backward(stage, torch.ones(1, 2))

@@ -65,7 +65,7 @@ def gradients_by(order: str) -> tuple[Tensor, list[Tensor]]:
         lower(made, LoweringSpec(COUNTS, {}))[0]
     )
     for stage in pipeline.stages.values():
-        assert not any((stage.values, stage.gradients, stage.runs, stage.queue.pending)), (
+        assert not any((stage.values, stage.gradients, stage.runs, stage.work, stage.queue.pending)), (
             "nothing is left over"
         )
     return torch.stack(pipeline.loss_stage.totals).sum() / 5, [

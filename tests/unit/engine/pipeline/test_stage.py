@@ -109,7 +109,7 @@ def there_and_back(stage: Stage, batch: Tensor, microbatch: int) -> None:
 
 
 def is_empty(stage: Stage) -> bool:
-    return not any((stage.values, stage.gradients, stage.runs, stage.queue.pending))
+    return not any((stage.values, stage.gradients, stage.runs, stage.work, stage.queue.pending))
 
 
 def test_two_microbatches_in_flight_equal_the_whole_model() -> None:

@@ -33,13 +33,13 @@ class Call(nn.Module):
 
 def traced(module: nn.Module, *, learns: bool = True, adds_late: bool = False) -> Trace:
     """Of a layer on meta, for an input `[ROWS, WIDTH]`."""
-    queue, layer = WeightGradientQueue(), NamedLayer("layer", module.to("meta"))
+    queue, layer = WeightGradientQueue(adds_late), NamedLayer("layer", module.to("meta"))
     defer_weight_gradients(module, queue)
     for parameter in module.parameters():
         parameter.grad = torch.empty_like(parameter)
     given = torch.empty(ROWS, WIDTH, device="meta", requires_grad=learns)
     infos = infer([layer], given, input_gradients=learns)
-    trace, following = trace_layer(Stage(0, [layer], queue, [infos], adds_late), given)
+    trace, following = trace_layer(Stage(0, [layer], queue, [infos]), given)
     shapes = [tuple(tensor.shape) for tensor in tensors_of(following)]
     assert shapes == [info.shape for info in infos[0].tensors]
     return trace
